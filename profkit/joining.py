@@ -24,9 +24,7 @@ from profkit.analysis.ranks.reduced import ReducedRank, reduce_columns
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
-from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run
-from profkit.run.job import CEILINGS
 from profkit.run.light_columns import LightColumns, columns_of, read_light, read_light_columns
 from profkit.run.light_record import LightRecord
 
@@ -70,16 +68,13 @@ class ReadRanks:
 
 
 @collector_off()
-def read_ranks(
-    path: str | Path, *, workers: int | None = None, scheduler: str | None = None, ceilings: str | Path | None = None
-) -> RanksResult:
+def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str | None = None) -> RanksResult:
     """Return the comparison of all ranks of a run; the same as ``profkit ranks``.
 
     Args:
         path: a run directory, a directory of one for each node, or a trace that holds several ranks.
         workers: how many processes read at once; by default as many as there are cores.
         scheduler: the address of a Dask scheduler whose workers see the same files; they read instead.
-        ceilings: a file of `profkit ceilings`; by default that of the job, and of its first run that has one.
 
     Raises:
         CaptureError: nothing can be read.
@@ -123,8 +118,7 @@ def read_ranks(
         raise UsageError(
             f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
         )
-    measured = _read_measured(path, runs) if ceilings is None else read_ceilings(Path(ceilings))
-    return _join(path, runs, found, measured)
+    return _join(path, runs, found)
 
 
 @collector_off()
@@ -146,10 +140,10 @@ def compare_opened(capture: OpenedCapture) -> RanksResult | None:
     else:
         found = _reduce(RankSource(capture.path, None, light), lambda: opened)
     path, runs = (capture.path, []) if run is None else (run.path, [run])
-    return _join(path, runs, [found], _read_measured(path, runs)) if len(found.ranks) > 1 else None
+    return _join(path, runs, [found]) if len(found.ranks) > 1 else None
 
 
-def _join(path: Path, runs: Sequence[Run], found: Sequence[ReadRanks], measured: Ceilings | None) -> RanksResult:
+def _join(path: Path, runs: Sequence[Run], found: Sequence[ReadRanks]) -> RanksResult:
     """Return the comparison of all ranks that were read.
 
     Raises:
@@ -163,7 +157,7 @@ def _join(path: Path, runs: Sequence[Run], found: Sequence[ReadRanks], measured:
     written = [rank for one in found for rank in one.written]
     links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
     reasons = {rank: reason for rank, reason in lost if rank is not None}
-    result = compare_ranks(ranks, reasons, measured, links, written)
+    result = compare_ranks(ranks, reasons, links, written)
     return result if result.peaks is None else replace(result, peaks=_explain_peaks(path, result.peaks))
 
 
@@ -205,17 +199,6 @@ def _explain_peaks(path: Path, peaks: PeakDifference) -> PeakDifference:
         held.append({row.category: row.bytes for row in composition.by_category})
     differences = {name: held[0].get(name, 0) - held[1].get(name, 0) for name in dict.fromkeys([*held[0], *held[1]])}
     return replace(peaks, by_category={name: count for name, count in differences.items() if count})
-
-
-def _read_measured(path: Path, runs: Sequence[Run]) -> Ceilings | None:
-    """Return what was measured of the whole job; what that leaves out of the links is taken from a run that knows."""
-    of_job = read_ceilings(path / CEILINGS) if (path / CEILINGS).exists() else None
-    if of_job is not None and of_job.links is not None:
-        return of_job
-    of_run = next((run.ceilings for run in runs if run.ceilings is not None and run.ceilings.links), None)
-    if of_job is None or of_run is None:
-        return of_job or of_run
-    return replace(of_job, links=of_run.links)
 
 
 def _sources_of(run: Run) -> list[RankSource]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from profkit.errors import ToolError
 from profkit.launch import doctor
 from profkit.launch.doctor import (
     Check,
@@ -38,7 +37,7 @@ from profkit.launch.gpu_state import cuda_of_driver
 from profkit.launch.nsys import Nsys, cupti_of, is_before
 from profkit.report.commands.doctor import build_doctor_document
 from profkit.report.document import render
-from profkit.run.links import CollectiveTime, GpuLink, MeasuredLinks
+from profkit.run.links import GpuLink
 
 OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"
 COMPUTE = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
@@ -466,31 +465,3 @@ class TestLinks:
         (check,) = doctor.check_links(replace(machine, links=lambda: (self.LINK,)))
         assert (check.check, check.state) == ("GPU links", "ok")
         assert check.found.startswith("2 GPUs: 18 × NVLink 4 (478 GB/s each way)")
-
-    def test_a_trial_measures_them(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        measured = MeasuredLinks(
-            "nccl", 2, (CollectiveTime("all_reduce", 1024, 9_000), CollectiveTime("all_reduce", 2**30, 4_000_000))
-        )
-        monkeypatch.setattr(doctor, "measure_links", lambda count, device: {(None, "cuda"): measured}[count, device])
-        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
-        assert check.state == "ok"
-        assert "268.4 GB/s bus bandwidth with 1024 MiB; the smallest takes 9.0 µs" in check.found
-        assert doctor.try_links(replace(machine, links=tuple)) == []
-
-    def test_where_a_process_sees_fewer_than_two_there_is_no_trial(
-        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As under CUDA_VISIBLE_DEVICES=0, or with one MIG device: NVML still says all GPUs."""
-        pytest.importorskip("torch")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
-        assert (check.check, check.state) == ("link trial", "note")
-        assert "a process here sees fewer than two GPUs" in check.found
-
-    def test_a_trial_that_fails_says_why(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(_count: int | None, _device: str) -> MeasuredLinks:
-            raise ToolError("a GPU's memory is full")
-
-        monkeypatch.setattr(doctor, "measure_links", fail)
-        (check,) = doctor.try_links(replace(machine, links=lambda: (self.LINK,)))
-        assert (check.state, check.found) == ("failed", "a GPU's memory is full")

@@ -40,11 +40,10 @@ _AMPERE = 8
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """Return ``device``, ``gemm`` and ``copy`` of ``ceilings.json``, and how many GPUs there are."""
+    """Return ``device``, ``gemm``, ``copy`` and ``torch`` of ``ceilings.json``."""
     gemm = [_gemm(dtype, device) for dtype in _dtypes(device)]
     copied = _copy(device)
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    return {"device": _describe(device), "gpu_count": count, "gemm": gemm, "copy": copied, "torch": torch.__version__}
+    return {"device": _describe(device), "gemm": gemm, "copy": copied, "torch": torch.__version__}
 
 
 def _dtypes(device: torch.device) -> list[str]:

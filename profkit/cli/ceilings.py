@@ -1,8 +1,7 @@
-"""``profkit ceilings``: what this machine's GPU, the links between GPUs, and the network can do at most."""
+"""``profkit ceilings``: what this machine's device can do at most."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import get_args
 
@@ -11,15 +10,14 @@ import click
 from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document
 from profkit.cli.progress import shown_after_a_second
-from profkit.errors import RunError, UsageError
-from profkit.launch.ceilings import measure_ceilings, measure_job
+from profkit.errors import RunError
+from profkit.launch.ceilings import measure_ceilings
 from profkit.launch.record import require_torch
 from profkit.models.options import Device
 from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import Format
 from profkit.run.ceilings import Ceilings, write_ceilings
-from profkit.run.directory import Run
-from profkit.run.job import CEILINGS, JOB, launched_rank
+from profkit.run.directory import CEILINGS, Run
 
 
 @click.command()
@@ -34,57 +32,28 @@ from profkit.run.job import CEILINGS, JOB, launched_rank
     "-o",
     "output",
     type=click.Path(path_type=Path),
-    help=f"Also write to this file, or to {CEILINGS} of this run or job.",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Measure the links with N processes, one a GPU (default: as many as there are GPUs; 1: leave it out).",
+    help=f"Also write to this file, or to {CEILINGS} of this run.",
 )
 @format_option
-def ceilings(device: Device, output: Path | None, ranks: int | None, style: Format) -> None:
-    """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, a memory copy, and the GPUs' links.
+def ceilings(device: Device, output: Path | None, style: Format) -> None:
+    """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, and a memory copy.
 
-    It takes some seconds and needs the GPUs for itself. The table also shows what NVIDIA's datasheet says of that GPU.
-    With several GPUs it runs collectives of 1 KiB to 1 GiB over NCCL; `profkit ranks RUN` holds a run's against them.
-
-    Started by a job's launcher, one process a GPU, it measures the network between the machines too:
-
-        torchrun --nnodes 4 … -m profkit ceilings -o /shared/run7
+    It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
     """
     require_torch()
-    rank = launched_rank(os.environ)
-    if rank and ranks is not None:
-        raise UsageError("--ranks starts processes, and a launcher started this one; leave it out")
-    if output is not None and output.is_dir() and not (output / JOB).exists():
+    if output is not None and output.is_dir():
         Run(output)
-    if rank:
-        measured = measure_job(device, rank)
-        if measured is None:
-            return
-        _write(output, measured)
-    else:
-        measured = measure_to(output, device, ranks)
-    print_document(build_ceilings_document(measured), style, None)
+    print_document(build_ceilings_document(measure_to(output, device)), style, None)
 
 
-def measure_to(output: Path | None, device: Device, ranks: int | None) -> Ceilings:
-    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it.
-
-    ``ranks`` processes measure the links between GPUs: by default one a GPU, below 2 none.
-    """
+def measure_to(output: Path | None, device: Device) -> Ceilings:
+    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it."""
     with shown_after_a_second("measuring what the device can do"):
-        measured = measure_ceilings(device, ranks)
-    _write(output, measured)
+        measured = measure_ceilings(device)
+    if output is not None:
+        path = output / CEILINGS if output.is_dir() else output
+        try:
+            write_ceilings(path, measured)
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}; name another file with -o") from None
     return measured
-
-
-def _write(output: Path | None, measured: Ceilings) -> None:
-    if output is None:
-        return
-    path = output / CEILINGS if output.is_dir() else output
-    try:
-        write_ceilings(path, measured)
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror}; name another file with -o") from None

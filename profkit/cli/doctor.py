@@ -21,7 +21,7 @@ from profkit.report.document import Format
     "--try",
     "with_trial",
     is_flag=True,
-    help="Record a Python process with nsys for one second, and export it; measure the links between several GPUs.",
+    help="Record a Python process with nsys for one second, and export it.",
 )
 @format_option
 def doctor(with_trial: bool, style: Format) -> None:
@@ -35,7 +35,7 @@ def doctor(with_trial: bool, style: Format) -> None:
     with shown_after_a_second("looking at this machine"):
         findings = examine(machine, nsys)
     possible = can_record(findings)
-    trials = [] if not with_trial else [_try(nsys), *_try_links(machine)]
+    trials = [] if not with_trial else [_try(nsys)]
     findings += trials
     print_document(build_doctor_document(findings, can_record=possible, on_screen=style == "table"), style, None)
     if not possible:
@@ -59,10 +59,3 @@ def _try(nsys: Nsys | str | None) -> Check:
 
     with shown_after_a_second("recording a second of a Python process"):
         return try_nsys(nsys)
-
-
-def _try_links(machine: Machine) -> list[Check]:
-    from profkit.launch.doctor import try_links
-
-    with shown_after_a_second("measuring the links between the GPUs"):
-        return try_links(machine)

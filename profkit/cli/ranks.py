@@ -23,12 +23,6 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
 @click.option("--scheduler", metavar="ADDRESS", help="Read on the workers of this Dask scheduler, which see RUN too.")
 @click.option(
-    "--ceilings",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Bandwidths measured by profkit ceilings (default: those in RUN).",
-)
-@click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw who waits for whom as a matrix."
 )
 @output_options
@@ -37,7 +31,6 @@ def ranks(
     top: int | None,
     workers: int | None,
     scheduler: str | None,
-    ceilings: Path | None,
     plot: Path | None,
     style: Format,
     output: Path | None,
@@ -49,9 +42,9 @@ def ranks(
     Each rank is read by itself: from its trace, else from the light record that it left.
     """
     require_png(plot)
-    refuse_overwriting([path for path in (run, ceilings) if path is not None], [output, plot])
+    refuse_overwriting([run], [output, plot])
     with shown_after_a_second(f"reading {run.name}"):
-        result = read_ranks(run, workers=workers, scheduler=scheduler, ceilings=ceilings)
+        result = read_ranks(run, workers=workers, scheduler=scheduler)
     if top is None and style in _FOR_PEOPLE:
         top = _DEFAULT_TOP
     if plot is not None:

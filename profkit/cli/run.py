@@ -278,7 +278,7 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     if recorded.reason is not None:
         say(recorded.reason)
     elif ceilings is not None:
-        measure_to(recorded.run, ceilings, None if len(Run(recorded.run).light_records) > 1 else 1)
+        measure_to(recorded.run, ceilings)
     # srun and mpirun bring what all say into one place: of a job's runs only the first tells what to read next.
     if not is_job or recorded.run.name in FIRST_OF_JOB:
         _show(recorded)

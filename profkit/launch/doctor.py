@@ -22,7 +22,6 @@ from typing import IO, Literal
 
 from profkit.errors import ToolError
 from profkit.files import user_cache
-from profkit.launch.ceilings import measure_links
 from profkit.launch.gpu_state import cuda_of_driver, driver_in, read_gpu_state
 from profkit.launch.nsys import CUPTI, Nsys, cupti_of, is_before, list_installed, numbers
 from profkit.launch.nsys_session import (
@@ -252,7 +251,7 @@ def check_links(machine: Machine) -> list[Check]:
     if not links:
         return []
     found = f"{len({gpu for link in links for gpu in link.gpus})} GPUs: {describe_links(links)}"
-    return [Check("GPU links", "ok", f"{found}; `profkit doctor --try` or `profkit ceilings` measures them")]
+    return [Check("GPU links", "ok", found)]
 
 
 def check_permission(machine: Machine) -> Check:
@@ -359,29 +358,6 @@ def try_nsys(nsys: Nsys) -> Check:
         return Check(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
     cure = "pip install 'nvtx<0.2.12', or use another nsys ($NSYS)"
     return Check(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
-
-
-def try_links(machine: Machine) -> list[Check]:
-    """Measure how fast collectives between this machine's GPUs are; nothing where there are no two.
-
-    Of GPUs that CUDA_VISIBLE_DEVICES hides, only those that a process here sees are measured.
-    """
-    if not machine.links():
-        return []
-    check = "link trial"
-    try:
-        links = measure_links(None, "cuda")
-    except ToolError as error:
-        return [Check(check, "failed", str(error), "run an all-reduce of your own with NCCL_DEBUG=INFO")]
-    if links is None:
-        hidden = "not measured: a process here sees fewer than two GPUs (CUDA_VISIBLE_DEVICES, MIG)"
-        return [Check(check, "note", hidden)]
-    best = links.best
-    found = (
-        f"all-reduce between {links.ranks} GPUs: {links.bus_bandwidth(best) / 1e9:.1f} GB/s bus bandwidth with"
-        f" {best.bytes // 2**20} MiB; the smallest takes {(links.time_of('all_reduce', 0) or 0) / 1000:.1f} µs"
-    )
-    return [Check(check, "ok", f"{found}; `profkit ceilings` shows each size")]
 
 
 def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from profkit.errors import RunError
 from profkit.files import write_json
-from profkit.run.links import MeasuredLinks
 from profkit.run.records import read_record
 
 VERSION = 1
@@ -54,11 +53,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The content of ``ceilings.json``; ``links`` is None where there was one GPU, or none.
-
-    ``network`` are the measurements between machines: with all ranks in one group, and with one rank of each machine in
-    a group, all these groups at once.
-    """
+    """The content of ``ceilings.json``."""
 
     version: int
     device: MeasuredDevice
@@ -67,8 +62,6 @@ class Ceilings:
     measured_utc: str
     gemm: tuple[Gemm, ...]
     copy: Copy
-    links: MeasuredLinks | None = None
-    network: tuple[MeasuredLinks, ...] = ()
 
 
 def read_ceilings(path: Path) -> Ceilings:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
-from profkit.run.job import CEILINGS, Job, claim, is_of_job
+from profkit.run.job import Job, claim, is_of_job
 from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
@@ -39,6 +39,7 @@ LOG = "log.txt"
 
 DEFAULT_PARENT = Path("runs")
 
+CEILINGS = "ceilings.json"
 _FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, COMPILED, WORK, CEILINGS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _KINDS = [name.partition(".")[2] for name in _TRACES]

@@ -18,8 +18,6 @@ from profkit.files import write_new_json
 from profkit.run.records import read_record
 
 JOB = "job.json"
-CEILINGS = "ceilings.json"
-"""What was measured of GPUs, links and network: in a run, or beside the runs of a job."""
 
 FIRST_OF_JOB = ("node0", "rank0")
 """The names of the first run of a job."""
@@ -212,9 +210,8 @@ def claim(shared: Path, job: Job) -> Path:
         OSError: it cannot be made.
     """
     shared.mkdir(parents=True, exist_ok=True)
-    mine = (JOB, CEILINGS)
     foreign = [
-        one.name for one in shared.iterdir() if one.name not in mine and not is_of_job(one) and one.name[0] != "."
+        path.name for path in shared.iterdir() if path.name != JOB and not is_of_job(path) and path.name[0] != "."
     ]
     if foreign:
         raise RunError(f"{shared}: exists and is not empty; name a new directory with -o, or remove this one")

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
 from profkit.analysis.ranks.matching import Matched, within_matched
 from profkit.analysis.ranks.reduced import ReducedRank
-from profkit.run.ceilings import Ceilings
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
-from profkit.run.links import MeasuredLinks, bus_factor, links_used
 from profkit.trace.columns import Ints
+
+_FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+}
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth."""
+    factor = _FACTORS.get(kind)
+    return 1.0 if factor is None else factor(ranks)
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,6 @@ class GroupRow:
     buffer is full. A receive also waits for its sender: it has no ``wire_ns``, nor has a send in one kernel with a
     receive.
 
-    ``measured_ns`` is how long collectives of these sizes took when the links, or the network, were measured,
-    ``measured_share`` what share of the measured bandwidth the row reaches, ``least_ns`` how long the smallest took;
-    ``limited_by`` says whether most of ``measured_ns`` passes whatever the size. All are None where nobody measured
-    what the group uses.
     """
 
     group: str
@@ -50,10 +58,6 @@ class GroupRow:
     hidden_ns: int | None
     exposed_ns: int | None
     waiting_ns: int
-    measured_ns: int | None = None
-    measured_share: float | None = None
-    least_ns: int | None = None
-    limited_by: Literal["latency", "bandwidth"] | None = None
 
 
 def group_label(group: Group, world_size: int) -> str:
@@ -85,32 +89,19 @@ _Key = tuple[str, int, str, str | None]
 """A row's group, number of ranks, kind and dtype."""
 
 
-def sum_groups(
-    matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_size: int, ceilings: Ceilings | None = None
-) -> list[GroupRow]:
+def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_size: int) -> list[GroupRow]:
     """Return a row for each name of groups, kind and dtype; the longest first.
 
     Args:
         matched: the collectives of each group.
-        ranks: what they sent each other, and on which machine each was.
+        ranks: what they sent each other.
         world_size: how many ranks there are.
-        ceilings: what was measured of the links and the network.
     """
     found: dict[_Key, list[_Part]] = {}
     for group, kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
         key = group_label(group, world_size), len(group.ranks), kind, dtype
         found.setdefault(key, []).append(part)
-    machine = {one.record.rank: one.record.node for one in ranks}
-    rows = []
-    for key, parts in found.items():
-        row = _sum_one(*key, parts)
-        used = [
-            links_used([machine.get(rank, 0) for rank in part.group.ranks], ceilings.links, ceilings.network)
-            for part in parts
-            if ceilings is not None
-        ]
-        links = used[0] if used and all(one is used[0] for one in used) else None
-        rows.append(row if links is None else _against(links, row, parts))
+    rows = [_sum_one(*key, parts) for key, parts in found.items()]
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
 
 
@@ -181,25 +172,4 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
         hidden_ns=hidden_ns,
         exposed_ns=None if hidden_ns is None else whole_ns - hidden_ns,
         waiting_ns=round(sum(part.waited_ns for part in parts) / ranks),
-    )
-
-
-def _against(links: MeasuredLinks, row: GroupRow, parts: Sequence[_Part]) -> GroupRow:
-    """Return the row with how long its collectives took when the links were measured, and what most of that depends on.
-
-    Of another number of ranks than were measured the bus bandwidth is held to be the same, as nccl-tests defines it.
-    """
-    least = links.time_of(row.kind, 0)
-    if least is None or row.byte_count is None or not row.wire_ns:
-        return row
-    sizes, counts = np.unique(np.concatenate([part.byte_count for part in parts]), return_counts=True)
-    scale = bus_factor(row.kind, row.rank_count) / bus_factor(row.kind, links.ranks)
-    alone = [max(least, (links.time_of(row.kind, size) or 0.0) * scale) for size in sizes.tolist()]
-    total = float(np.dot(alone, counts))
-    return replace(
-        row,
-        measured_ns=round(total),
-        measured_share=total / row.wire_ns,
-        least_ns=round(least),
-        limited_by="latency" if 2 * least * row.count >= total else "bandwidth",
     )

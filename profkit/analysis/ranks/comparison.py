@@ -16,10 +16,9 @@ from profkit.analysis.ranks.pipeline import Pipeline, find_pipelines
 from profkit.analysis.ranks.reduced import ReducedRank, of_one_kind
 from profkit.errors import TraceError
 from profkit.files import collector_off
-from profkit.run.ceilings import Ceilings
 from profkit.run.light_columns import UNKNOWN, StepColumns
 from profkit.run.light_record import Cause, LightRecord
-from profkit.run.links import GpuLink, MeasuredLinks
+from profkit.run.links import GpuLink
 from profkit.trace.columns import Ints
 from profkit.trace.nsys_collectives import COMMUNICATOR
 
@@ -88,10 +87,6 @@ class RanksResult:
     step_count: int
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
     recorded_step_count: int = 0
-    measured: MeasuredLinks | None = None
-    """What was measured of the links within a machine."""
-    network: tuple[MeasuredLinks, ...] = ()
-    """What was measured between machines."""
     links: tuple[GpuLink, ...] = ()
     """What the links between the GPUs of the first machine are."""
     pipelines: tuple[Pipeline, ...] = ()
@@ -142,7 +137,6 @@ class RanksResult:
 def compare_ranks(
     ranks: Iterable[ReducedRank],
     lost: Mapping[int, str] | None = None,
-    ceilings: Ceilings | None = None,
     links: tuple[GpuLink, ...] = (),
     written: Iterable[ReducedRank] = (),
 ) -> RanksResult:
@@ -151,8 +145,7 @@ def compare_ranks(
     Args:
         ranks: what each rank handed over.
         lost: the ranks of which nothing can be read, each with the reason.
-        ceilings: what was measured of the links between GPUs and between machines.
-        links: what the links are.
+        links: what the links between the GPUs of the first machine are.
         written: the light records of ranks that also left a full trace.
 
     Raises:
@@ -178,7 +171,6 @@ def compare_ranks(
     is_untimed = has_untimed_waits(reduced, matched)
     counts = [count_steps(one.record.rank, one.steps, matched) for one in reduced]
     waits = sum_waits(matched, len(found), index)
-    measured = None if ceilings is None else ceilings.links
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     short = _short_records(reduced)
     members = {rank for one in matched if len(one.kind) for rank in one.ranks}
@@ -190,7 +182,7 @@ def compare_ranks(
     return RanksResult(
         world_size=world_size,
         ranks=rows,
-        groups=tuple(sum_groups(matched, reduced, world_size, ceilings)),
+        groups=tuple(sum_groups(matched, reduced, world_size)),
         waits_ns=waits,
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
         clocks=fit_clocks(matched),
@@ -210,9 +202,7 @@ def compare_ranks(
         pipelines=tuple(
             find_pipelines([replace(one, record=record) for one, record in zip(reduced, known, strict=True)])
         ),
-        measured=measured,
-        network=() if ceilings is None else ceilings.network,
-        links=measured.links if measured is not None and measured.links else links,
+        links=links,
     )
 
 

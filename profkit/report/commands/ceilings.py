@@ -1,15 +1,13 @@
-"""The document of ``profkit ceilings``: what a device and its links do at most, beside what a datasheet says."""
+"""The document of ``profkit ceilings``: what a device does at most, beside what a datasheet says."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from profkit.analysis.efficiency.facts import Datasheet, find_datasheet
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.units import BYTES, GIGABYTES, NS, SHARE, TEXT, Unit, four_digits
+from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.ceilings import Ceilings
-from profkit.run.links import MeasuredLinks, describe_links
 
 
 def _rate(value: float) -> str:
@@ -47,53 +45,7 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
         "driver": ceilings.driver,
         "measured_utc": ceilings.measured_utc,
     }
-    parts: list[Table | Lines] = [table, Lines(_notes(ceilings, sheet))]
-    content: dict[str, Any] = {"device": facts, "rows": table.rows, "links": None, "network": []}
-    for one in (*filter(None, [ceilings.links]), *ceilings.network):
-        links = _links_table(one)
-        parts += [links, Lines(_links_notes(one))]
-        data = {**asdict(one), "times": links.rows}
-        if one.machines > 1:
-            content["network"].append(data)
-        else:
-            content["links"] = data
-    return Document("ceilings", content, parts, table)
-
-
-def _links_table(links: MeasuredLinks) -> Table:
-    """Return a line for each size, and for each kind of collective its time and bus bandwidth, smallest size first."""
-    kinds = list(dict.fromkeys(one.kind for one in links.times))
-    rows = [
-        {
-            "kind": one.kind,
-            "bytes": one.bytes,
-            "time_ns": one.time_ns,
-            "algorithm_bandwidth": one.bytes / one.time_ns * 1e9,
-            "bus_bandwidth": links.bus_bandwidth(one),
-        }
-        for kind in kinds
-        for one in links.of_kind(kind)
-    ]
-    columns = (
-        Column("kind", "collective", TEXT),
-        Column("bytes", "size", BYTES),
-        Column("time_ns", "time", NS),
-        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
-        Column("bus_bandwidth", "bus GB/s", GIGABYTES),
-    )
-    what = "GPUs" if links.backend == "nccl" else "processes"
-    where = f" on {links.machines} machines" if links.machines > 1 else ""
-    return Table(columns, rows, title=f"Collectives between {links.ranks} {what}{where}")
-
-
-def _links_notes(links: MeasuredLinks) -> list[str]:
-    lines = [
-        f"bandwidths as nccl-tests counts them, over {links.backend}",
-        "each time is the best round's median, of the slowest rank",
-    ]
-    if links.machines > 1 and links.per_machine == 1:
-        lines.append("one rank of each machine in a group, as in pipelines and hybrid sharding")
-    return [f"the GPUs are linked by {describe_links(links.links)}", *lines] if links.links else lines
+    return Document("ceilings", {"device": facts, "rows": table.rows}, [table, Lines(_notes(ceilings, sheet))], table)
 
 
 def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:

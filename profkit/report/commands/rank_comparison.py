@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
@@ -18,12 +17,10 @@ from profkit.report.units import (
     COUNT,
     GIGABYTES,
     NS,
-    SHARE,
     TEXT,
     Unit,
     count_over,
     format_bytes,
-    format_gigabytes,
     format_ns,
     format_share,
     ns_over,
@@ -44,7 +41,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
-        Lines([*_describe_links(result, run), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
+        Lines([*_describe_links(result), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
         *([] if result.verdict.most_rank is None else [wait_table(result)]),
         ranks,
         Lines(_notes(result)),
@@ -74,11 +71,7 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(one) for one in result.ranks],
         "waits": result.waits_ns.tolist(),
-        "links": {
-            "links": [asdict(link) for link in result.links],
-            "measured": None if result.measured is None else asdict(result.measured),
-            "network": [asdict(one) for one in result.network],
-        },
+        "links": {"links": [asdict(link) for link in result.links]},
         "pipelines": [
             {
                 "group": {"name": one.group.name, "dimension": one.group.dimension, "ranks": list(one.ranks)},
@@ -127,44 +120,8 @@ def wait_table(result: RanksResult) -> Table:
     return Table(columns, rows, title=title)
 
 
-def _describe_links(result: RanksResult, run: str) -> list[str]:
-    """Return what bandwidths are held against, and which collectives no faster link would help."""
-    known = [row for row in result.groups if row.bus_bandwidth is not None]
-    on_gpus = bool(result.links) or any(one.device is not None for one in result.ranks)
-    measured = [*filter(None, [result.measured]), *result.network]
-    if not known or not (measured or on_gpus):
-        return []
-    linked = describe_links(result.links)
-    keep = f" -o {run}` there" if Path(run).is_dir() else "` shows it"
-    if not measured:
-        kind = f" ({linked})" if linked else ""
-        return [f"how fast the links between the GPUs are{kind} was not measured: `profkit ceilings{keep}"]
-    lines = ["of measured: 100 % is the bus bandwidth of a collective of the same size with nothing else running"]
-    for links in measured:
-        best = links.best
-        highest = f"all_reduce of {format_bytes(best.bytes)}, {format_gigabytes(links.bus_bandwidth(best))} GB/s"
-        if links.machines == 1:
-            where = f"{f'the links are {linked}; ' if linked else ''}the highest that `profkit ceilings` measured"
-        else:
-            each = "one rank" if links.per_machine == 1 else f"{links.per_machine} ranks"
-            where = f"between {links.machines} machines, {each} on each in a group, the highest measured"
-        lines.append(f"{where}: {highest}")
-    for row in known:
-        if row.limited_by == "latency" and row.byte_count is not None and row.least_ns is not None:
-            lines.append(
-                f"{row.kind} of {row.group} is limited by latency, not by the links:"
-                f" {format_bytes(row.byte_count // row.count)} each, and the smallest takes {format_ns(row.least_ns)}"
-            )
-    if any(row.measured_ns is None for row in known):
-        nodes = len({one.node for one in result.ranks}) > 1
-        between = (
-            f"; started by the job's launcher, `profkit ceilings{keep.removesuffix(' there')} measures the network"
-        )
-        lines.append(
-            "no share: what it uses was not measured, or not this kind of collective"
-            f"{between if nodes and not result.network else ''}"
-        )
-    return lines
+def _describe_links(result: RanksResult) -> list[str]:
+    return [f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []
 
 
 def _describe_pipeline(one: Pipeline) -> list[str]:
@@ -201,7 +158,6 @@ def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str
 
 
 def _group_table(result: RanksResult) -> Table:
-    is_compared = any(row.measured_share is not None for row in result.groups)
     steps = result.step_count or None
     columns = (
         Column("group", "group", TEXT),
@@ -210,9 +166,8 @@ def _group_table(result: RanksResult) -> Table:
         Column("count", "times", count_over(steps)),
         Column("each_bytes", "size", BYTES),
         Column("each_wire_ns", "at the wire", NS),
-        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES, wide=is_compared),
+        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
-        *([Column("measured_share", "of measured", SHARE)] if is_compared else []),
         Column("hidden_ns", "hidden", ns_over(steps), wide=True),
         Column("exposed_ns", "not hidden", ns_over(steps), wide=True),
         Column("waiting_ns", "waiting", ns_over(steps)),
