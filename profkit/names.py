@@ -29,7 +29,10 @@ PREFILL = "prefill"
 DECODE = "decode"
 """Within ``generate``: each later call."""
 
-PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER, INFERENCE, PREFILL, DECODE)
+EVALUATION = (INFERENCE, PREFILL, DECODE)
+"""What evaluates a model: its calls without gradients. None of them is part of ``forward``."""
+
+PHASES = (FORWARD, LOSS, BACKWARD, OPTIMIZER, *EVALUATION)
 """The parts of a step, in the order in which they run: those of training, then those of inference."""
 
 DATA = "data"

@@ -12,7 +12,7 @@ from profkit.analysis.tree.module_times import time_modules
 from tests.nsys_builder import NsysBuilder
 from tests.test_one_figure import TRACES
 
-PARTS = ("forward_ns", "backward_ns", "recompute_ns")
+PARTS = ("forward_ns", "backward_ns", "recompute_ns", "inference_ns")
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)

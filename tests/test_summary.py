@@ -110,6 +110,26 @@ def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Pa
     assert (modules["h.0.mlp"].backward_ns, modules["h.0.mlp"].recompute_ns) == (0, 5)
 
 
+def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None:
+    """The same 10 ns of kernels with gradients, then without: a validation pass in the step."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    for name, start in (("forward", 100), ("inference", 500)):
+        builder.range(name, start, start + 200)
+        builder.range("model", start + 1, start + 199)
+        builder.range("head", start + 2, start + 198)
+        builder.kernel(start + 10, 10)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    modules = {one.module: one for one in time_modules(opened)}
+    assert {name: (one.forward_ns, one.inference_ns, one.total_ns) for name, one in modules.items()} == {
+        "model": (10, 10, 20),
+        "head": (10, 10, 20),
+    }
+    assert opened.kernels("forward").total_ns == modules["model"].forward_ns
+    text = render(build_summary_document(_summary(tmp_path / "t.sqlite"), ()), "table")
+    assert "head 20 ns (forward 10 ns, inference 10 ns)" in " ".join(text.split())
+
+
 def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.domain(1, "NCCL")

@@ -19,13 +19,14 @@ class ModuleKernel:
     forward_ns: int = 0
     backward_ns: int = 0
     recompute_ns: int = 0
+    inference_ns: int = 0
     count: int = 0
 
 
 def time_kernels_by_module(opened: OpenedTrace, wanted: Container[str]) -> dict[str, dict[str, ModuleKernel]]:
     """Return module → kernel → its time within the module, for the modules wanted.
 
-    Each of a module's three times is the sum over its kernels.
+    Each of a module's times is the sum over its kernels.
 
     Raises:
         TraceError: the trace cannot be placed in its ranges.

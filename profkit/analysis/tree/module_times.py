@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -10,7 +11,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import is_warmup
 from profkit.analysis.tree.range_tree import build_nodes
 from profkit.analysis.tree.selection import split_path
-from profkit.names import BACKWARD, PHASES, RECOMPUTE, REPLICA, kind_of
+from profkit.names import BACKWARD, EVALUATION, PHASES, RECOMPUTE, REPLICA, kind_of
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import distinct_values
 
@@ -32,8 +33,8 @@ class ModuleTime:
     """One module, or all that differ in a number: ``h.*`` is ``h.0`` to ``h.11``, and ``number`` is 12.
 
     Times are kernel time in nanoseconds, summed over the measured steps and all GPUs, and hold the modules within it.
-    ``recompute_ns`` is what a checkpoint computed again, which ``backward_ns`` leaves out. ``forward_ns`` holds every
-    other phase, such as inference. ``parent`` is the module around it, None at the top.
+    ``recompute_ns`` is what a checkpoint computed again, which ``backward_ns`` leaves out; ``inference_ns`` are its
+    calls without gradients, as to evaluate it. ``parent`` is the module around it, None at the top.
     """
 
     module: str
@@ -42,18 +43,16 @@ class ModuleTime:
     forward_ns: int
     backward_ns: int
     recompute_ns: int
+    inference_ns: int = 0
 
     @property
     def total_ns(self) -> int:
-        """Return the time of all three."""
-        return self.forward_ns + self.backward_ns + self.recompute_ns
+        """Return the time of all passes."""
+        return self.forward_ns + self.backward_ns + self.recompute_ns + self.inference_ns
 
 
-@dataclass
-class _Sum:
-    forward_ns: int = 0
-    backward_ns: int = 0
-    recompute_ns: int = 0
+PASSES = ("forward_ns", "backward_ns", "recompute_ns", "inference_ns")
+"""The times of a `ModuleTime`."""
 
 
 class RangePath(Protocol):
@@ -73,7 +72,7 @@ class RangePath(Protocol):
 
 
 Credit = tuple[str, str, int]
-"""A module, one of the three times of `ModuleTime`, and 1 or -1: whether work under a path adds to it."""
+"""A module, one of the times of `ModuleTime`, and 1 or -1: whether work under a path adds to it."""
 
 Path = TypeVar("Path", bound=RangePath)
 
@@ -85,18 +84,17 @@ def time_modules(opened: OpenedTrace) -> tuple[ModuleTime, ...]:
         TraceError: the trace cannot be placed in its ranges.
     """
     parents: dict[str, str | None] = {}
-    sums: dict[str, _Sum] = {}
+    sums: dict[str, Counter[str]] = {}
     for row, credits in credit_modules(opened.ranges(numbered=False).ranges, parents):
         for module, time, sign in credits:
-            one = sums.setdefault(module, _Sum())
-            setattr(one, time, getattr(one, time) + sign * row.kernel_time_ns)
+            sums.setdefault(module, Counter())[time] += sign * row.kernel_time_ns
     names = {opened.trace.names[index] for index in distinct_values(opened.trace.ranges.name).tolist()}
     numbers: dict[str, int] = {}
     for name in names:
         numbers[kind_of(name)] = numbers.get(kind_of(name), 0) + 1
     return tuple(
-        ModuleTime(name, parents[name], max(numbers.get(name, 1), 1), one.forward_ns, one.backward_ns, one.recompute_ns)
-        for name, one in sums.items()
+        ModuleTime(name, parents[name], max(numbers.get(name, 1), 1), *(times[part] for part in PASSES))
+        for name, times in sums.items()
     )
 
 
@@ -144,10 +142,7 @@ def own_time(modules: Sequence[ModuleTime], module: str) -> ModuleTime | None:
     if whole is None:
         return None
     inner = [one for one in modules if one.parent == module]
-    own = {
-        name: max(getattr(whole, name) - sum(getattr(one, name) for one in inner), 0)
-        for name in ("forward_ns", "backward_ns", "recompute_ns")
-    }
+    own = {name: max(getattr(whole, name) - sum(getattr(one, name) for one in inner), 0) for name in PASSES}
     return ModuleTime(f"{module} itself", whole.parent, whole.number, **own) if any(own.values()) else None
 
 
@@ -203,4 +198,6 @@ def _credit(parents: dict[str, str | None], phase: str, inner: list[str]) -> Ite
 def _pass_of(phase: str, above: Sequence[str]) -> str:
     if RECOMPUTE in above:
         return "recompute_ns"
+    if phase in EVALUATION:
+        return "inference_ns"
     return "backward_ns" if phase == BACKWARD else "forward_ns"

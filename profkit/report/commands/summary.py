@@ -12,7 +12,7 @@ from typing import Any
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
-from profkit.analysis.tree.module_times import ModuleTime, own_time
+from profkit.analysis.tree.module_times import PASSES, ModuleTime, own_time
 from profkit.names import MODEL, is_shared
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
@@ -247,9 +247,8 @@ def _with_shared_as_one(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
     for one in modules:
         if is_shared(one.module):
             shared.setdefault(one.parent, []).append(one)
-    passes = ("forward_ns", "backward_ns", "recompute_ns")
     sums = [
-        ModuleTime(_SHARED, parent, 1, *(sum(getattr(one, name) for one in some) for name in passes))
+        ModuleTime(_SHARED, parent, 1, *(sum(getattr(one, name) for one in some) for name in PASSES))
         for parent, some in shared.items()
     ]
     return [*(one for one in modules if not is_shared(one.module)), *sums]
@@ -266,7 +265,12 @@ def _module(summary: Summary, one: ModuleTime, above: str) -> str:
 
 
 def _passes(summary: Summary, one: ModuleTime) -> str:
-    passes = {"forward": one.forward_ns, "backward": one.backward_ns, "computed again": one.recompute_ns}
+    passes = {
+        "forward": one.forward_ns,
+        "backward": one.backward_ns,
+        "computed again": one.recompute_ns,
+        "inference": one.inference_ns,
+    }
     return ", ".join(f"{name} {_time(summary.per_step(ns))}" for name, ns in passes.items() if ns)
 
 

@@ -34,7 +34,7 @@ def pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
 
 
 def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
-    """Return, for each module, its kernels as rows: full name, name, category, the three times, count."""
+    """Return, for each module, its kernels as rows: full name, name, category, the four times, count."""
     trace = run.capture.trace
     if trace is None or not len(trace.trace.work):
         return None
@@ -44,7 +44,7 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
     def row_of(name: str, one: ModuleKernel) -> list[int]:
         shown = simplify_name(name) if measure == "gpu-kernel" else name
         words = [texts.number(word) for word in (name, shown, categorize(name, measure).name)]
-        return [*words, one.forward_ns, one.backward_ns, one.recompute_ns, one.count]
+        return [*words, one.forward_ns, one.backward_ns, one.recompute_ns, one.inference_ns, one.count]
 
     return {
         "modules": {
@@ -59,7 +59,7 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
 
 def _by_time(item: tuple[str, ModuleKernel]) -> tuple[int, str]:
     name, one = item
-    return -(one.forward_ns + one.backward_ns + one.recompute_ns), name
+    return -(one.forward_ns + one.backward_ns + one.recompute_ns + one.inference_ns), name
 
 
 def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:

@@ -117,6 +117,7 @@ def _time_rows(
             "forward_ns": one.forward_ns,
             "backward_ns": one.backward_ns,
             "recompute_ns": one.recompute_ns or None,
+            "inference_ns": one.inference_ns or None,
             "kernel_count": sum(row.kernel_count for row in passes.values()) if passes else None,
             "flops": sum(flops) if flops else None,
             **{f"{phase}_peak": None if row is None else row.roof_share for phase, row in _of_phases(passes)},
@@ -235,7 +236,10 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     steps = run.steps
     each = ns_over(steps)
     flops = Unit(lambda value: _flops(value / (steps or 1)))
-    some = [key for key in ("recompute_ns", *(f"{key}_change" for key in _COMPARED)) if _any_has(rows, key)]
+    seldom = ("recompute_ns", "inference_ns", *(f"{key}_change" for key in _COMPARED))
+    some = [key for key in seldom if _any_has(rows, key)]
+        key for key in ("recompute_ns", "inference_ns", *(f"{key}_change" for key in _COMPARED)) if _any_has(rows, key)
+    ]
     of_gpu = ("kernel_count", "flops", "forward_peak", "backward_peak", "limited_by")
     some += [key for key in of_gpu if run.efficiency is not None or _any_has(rows, key)]
     columns = [
@@ -244,6 +248,7 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         Column("forward_ns_change", "forward ±", PERCENT),
         Column("backward_ns_change", "backward ±", PERCENT),
         Column("recompute_ns", "recompute", each),
+        Column("inference_ns", "inference", each),
         Column("kernel_count", "kernels", count_over(steps)),
         Column("flops", "FLOP", flops),
         Column("forward_peak", "forward % of peak", SHARE),
