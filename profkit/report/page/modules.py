@@ -238,8 +238,6 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     flops = Unit(lambda value: _flops(value / (steps or 1)))
     seldom = ("recompute_ns", "inference_ns", *(f"{key}_change" for key in _COMPARED))
     some = [key for key in seldom if _any_has(rows, key)]
-        key for key in ("recompute_ns", "inference_ns", *(f"{key}_change" for key in _COMPARED)) if _any_has(rows, key)
-    ]
     of_gpu = ("kernel_count", "flops", "forward_peak", "backward_peak", "limited_by")
     some += [key for key in of_gpu if run.efficiency is not None or _any_has(rows, key)]
     columns = [
