@@ -10,12 +10,12 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import click
 
-from profkit.errors import ToolError, UsageError
-from profkit.launch.nsys import find_nsys
+from profkit.errors import UsageError
 from recipes.common.command import Names, Numbers, Options, exit_with, recipe_options, results_directory, run_recipe
 from recipes.common.recipe import Device, Recipe, Together, late
 from recipes.nsight.cells import CAPTURES, GRIDS, KEYS, KINETO, NSYS, PROFILERS, SIZES, STEPS, TOGETHER, build_cells
@@ -50,21 +50,18 @@ RECIPE = Recipe(
 
 
 def choose_profiler(wanted: str | None, device: Device) -> str:
-    """Return the profiler to record with: the wanted one, otherwise nsys for a GPU if it is installed.
+    """Return the profiler to record with: the wanted one, otherwise nsys for a GPU if PATH or $NSYS has it.
 
     Raises:
         UsageError: ``profkit run`` cannot record the device.
-        ToolError: nsys is wanted and not installed.
     """
     if device == "mps":
         raise UsageError("--device mps: neither Nsight Systems nor profkit run records it; choose cuda or cpu")
-    if wanted == KINETO or (wanted is None and device == "cpu"):
-        return KINETO
-    if find_nsys(os.environ) is not None:
+    if wanted is not None or device == "cpu":
+        return wanted or KINETO
+    if "NSYS" in os.environ or which("nsys"):
         return NSYS
-    if wanted == NSYS:
-        raise ToolError("--profiler nsys: nsys is not installed; `profkit doctor` says how to get it")
-    click.echo("recipes: nsys is not installed; torch.profiler records instead", err=True)
+    click.echo("recipes: no nsys on PATH nor in $NSYS; torch.profiler records instead", err=True)
     return KINETO
 
 

@@ -23,7 +23,6 @@ from profkit.trace.processes import only_process
 
 # Efficiency is imported where it is asked for: it costs every other command 15 ms.
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.attention import AttentionResult
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 
@@ -157,24 +156,6 @@ class OpenedTrace:
 
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
-
-    def attention(self, range: str | None = None) -> AttentionResult:
-        """Return what the parts of attention took in the forward pass: time against FLOPs, of all and each layer.
-
-        The same as ``profkit efficiency --attention``; ``.to_pandas()`` of the result is its table.
-
-        Args:
-            range: only within this range, as for `kernels`: ``context 256`` of a run of several, one layer.
-
-        Raises:
-            TraceError: the trace has no ranges of those parts (there).
-            RunError: a file of the run cannot be read.
-            UsageError: an unknown range.
-        """
-        from profkit.analysis.efficiency.attention import measure_attention
-        from profkit.analysis.efficiency.facts import read_run_facts
-
-        return measure_attention(self.attribution, read_run_facts(self.trace, self.run), range)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""

@@ -13,7 +13,6 @@ from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_trace
-from profkit.report.commands.attention import build_attention_document
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Format
 
@@ -34,7 +33,6 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
-@click.option("--attention", is_flag=True, help="Show the parts of attention instead: their times and their FLOPs.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the ranges on a roofline.")
 @trace_options
 @output_options
@@ -47,7 +45,6 @@ def efficiency(
     dtype: str | None,
     ceilings: Path | None,
     explain: bool,
-    attention: bool,
     plot: Path | None,
     thread_only: bool,
     strict: bool,
@@ -64,31 +61,26 @@ def efficiency(
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
     computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
-    _refuse_misfits(explain, attention, style, plot)
+    _refuse_misfits(explain, style, plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         check = opened.self_check
-        if attention:
-            document = build_attention_document(opened.attention(name), check.findings)
-        else:
-            result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
-            evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
-            document = build_efficiency_document(result, check.findings, evidence, totals=totals, full_names=full_names)
-            if plot is not None:
-                from profkit.report.plots.roofline import plot_roofline
+        result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
+        evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
+        document = build_efficiency_document(result, check.findings, evidence, totals=totals, full_names=full_names)
+        if plot is not None:
+            from profkit.report.plots.roofline import plot_roofline
 
-                # A picture with a point for each layer and step would be unreadable.
-                folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
-                plot_roofline(folded, plot, untrusted=check.failed)
+            # A picture with a point for each layer and step would be unreadable.
+            folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
+            plot_roofline(folded, plot, untrusted=check.failed)
     print_document(document, style, output, full_names=full_names)
     obey_strict(trace, check, strict=strict)
 
 
-def _refuse_misfits(explain: bool, attention: bool, style: Format, plot: Path | None) -> None:
+def _refuse_misfits(explain: bool, style: Format, plot: Path | None) -> None:
     """Refuse options that do not fit together, before a large capture is read."""
-    if attention and (explain or plot is not None):
-        raise UsageError("--attention prints its own table; leave out --explain and --plot")
     if explain and style == "csv":
         raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
     require_png(plot)

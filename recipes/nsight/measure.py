@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,10 +14,8 @@ from statistics import median
 from typing import Any
 
 from profkit import read_step_times, read_trace, simplify_name
-from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, SCORES, SOFTMAX, VALUE_PRODUCT, context_range
-from profkit.run.directory import MANIFEST, Run
 from recipes.common.grid import sigterm_raises
 from recipes.common.recipe import OK, Cell, Device, Row, failed, out_of_memory, whole
 from recipes.model_memory.predict import predict_memory
@@ -82,14 +81,15 @@ def record(cell: Cell, contexts: Sequence[int], device: Device, captures: Path) 
         RunError: ``profkit run`` failed.
     """
     run = captures / name_capture(cell, contexts)
-    if (run / MANIFEST).exists():
+    manifest = run / "manifest.json"
+    if manifest.exists():
         shutil.rmtree(run)
     words = ["run", *build_arguments(cell, contexts, device), "-o", str(run)]
     with sigterm_raises():
         command = [sys.executable, "-m", "profkit", *words]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
-        reason = Run(run).manifest.reason if (run / MANIFEST).exists() else None
+        reason = json.loads(manifest.read_text()).get("reason") if manifest.exists() else None
         if reason and _FULL in reason:
             raise MemoryFull(reason)
         last = (done.stdout.strip() or "no message").splitlines()[-1]
@@ -102,7 +102,7 @@ def read_row(opened: Any, run: Path, context: int | None) -> Row:
 
     A capture that failed its self-check gives no figures.
     """
-    manifest = Run(run).manifest
+    manifest = opened.run.manifest
     failures, warnings = opened.self_check.of("failed"), opened.self_check.of("warning")
     row: Row = {
         "capture": f"{run.parent.name}/{run.name}",
@@ -132,8 +132,7 @@ def read_times(opened: Any, run: Path, context: int | None) -> Row:
     """
     times = read_step_times(run)
     by_python = {} if times is None else {one.phase: one for one in times.phases if one.context == context}
-    samples = Run(run).manifest.unprofiled
-    clean_ns = {} if samples is None else samples_by_phase(samples, context)
+    samples = opened.run.manifest.unprofiled
     row: Row = {}
     for phase in (FORWARD, BACKWARD):
         walls_ns = measure_walls(opened, context, phase)
@@ -145,7 +144,7 @@ def read_times(opened: Any, run: Path, context: int | None) -> Row:
                 f"{phase}_clean_ms": python.clean.median / 1e6,
                 f"{phase}_ratio": median(walls_ns) / python.clean.median,
                 f"{phase}_recorded_samples_ms": [each / 1e6 for each in walls_ns],
-                f"{phase}_clean_samples_ms": [each / 1e6 for each in clean_ns[phase].total_ns.tolist()],
+                f"{phase}_clean_samples_ms": [each / 1e6 for each in samples.times_ns(python.clock, context)[phase]],
             }
     return row
 
@@ -211,15 +210,24 @@ def _top(result: Any, prefix: str) -> Row:
 def read_attention(opened: Any, context: int | None) -> Row:
     """Return kernel time in µs and FLOPs of a layer's softmax and of the two products around it in forward.
 
-    ``softmax_ratio`` is the softmax's time over that of the scores.
+    FLOPs are all operations: matrix products and everything else; they are known of work on a GPU. ``softmax_ratio`` is
+    the softmax's time over that of the scores.
     """
-    result = opened.attention(name_range(context) or None)
-    parts = {part.part: part for part in result.parts if part.layer is None}
-    row: Row = {"attention": {"range": result.range, "work_source": result.work_source}}
+    on_gpu = opened.trace.measure == "gpu-kernel"
+    rows = opened.efficiency(numbered=True).ranges if on_gpu else opened.ranges().ranges
+    row: dict[str, Any] = {}
     for column, name in ATTENTION.items():
-        part = parts[name]
-        row[f"{column}_us"] = part.kernel_time_ns / part.instances / 1e3
-        row[f"{column}_flops"] = None if part.operations is None else part.operations // part.instances
-        row[f"{column}_instances"] = part.instances
-    row["softmax_ratio"] = parts[SOFTMAX].time_ratio
+        path = re.compile(re.escape(name_range(context, "step ")) + rf"\d+/{FORWARD}/.*/{re.escape(name)}")
+        parts = [each for each in rows if path.fullmatch(each.path)]
+        count = sum(part.instances for part in parts)
+        flops = [part.flops for part in parts] if on_gpu else [None]
+        row[f"{column}_us"] = sum(part.kernel_time_ns for part in parts) / count / 1e3
+        row[f"{column}_flops"] = None if None in flops else sum(map(count_operations, parts)) // count
+        row[f"{column}_instances"] = count
+    row["softmax_ratio"] = row["softmax_us"] / row["scores_us"]
     return row
+
+
+def count_operations(part: Any) -> int:
+    """Return the operations of a range of ``profkit efficiency``: matrix products and, where counted, all others."""
+    return int(part.flops + (part.other_flops or 0))

@@ -267,12 +267,12 @@ def _commands(rows: Sequence[Measured]) -> Iterator[str]:
 def show_commands(capture: str, within: str) -> list[str]:
     """Return the commands that print the figures of a capture; ``within`` is the path of the enclosing range."""
     kernels = f"profkit kernels {capture} --range '{within}step *"
-    attention = f" --range '{within.rstrip('/')}'" if within else ""
+    within_it = f" --range '{within.rstrip('/')}'" if within else ""
     return [
         f"{kernels}/forward' --per-instance --top 1",
         f"{kernels}' --exclude optimizer",
         f"{kernels}' --by category",
-        f"profkit efficiency {capture} --attention{attention}",
+        f"profkit efficiency {capture}{within_it}",
     ]
 
 

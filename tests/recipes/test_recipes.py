@@ -34,19 +34,13 @@ def _imported(path: Path) -> list[tuple[str, str]]:
 # profkit's public face, as recipes use it: the names of the root, and modules of plain names, errors and the model.
 PUBLIC = {"profkit", "profkit.errors", "profkit.files", "profkit.names", "profkit.models.presets"}
 PUBLIC |= {"profkit.models.transformer"}
-# The public face has no list of a run's unprofiled samples, and no word on whether nsys is installed.
-EXCEPTIONS = {
-    "nsight/measure.py": {"profkit.analysis.time_account.step_times", "profkit.run.directory"},
-    "nsight_questions.py": {"profkit.launch.nsys"},
-}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_a_recipe_imports_only_profkits_public_face(path: Path) -> None:
-    allowed = PUBLIC | EXCEPTIONS.get(str(path.relative_to(RECIPES)), set())
     for module, name in _imported(path):
         if module.split(".")[0] == "profkit":
-            assert module in allowed, f"{path}: {module}"
+            assert module in PUBLIC, f"{path}: {module}"
             assert module != "profkit" or name in profkit.__all__, f"{path}: {name}"
 
 
