@@ -19,8 +19,7 @@ from pathlib import Path
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, compare_ranks
 from profkit.analysis.ranks.matching import KnownColumns
-from profkit.analysis.ranks.reduce import reduce_ranks
-from profkit.analysis.ranks.reduced import ReducedRank, reduce_columns
+from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace

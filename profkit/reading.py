@@ -58,7 +58,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     from profkit.analysis.opened import OpenedTrace
     from profkit.analysis.placing.compiled_ranges import explain_no_modules, nest_compiled_launches
     from profkit.analysis.placing.graph_nodes import place_graph_nodes
-    from profkit.analysis.ranks.summary import find_ranks
+    from profkit.analysis.ranks.members import find_ranks
     from profkit.trace.first_steps import begin_at
     from profkit.trace.processes import separate_gpus
 
@@ -163,7 +163,7 @@ def compare(
 
 def _read_run(run: Run, rank: int | None) -> Trace:
     """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
-    from profkit.analysis.ranks.summary import explain_no_rank
+    from profkit.analysis.ranks.members import explain_no_rank
     from profkit.trace.processes import combine_traces
 
     found = run.rank_traces

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
-from profkit.analysis.ranks.reduced import reduce_columns
+from profkit.analysis.ranks.reduce import reduce_columns
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.run.light_columns import columns_of
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record

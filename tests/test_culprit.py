@@ -13,12 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from profkit import read_trace
-from profkit.analysis.ranks.bandwidth import bus_factor
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.culprit import Verdict
+from profkit.analysis.ranks.groups import bus_factor
 from profkit.analysis.ranks.own_time import divide_own_time
-from profkit.analysis.ranks.reduce import reduce_rank, reduce_ranks
-from profkit.analysis.ranks.reduced import reduce_columns
+from profkit.analysis.ranks.reduce import reduce_columns, reduce_rank, reduce_ranks
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source

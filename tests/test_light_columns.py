@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.ranks.accounts import longer_on_gpu
-from profkit.analysis.ranks.reduced import reduce_columns
+from profkit.analysis.ranks.costs import longer_on_gpu
+from profkit.analysis.ranks.reduce import reduce_columns
 from profkit.run.light_columns import (
     UNKNOWN,
     columns_of,

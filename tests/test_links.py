@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.ranks.bandwidth import bus_factor
+from profkit.analysis.ranks.groups import bus_factor
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord

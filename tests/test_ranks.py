@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.ranks.summary import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
+from profkit.analysis.ranks.members import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
 from profkit.errors import UsageError
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder

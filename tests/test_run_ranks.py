@@ -17,7 +17,7 @@ from tests.in_process import run_profkit
 pytest.importorskip("torch")
 
 from profkit import read_trace
-from profkit.analysis.ranks.summary import PROVED
+from profkit.analysis.ranks.members import PROVED
 from tests.test_run_script import DDP
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from profkit.analysis.checks.self_check import SelfCheck, check_capture
 from profkit.analysis.kernels.compiled_code import IN_RECORDED_STEPS, find_compilations
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
-from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter

@@ -66,7 +66,7 @@ def compare(
     document = build_compare_document(result, by=by, top=top)
     if has_ranks:
         from profkit.joining import read_ranks
-        from profkit.report.commands.rank_changes import compare_groups
+        from profkit.report.commands.ranks import compare_groups
 
         with shown_after_a_second("comparing ranks"):
             groups, lines, data = compare_groups(read_ranks(before), read_ranks(after))

@@ -10,7 +10,7 @@ from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png
 from profkit.cli.progress import shown_after_a_second
 from profkit.joining import read_ranks
-from profkit.report.commands.rank_comparison import build_ranks_document
+from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.document import Format
 
 _DEFAULT_TOP = 16

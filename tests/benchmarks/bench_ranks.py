@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit.joining import find_sources, read_ranks, reduce_source
-from profkit.report.commands.rank_comparison import build_ranks_document
+from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.document import render
 from profkit.run.directory import LIGHT, MANIFEST, name_of_rank
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record

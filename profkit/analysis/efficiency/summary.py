@@ -16,7 +16,7 @@ from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import mark_nested
-from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unite, unite_all
-from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 

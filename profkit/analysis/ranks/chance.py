@@ -28,8 +28,7 @@ import math
 
 import numpy as np
 
-from profkit.analysis.ranks.accounts import Floats
-from profkit.analysis.ranks.costs import Cost
+from profkit.analysis.ranks.costs import Cost, Floats
 from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools
 

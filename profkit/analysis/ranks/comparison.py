@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from profkit.analysis.ranks.accounts import Account
-from profkit.analysis.ranks.bandwidth import GroupRow, sum_groups
+from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
-from profkit.analysis.ranks.light_accounts import account_before_waits, has_untimed_waits
+from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
+from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import ClockFit, count_steps, fit_clocks, match_collectives, sum_waits
-from profkit.analysis.ranks.pipeline import Pipeline, find_pipelines
-from profkit.analysis.ranks.reduced import ReducedRank, of_one_kind
+from profkit.analysis.ranks.reduce import ReducedRank, of_one_kind
 from profkit.errors import TraceError
 from profkit.files import collector_off
 from profkit.run.light_columns import UNKNOWN, StepColumns

@@ -1,44 +1,221 @@
-"""What each rank saved by coming late, step by step, and what it did longer than the others meanwhile.
+"""What each rank did in each step, and what it cost the others by coming late; and both exactly, by full traces.
 
-A rank saves what it waited less than the median one of the other ranks: all of what nothing hid, where that is known,
-else its longest wait. That is what they wait for it: negative where it waited for others itself. But who waits does not
-know for what: a host that once got ahead of another keeps its lead, and its GPU waits in every step although both hosts
-take the same time. So a step costs no more than what the rank did longer in it.
+A rank saves what it waited less than the median one of the other ranks: that is what they wait for it, negative where
+it waited for others itself. But who waits does not know for what: a host that once got ahead of another keeps its lead,
+and its GPU waits in every step although both hosts take the same time. So a step costs no more than what the rank did
+longer in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from profkit.analysis.ranks.accounts import (
-    Account,
-    Floats,
-    StepParts,
-    longest_wait_by_step,
-    step_times,
-    waited_by_step,
-)
 from profkit.analysis.ranks.matching import Matched
-from profkit.analysis.ranks.own_time import BEFORE
-from profkit.analysis.ranks.reduced import ReducedRank
-from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
+from profkit.names import BACKWARD, DATA
+from profkit.run.light_columns import UNKNOWN, CallColumns, LightColumns, Phases, StepColumns
 from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools, Ints
 
-_MUCH = 0.05
-"""A host is free in a phase if its GPU is behind it by at most this share of a step when the phase begins. Less than
-this share is hardly anything."""
-_FEWEST_UNRECORDED = 3
-_MOST_FREE = 0.1
-"""At least this share of its steps count as free: those in which its GPU was least behind."""
-_TIED = 0.5
-"""A host is tied to its GPU if what it takes once its GPU began varies by less than this share of what it takes in
-all."""
-_FEWEST_TIED = 8
-"""From half as many steps as are judged nobody could tell that."""
+Floats = npt.NDArray[np.float64]
+Part = tuple[Cause, str, str]
+"""Cause, phase and module of what a rank did."""
+Parts = dict[Part, float]
+"""Part → nanoseconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """What one rank did by itself in each step: nanoseconds as (steps, parts)."""
+
+    parts: tuple[Part, ...]
+    times_ns: Floats
+
+    def __len__(self) -> int:
+        return len(self.times_ns)
+
+    def sums(self) -> Floats:
+        """Return how long each step took."""
+        total: Floats = self.times_ns.sum(axis=1)
+        return total
+
+    def median(self) -> Parts:
+        """Return each part's median over the steps, which one strange step does not move."""
+        return self._by_part(np.median(self.times_ns, axis=0)) if len(self) else {}
+
+    def least(self) -> Parts:
+        """Return the least that each part took in a step."""
+        return self._by_part(self.times_ns.min(axis=0)) if len(self) else {}
+
+    def mean(self) -> Parts:
+        """Return each part per step."""
+        return self._by_part(self.times_ns.sum(axis=0) / len(self)) if len(self) else {}
+
+    def within(self, steps: slice | Bools) -> StepParts:
+        """Return some of the steps alone."""
+        return StepParts(self.parts, self.times_ns[steps])
+
+    def beside(self, other: StepParts) -> StepParts:
+        """Return these parts and those, which are others, of the same steps."""
+        return StepParts(self.parts + other.parts, np.hstack([self.times_ns, other.times_ns]))
+
+    def _by_part(self, values: Floats) -> Parts:
+        return dict(zip(self.parts, values.tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """What one rank did in each step: its own parts, and the communication that nothing hid."""
+
+    rank: int
+    own: StepParts
+    exposed_ns: Floats
+    is_exact: bool
+    sm_mhz: float | None = None
+
+    def usual(self) -> Parts:
+        """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
+        return self.own.mean() if self.is_exact else self.own.median()
+
+
+def exact_account(rank: LightColumns) -> Account | None:
+    """Return what a rank did in its measured steps by its full trace; None of a rank that left a light record alone.
+
+    The first step is left out unless something before it was recorded.
+    """
+    since, named = rank.since, rank.steps.named
+    if not len(since.step):
+        return None
+    if len(named) > 1 and not (rank.steps.names[0] is None and since.step.min() == 0):
+        named = named[1:]
+    times = np.zeros((len(rank.steps), len(since.parts)))
+    is_there = np.zeros(times.shape, dtype=np.bool_)
+    np.add.at(times, (since.step, since.part), since.time_ns)
+    is_there[since.step, since.part] = True
+    used = np.flatnonzero(is_there[named].any(axis=0))
+    talks = np.array([since.parts[part][0] == "communication" for part in used.tolist()], dtype=np.bool_)
+    own = StepParts(tuple(since.parts[part] for part in used[~talks].tolist()), times[named][:, used[~talks]])
+    exposed = times[named][:, used[talks]].sum(axis=1)
+    return Account(rank.record.rank, own, exposed, True, clock_of(rank.steps, named))
+
+
+def part_on_host(phase: str) -> Part:
+    """Return what a host's time in a phase counts as."""
+    return ("data", DATA, "") if phase == DATA else ("python", phase, "")
+
+
+def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> StepParts:
+    """Return what phases of the measured steps took on the GPU beyond their time on the host, without collectives.
+
+    A phase's collectives are those that the host called in it, for their start on the GPU is not known. What is longer
+    than the phase itself was waited for in the next one. Where nobody timed the collectives of a step, what is known of
+    them is how long the GPU waited at a backward pass's end.
+    """
+    host, gpu = steps.phases, steps.gpu_phases
+    names = tuple(sorted({*host.names, *gpu.names, BACKWARD}))
+    on_host, talking = np.zeros((2, len(steps), len(names)))
+    host_name, gpu_name = (
+        np.array([names.index(one) for one in phases.names], dtype=np.int64) for phases in (host, gpu)
+    )
+    on_host[:, host_name] = host.times(len(steps))
+    timed = (calls.called_ns != UNKNOWN) & (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
+    called = (steps.start_ns[calls.step] + calls.called_ns)[timed]
+    order = np.argsort(called, kind="stable")
+    until = np.concatenate([[0], np.cumsum((calls.end_ns - calls.start_ns)[timed][order])])
+    first, last = (
+        np.searchsorted(called[order], steps.start_ns[host.step] + times) for times in (host.start_ns, host.end_ns)
+    )
+    np.add.at(talking, (host.step, host_name[host.name]), until[np.maximum(first, last)] - until[first])
+    is_timed = np.bincount(calls.step[timed], minlength=len(steps)) > 0
+    known = calls.exposed_ns != UNKNOWN
+    waited = np.bincount(calls.step[known], calls.exposed_ns[known], minlength=len(steps))
+    talking[~is_timed] = 0
+    talking[~is_timed, names.index(BACKWARD)] = waited[~is_timed]
+    longer, is_there = np.zeros(on_host.shape), np.zeros(on_host.shape, dtype=np.bool_)
+    left = np.zeros(len(steps))
+    # The first phase of each step, then the second ones, and so on: what was left waits for the next one.
+    place = np.arange(len(gpu.step)) - np.searchsorted(gpu.step, gpu.step)
+    for number in range(int(place.max(initial=-1)) + 1):
+        rows = np.flatnonzero(place == number)
+        step, name, time = gpu.step[rows], gpu_name[gpu.name[rows]], (gpu.end_ns - gpu.start_ns)[rows]
+        left[step] += talking[step, name]
+        talking[step, name] = 0
+        longer[step, name] += np.maximum(time - left[step] - on_host[step, name], 0)
+        left[step] = np.maximum(left[step] - time, 0)
+        is_there[step, name] = True
+    used = np.flatnonzero(is_there[steps.named].any(axis=0))
+    return StepParts(tuple(("kernels", names[at], "") for at in used.tolist()), longer[steps.named][:, used])
+
+
+def clock_of(steps: StepColumns, which: Ints) -> float | None:
+    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
+    clocks = steps.sm_mhz[which]
+    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
+    return float(np.median(known)) if len(known) else None
+
+
+def waited_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank how long it waited in the collectives of each measured step."""
+    return _waits_by_step(steps, matched, np.add)
+
+
+def longest_wait_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank the longest time that it waited in one collective of each measured step."""
+    return _waits_by_step(steps, matched, np.maximum)
+
+
+def _waits_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc) -> dict[int, Floats]:
+    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
+    for one in matched:
+        for here, rank in enumerate(one.ranks):
+            if rank in found:
+                join.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in found.items()}
+
+
+def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
+    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
+    for one in matched:
+        for to in np.unique(one.last[one.last >= 0]).tolist():
+            if one.ranks[to] in found:
+                mine = one.last == to
+                np.maximum.at(found[one.ranks[to]], one.step[to][mine], one.median_wait_ns[mine].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in found.items()}
+
+
+def step_times(steps: StepColumns) -> list[float]:
+    """Return the time from each measured step to the next; of one step, its own."""
+    starts, ends = steps.start_ns[steps.named], steps.end_ns[steps.named]
+    times: list[float] = (np.diff(starts) if len(starts) > 1 else ends - starts).astype(np.float64).tolist()
+    return times
+
+
+def median_of_parts(parts: Sequence[Parts]) -> Parts:
+    """Return each part's median over ranks or steps."""
+    keys = list({key for one in parts for key in one})
+    table = np.array([[one.get(key, 0.0) for key in keys] for one in parts]).reshape(len(parts), len(keys))
+    return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
+
+
+def longer_on_host(late: StepColumns, usual: StepColumns, phase: str) -> float:
+    """Return how much longer the host of one rank ran without calling CUDA in a phase, per step, hidden or not."""
+    mine, theirs = (_median_time(steps.outside_cuda, steps, phase) for steps in (late, usual))
+    return mine - theirs
+
+
+def longer_phase(late: StepColumns, usual: StepColumns, phase: str) -> float:
+    """Return how much longer a phase of one rank's host took, per step."""
+    mine, theirs = (_median_time(steps.phases, steps, phase) for steps in (late, usual))
+    return mine - theirs
+
+
+def _median_time(phases: Phases, steps: StepColumns, phase: str) -> float:
+    times = phases.times_of(phase, len(steps))[steps.named]
+    return float(np.median(times)) if len(times) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,22 +257,19 @@ class Cost:
         return others[len(others) // 2] if self.is_exact else others[(len(others) - 1) // 2]
 
 
-def _cost(accounts: Sequence[Account], saved_ns: Floats, step_ns: float) -> Cost:
+def sum_cost(accounts: Sequence[Account], saved_ns: Floats, step_ns: float) -> Cost:
+    """Return what accounts of the same steps say that ranks cost, if ``saved_ns`` is what they saved (ranks, steps)."""
     places = sorted({part[:2] for one in accounts for part in one.own.parts})
     number = {place: at for at, place in enumerate(places)}
     times = np.zeros((*saved_ns.shape, len(places)))
     for mine, one in zip(times, accounts, strict=True):
         columns = np.array([number[part[:2]] for part in one.own.parts], dtype=np.int64)
         np.add.at(mine.T, columns, one.own.times_ns.T)
-    longer = -_saved(times.reshape(len(accounts), -1)).reshape(times.shape)
+    longer = -saved_beside(times.reshape(len(accounts), -1)).reshape(times.shape)
     return Cost(tuple(accounts), saved_ns, tuple(places), times, longer, step_ns, accounts[0].is_exact)
 
 
-def _steps_of(ranks: Sequence[ReducedRank]) -> dict[int, StepColumns]:
-    return {one.record.rank: one.steps for one in ranks}
-
-
-def cost_by_accounts(accounts: Sequence[Account], ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Cost:
+def cost_by_accounts(accounts: Sequence[Account], steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> Cost:
     """Return what each rank cost by what each did by itself, and the communication that nothing hid.
 
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
@@ -103,14 +277,14 @@ def cost_by_accounts(accounts: Sequence[Account], ranks: Sequence[ReducedRank], 
     """
     count = min(len(one.own) for one in accounts)
     exposed = np.array([one.exposed_ns[:count] for one in accounts])
-    waited = waited_by_step(_steps_of(ranks), matched)
+    waited = waited_by_step(steps, matched)
     hidden = np.array([waited[one.rank][-len(one.own) :][:count] for one in accounts]) - exposed
     corrected = _without_slow_kernels(accounts, count, np.maximum(hidden, 0.0))
     own = np.array([one.sums() for one in corrected])
     exposed += np.array([one.own.sums()[:count] for one in accounts]) - own
     usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
     did = [replace(one, own=own) for one, own in zip(accounts, corrected, strict=True)]
-    return _cost(did, _saved(exposed), float(np.median(own[usual] + exposed[usual])))
+    return sum_cost(did, saved_beside(exposed), float(np.median(own[usual] + exposed[usual])))
 
 
 def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[StepParts]:
@@ -128,277 +302,7 @@ def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Fl
     return [replace(one, times_ns=times[:, :-1]) for one, times in zip(found, padded, strict=True)]
 
 
-def cost_by_waits(
-    accounts: Sequence[Account],
-    ranks: Sequence[ReducedRank],
-    matched: Sequence[Matched],
-    *,
-    kept: Bools,
-    is_untimed: bool,
-) -> tuple[Cost, Cost, Set[str]]:
-    """Return what each rank cost by how long others waited for it, and their phases on hosts and GPUs; twice.
-
-    A step costs the longest wait; or what phases took longer on the others' GPUs, as far as they waited meanwhile, if
-    that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
-    before it is not known; those that are not ``kept``; and those before which all GPUs had nothing to do for a whole
-    step, as while a recorder starts. If ``is_untimed`` some waits are unknown: then a rank also
-    saves what its host was late.
-
-    The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
-    """
-    count = min(len(one.own) for one in accounts)
-    step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
-    idle = np.array([one.steps.launch_wait_ns[one.steps.named[:count]] for one in ranks])
-    idle = np.where(idle == UNKNOWN, 0, idle).astype(np.float64)
-    compared = kept[:count] & (idle.min(axis=0) <= step_ns)
-    compared[0] = False
-    if not compared.any():
-        compared[min(1, count - 1) :] = True
-    phases = _Phases([one.steps for one in ranks], count)
-    longest_waits, waits = (
-        np.array([of_rank[one.record.rank][:count] for one in ranks])
-        for of_rank in (longest_wait_by_step(_steps_of(ranks), matched), waited_by_step(_steps_of(ranks), matched))
-    )
-    free, tied = phases.free(step_ns), phases.tied(step_ns)
-    longest, total = _saved(longest_waits), _saved(waits)
-    on_gpu = sum(np.maximum(_saved(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
-    saved = np.maximum(longest, np.minimum(on_gpu, total))
-    if is_untimed:
-        by_hosts = late_hosts(idle, phases, free)
-        saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
-    did = [
-        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
-        for one, where in zip(accounts, free, strict=True)
-    ]
-    steps = np.flatnonzero(compared)
-    cost = _cost(did, saved[:, steps], step_ns)
-    cost = replace(cost, longer_ns=_without_waits(cost, phases, tied, steps))
-    if not tied.any():
-        return cost, cost, set()
-    estimate = _estimate(cost, phases, tied, waits, steps)
-    return cost, estimate, {name for name, here in zip(phases.names, tied.T, strict=True) if here.any()}
-
-
-def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps: Ints) -> Cost:
-    """Return the costs without what held up hosts in phases in which they are ``tied``, as (ranks, phases).
-
-    There a host seems to take as long as the one it waits for. It was held up for as long as its GPU waited in the step
-    (``waits_ns``), without what another one evidently did longer. Late there is no host that is held up itself, by
-    others or by its own GPU, nor one that evidently did more longer elsewhere.
-    """
-    evident = np.maximum(cost.longer_ns, 0.0).sum(axis=2)
-    is_first = np.arange(len(evident))[:, None] == evident.argmax(axis=0)
-    by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
-    held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
-    names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
-    freed = [_without_hold_up(one, *what) for one, *what in zip(cost.accounts, names, held_up, strict=True)]
-    estimate = _cost(freed, cost.saved_ns, cost.step_ns)
-    longer = _without_waits(estimate, phases, tied, steps)
-    for at, (cause, phase) in enumerate(estimate.places):
-        if cause == "python" and phase in phases.names:
-            number = phases.names.index(phase)
-            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * cost.step_ns
-            is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
-            not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
-            longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
-    return replace(estimate, longer_ns=longer)
-
-
-def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
-    """Return what a rank did without what held up its host in these phases, ``held_up_ns`` in each step."""
-    times = account.own.times_ns.copy()
-    for at, (cause, phase, _) in enumerate(account.own.parts):
-        if cause == "python" and phase in tied:
-            times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
-    return replace(account, own=replace(account.own, times_ns=times))
-
-
-def _without_waits(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
-    """Return what ranks did longer, without what is none of their doing in a light record.
-
-    Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
-    their hosts, or in which they are held up: that these take longer counts for nobody. (A host that is ahead of its
-    GPU has waited for nothing.) Between phases a host may wait for its GPU, or seem to do nothing while that is in one:
-    there counts only much more.
-    """
-    longer = cost.longer_ns.copy()
-    least = _MUCH * cost.step_ns
-    for at, (cause, phase) in enumerate(cost.places):
-        mine = longer[:, :, at]
-        if cause == "kernels":
-            longer[:, :, at] = np.maximum(mine, 0.0)
-        elif cause == "python" and phase.startswith(BEFORE):
-            longer[:, :, at] = np.where(mine < least, 0.0, mine)
-        elif cause == "python" and phase in phases.names:
-            number = phases.names.index(phase)
-            behind = phases.behind_at_end[:, steps, number]
-            longer[:, :, at] = _unless_others_wait(mine, behind, tied[:, number], least)
-    return longer
-
-
-def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, tied: Bools, least_ns: float) -> Floats:
-    """Return what hosts took longer for a phase, as (ranks, steps), without what others may have waited in it.
-
-    ``behind_ns`` is how far GPUs were behind their hosts at its end: less than ``least_ns`` on a host that waited.
-    ``tied`` hosts are held up in it.
-    """
-    may_wait = (behind_ns + _saved(behind_ns) <= least_ns) & (np.median(longer_ns, axis=1) <= -least_ns)[:, None]
-    others_tied = 2 * (tied.sum() - tied) >= len(tied) - 1
-    unless: Floats = np.where(may_wait | others_tied[:, None], np.maximum(longer_ns, 0.0), longer_ns)
-    return unless
-
-
-class _Phases:
-    """What phases took, as (ranks, steps, phases): on hosts, on GPUs, and how far these were behind at either end."""
-
-    def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
-        self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
-        shape = len(ranks), count, len(self.names)
-        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
-        for rank, one in enumerate(ranks):
-            first = one.named[:count]
-            host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
-            on_host, on_gpu = (phases.times(len(one))[first] for phases in (one.phases, one.gpu_phases))
-            for at, name in enumerate(self.names):
-                if name not in one.phases.names or name not in one.gpu_phases.names:
-                    continue
-                here, there = one.phases.names.index(name), one.gpu_phases.names.index(name)
-                begin, end = host[:, :, here]
-                began, ended = gpu[:, :, there]
-                both = (begin != UNKNOWN) & (began != UNKNOWN)
-                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
-                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
-                for table, column in zip(tables, columns, strict=True):
-                    table[rank, :, at] = np.where(both, column, 0)
-
-    @property
-    def since_gpu_began(self) -> Floats:
-        """Return what phases took on the host once its GPU had begun them."""
-        since: Floats = np.maximum(self.on_host - self.behind_at_start, 0.0)
-        return since
-
-    def free(self, step_ns: float) -> Bools:
-        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
-        behind = self.behind_at_start
-        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
-        is_free: Bools = behind <= least[:, None, :]
-        return is_free
-
-    def usual_on_host(self, number: int, free: Bools) -> Floats:
-        """Return what a phase takes on hosts that are not held up, as (ranks, steps); ``free`` is of all phases."""
-        both = zip(self.on_host[:, :, number], free[:, :, number], strict=True)
-        return np.array([_usual_if_free(times, where) for times, where in both])
-
-    def tied(self, step_ns: float) -> Bools:
-        """Return which hosts are held up in a phase in nearly every step, as (ranks, phases).
-
-        Such a host ends the phase when its GPU gets there, so what it takes varies with when its GPU began. That is
-        judged by the half of the steps in which its GPU was least behind: a host held up seldom would be free there.
-        """
-        behind = self.behind_at_start
-        ranks, steps, phases = behind.shape
-        if steps < 2 * _FEWEST_TIED:
-            return np.zeros((ranks, phases), dtype=np.bool_)
-        half = np.argsort(behind, axis=1, kind="stable")[:, : steps // 2]
-        since_gpu_began = self.since_gpu_began
-        varies, varies_since = (
-            _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, since_gpu_began)
-        )
-        is_behind = np.quantile(behind, _MOST_FREE, axis=1) > _MUCH * step_ns
-        is_tied: Bools = is_behind & (np.median(since_gpu_began, axis=1) > 0) & (varies_since < _TIED * varies)
-        return is_tied
-
-
-def _spread(times_ns: Floats) -> Floats:
-    """Return how much times vary from step to step (the second axis): their median absolute deviation."""
-    spread: Floats = np.median(np.abs(times_ns - np.median(times_ns, axis=1)[:, None]), axis=1)
-    return spread
-
-
-def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
-    """Return what a host took in each step; where it may have been held up, at most what it took when last free."""
-    last = np.maximum.accumulate(np.where(free, np.arange(len(free)), -1))
-    last = np.where(last < 0, free.argmax(), last)
-    usual: Floats = np.where(free, times_ns, np.minimum(times_ns, times_ns[last]))
-    return usual
-
-
-def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
-    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
-    times = own.times_ns[: len(free)].copy()
-    for at, (cause, phase, _) in enumerate(own.parts):
-        if cause == "python" and phase in names:
-            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
-    return times
-
-
-def _edges(phases: Phases, count: int) -> Ints:
-    """Return when each phase began first and ended last in each step: (2, steps, names), `UNKNOWN` where never."""
-    found = np.full((2, count, len(phases.names)), UNKNOWN)
-    found[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
-    found[1, phases.step, phases.name] = phases.end_ns
-    return found
-
-
-def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
-    """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
-
-    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
-
-    It was late by what its GPU had nothing to do for longer than theirs between two phases; or by what it took longer
-    for a phase than their hosts do where they are free, as far as they waited: their GPUs were farther behind their
-    hosts at the phase's end than its own, and hosts whose queue was full were held up for the rest. The longest of
-    these counts. Recorders that empty the queues now and then, as profkit's own, leave steps in which hosts are free.
-    """
-    found = -_saved(idle_ns)
-    for at in range(len(phases.names)):
-        host, usual = phases.on_host[:, :, at], phases.usual_on_host(at, free)
-        behind = _saved(phases.behind_at_end[:, :, at])
-        theirs, theirs_free = host + _saved(host), usual + _saved(usual)
-        late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
-        late = -_saved(late)
-        found = np.where(np.abs(late) > np.abs(found), late, found)
-    return found
-
-
-def longer_unrecorded(
-    ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int
-) -> dict[str, Floats] | None:
-    """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
-
-    The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
-    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases.
-
-    Args:
-        ranks: what the ranks that left full traces handed over.
-        written: their light records.
-        late: which of them (its position).
-    """
-    light = [written[one.record.rank].steps for one in ranks if one.record.rank in written]
-    if len(light) < len(ranks):
-        return None
-    recorded = {name for one in ranks for name in one.steps.names}
-    names = set.intersection(*(set(one.names[1:]) for one in light)) - recorded
-    light = [one.only([at for at, name in enumerate(one.names) if name in names]) for one in light]
-    if len(names) < _FEWEST_UNRECORDED or len({one.names for one in light}) > 1:
-        return None
-    step_ns = float(np.median([one.end_ns - one.start_ns for one in light]))
-    is_step = np.min([one.launch_wait_ns for one in light], axis=0) <= step_ns
-    phases = _Phases(light, len(names))
-    if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
-        return None
-    free, tied = phases.free(step_ns), phases.tied(step_ns)
-    longer = {}
-    for at, name in enumerate(phases.names):
-        usual = phases.usual_on_host(at, free)
-        if not tied[late, at]:
-            usual = np.where(tied[:, at, None], np.minimum(usual, phases.since_gpu_began[:, :, at]), usual)
-        late_by = _unless_others_wait(-_saved(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns)
-        longer[name] = late_by[late, is_step]
-    return longer
-
-
-def _saved(waited_ns: Floats) -> Floats:
+def saved_beside(waited_ns: Floats) -> Floats:
     """Return what each rank waited less than the median one of the others, as (ranks, steps)."""
     count = len(waited_ns)
     ordered = np.sort(waited_ns, axis=0)

@@ -20,20 +20,21 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.ranks.accounts import (
+from profkit.analysis.ranks.chance import LEAST_SHARE, find_stalls, find_suspects, late_steps, typical
+from profkit.analysis.ranks.costs import (
     Account,
+    Cost,
     Floats,
     Parts,
+    cost_by_accounts,
     lateness_by_step,
     longer_on_host,
     longer_phase,
     median_of_parts,
 )
-from profkit.analysis.ranks.chance import LEAST_SHARE, find_stalls, find_suspects, late_steps, typical
-from profkit.analysis.ranks.costs import Cost, cost_by_accounts, cost_by_waits, longer_unrecorded
-from profkit.analysis.ranks.light_accounts import account_before_waits
+from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
 from profkit.analysis.ranks.matching import LATE_NS, Matched
-from profkit.analysis.ranks.reduced import ReducedRank
+from profkit.analysis.ranks.reduce import ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL, Cause
 from profkit.trace.columns import Bools
@@ -125,7 +126,7 @@ def find_culprit(
 ) -> Verdict:
     """Return which rank the others wait for; ``accounts`` are those of ``ranks``, in their order.
 
-    ``is_untimed``: ranks may have waited where nobody timed it (`profkit.analysis.ranks.light_accounts`).
+    ``is_untimed``: ranks may have waited where nobody timed it (`profkit.analysis.ranks.light_costs`).
     ``written`` are the light records of ranks with a full trace: they hold the steps that no profiler recorded too.
 
     If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
@@ -150,7 +151,7 @@ def find_culprit(
     chosen = [one for one, _ in (exact if is_exact else every)]
     compared = [account for _, account in (exact if is_exact else every)]
     if is_exact:
-        cost = cost_by_accounts(compared, chosen, matched)
+        cost = cost_by_accounts(compared, {one.record.rank: one.steps for one in chosen}, matched)
         return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
     lost = [_lost_steps(one, matched) for one in chosen]
     kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)

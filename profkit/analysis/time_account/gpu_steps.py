@@ -10,7 +10,7 @@ import numpy as np
 from profkit.analysis.efficiency.waiting import Waiting
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.ranks.summary import Ranks
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,
     GpuTime,

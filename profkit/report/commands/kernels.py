@@ -11,7 +11,14 @@ from profkit.analysis.kernels.compiled_code import KernelSource
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree.selection import split_path
 from profkit.findings import Finding
-from profkit.report.commands.ranks import are_compared, rank_cells, rank_columns, rank_head, rank_table, sum_ranks
+from profkit.report.commands.kernel_ranks import (
+    are_compared,
+    rank_cells,
+    rank_columns,
+    rank_head,
+    rank_table,
+    sum_ranks,
+)
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over

@@ -1,101 +1,339 @@
-"""The ranks of a distributed run side by side: a table, which of them is slow, and how their times add up."""
+"""The document of ``profkit ranks``, and what changed between the ranks of two runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.kernels.summary import KernelRow, KernelsResult
-from profkit.analysis.ranks.summary import RankRow
-from profkit.report.document import Column, Table
-from profkit.report.units import Unit, count_over, format_share, ns_over
-
-MOST_COLUMNS = 4
-"""Up to this many ranks get a column each in the table of kernels; of more it shows the least, median and most."""
+from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
+from profkit.analysis.ranks.culprit import Culprit
+from profkit.analysis.ranks.groups import GroupRow, Pipeline
+from profkit.report.commands.late_rank import describe_ranks, find_lost
+from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.units import (
+    BYTES,
+    COUNT,
+    GIGABYTES,
+    NS,
+    NUMBER,
+    TEXT,
+    Unit,
+    count_over,
+    format_bytes,
+    format_ns,
+    format_share,
+    ns_over,
+)
+from profkit.run.light_record import P2P
+from profkit.run.links import describe_links
 
 _PLAIN = Unit(str)
-"""For numbers that count nothing: ranks, devices, process ids."""
+_MOST_RANKS_SHOWN = 16
+_WIDEST_MATRIX = 8
+
+_PARTS = ("kernels", "copy", "data", "launch", "python")
+_SENTENCES = 3
+"""The step, who is late, and why."""
+_COMPARED = ("count", "wire_ns", "waiting_ns")
+_CHANGE_COLUMNS = (
+    Column("group", "group", TEXT),
+    Column("kind", "collective", TEXT),
+    Column("count_before", "times", NUMBER),
+    Column("count_after", "→", NUMBER),
+    Column("wire_ns_before", "at the wire", NS),
+    Column("wire_ns_after", "→", NS),
+    Column("waiting_ns_before", "waiting", NS),
+    Column("waiting_ns_after", "→", NS),
+)
 
 
-def are_compared(result: KernelsResult) -> bool:
-    """Return whether there are several ranks to compare."""
-    return len(result.ranks) > 1
+def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MOST_RANKS_SHOWN) -> Document:
+    """Return the document; ``top`` limits the ranks that people see."""
+    ranks = _rank_table(result, top)
+    parts: list[Table | Lines] = [
+        Lines(describe_ranks(result), "head"),
+        *([_group_table(result)] if result.groups else []),
+        Lines([*_describe_links(result), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
+        *([] if result.verdict.most_rank is None else [wait_table(result)]),
+        ranks,
+        Lines(_notes(result)),
+    ]
+    return Document("ranks", {"run": run, **ranks_data(result)}, parts, ranks, [*find_lost(result)])
 
 
-def rank_table(result: KernelsResult, steps: int | None) -> Table:
-    """Return one line per rank; times are per step if ``steps`` is given."""
-    on_gpu = result.measure == "gpu-kernel"
-    columns = (
+def ranks_data(result: RanksResult) -> dict[str, Any]:
+    """Return the result as JSON holds it."""
+    verdict = result.verdict
+    return {
+        "world_size": result.world_size,
+        "steps": result.step_count,
+        "step_ns": result.step_ns,
+        "exposed_communication_ns": result.exposed_ns,
+        "waiting_ns": result.waiting_ns,
+        "waits_untimed": result.is_untimed,
+        "assumed_groups": list(result.assumed_groups),
+        "culprit": None if verdict.culprit is None else _culprit_data(verdict.culprit),
+        "latest": None
+        if verdict.most_rank is None
+        else {
+            "rank": verdict.most_rank,
+            "cost_ns": verdict.most_ns,
+            "differences": [{"cause": cause, "time_ns": time} for cause, time in verdict.differences.items()],
+        },
+        "groups": [asdict(row) for row in result.groups],
+        "ranks": [_rank_data(one) for one in result.ranks],
+        "waits": result.waits_ns.tolist(),
+        "links": {"links": [asdict(link) for link in result.links]},
+        "pipelines": [
+            {
+                "group": {"name": one.group.name, "dimension": one.group.dimension, "ranks": list(one.ranks)},
+                "between_ns": list(one.between_ns),
+                "own_ns": list(one.own_ns),
+                "longest_rank": one.ranks[one.longest],
+                "bubble_ns": one.bubble_ns,
+            }
+            for one in result.pipelines
+        ],
+        "peaks": None if result.peaks is None else asdict(result.peaks),
+        "clocks": None if result.clocks is None else asdict(result.clocks),
+        "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
+    }
+
+
+def wait_table(result: RanksResult) -> Table:
+    """Return who waited for whom, per step; of many ranks, those that were waited for most."""
+    steps = max(result.step_count, 1)
+    numbers = [one.rank for one in result.ranks]
+    waits = result.waits_ns
+    title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
+    if len(numbers) <= _WIDEST_MATRIX:
+        columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
+        rows = [
+            {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
+            for at, rank in enumerate(numbers)
+        ]
+        return Table(columns, rows, title=title)
+    caused = waits.sum(axis=0)
+    order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
+    order = [at for at in order if caused[at]] or order[:1]
+    rows = [
+        {
+            "rank": numbers[at],
+            "caused_ns": round(int(caused[at]) / steps / max(len(numbers) - 1, 1)),
+            "most_for": numbers[int(waits[:, at].argmax())],
+        }
+        for at in order
+    ]
+    columns = [
         Column("rank", "rank", _PLAIN),
-        Column("device", "GPU", _PLAIN) if on_gpu else Column("process", "pid", _PLAIN),
-        Column("wall_ns", "recorded" if result.range is None else "Python time", ns_over(steps)),
-        Column("kernel_time_ns", "kernel time" if on_gpu else "self time", ns_over(steps)),
-        Column("busy_ns", "GPU busy" if on_gpu else "busy", ns_over(steps)),
-        Column("communication_ns", "communicating", ns_over(steps)),
-        Column("own_ns", "computing", ns_over(steps)),
-        Column("kernel_count", "kernels" if on_gpu else "operators", count_over(steps)),
+        Column("caused_ns", "others wait for it (mean)", NS),
+        Column("most_for", "longest: rank", _PLAIN),
+    ]
+    return Table(columns, rows, title=title)
+
+
+def _describe_links(result: RanksResult) -> list[str]:
+    return [f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []
+
+
+def _describe_pipeline(one: Pipeline) -> list[str]:
+    """Return what the stages spend in send and recv: the bubble, and waiting for the stage that works longest."""
+    name, rank = one.group.dimension or f"of ranks {', '.join(map(str, one.ranks))}", one.ranks[one.longest]
+    share = f" ({format_share(one.bubble_ns / one.step_ns)})" if one.step_ns else ""
+    between = f"{format_ns(min(one.between_ns))} to {format_ns(max(one.between_ns))}"
+    return [
+        f"pipeline {name}: ranks spend {between} a step in send and recv that nothing hides; rank {rank} (stage"
+        f" {one.longest}) works longest, {format_ns(max(one.own_ns))}, so others wait for it, up to"
+        f" {format_ns(one.uneven_ns)}",
+        f"bubble of pipeline {name}: {format_ns(one.bubble_ns)} a step{share}, what even rank {rank} spends there: the"
+        " pipeline fills and drains, and data are sent; more micro-batches shorten it",
+    ]
+
+
+def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str:
+    """Return who needs most memory, how much more than the median rank, and what for."""
+    more = peaks.peak_bytes - peaks.median_bytes
+    stage = next((f" (stage {one.ranks.index(peaks.rank)})" for one in pipelines if peaks.rank in one.ranks), "")
+    share = f" ({format_share(more / peaks.median_bytes)})" if peaks.median_bytes else ""
+    line = (
+        f"peak memory is highest on rank {peaks.rank}{stage}: {format_bytes(peaks.peak_bytes)},"
+        f" {format_bytes(more)}{share}"
+        f" more than on rank {peaks.median_rank}, the median"
     )
-    return Table(columns, [{**vars(row), "own_ns": row.own_ns} for row in result.ranks])
+    if not peaks.by_category:
+        return line
+    parts = sorted(peaks.by_category.items(), key=lambda item: (-abs(item[1]), item[0]))
+    signed = ", ".join(f"{name} {'+' if count > 0 else '−'}{format_bytes(abs(count))}" for name, count in parts)
+    recorded = sum(peaks.by_category.values())
+    of = "" if recorded == more else f" of the peaks in the snapshots, which differ by {format_bytes(recorded)}"
+    return f"{line}{of}: {signed}"
 
 
-def rank_head(result: KernelsResult, steps: int | None) -> list[str]:
-    """Return which rank is slow and by which rule, and how the ranks are known if that was a guess."""
+def _group_table(result: RanksResult) -> Table:
+    steps = result.step_count or None
+    columns = (
+        Column("group", "group", TEXT),
+        Column("kind", "collective", TEXT),
+        Column("dtype", "dtype", TEXT, wide=True),
+        Column("count", "times", count_over(steps)),
+        Column("each_bytes", "size", BYTES),
+        Column("each_wire_ns", "at the wire", NS),
+        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
+        Column("bus_bandwidth", "bus GB/s", GIGABYTES),
+        Column("hidden_ns", "hidden", ns_over(steps), wide=True),
+        Column("exposed_ns", "not hidden", ns_over(steps), wide=True),
+        Column("waiting_ns", "waiting", ns_over(steps)),
+    )
+    rows = [
+        {
+            **asdict(row),
+            "each_bytes": None if row.byte_count is None else round(row.byte_count / row.count),
+            "each_wire_ns": None if row.wire_ns is None else round(row.wire_ns / row.count),
+        }
+        for row in result.groups
+    ]
+    return Table(columns, rows, title="Collectives, per step" if steps else "Collectives")
+
+
+def _rank_table(result: RanksResult, top: int | None) -> Table:
+    ranks = outliers_first(result)
+    shown = ranks if top is None else ranks[:top]
+    nodes = len({one.node for one in ranks}) > 1
+    has_clock = any(one.sm_mhz is not None for one in ranks)
+    has_peak = any(one.peak_bytes is not None for one in ranks)
+    columns = [
+        Column("rank", "rank", _PLAIN),
+        *([Column("node", "node", _PLAIN)] if nodes else []),
+        Column("step_ns", "step", NS),
+        Column("kernels_ns", "computing", NS),
+        Column("exposed_ns", "not hidden", NS),
+        Column("waiting_ns", "waiting", NS),
+        Column("data_ns", "data", NS),
+        Column("launch_ns", "launching", NS),
+        Column("python_ns", "Python", NS),
+        Column("copy_ns", "copying", NS, wide=True),
+        *([Column("peak_bytes", "peak", BYTES)] if has_peak else []),
+        *([Column("sm_mhz", "MHz", COUNT)] if has_clock else []),
+    ]
+    rest = f"{len(ranks) - len(shown)} more ranks" if len(shown) < len(ranks) else ""
+    per_step = ", per step" * bool(result.recorded_step_count)
+    title = f"Ranks{per_step}, the most unusual first{f' ({rest}: --top)' if rest else ''}"
+    return Table(columns, [_rank_data(one) for one in shown], title=title)
+
+
+def _rank_data(one: RankSummary) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "node": one.node,
+        "device": one.device,
+        "source": one.source,
+        "steps": one.step_count,
+        "step_ns": one.step_ns,
+        **{f"{cause}_ns": one.parts.get(cause, 0) for cause in _PARTS},  # type: ignore[call-overload]
+        "exposed_ns": one.exposed_ns,
+        "waiting_ns": one.waiting_ns,
+        "peak_bytes": one.peak_bytes,
+        "sm_mhz": one.sm_mhz,
+        "throttle": list(one.throttle),
+    }
+
+
+def _culprit_data(one: Culprit) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "cause": one.cause,
+        "phase": one.phase,
+        "module": one.module,
+        "late_ns": one.late_ns,
+        "share": one.share,
+        "extra_ns": one.extra_ns,
+        "idle_ns": one.idle_ns,
+        "gain_ns": one.gain_ns,
+        "late_steps": one.late_steps,
+        "steps": one.steps,
+        "group": {"name": one.group.group.name, "dimension": one.group.group.dimension, "ranks": list(one.group.ranks)},
+        "compared_with": one.compared_with,
+    }
+
+
+def _notes(result: RanksResult) -> Sequence[str]:
     lines = []
-    if result.rank_evidence is not None and result.rank_evidence.startswith("guessed"):
-        lines.append(f"ranks are {result.rank_evidence}")
-    slowest = _slowest(result)
-    if slowest is None:
-        return lines
-    each = ns_over(steps).show
-    awaited = min(result.ranks, key=lambda row: row.communication_ns)
-    # A collective that waits slows the kernels that run next to it: a rank that lags less than it waits is no
-    # straggler.
-    if slowest.own_ns - awaited.own_ns < slowest.communication_ns - awaited.communication_ns:
-        shortest = each(awaited.communication_ns)
+    if not result.recorded_step_count:
+        lines.append("what a rank did by itself is known of steps alone")
+    elif result.is_exact:
+        sums = "step = computing + copying + data + launching + Python + communication not hidden, for each rank"
+        is_first_out = any(one.step_count < result.recorded_step_count for one in result.ranks)
+        lines.append(f"{sums}{', without the first step' * is_first_out}")
+    else:
         lines.append(
-            f"the others wait for rank {awaited.rank}, which spends the least time in communication: {shortest}"
-            " (`profkit ranks` says why)"
+            'ranks with a dash under "not hidden": computing is what phases took on the GPU beyond their Python time'
         )
-        return lines
-    least = min(result.ranks, key=lambda row: row.own_ns)
-    more = f"{format_share(slowest.own_ns / least.own_ns - 1)} more" if least.own_ns else "more"
-    lines.append(
-        f"the slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
-        " (time in communication includes waiting for other ranks)"
-    )
+    lines.append("waiting: from a rank's own arrival to that of the last rank, hidden behind computing or not")
+    if sum(row.waiting_ns for row in result.groups) > (result.waiting_ns + 1) * max(result.step_count, 1):
+        lines.append(
+            "waiting in a group is the mean of its ranks, each collective by itself; the first line is the mean of all"
+            " ranks, and counts once what is waited in two at once"
+        )
+    if result.step_count < result.recorded_step_count:
+        lines.append(
+            f"collectives are those of {result.step_count:,} of {result.recorded_step_count:,} steps: in the others the"
+            " record of a rank lacks them"
+        )
+    if result.assumed_groups:
+        lines.append(
+            f"which ranks share the collectives of {', '.join(result.assumed_groups)} is not recorded: all"
+            f" {result.world_size} are assumed to (the light record that `profkit run` leaves says it)"
+        )
+    if result.clocks is not None:
+        lines.append(
+            f"clocks: shifted by at most {format_ns(result.clocks.largest_offset_ns)}, the ends of"
+            f" {result.clocks.count:,} collectives agree to {format_ns(result.clocks.residual_ns)} (median); no figure"
+            " above depends on it"
+        )
+    if any(row.kind in P2P for row in result.groups) and not result.pipelines:
+        lines.append(
+            "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
+        )
+    if result.peaks is not None:
+        lines.append(_describe_peaks(result.peaks, result.pipelines))
+    lines.append("--rank N of kernels, efficiency and memory shows one rank")
     return lines
 
 
-def sum_ranks(result: KernelsResult) -> list[str]:
-    """Return the line that adds up the ranks, in nanoseconds."""
-    if not are_compared(result):
-        return []
-    total = sum(row.kernel_time_ns for row in result.ranks)
-    parts = [f"rank {row.rank} {row.kernel_time_ns:,}" for row in result.ranks]
-    if len(parts) > MOST_COLUMNS:
-        parts = [f"{len(parts)} ranks {total:,}"]
-    if result.total_ns > total:
-        parts.append(f"other processes {result.total_ns - total:,}")
-    return [f"Ranks: {result.total_ns:,} ns = {' + '.join(parts)}"]
+def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
+    """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
+    sides = [{_key(row): row for row in one.groups} for one in (before, after)]
+    rows, shown = [], []
+    for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
+        was, now = (_per_step(side.get(key), one) for side, one in zip(sides, (before, after), strict=True))
+        named = dict(zip(("group", "rank_count", "kind", "dtype"), key, strict=True))
+        rows.append({**named, "before": was, "after": now})
+        cells = {f"{name}_before": (was or {}).get(name) for name in _COMPARED}
+        sizes = {size for group, size, *_ in (*sides[0], *sides[1]) if group == key[0]}
+        label = f"{key[0]} ({key[1]})" if len(sizes) > 1 else key[0]
+        shown.append(
+            {**named, "group": label, **cells, **{f"{name}_after": (now or {}).get(name) for name in _COMPARED}}
+        )
+    table = Table(_CHANGE_COLUMNS, shown, title="Collectives by group, per step")
+    lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
+    lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
+    return table, Lines(lines, title="Ranks"), {"groups": rows}
 
 
-def rank_columns(result: KernelsResult, steps: int | None) -> list[Column]:
-    """Return the columns of the table of kernels that compare ranks."""
-    unit = ns_over(steps)
-    if len(result.ranks) <= MOST_COLUMNS:
-        return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]
-    slowest = _slowest(result)
-    some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
-    return some + ([Column(f"rank_{slowest.rank}_ns", f"rank {slowest.rank}", unit)] if slowest is not None else [])
+def _key(row: GroupRow) -> tuple[str, int, str, str | None]:
+    return row.group, row.rank_count, row.kind, row.dtype
 
 
-def rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
-    """Return the values of a line that `rank_columns` may show."""
-    from statistics import median  # slow to load, and needed only where there are ranks
-
-    each = row.per_rank_ns
-    cells = {f"rank_{rank.rank}_ns": time for rank, time in zip(result.ranks, each, strict=True)}
-    return {**cells, "rank_least_ns": min(each), "rank_median_ns": round(median(each)), "rank_most_ns": max(each)}
-
-
-def _slowest(result: KernelsResult) -> RankRow | None:
-    return next((row for row in result.ranks if row.rank == result.slowest_rank), None)
+def _per_step(row: GroupRow | None, ranks: RanksResult) -> dict[str, float | int | None] | None:
+    if row is None:
+        return None
+    steps = max(ranks.step_count, 1)
+    return {
+        "count": row.count / steps,
+        "byte_count": None if row.byte_count is None else round(row.byte_count / steps),
+        "wire_ns": None if row.wire_ns is None else round(row.wire_ns / steps),
+        "bus_bandwidth": row.bus_bandwidth,
+        "exposed_ns": None if row.exposed_ns is None else round(row.exposed_ns / steps),
+        "waiting_ns": round(row.waiting_ns / steps),
+    }

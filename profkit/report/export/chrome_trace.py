@@ -21,7 +21,7 @@ import numpy as np
 
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
-from profkit.analysis.ranks.summary import NAMED, PROVED
+from profkit.analysis.ranks.members import NAMED, PROVED
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.export.layout import (
     Layout,

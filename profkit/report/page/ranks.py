@@ -7,7 +7,7 @@ from typing import Any
 
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.report.commands.late_rank import describe_ranks
-from profkit.report.commands.rank_comparison import build_ranks_document
+from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.page.markup import view_parts, view_table, without_folders
 from profkit.report.text import make_visible
 from profkit.report.units import format_ns

@@ -1,0 +1,451 @@
+"""What ranks did and cost by light records: phases on the host and on the GPU, before the collective that waited.
+
+In each step there is a first collective that makes the median rank wait long. What a rank's host did between its call
+of the collective before and its call of that one is where the time went: the phases, the time between two of them
+(named after the later), and waits for data. Between two phases the host may wait for the GPU: what counts there is the
+time in which the GPU was between phases too. What kernels took longer is known for whole phases only, from events on
+the GPU. A rank is late by its longest wait of each step, and a host counts as in the last step in which no full queue
+of launches held it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, unite
+from profkit.analysis.ranks.costs import (
+    Account,
+    Cost,
+    Floats,
+    StepParts,
+    clock_of,
+    longest_wait_by_step,
+    part_on_host,
+    saved_beside,
+    step_times,
+    sum_cost,
+    waited_by_step,
+)
+from profkit.analysis.ranks.matching import Matched
+from profkit.analysis.ranks.own_time import BEFORE
+from profkit.analysis.ranks.reduce import ReducedRank
+from profkit.names import BACKWARD
+from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
+from profkit.trace.columns import Bools, Ints
+
+_MUCH = 0.05
+"""A host is free in a phase if its GPU is behind it by at most this share of a step when the phase begins. Less than
+this share is hardly anything."""
+_FEWEST_UNRECORDED = 3
+_MOST_FREE = 0.1
+"""At least this share of its steps count as free: those in which its GPU was least behind."""
+_TIED = 0.5
+"""A host is tied to its GPU if what it takes once its GPU began varies by less than this share of what it takes in
+all."""
+_FEWEST_TIED = 8
+"""From half as many steps as are judged nobody could tell that."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """What a host did when: spans in order, none of which begin before another ends, and each one's name."""
+
+    start_ns: Ints
+    end_ns: Ints
+    name: Ints
+    names: list[str]
+
+
+_AT_THE_END = ("all_reduce", "reduce_scatter")
+"""What is launched in a backward pass and waited for at its end: reductions of gradients."""
+
+
+def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Account:
+    """Return what a rank did before the first long wait of each measured step; without one, in the whole step."""
+    number = rank.record.rank
+    mine = [(one, one.ranks.index(number)) for one in matched if number in one.ranks]
+    begin, end = _find_windows(rank, mine)
+    on_host = _sum_spans(_host_spans(rank), _host_waits(mine), begin, end)
+    named = rank.steps.named
+    nothing = np.zeros(len(named))
+    return Account(rank.record.rank, on_host.beside(rank.on_gpu), nothing, False, clock_of(rank.steps, named))
+
+
+def _host_spans(rank: ReducedRank) -> _Spans:
+    """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock."""
+    start, end = _when(rank, rank.steps.phases)
+    order = np.lexsort((rank.steps.phases.name, end, start))
+    start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
+    reach = np.maximum.accumulate(np.concatenate([start[:1], end]))
+    before = np.flatnonzero(start > reach[:-1])
+    between = subtract(Stretches(reach[before], start[before]), _gpu_phases(rank))
+    followed_by = name[before[np.searchsorted(start[before], between.start_ns, side="right")]]
+    start = np.concatenate([between.start_ns, np.maximum(start, reach[:-1])])
+    end = np.concatenate([between.end_ns, np.maximum(end, reach[:-1])])
+    order = np.lexsort((end, start))
+    number = np.concatenate([followed_by + len(names), name])
+    return _Spans(start[order], end[order], number[order], [*names, *(f"{BEFORE}{name}" for name in names)])
+
+
+def has_untimed_waits(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> bool:
+    """Return whether ranks may have waited where nobody timed it.
+
+    Of what is reduced in a backward pass the wait at the pass's end is known; not so of other collectives.
+    """
+    by_number = {rank.record.rank: rank for rank in ranks}
+    for one in matched:
+        rank = by_number.get(one.ranks[0])
+        if rank is None or not one.is_untimed.any():
+            continue
+        phases = rank.steps.phases
+        is_backward = np.array([name == BACKWARD for name in phases.names], dtype=np.bool_)[phases.name]
+        starts, ends = (when[is_backward] for when in _when(rank, phases))
+        called = one.called_ns[0]
+        at = np.searchsorted(starts, called, side="right") - 1
+        in_backward = (at >= 0) & (called < ends[at]) if len(ends) else np.zeros(len(called), dtype=np.bool_)
+        is_reduced = np.array([kind in _AT_THE_END for kind in one.kind], dtype=np.bool_)
+        if (one.is_untimed & ~(in_backward & is_reduced)).any():
+            return True
+    return False
+
+
+def _when(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
+    """Return the starts and ends of phases by the rank's own clock."""
+    begin = rank.record.clock_base_ns + rank.steps.start_ns[phases.step]
+    return begin + phases.start_ns, begin + phases.end_ns
+
+
+def _gpu_phases(rank: ReducedRank) -> Stretches:
+    """Return when the GPU was in any phase, by the rank's own clock."""
+    start, end = _when(rank, rank.steps.gpu_phases)
+    known = start <= end
+    return unite(start[known], end[known])
+
+
+def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
+    """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
+    starts, ends = [], []
+    for one, here in mine:
+        if one.only_called.any():
+            called = one.called_ns[here][one.only_called]
+            starts.append(called)
+            ends.append(called + one.wait_ns[here, one.only_called])
+    return unite(np.concatenate(starts), np.concatenate(ends)) if starts else NOTHING
+
+
+def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tuple[Ints, Ints]:
+    """Return for each measured step the call of the collective before the first one that waited long, and of that one.
+
+    Of a step without one, its own start and end. Long is half of the longest wait of the step: whoever is late in one
+    collective is often late in all after it.
+    """
+    steps = rank.steps
+    begin, end = (rank.record.clock_base_ns + side for side in (steps.start_ns, steps.end_ns))
+    longest = np.zeros(len(steps), dtype=np.int64)
+    for one, here in mine:
+        np.maximum.at(longest, one.step[here], one.median_wait_ns)
+    found = []
+    for one, here in mine:
+        step, called = one.step[here], one.called_ns[here]
+        is_long = (one.median_wait_ns > 0) & (one.median_wait_ns * 2 >= longest[step])
+        # Where nobody timed a collective the rank may have waited in it or not: what came before it counts too.
+        timed = np.flatnonzero(~one.is_untimed)
+        which = np.flatnonzero(is_long[timed])
+        which = which[which > 0]
+        before, rows = called[timed[which - 1]], timed[which]
+        known = (before > 0) & (called[rows] > before)
+        found.append((step[rows][known], before[known], called[rows][known]))
+    if found:
+        step, before, called = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.lexsort((called, step))
+        step, first = np.unique(step[order], return_index=True)
+        begin[step], end[step] = before[order[first]], called[order[first]]
+    return begin[steps.named], end[steps.named]
+
+
+def _sum_spans(spans: _Spans, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
+    """Return for each stretch of time what the host did in it, without waiting in collectives."""
+    first = np.searchsorted(spans.end_ns, begin_ns, side="right")
+    last = np.searchsorted(spans.start_ns, end_ns, side="left")
+    which, at = spread(first, last)
+    start, stop = np.maximum(spans.start_ns[at], begin_ns[which]), np.minimum(spans.end_ns[at], end_ns[which])
+    names, name = np.unique(spans.name[at], return_inverse=True)
+    times = np.zeros((len(begin_ns), len(names)))
+    np.add.at(times, (which, name), stop - start - waits.within(start, stop))
+    return StepParts(tuple(part_on_host(spans.names[name]) for name in names.tolist()), times)
+
+
+def cost_by_waits(
+    accounts: Sequence[Account],
+    ranks: Sequence[ReducedRank],
+    matched: Sequence[Matched],
+    *,
+    kept: Bools,
+    is_untimed: bool,
+) -> tuple[Cost, Cost, Set[str]]:
+    """Return what each rank cost by how long others waited for it, and their phases on hosts and GPUs; twice.
+
+    A step costs the longest wait; or what phases took longer on the others' GPUs, as far as they waited meanwhile, if
+    that is more: many short waits, and kernels next to them that are slower. The first step is left out: what was
+    before it is not known; those that are not ``kept``; and those before which all GPUs had nothing to do for a whole
+    step, as while a recorder starts. If ``is_untimed`` some waits are unknown: then a rank also
+    saves what its host was late.
+
+    The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
+    """
+    count = min(len(one.own) for one in accounts)
+    step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
+    idle = np.array([one.steps.launch_wait_ns[one.steps.named[:count]] for one in ranks])
+    idle = np.where(idle == UNKNOWN, 0, idle).astype(np.float64)
+    compared = kept[:count] & (idle.min(axis=0) <= step_ns)
+    compared[0] = False
+    if not compared.any():
+        compared[min(1, count - 1) :] = True
+    phases = _Phases([one.steps for one in ranks], count)
+    steps_of = {one.record.rank: one.steps for one in ranks}
+    longest_waits, waits = (
+        np.array([of_rank[one.record.rank][:count] for one in ranks])
+        for of_rank in (longest_wait_by_step(steps_of, matched), waited_by_step(steps_of, matched))
+    )
+    free, tied = phases.free(step_ns), phases.tied(step_ns)
+    longest, total = saved_beside(longest_waits), saved_beside(waits)
+    on_gpu = sum(np.maximum(saved_beside(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
+    saved = np.maximum(longest, np.minimum(on_gpu, total))
+    if is_untimed:
+        by_hosts = late_hosts(idle, phases, free)
+        saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
+    did = [
+        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
+        for one, where in zip(accounts, free, strict=True)
+    ]
+    steps = np.flatnonzero(compared)
+    cost = sum_cost(did, saved[:, steps], step_ns)
+    cost = replace(cost, longer_ns=_without_waits(cost, phases, tied, steps))
+    if not tied.any():
+        return cost, cost, set()
+    estimate = _estimate(cost, phases, tied, waits, steps)
+    return cost, estimate, {name for name, here in zip(phases.names, tied.T, strict=True) if here.any()}
+
+
+def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps: Ints) -> Cost:
+    """Return the costs without what held up hosts in phases in which they are ``tied``, as (ranks, phases).
+
+    There a host seems to take as long as the one it waits for. It was held up for as long as its GPU waited in the step
+    (``waits_ns``), without what another one evidently did longer. Late there is no host that is held up itself, by
+    others or by its own GPU, nor one that evidently did more longer elsewhere.
+    """
+    evident = np.maximum(cost.longer_ns, 0.0).sum(axis=2)
+    is_first = np.arange(len(evident))[:, None] == evident.argmax(axis=0)
+    by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
+    held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
+    names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
+    freed = [_without_hold_up(one, *what) for one, *what in zip(cost.accounts, names, held_up, strict=True)]
+    estimate = sum_cost(freed, cost.saved_ns, cost.step_ns)
+    longer = _without_waits(estimate, phases, tied, steps)
+    for at, (cause, phase) in enumerate(estimate.places):
+        if cause == "python" and phase in phases.names:
+            number = phases.names.index(phase)
+            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * cost.step_ns
+            is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
+            not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
+            longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
+    return replace(estimate, longer_ns=longer)
+
+
+def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
+    """Return what a rank did without what held up its host in these phases, ``held_up_ns`` in each step."""
+    times = account.own.times_ns.copy()
+    for at, (cause, phase, _) in enumerate(account.own.parts):
+        if cause == "python" and phase in tied:
+            times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
+    return replace(account, own=replace(account.own, times_ns=times))
+
+
+def _without_waits(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
+    """Return what ranks did longer, without what is none of their doing in a light record.
+
+    Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
+    their hosts, or in which they are held up: that these take longer counts for nobody. (A host that is ahead of its
+    GPU has waited for nothing.) Between phases a host may wait for its GPU, or seem to do nothing while that is in one:
+    there counts only much more.
+    """
+    longer = cost.longer_ns.copy()
+    least = _MUCH * cost.step_ns
+    for at, (cause, phase) in enumerate(cost.places):
+        mine = longer[:, :, at]
+        if cause == "kernels":
+            longer[:, :, at] = np.maximum(mine, 0.0)
+        elif cause == "python" and phase.startswith(BEFORE):
+            longer[:, :, at] = np.where(mine < least, 0.0, mine)
+        elif cause == "python" and phase in phases.names:
+            number = phases.names.index(phase)
+            behind = phases.behind_at_end[:, steps, number]
+            longer[:, :, at] = _unless_others_wait(mine, behind, tied[:, number], least)
+    return longer
+
+
+def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, tied: Bools, least_ns: float) -> Floats:
+    """Return what hosts took longer for a phase, as (ranks, steps), without what others may have waited in it.
+
+    ``behind_ns`` is how far GPUs were behind their hosts at its end: less than ``least_ns`` on a host that waited.
+    ``tied`` hosts are held up in it.
+    """
+    may_wait = (behind_ns + saved_beside(behind_ns) <= least_ns) & (np.median(longer_ns, axis=1) <= -least_ns)[:, None]
+    others_tied = 2 * (tied.sum() - tied) >= len(tied) - 1
+    unless: Floats = np.where(may_wait | others_tied[:, None], np.maximum(longer_ns, 0.0), longer_ns)
+    return unless
+
+
+class _Phases:
+    """What phases took, as (ranks, steps, phases): on hosts, on GPUs, and how far these were behind at either end."""
+
+    def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
+        self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
+        shape = len(ranks), count, len(self.names)
+        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
+        for rank, one in enumerate(ranks):
+            first = one.named[:count]
+            host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
+            on_host, on_gpu = (phases.times(len(one))[first] for phases in (one.phases, one.gpu_phases))
+            for at, name in enumerate(self.names):
+                if name not in one.phases.names or name not in one.gpu_phases.names:
+                    continue
+                here, there = one.phases.names.index(name), one.gpu_phases.names.index(name)
+                begin, end = host[:, :, here]
+                began, ended = gpu[:, :, there]
+                both = (begin != UNKNOWN) & (began != UNKNOWN)
+                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
+                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
+                for table, column in zip(tables, columns, strict=True):
+                    table[rank, :, at] = np.where(both, column, 0)
+
+    @property
+    def since_gpu_began(self) -> Floats:
+        """Return what phases took on the host once its GPU had begun them."""
+        since: Floats = np.maximum(self.on_host - self.behind_at_start, 0.0)
+        return since
+
+    def free(self, step_ns: float) -> Bools:
+        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
+        behind = self.behind_at_start
+        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
+        is_free: Bools = behind <= least[:, None, :]
+        return is_free
+
+    def usual_on_host(self, number: int, free: Bools) -> Floats:
+        """Return what a phase takes on hosts that are not held up, as (ranks, steps); ``free`` is of all phases."""
+        both = zip(self.on_host[:, :, number], free[:, :, number], strict=True)
+        return np.array([_usual_if_free(times, where) for times, where in both])
+
+    def tied(self, step_ns: float) -> Bools:
+        """Return which hosts are held up in a phase in nearly every step, as (ranks, phases).
+
+        Such a host ends the phase when its GPU gets there, so what it takes varies with when its GPU began. That is
+        judged by the half of the steps in which its GPU was least behind: a host held up seldom would be free there.
+        """
+        behind = self.behind_at_start
+        ranks, steps, phases = behind.shape
+        if steps < 2 * _FEWEST_TIED:
+            return np.zeros((ranks, phases), dtype=np.bool_)
+        half = np.argsort(behind, axis=1, kind="stable")[:, : steps // 2]
+        since_gpu_began = self.since_gpu_began
+        varies, varies_since = (
+            _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, since_gpu_began)
+        )
+        is_behind = np.quantile(behind, _MOST_FREE, axis=1) > _MUCH * step_ns
+        is_tied: Bools = is_behind & (np.median(since_gpu_began, axis=1) > 0) & (varies_since < _TIED * varies)
+        return is_tied
+
+
+def _spread(times_ns: Floats) -> Floats:
+    """Return how much times vary from step to step (the second axis): their median absolute deviation."""
+    spread: Floats = np.median(np.abs(times_ns - np.median(times_ns, axis=1)[:, None]), axis=1)
+    return spread
+
+
+def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
+    """Return what a host took in each step; where it may have been held up, at most what it took when last free."""
+    last = np.maximum.accumulate(np.where(free, np.arange(len(free)), -1))
+    last = np.where(last < 0, free.argmax(), last)
+    usual: Floats = np.where(free, times_ns, np.minimum(times_ns, times_ns[last]))
+    return usual
+
+
+def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
+    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
+    times = own.times_ns[: len(free)].copy()
+    for at, (cause, phase, _) in enumerate(own.parts):
+        if cause == "python" and phase in names:
+            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
+    return times
+
+
+def _edges(phases: Phases, count: int) -> Ints:
+    """Return when each phase began first and ended last in each step: (2, steps, names), `UNKNOWN` where never."""
+    found = np.full((2, count, len(phases.names)), UNKNOWN)
+    found[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
+    found[1, phases.step, phases.name] = phases.end_ns
+    return found
+
+
+def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
+    """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
+
+    ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
+
+    It was late by what its GPU had nothing to do for longer than theirs between two phases; or by what it took longer
+    for a phase than their hosts do where they are free, as far as they waited: their GPUs were farther behind their
+    hosts at the phase's end than its own, and hosts whose queue was full were held up for the rest. The longest of
+    these counts. Recorders that empty the queues now and then, as profkit's own, leave steps in which hosts are free.
+    """
+    found = -saved_beside(idle_ns)
+    for at in range(len(phases.names)):
+        host, usual = phases.on_host[:, :, at], phases.usual_on_host(at, free)
+        behind = saved_beside(phases.behind_at_end[:, :, at])
+        theirs, theirs_free = host + saved_beside(host), usual + saved_beside(usual)
+        late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
+        late = -saved_beside(late)
+        found = np.where(np.abs(late) > np.abs(found), late, found)
+    return found
+
+
+def longer_unrecorded(
+    ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int
+) -> dict[str, Floats] | None:
+    """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
+
+    The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
+    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases.
+
+    Args:
+        ranks: what the ranks that left full traces handed over.
+        written: their light records.
+        late: which of them (its position).
+    """
+    light = [written[one.record.rank].steps for one in ranks if one.record.rank in written]
+    if len(light) < len(ranks):
+        return None
+    recorded = {name for one in ranks for name in one.steps.names}
+    names = set.intersection(*(set(one.names[1:]) for one in light)) - recorded
+    light = [one.only([at for at, name in enumerate(one.names) if name in names]) for one in light]
+    if len(names) < _FEWEST_UNRECORDED or len({one.names for one in light}) > 1:
+        return None
+    step_ns = float(np.median([one.end_ns - one.start_ns for one in light]))
+    is_step = np.min([one.launch_wait_ns for one in light], axis=0) <= step_ns
+    phases = _Phases(light, len(names))
+    if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
+        return None
+    free, tied = phases.free(step_ns), phases.tied(step_ns)
+    longer = {}
+    for at, name in enumerate(phases.names):
+        usual = phases.usual_on_host(at, free)
+        if not tied[late, at]:
+            usual = np.where(tied[:, at, None], np.minimum(usual, phases.since_gpu_began[:, :, at]), usual)
+        late_by = _unless_others_wait(
+            -saved_beside(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns
+        )
+        longer[name] = late_by[late, is_step]
+    return longer
