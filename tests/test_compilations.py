@@ -17,6 +17,7 @@ from profkit.analysis.kernels.compiled_code import find_compilations, read_run_c
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_calls import watch_backward_calls
+from profkit.capture.patches import restore
 from profkit.findings import Finding
 from profkit.run.compiled_code import (
     Compilation,
@@ -133,9 +134,14 @@ def test_a_function_beyond_the_recompile_limit_is_named(tmp_path: Path) -> None:
     assert (beyond[0].line or "").endswith(" scaled")
 
 
-def test_a_gradient_that_the_compiler_takes_is_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("backward", "grad"):
-        monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    yield
+    restore()
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_gradient_that_the_compiler_takes_is_no_backward_pass() -> None:
     begun: list[object] = []
     watch_backward_calls(lambda key, _: begun.append(key), lambda _key, _result: None)
     x = torch.ones(2, requires_grad=True)

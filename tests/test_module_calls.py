@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn  # noqa: E402
 from profkit.annotation import RangeObserver  # noqa: E402
 from profkit.capture.hooks import module_calls  # noqa: E402
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges  # noqa: E402
+from profkit.capture.patches import restore  # noqa: E402
 
 
 class Observer:
@@ -38,12 +40,11 @@ class Observer:
 
 
 @pytest.fixture
-def observer(monkeypatch: pytest.MonkeyPatch) -> Observer:
-    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)
-    monkeypatch.setattr(torch, "compile", torch.compile)
-    one = Observer()
-    module_calls.observe_module_calls(one)
-    return one
+def observer() -> Iterator[Observer]:
+    observer = Observer()
+    module_calls.observe_module_calls(observer)
+    yield observer
+    restore()
 
 
 class Failing(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 pytest.importorskip("torch")
@@ -11,6 +13,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from profkit.capture.hooks.script_ranges import watch_script_ranges
+from profkit.capture.patches import restore
 
 
 class Listener:
@@ -18,9 +21,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.names: list[str] = []
 
-    def script_opening(self) -> None:
+    def script_opening(self, name: Callable[[], str]) -> None:
         self.heard.append("opening")
+        self.names.append(name())
 
     def closing(self) -> None:
         self.heard.append("closing")
@@ -30,18 +35,11 @@ class Listener:
 
 
 @pytest.fixture
-def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
-    for owner, names in (
-        (record_function, ("__enter__", "__exit__")),
-        (nvtx.annotate, ("__enter__", "__exit__", "__call__")),
-        (nvtx, ("push_range", "pop_range")),
-        (torch.cuda.nvtx, ("range_push", "range_pop")),
-    ):
-        for name in names:  # what they are now comes back at the test's end
-            monkeypatch.setattr(owner, name, vars(owner)[name])
+def listener() -> Iterator[Listener]:
     listener = Listener()
     watch_script_ranges(listener)
-    return listener
+    yield listener
+    restore()
 
 
 def test_the_hooks_hear_of_a_range_of_the_script_even_if_code_in_it_fails(listener: Listener) -> None:
@@ -61,3 +59,19 @@ def test_the_hooks_do_not_hear_of_ranges_that_torch_opens_around_an_optimizer(li
         optimizer.zero_grad()
     assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= {one.key for one in recorded.events()}
     assert listener.heard == []
+
+
+def test_the_hooks_learn_what_the_script_calls_its_ranges(listener: Listener) -> None:
+    with record_function("recorded"), nvtx.annotate("marked", domain="own"):
+        nvtx.push_range("pushed")
+        nvtx.push_range(message="named", color="red")
+        nvtx.pop_range()
+        nvtx.pop_range()
+
+    @nvtx.annotate("decorated")
+    def work() -> None:
+        return None
+
+    work()
+    assert listener.names == ["recorded", "marked", "pushed", "named", "decorated"]
+    assert listener.heard.count("closed") == 5

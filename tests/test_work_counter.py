@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  
 
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.hooks.backward_calls import watch_backward_calls  # noqa: E402
+from profkit.capture.patches import restore  # noqa: E402
 from profkit.capture.work import operators  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
@@ -200,9 +201,14 @@ def test_a_checkpointed_transformer_equals_the_formula_by_hand(layers: int) -> N
     assert plain[()]["recomputed_flops"] == 0
 
 
-def test_a_second_derivative_is_the_models_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("backward", "grad"):
-        monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    yield
+    restore()
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_second_derivative_is_the_models_work() -> None:
     watch_backward_calls(lambda *_: None, lambda *_: None)
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
 

@@ -27,7 +27,7 @@ from torch._guards import CompileContext
 
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
-from profkit.capture.hooks.module_calls import outside_dynamo
+from profkit.capture.patches import outside_dynamo
 from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"

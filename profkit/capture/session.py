@@ -424,6 +424,8 @@ class Session:
         if self.memory is not None:
             self.memory.steps_end()
         self._leave(self._describe(state))
+        if self.memory is None and self.hooks.steps.is_final and not several_ranks():
+            self.hooks.remove()
 
     def _leave(self, process: Process) -> None:
         self._process = process

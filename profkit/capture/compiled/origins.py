@@ -29,8 +29,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from profkit.capture.compilations import program_line
-from profkit.capture.hooks.module_calls import outside_dynamo
 from profkit.capture.node_work import NodeWork, called, work_of_launches
+from profkit.capture.patches import outside_dynamo
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import FIRST_TORCH, KNOWN_CODE

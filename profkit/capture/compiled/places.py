@@ -28,9 +28,9 @@ from profkit.annotation import method_range
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, shape_of
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.hooks.module_calls import outside_dynamo
 from profkit.capture.hooks.module_names import unwrap
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
+from profkit.capture.patches import outside_dynamo
 from profkit.capture.steps.frame_variables import variable_of
 from profkit.capture.work.account import Instance, WorkAccount
 from profkit.names import OPTIMIZER
@@ -208,7 +208,7 @@ class Entries:
     def _begin(self, inputs: Sequence[Any]) -> list[nn.Module] | None:
         """Note the module, open the phase of calls that nobody saw, and return what was called in these."""
         traced, hooks = self._traced, self._hooks
-        if traced is None or hooks.has_failed:
+        if traced is None or hooks.is_over:
             return None
         try:
             is_within_call = self._is_backward or hooks.on_thread.ranges.root is not None or running_graph() != -1

@@ -37,9 +37,9 @@ from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Reco
 from profkit.capture.compiled.places import Entries, LoadedGraph, places_in
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.hooks.module_calls import outside_dynamo
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.node_work import NodeWork
+from profkit.capture.patches import outside_dynamo
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from profkit.capture.compilations import is_compiling
-from profkit.capture.hooks.module_calls import outside_dynamo
+from profkit.capture.patches import outside_dynamo, patch
 
 Begins = Callable[[object, Sequence[Any]], None]
 Ends = Callable[[object, Any], None]
@@ -23,8 +22,8 @@ def watch_backward_calls(begins: Begins, ends: Ends) -> None:
     ``tensors`` holds what is differentiated: a tensor, or a sequence of them. ``result`` is what the call returns, None
     if it raised. ``key`` is another object for each call.
     """
-    torch.autograd.backward = _watched(torch.autograd.backward, begins, ends)
-    torch.autograd.grad = _watched(torch.autograd.grad, begins, ends)
+    for target in ("torch.autograd.backward", "torch.autograd.grad"):
+        patch(target, lambda backward: _watched(backward, begins, ends))
 
 
 def is_creating_graph() -> bool:
@@ -49,7 +48,6 @@ def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callab
         ends(key, result)
         _creating_graph.count -= creates_graph
 
-    @functools.wraps(backward)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return backward(*args, **kwargs)

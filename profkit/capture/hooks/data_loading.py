@@ -7,15 +7,17 @@ way, from a generator say, nobody sees.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import dataloader, get_worker_info
+from torch.utils.data import get_worker_info
+
+from profkit.capture.patches import patch
 
 _FEWEST = 2
 """How many steps must have ended after the first before anything is said of the workers' pace."""
@@ -58,12 +60,9 @@ class DataLoading:
         self._queues: list[Queue] = []
 
     def install(self) -> None:
-        """Begin to watch; what torch does not have under these names is not watched."""
-        for owner, name in (("DataLoader", "__iter__"), ("_BaseDataLoaderIter", "__next__")):
-            kind = getattr(dataloader, owner, None)
-            method = getattr(kind, name, None)
-            if method is not None:
-                setattr(kind, name, self._around(method, is_batch=name == "__next__"))
+        """Begin to watch."""
+        patch("torch.utils.data.dataloader.DataLoader.__iter__", partial(self._around, is_batch=False))
+        patch("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", partial(self._around, is_batch=True))
 
     def step_ended(self) -> None:
         """Note a step's boundary."""
@@ -115,7 +114,6 @@ class DataLoading:
         )
 
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
-        @functools.wraps(method)
         def waited(loader: Any) -> Any:
             self._begins()
             try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from profkit.capture.patches import patch
 from profkit.names import DECODE, PREFILL
 
 _METHOD = "generate"
@@ -48,7 +49,7 @@ class Generation(threading.local):
                 if isinstance(method, FunctionType) and not is_compiled and not hasattr(method, _SEEN):
                     setattr(base, _METHOD, self._around(method))
 
-        nn.Module.__init_subclass__ = classmethod(made)
+        patch("torch.nn.Module.__init_subclass__", lambda _objects: classmethod(made))
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, pairwise, takewhile
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.module_names import ModuleNames, Part
 from profkit.capture.hooks.open_ranges import OpenOnThread
+from profkit.capture.patches import Function, patch
 from profkit.capture.work.graph_work import CapturedOperators, GraphPart, GraphWork, replay_observers
 from profkit.capture.work.operator_work import OperatorWork
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range, launch_range, read_launch_range
@@ -346,3 +348,55 @@ def _runs(kinds: list[NodeKind], parts: Iterable[GraphPart]) -> list[NodeRun]:
     path_of = [part.ranges for part in parts for _ in range(part.node_count)]
     groups = groupby(zip(kinds, path_of, strict=True))
     return [NodeRun(len(list(nodes)), kind, path) for (kind, path), nodes in groups]
+
+
+_Event = Callable[[Any], None]
+
+
+class GraphListener(Protocol):
+    """Sees captures and replays, on the thread that makes them; it returns the step that begins there, if any."""
+
+    def capture_begins(self, graph: Any) -> int | None:
+        """What follows is captured into ``graph``."""
+
+    def capture_ends(self) -> int | None:
+        """The capture has ended, or failed."""
+
+    def replay_begins(self, graph: Any) -> int | None:
+        """``graph`` is about to be replayed."""
+
+    def replay_ends(self, graph: Any) -> int | None:
+        """``graph`` has been launched, or this failed."""
+
+
+def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: GraphNodes) -> None:
+    """Begin to watch where the script captures CUDA graphs and where it replays them.
+
+    Args:
+        listener: what sees them.
+        show: calls the listener's method that it is given with the rest of its arguments; it never raises.
+        nodes: what notes the nodes of the graphs, while a capture runs and within a step.
+    """
+    steps: dict[str, tuple[list[_Event], list[_Event]]] = {
+        "capture_begin": ([partial(show, listener.capture_begins)], [nodes.capture_began]),
+        "capture_end": ([lambda _graph: nodes.capture_ends()], [lambda _graph: show(listener.capture_ends)]),
+        "replay": (
+            [partial(show, listener.replay_begins), nodes.replay_begins],
+            [nodes.replay_ends, partial(show, listener.replay_ends)],
+        ),
+    }
+    for name, (begins, ends) in steps.items():
+        patch(f"torch.cuda.CUDAGraph.{name}", partial(_around, begins, ends))
+
+
+def _around(begins: Sequence[_Event], ends: Sequence[_Event], method: Function) -> Function:
+    def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for event in begins:
+            event(graph)
+        try:
+            return method(graph, *args, **kwargs)
+        finally:
+            for event in ends:
+                event(graph)
+
+    return watched

@@ -26,22 +26,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from profkit.annotation import RangeObserver, observe_ranges
+from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.hooks.backward_calls import watch_backward_calls
 from profkit.capture.hooks.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
 from profkit.capture.hooks.data_loading import DataLoading
 from profkit.capture.hooks.generation import Generation
-from profkit.capture.hooks.graph_nodes import GraphNodes
-from profkit.capture.hooks.graph_replays import watch_graphs
-from profkit.capture.hooks.module_calls import observe_module_calls
+from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
+from profkit.capture.hooks.module_calls import ReplicaCall, observe_module_calls, watch_replicas
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
-from profkit.capture.hooks.optimizer_calls import watch_optimizers
+from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.outside_nodes import OutsideNodes
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
-from profkit.capture.hooks.replicas import ReplicaCall, watch_replicas
 from profkit.capture.hooks.script_ranges import watch_script_ranges
 from profkit.capture.hooks.watcher import StepListener, Watcher
+from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import autocast_dtypes
 from profkit.capture.steps.policy import StepPolicy, is_loss_module
@@ -77,7 +76,7 @@ def _harmless(method: Method) -> Method:
     @functools.wraps(method)
     def guarded(self: Hooks, *args: Any, **kwargs: Any) -> None:
         # As `torch.compiler.is_compiling` does, without its calls; Dynamo knows the answer of the first.
-        if is_dynamo_compiling() or self.has_failed or torch.compiler._is_compiling_flag or is_tracing():
+        if is_dynamo_compiling() or self.is_over or torch.compiler._is_compiling_flag or is_tracing():
             return
         try:
             method(self, *args, **kwargs)
@@ -114,7 +113,7 @@ class Hooks(RangeObserver):
         self._listener = listener
         self._watcher = watcher or Watcher()
         self._knows_owners = self._watcher.follows_modules
-        self.has_failed = False
+        self.is_over = False
         self.names = ModuleNames(depth)
         self._parts = self.names.parts
         self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
@@ -153,6 +152,13 @@ class Hooks(RangeObserver):
         observe_ranges(self)
         observe_module_calls(self)
 
+    def remove(self) -> None:
+        """Take everything away again that `install` brought: nothing is seen from now on."""
+        self.is_over = True
+        ignore_ranges(self)
+        unwatch_steps()
+        restore()
+
     def start(self) -> None:
         """Open ranges from now on, that of the step which is about to begin first."""
         self._is_started = self.is_recording = True
@@ -160,7 +166,7 @@ class Hooks(RangeObserver):
 
     def capture_runs(self, runs: bool) -> None:
         """Open ranges while a CUDA graph is captured too, mostly before the recording: its replays run no Python."""
-        self.is_recording = (runs or self._is_started) and not self.has_failed
+        self.is_recording = (runs or self._is_started) and not self.is_over
         self.is_resting = False
 
     def rest(self, *, is_wanted: bool) -> None:
@@ -205,7 +211,7 @@ class Hooks(RangeObserver):
         self._range_closed()
 
     @_harmless
-    def script_opening(self) -> None:
+    def script_opening(self, _name: Callable[[], str]) -> None:
         self.on_thread.ranges.note_opening(None)
 
     @_harmless
@@ -253,7 +259,7 @@ class Hooks(RangeObserver):
             self._outside.passes(opened.call, opened.carrier)
 
     def fail(self, error: Exception) -> None:
-        self.has_failed = True
+        self.is_over = True
         self.clock.stop()
         self._listener.hooks_failed(error)
         with suppress(Exception):  # the ranges themselves may be what failed
@@ -292,7 +298,7 @@ class Hooks(RangeObserver):
     def enter(self, opened: OpenRanges, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """Open what belongs around a call of ``module``; None: nothing does."""
         try:
-            if opened.root is None and not self.has_failed and running_graph() == -1:
+            if opened.root is None and not self.is_over and running_graph() == -1:
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self.is_recording:
                 return None
@@ -507,7 +513,7 @@ class Hooks(RangeObserver):
     @property
     def is_in_optimizer(self) -> bool:
         """Whether an optimizer's step runs on this thread; True also where nothing is watched any more."""
-        return self.has_failed or self.on_thread.ranges.has(OPTIMIZER)
+        return self.is_over or self.on_thread.ranges.has(OPTIMIZER)
 
     @_harmless
     def optimizer_begins(self, optimizer: Optimizer, *, is_update: bool) -> None:

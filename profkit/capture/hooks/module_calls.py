@@ -10,20 +10,18 @@ did not compile are still called: they have their ranges, and Dynamo does not se
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from profkit.annotation import Range
 from profkit.capture.hooks.open_ranges import Call, OpenOnThread, OpenRanges
-
-Result = TypeVar("Result")
+from profkit.capture.patches import Function, patch
 
 
 class CallObserver(Protocol):
@@ -48,7 +46,11 @@ class CallObserver(Protocol):
 
 def observe_module_calls(observer: CallObserver) -> None:
     """Show ``observer`` every call of a module in this process from now on, until the process ends."""
-    plain = nn.Module.__call__
+    patch("torch.nn.Module.__call__", lambda plain: _shown_to(observer, plain))
+    patch("torch.compile", _compile_around)
+
+
+def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[..., Any]:
     is_torchs_own = plain is getattr(nn.Module, "_wrapped_call_impl", None)
     enter, leave, on_thread = observer.enter, observer.leave, observer.on_thread
     is_dynamo_tracing = torch.compiler.is_dynamo_compiling
@@ -57,7 +59,6 @@ def observe_module_calls(observer: CallObserver) -> None:
     in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
     compile_with = torch._C._dynamo.eval_frame.set_eval_frame
 
-    @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_tracing():
             return plain(self, *args, **kwargs)
@@ -94,19 +95,8 @@ def observe_module_calls(observer: CallObserver) -> None:
             compile_with(callback)
         return output
 
-    code: CodeType = call.__code__  # type: ignore[attr-defined]
-    nn.Module.__call__ = call
-    torch.compile = _compile_around(torch.compile)
-
-
-def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call a function of profkit's from a wrapper that Dynamo passes over: Dynamo would compile it, with the rest."""
-    frames = torch._C._dynamo.eval_frame
-    callback = frames.set_eval_frame(None)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        frames.set_eval_frame(callback)
+    code = call.__code__
+    return call
 
 
 def _hide_frames(code: CodeType, error: BaseException) -> None:
@@ -129,7 +119,6 @@ def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
     have been compiled more often than Dynamo allows.
     """
 
-    @functools.wraps(compile_)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         result = compile_(*args, **kwargs)
         skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
@@ -165,3 +154,30 @@ def _code_of_hooks() -> set[CodeType]:
 
 _CAPTURE = "profkit.capture."
 _PROFKIT = str(Path(__file__).parents[2])
+
+
+class ReplicaCall(Call):
+    """The call of a replica, within the call of the model that it is a copy of."""
+
+    __slots__ = ()
+
+
+class ReplicaListener(Protocol):
+    """Is called on the thread that calls the model."""
+
+    def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:
+        """Each of ``replicas``, copies of ``model``, is about to be called on another thread."""
+
+
+def watch_replicas(listener: ReplicaListener) -> None:
+    """Tell ``listener`` of DataParallel's replicas: copies of a model, each of which works on its own thread."""
+
+    def around(apply: Function) -> Function:
+        def watched(model: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(replicas) > 1:  # torch calls a single one on this thread
+                listener.replicas_begin(model.module, replicas)
+            return apply(model, replicas, *args, **kwargs)
+
+        return watched
+
+    patch("torch.nn.DataParallel.parallel_apply", around)

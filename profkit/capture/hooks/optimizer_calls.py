@@ -7,13 +7,13 @@ times a step, and Lightning gives one to every optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from profkit.capture.hooks.module_calls import outside_dynamo
+from profkit.capture.patches import outside_dynamo, patch
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by position and by name."""
@@ -44,12 +44,37 @@ def watch_optimizers(listener: OptimizerListener) -> None:
 
     Optimizers' post hooks run within torch's own range of the step, and not at all if it raises: they would not do.
     """
-    around_step = Optimizer.profile_hook_step
 
-    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
-        return _around(around_step(_within(step, listener)), listener)
+    def around(profiled: Callable[..., Any]) -> Callable[..., Any]:
+        def profiled_and_watched(step: Callable[..., Any]) -> Callable[..., Any]:
+            watched = _around(profiled(_within(step, listener)), listener)
+            vars(watched)[_UNWATCHED] = lambda: profiled(step)
+            return watched
 
-    Optimizer.profile_hook_step = staticmethod(watched)
+        return profiled_and_watched
+
+    patch("torch.optim.optimizer.Optimizer.profile_hook_step", around)
+
+
+_UNWATCHED = "_profkit_unwatched"
+
+
+def unwatch_steps() -> None:
+    """Give the optimizers' classes the steps that torch alone would have given them."""
+    for kind in optimizer_classes():
+        unwatched = getattr(vars(kind).get("step"), _UNWATCHED, None)
+        if unwatched is not None:
+            kind.step = unwatched()
+            kind.step.hooked = True
+
+
+def optimizer_classes() -> Iterator[Any]:
+    """Yield every class of optimizers that this process knows."""
+    classes: list[Any] = list(Optimizer.__subclasses__())
+    while classes:
+        kind = classes.pop()
+        yield kind
+        classes += kind.__subclasses__()
 
 
 def _around(step: Callable[..., Any], listener: OptimizerListener) -> Callable[..., Any]:

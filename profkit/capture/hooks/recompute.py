@@ -16,11 +16,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 from profkit.capture.hooks.backward_calls import is_creating_graph
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.open_ranges import Call
+from profkit.capture.patches import patch
 
 
 class RecomputeListener(Protocol):
@@ -41,11 +41,8 @@ class RecomputeListener(Protocol):
 
 def watch_recompute(listener: RecomputeListener) -> None:
     """Call ``listener`` for each checkpoint that is made from now on, until the process ends."""
-    frame = getattr(checkpoint, "_CheckpointFrame", None)  # private: a later torch may have another
-    if frame is not None:
-        frame.__init__ = _with_watched_frame(frame.__init__, listener)
-    reentrant = checkpoint.CheckpointFunction
-    reentrant.forward = staticmethod(_with_watched_function(reentrant.forward, listener))
+    patch("torch.utils.checkpoint._CheckpointFrame.__init__", lambda init: _with_watched_frame(init, listener))
+    patch("torch.utils.checkpoint.CheckpointFunction.forward", lambda run: _with_watched_function(run, listener))
 
 
 def is_recomputing() -> bool:
@@ -73,7 +70,6 @@ _running = _Running()
 
 
 def _with_watched_frame(init: Callable[..., None], listener: RecomputeListener) -> Callable[..., None]:
-    @functools.wraps(init)
     def watched(frame: Any, *args: Any, **kwargs: Any) -> None:
         init(frame, *args, **kwargs)
         if not torch.compiler.is_compiling() and hasattr(frame, "recompute_fn"):
@@ -85,7 +81,6 @@ def _with_watched_frame(init: Callable[..., None], listener: RecomputeListener) 
 
 
 def _with_watched_function(forward: Callable[..., Any], listener: RecomputeListener) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def watched(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         trains = any(ctx.needs_input_grad)
         _running.first_passes += trains

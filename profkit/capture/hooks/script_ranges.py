@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any, Protocol
 
 import nvtx
-import torch
 from torch.autograd.profiler import record_function
 
 from profkit.annotation import own_kind
+from profkit.capture.patches import Function, call_between, patch
 
 
 class RangeListener(Protocol):
     """Sees the script's ranges on the thread on which they open and close."""
 
-    def script_opening(self) -> None:
-        """A range of the script's is about to open."""
+    def script_opening(self, name: Callable[[], str]) -> None:
+        """A range of the script's, called what ``name`` returns, is about to open."""
 
     def closing(self) -> None:
         """The script's innermost range is about to close."""
@@ -32,41 +32,42 @@ class RangeListener(Protocol):
 
 
 def watch_script_ranges(listener: RangeListener) -> None:
-    """Begin to watch; what NVTX or torch does not have under these names is not watched."""
+    """Begin to watch; the ranges that profkit itself opens keep the methods of now."""
     for kind in (nvtx.annotate, record_function):
-        own_kind(kind)  # profkit's own ranges keep the methods of now
-    for owner, opens, closes in (
-        (nvtx.annotate, "__enter__", "__exit__"),
-        (nvtx, "push_range", "pop_range"),
-        (torch.cuda.nvtx, "range_push", "range_pop"),
-        (record_function, "__enter__", "__exit__"),
-    ):
-        around = _around if owner is not record_function else _around_scripts_own
-        _replace(owner, opens, partial(around, before=listener.script_opening, after=_nothing))
-        _replace(owner, closes, partial(around, before=listener.closing, after=listener.script_closed))
-    _replace(nvtx.annotate, "__call__", lambda method: _decorating(method, listener))
+        own_kind(kind)
+    closes = call_between(listener.closing, listener.script_closed)
+    patch("nvtx.annotate.__enter__", partial(_opens, listener, _name_of_marker))
+    patch("nvtx.annotate.__exit__", closes)
+    patch("nvtx.annotate.__call__", partial(_decorates, listener))
+    patch("nvtx.push_range", partial(_opens, listener, _name_given))
+    patch("nvtx.pop_range", closes)
+    patch("torch.cuda.nvtx.range_push", partial(_opens, listener, _name_given))
+    patch("torch.cuda.nvtx.range_pop", closes)
+    opens_record = partial(_opens, listener, _name_of_record)
+    patch("torch.autograd.profiler.record_function.__enter__", partial(_unless_torchs, opens_record))
+    patch("torch.autograd.profiler.record_function.__exit__", partial(_unless_torchs, closes))
 
 
-def _replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
-    method = getattr(owner, name, None)
-    if method is None:
-        return
-    try:
-        setattr(owner, name, made(method))
-    except TypeError:  # a class that is written in C
-        return
-
-
-def _around(method: Any, before: Callable[[], None], after: Callable[[], None]) -> Any:
-    @functools.wraps(method)
+def _opens(listener: RangeListener, name: Callable[..., str], plain: Function) -> Function:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            after()
+        listener.script_opening(partial(name, *args, **kwargs))
+        return plain(*args, **kwargs)
 
     return watched
+
+
+def _name_given(message: object = "", *_more: Any, msg: object = None, **_named: Any) -> str:
+    """The name among the arguments of NVTX's ``push_range`` (``message``) or torch's ``range_push`` (``msg``)."""
+    return str(message if msg is None else msg)
+
+
+def _name_of_marker(marker: Any, *_more: Any) -> str:
+    message = getattr(getattr(marker, "attributes", None), "message", "")
+    return str(getattr(message, "string", message))
+
+
+def _name_of_record(record: Any, *_more: Any) -> str:
+    return str(record.name)
 
 
 _TORCHS = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward", "enumerate(DataLoader)#")
@@ -74,24 +75,22 @@ _TORCHS = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.f
 them, or the hooks learn of it in another way."""
 
 
-def _around_scripts_own(method: Any, before: Callable[[], None], after: Callable[[], None]) -> Any:
-    watched = _around(method, before, after)
+def _unless_torchs(wrap: Callable[[Function], Function], plain: Function) -> Function:
+    watched = wrap(plain)
 
-    @functools.wraps(method)
-    def called(one: Any, *args: Any, **kwargs: Any) -> Any:
-        return (method if str(one.name).startswith(_TORCHS) else watched)(one, *args, **kwargs)
+    def called(record: Any, *args: Any, **kwargs: Any) -> Any:
+        return (plain if str(record.name).startswith(_TORCHS) else watched)(record, *args, **kwargs)
 
     return called
 
 
-def _decorating(decorate: Any, listener: RangeListener) -> Any:
-    @functools.wraps(decorate)
+def _decorates(listener: RangeListener, decorate: Function) -> Function:
     def decorated(marker: Any, function: Any) -> Any:
         annotated = decorate(marker, function)
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            listener.script_opening()
+            listener.script_opening(partial(_name_of_marker, marker))
             try:
                 return annotated(*args, **kwargs)
             finally:
@@ -101,7 +100,3 @@ def _decorating(decorate: Any, listener: RangeListener) -> Any:
         return watched
 
     return decorated
-
-
-def _nothing() -> None:
-    """After a range has opened nothing is to be done."""

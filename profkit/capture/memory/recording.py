@@ -13,7 +13,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from profkit.capture.hooks.watcher import Watcher
 from profkit.capture.memory import allocation_text
 from profkit.capture.memory.owners import OwnerLedger, now_us
 from profkit.capture.memory.saved_tensors import tensors_at_hand, watch_hooks
+from profkit.capture.patches import call_between, patch, restore
 from profkit.files import whole_file
 from profkit.names import step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
@@ -42,8 +43,8 @@ _NESTING = 4
 _OUTSIDE = "(a parameter outside the modules)"
 _PROTOCOL = 4
 _OUT_OF_MEMORY = "out of memory"
-_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
-_RECORDS = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+_RESETS = ("torch._C._cuda_resetPeakMemoryStats", "torch._C._accelerator_resetPeakStats")
+_RECORDS = ("torch._C._cuda_record_memory_history", "torch._C._cuda_record_memory_history_legacy")
 
 
 def _harmless(method: Method) -> Method:
@@ -80,7 +81,6 @@ class MemoryRecording(Watcher):
         self._roots = Roots()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._step: tuple[int, int] | None = None
-        self._patches = ExitStack()
         self._is_over = self._is_full = self._is_scripts_own = self._lacks_events = self._writes_text = False
         self._is_of_failure = False
         self._failed_allocations = 0
@@ -208,9 +208,9 @@ class MemoryRecording(Watcher):
             switch_on(self._options.stacks, self._options.max_entries)
             call_when_full(self._when_full)
             for name in _RESETS:
-                self._tell_before(name, self._note_peaks)
+                patch(name, call_between(self._note_peaks, None))
             for name in _RECORDS:
-                self._tell_before(name, self._leave_to_script)
+                patch(name, call_between(self._leave_to_script, None))
         except Exception as error:
             self.give_up(error)
 
@@ -221,20 +221,6 @@ class MemoryRecording(Watcher):
             names = [name.replace(".", f".{os.getpid()}.", 1) for name in (SNAPSHOT, OWNERS)]
         self._files = self._run / names[0], self._run / names[1]
         self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
-
-    def _tell_before(self, name: str, tell: Callable[[], None]) -> None:
-        """Call ``tell`` before each call that the script makes of a function of torch."""
-        function = getattr(torch._C, name, None)
-        if function is None:
-            return
-
-        @functools.wraps(function)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            tell()
-            return function(*args, **kwargs)
-
-        setattr(torch._C, name, told)
-        self._patches.callback(setattr, torch._C, name, function)
 
     @_harmless
     def _note_peaks(self) -> None:
@@ -280,7 +266,7 @@ class MemoryRecording(Watcher):
             return
         owners, self.owners = self.owners, None
         self._peak_bytes = owners.allocated_peak_bytes
-        self._patches.close()
+        restore(*_RESETS, *_RECORDS)
         if not self._is_scripts_own:
             switch_off()
         try:

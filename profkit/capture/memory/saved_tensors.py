@@ -8,13 +8,14 @@ more once hooks were used.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from profkit.capture.patches import call_between, patch
 from profkit.capture.steps.frame_variables import variables_at_hand
 
 _MOST_NODES = 200_000
@@ -62,16 +63,9 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 
 def watch_hooks() -> None:
     """Note from now on whether hooks for saved tensors are used, where torch does not show what they packed."""
-    push = torch._C._autograd._push_saved_tensors_default_hooks
-    if _SHOWS_CONTENT or hasattr(push, "__wrapped__"):
-        return
-
-    @functools.wraps(push)
-    def noted(*args: Any) -> Any:
-        _hooks.were_used = True
-        return push(*args)
-
-    torch._C._autograd._push_saved_tensors_default_hooks = noted
+    if not _SHOWS_CONTENT:
+        note_use = call_between(partial(setattr, _hooks, "were_used", True), None)
+        patch("torch._C._autograd._push_saved_tensors_default_hooks", note_use)
 
 
 class _Hooks:

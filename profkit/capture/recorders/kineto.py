@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import gzip
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from profkit.capture.patches import patch
 from profkit.files import whole_file
 
 _CHUNK_BYTES = 1024**2
@@ -35,24 +35,26 @@ class ScriptsProfiler:
         """Called once, before the script starts one."""
         self._running: set[int] = set()
         self._is_ours = False
-        kind = torch.autograd.profiler.profile
-        prepare, leave = kind._prepare_trace, kind.__exit__
+        patch("torch.autograd.profiler.profile._prepare_trace", self._around_start)
+        patch("torch.autograd.profiler.profile.__exit__", self._around_end)
 
-        @functools.wraps(prepare)
-        def prepared(profiler: Any) -> None:
+    def _around_start(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(profiler: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_ours:
                 self._running.add(id(profiler))
                 tell, self.before_start = self.before_start, None
                 if tell is not None:
                     tell()
-            prepare(profiler)
+            return prepare(profiler, *args, **kwargs)
 
-        @functools.wraps(leave)
-        def left(profiler: Any, *error: Any) -> Any:
+        return prepared
+
+    def _around_end(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        def left(profiler: Any, *args: Any, **kwargs: Any) -> Any:
             self._running.discard(id(profiler))
-            return leave(profiler, *error)
+            return leave(profiler, *args, **kwargs)
 
-        kind._prepare_trace, kind.__exit__ = prepared, left
+        return left
 
     @property
     def runs(self) -> bool:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.module_names import ROOT, Roots, unwrap
+from profkit.capture.hooks.optimizer_calls import optimizer_classes
 from profkit.capture.steps.rounds import Round
 from profkit.capture.steps.variable_names import VariableNames, tell_apart
 from profkit.run.recording import StepChoice, StepKind
@@ -98,6 +99,12 @@ class StepPolicy:
         """
         is_optimizers = self._is_settled and self._kind is StepKind.OPTIMIZER
         return is_optimizers and not (self._was_postponed or self._has_captured or self._inside.depth)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether what a step is cannot change any more, or is for somebody else to say."""
+        is_known = self._choice is not None or (self._kind is not None and self._kind >= StepKind.OPTIMIZER)
+        return is_known or not self._counts
 
     def settle(self) -> None:
         """The recording begins: its steps are numbered on, whatever appears."""
@@ -377,10 +384,4 @@ _with_parameters = _Known()
 
 def has_optimizer() -> bool:
     """Return whether an optimizer has been made: torch marks the step of its class then."""
-    classes = list(Optimizer.__subclasses__())
-    while classes:
-        one = classes.pop()
-        if getattr(one.step, "hooked", False):
-            return True
-        classes += one.__subclasses__()
-    return False
+    return any(getattr(kind.step, "hooked", False) for kind in optimizer_classes())
