@@ -133,7 +133,7 @@ def main() -> None:
                 "graphs": [asdict(graph) for graph in kept],
                 "losses": losses,
                 "was_recording": was_recording,
-                "has_failed": hooks.has_failed,
+                "has_failed": hooks.is_over,
                 "replays": replays,
             }
         )

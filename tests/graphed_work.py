@@ -110,7 +110,7 @@ def main(way: str) -> None:
                 "missing": counter.content().missing,
                 "graphs": [[run.ranges for run in one.runs] for one in kept],
                 "loss": held.item().hex(),
-                "has_failed": hooks.has_failed,
+                "has_failed": hooks.is_over,
             }
         )
     )
