@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from profkit.analysis.compare.samples import Key
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.tree.modules import read_place
+from profkit.run.compiled_code import COMPILING
 from tests.nsys_builder import NsysBuilder
 
 Kernels = Sequence[tuple[str, int]]
@@ -58,3 +62,10 @@ def _add_step(builder: NsysBuilder, name: str, step: Step, begin: int, pid: int)
         now += 100
     builder.range(name, begin, now, tid=pid, pid=pid)
     return now + 100
+
+
+def key_of(path: tuple[str, ...], kernel: str) -> Key:
+    """Return a key of samples as `sample_steps` makes it."""
+    place = read_place([(name, "") for name in path])
+    category = COMPILING if place.phase == COMPILING else categorize(kernel).name
+    return Key((COMPILING,) if place.phase == COMPILING else path, category, kernel, place)

@@ -12,7 +12,7 @@ from profkit.analysis.advice import RULES, Advice, find_advice
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, StepUse, Summary
-from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
 from tests.captures import capture
 from tests.efficiency_runs import SMALL

@@ -9,7 +9,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.tree.module_times import modules_of_ranges
+from profkit.analysis.tree.modules import modules_of_ranges
 from tests.conftest import ROOT
 
 BLOCKS = ROOT / "traces" / "blocks"

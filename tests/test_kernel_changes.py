@@ -20,10 +20,9 @@ from profkit.analysis.compare.kernel_changes import (
     match_parts,
     nearest,
 )
-from profkit.analysis.compare.samples import Key, RangePath, StepSamples, sample_steps
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.compare.samples import RangePath, StepSamples, sample_steps
 from tests.conftest import ROOT
-from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, write_steps
+from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, key_of, write_steps
 
 TRACES = ROOT / "traces"
 
@@ -220,7 +219,7 @@ FLASH = "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Flash
 
 def one_sample(*kernels: tuple[str, str]) -> StepSamples:
     """Return one sample with these kernels, (path, name), of 1 ns each."""
-    keys = [Key(tuple(path.split("/")) if path else (), categorize(name).name, name) for path, name in kernels]
+    keys = [key_of(tuple(path.split("/")) if path else (), name) for path, name in kernels]
     paths: set[RangePath] = {()}
     for key in keys:
         paths |= {key.path[:depth] for depth in range(len(key.path) + 1)}

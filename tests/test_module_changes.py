@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
-from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.compare.samples import StepSamples
+from tests.step_builder import key_of
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 NORM = "void at::native::vectorized_layer_norm_kernel<float>"
@@ -24,7 +24,7 @@ Kernels = dict[tuple[str, str], tuple[int, int]]
 
 
 def _samples(kernels: Kernels, steps: int = 2) -> StepSamples:
-    keys = tuple(Key(tuple(path.split("/")), categorize(name).name, name) for path, name in kernels)
+    keys = tuple(key_of(tuple(path.split("/")), name) for path, name in kernels)
     times = [time for time, _ in kernels.values()]
     return StepSamples(
         measure="gpu-kernel",

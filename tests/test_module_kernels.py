@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.tree.module_kernels import time_kernels_by_module
-from profkit.analysis.tree.module_times import time_modules
+from profkit.analysis.tree.modules import time_kernels_by_module, time_modules
 from tests.nsys_builder import NsysBuilder
 from tests.test_one_figure import TRACES
 
@@ -20,8 +19,8 @@ def test_the_kernels_of_every_module_add_up_to_its_times(path: Path) -> None:
     opened = read_trace(path)
     if not len(opened.trace.work):
         pytest.skip("no kernels to place")
-    times = time_modules(opened)
-    found = time_kernels_by_module(opened, {one.module for one in times})
+    times = time_modules(opened.attribution)
+    found = time_kernels_by_module(opened.attribution, {one.module for one in times})
     for one in times:
         kernels = found.get(one.module, {}).values()
         assert [sum(getattr(kernel, part) for kernel in kernels) for part in PARTS] == [
@@ -46,7 +45,7 @@ def test_what_is_computed_again_stands_apart_and_counts_once(tmp_path: Path) -> 
     for launch, duration, name in ((50, 10, "gemm"), (150, 20, "gelu"), (350, 5, "gelu")):
         builder.kernel(launch, duration, name=name)
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    found = time_kernels_by_module(opened, {"h.0", "h.0.mlp"})
+    found = time_kernels_by_module(opened.attribution, {"h.0", "h.0.mlp"})
     assert {name: (one.backward_ns, one.recompute_ns, one.count) for name, one in found["h.0"].items()} == {
         "gemm": (10, 0, 1),
         "gelu": (0, 25, 2),

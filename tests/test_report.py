@@ -16,7 +16,7 @@ import pytest
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.time_account.step_slices import MOST_SLICES, slice_median_step
-from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders

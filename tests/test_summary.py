@@ -13,7 +13,7 @@ from profkit import read_trace
 from profkit.analysis.advice import Advice, find_advice
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, Summary
-from profkit.analysis.tree.module_times import ModuleTime, own_time, time_modules
+from profkit.analysis.tree.modules import ModuleTime, PassTimes, time_modules
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.summary import build_summary_document
@@ -75,13 +75,10 @@ def test_its_times_are_those_of_the_other_commands(tmp_path: Path) -> None:
 def test_what_lies_in_the_model_itself_is_a_line_among_its_modules() -> None:
     """A loss that the model computes: of 50 ns forward its modules take 30, of 80 ns backward 60."""
     modules = (
-        ModuleTime("model", None, 1, 50, 80, 0),
-        ModuleTime("h.*", "model", 2, 20, 40, 0),
-        ModuleTime("head", "model", 1, 10, 20, 0),
+        ModuleTime("model", None, 1, 50, 80, 0, itself=PassTimes(20, 20, 0)),
+        ModuleTime("h.*", "model", 2, 20, 40, 0, itself=PassTimes(20, 40, 0), around=("model",)),
+        ModuleTime("head", "model", 1, 10, 20, 0, itself=PassTimes(10, 20, 0), around=("model",)),
     )
-    assert own_time(modules, "model") == ModuleTime("model itself", None, 1, 20, 20, 0)
-    assert own_time(modules, "h.*") == ModuleTime("h.* itself", "model", 2, 20, 40, 0)
-    assert own_time((ModuleTime("model", None, 1, 5, 0, 0), ModuleTime("a", "model", 1, 5, 0, 0)), "model") is None
     work = _summary(SMALL).work
     text = render(build_summary_document(Summary("run", modules=modules, work=work), ()), "table")
     assert "; model itself 40 ns (forward 20 ns, backward 20 ns); head 30 ns" in " ".join(text.split())
@@ -104,7 +101,7 @@ def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Pa
     for launch, duration in ((50, 10), (150, 20), (350, 5)):
         builder.kernel(launch, duration)
     builder.range("forward", 1_100, 1_200)
-    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")))}
+    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
     assert (modules["model"].backward_ns, modules["model"].recompute_ns) == (10, 25)
     assert (modules["h.0"].backward_ns, modules["h.0"].recompute_ns) == (10, 25)
     assert (modules["h.0.mlp"].backward_ns, modules["h.0.mlp"].recompute_ns) == (0, 5)
@@ -120,7 +117,7 @@ def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None
         builder.range("head", start + 2, start + 198)
         builder.kernel(start + 10, 10)
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    modules = {one.module: one for one in time_modules(opened)}
+    modules = {one.module: one for one in time_modules(opened.attribution)}
     assert {name: (one.forward_ns, one.inference_ns, one.total_ns) for name, one in modules.items()} == {
         "model": (10, 10, 20),
         "head": (10, 10, 20),
@@ -142,7 +139,7 @@ def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) ->
     builder.range("recompute", 501, 899)
     builder.range("inner", 502, 898)
     builder.kernel(600, 7)
-    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")))}
+    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
     assert (modules["inner"].forward_ns, modules["inner"].recompute_ns) == (10, 7)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
-from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import is_shared
 
 _LAUNCHES = 0.1
@@ -326,8 +326,10 @@ def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:
 
 def repeated_time(modules: tuple[ModuleTime, ...]) -> ModuleTime | None:
     """Return the outermost repeated module that took the most time: the blocks of the model, if it has any."""
-    number = {one.module: one.number for one in modules}
+    number = {row.module: row.number for row in modules}
     repeated = [
-        one for one in modules if one.number > 1 and number.get(one.parent or "", 1) == 1 and not is_shared(one.module)
+        row
+        for row in modules
+        if row.total_ns and row.number > 1 and number.get(row.parent or "", 1) == 1 and not is_shared(row.module)
     ]
-    return max(repeated, key=lambda one: one.total_ns, default=None)
+    return max(repeated, key=lambda row: row.total_ns, default=None)

@@ -39,7 +39,7 @@ from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
 from profkit.analysis.time_account.unprofiled import find_uneven_times
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
-from profkit.analysis.tree.module_times import time_modules
+from profkit.analysis.tree.modules import time_modules
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import ProfkitError
 from profkit.findings import Finding
@@ -171,7 +171,7 @@ def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tupl
         gpu=None if result is None else _gpu(attribution, result, has_steps=len(steps) > 0),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
         optimizer=None if result is None else _optimizer(attribution, result, manifest),
-        modules=time_modules(opened),
+        modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
         passes=_passes(measured, steps),
         ledger=attribution.ledger if len(opened.trace.work) else None,

@@ -16,7 +16,7 @@ from profkit.analysis.placing.attribution import Ledger
 from profkit.analysis.time_account.gpu_steps import IdleCauses
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import SyncGaps
-from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.findings import Finding
 
 PRODUCTS = ("gemm", "attention")

@@ -13,7 +13,7 @@ from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, j
 from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
+from profkit.analysis.compare.samples import sample_both
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
@@ -197,7 +197,7 @@ def compare_captures(
     steps = [None if one.run is None else read_unprofiled_steps(one.run.manifest) for one in (before, after)]
     time = clean = memory = modules = None
     if traces[0] is not None and traces[1] is not None:
-        samples = _sample_both(traces[0], traces[1], range)
+        samples = sample_both(traces[0].attribution, traces[1].attribution, range)
         time, modules = compare_times(*samples), compare_modules(*samples)
     if range is None:
         if steps[0] is not None and steps[1] is not None:
@@ -276,12 +276,6 @@ def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: Opene
 def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
     """Return the trace if it has anything to compare: GPU kernels, or CPU operators."""
     return trace if trace is not None and len(trace.trace.work) else None
-
-
-def _sample_both(before: OpenedTrace, after: OpenedTrace, range: str | None) -> tuple[StepSamples, StepSamples]:
-    by_step = all(has_measured_steps(one.attribution) for one in (before, after))
-    old, new = (sample_steps(one.attribution, range, by_step=by_step) for one in (before, after))
-    return old, new
 
 
 def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding]:

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, change_of_columns, is_generated, total_kernels
-from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.tree.module_times import is_compiling, is_module_range
-from profkit.names import PHASES, is_shared, sharing_modules
-from profkit.run.compiled_code import COMPILING
+from profkit.analysis.compare.samples import StepSamples
+from profkit.analysis.tree.modules import ModuleTree, Place
+from profkit.names import is_shared, sharing_modules
 
 _KEPT = frozenset({"gemm", "attention", "communication"})
-_NO_PHASE = ""
+_Member = tuple[str, str]
+"""A phase and a module in it."""
 
 
 @dataclass(frozen=True)
@@ -62,123 +62,90 @@ class ModuleComparison:
 
 def compare_modules(before: StepSamples, after: StepSamples) -> ModuleComparison | None:
     """Return what changed by module; None if neither capture has a range within its phases."""
-    sides = (before, after)
-    places = [[_place(key) for key in side.keys] for side in sides]
-    if not any(modules for side in places for _, modules in side):
+    keys = [*before.keys, *after.keys]
+    if not any(key.place.modules for key in keys):
         return None
-    is_compiled = any(is_generated(key.kernel) or any(map(is_shared, key.path)) for side in sides for key in side.keys)
-    return ModuleComparison(is_compiled, tuple(_changes(before, after, places)), tuple(_fusions(before, after, places)))
+    is_compiled = any(is_generated(key.kernel) or any(map(is_shared, key.path)) for key in keys)
+    return ModuleComparison(is_compiled, tuple(_changes(before, after)), tuple(_fusions(before, after)))
 
 
-Place = tuple[str, tuple[str, ...]]
-"""The phase that a key lies in, and the modules around it within that, outermost first."""
-
-
-def _place(key: Key) -> Place:
-    if is_compiling(key.path):
-        return COMPILING, ()
-    at = next((n for n, name in enumerate(key.path) if name in PHASES), None)
-    if at is None:
-        return _NO_PHASE, ()
-    # A module within itself counts once.
-    return key.path[at], tuple(dict.fromkeys(name for name in key.path[at + 1 :] if is_module_range(name)))
-
-
-def _changes(before: StepSamples, after: StepSamples, places: Sequence[Sequence[Place]]) -> Iterator[ModuleChange]:
-    parents = _parents(places)
+def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
+    tree = ModuleTree(key.place for side in (before, after) for key in side.keys)
     columns: dict[str, tuple[list[int], list[int]]] = {}
-    for side, of_side in enumerate(places):
-        for column, place in enumerate(of_side):
-            modules = _modules(place)
-            # What lies in one pass under the phase itself may lie in a module in the other pass.
-            for name in dict.fromkeys((*modules, *_above(parents, modules[0]))):
-                columns.setdefault(name, ([], []))[side].append(column)
+    for number, side in enumerate((before, after)):
+        for column, key in enumerate(side.keys):
+            for name in _rows_of(tree, key.place):
+                columns.setdefault(name, ([], []))[number].append(column)
     changes = dict(zip(columns, change_of_columns(before, after, list(columns.values())), strict=True))
     below: dict[str | None, list[str]] = {}
-    for name, parent in parents.items():
-        below.setdefault(parent, []).append(name)
+    for name in columns:
+        below.setdefault(tree.parent.get(name), []).append(name)
 
     def walk(parent: str | None, depth: int) -> Iterator[ModuleChange]:
-        for name in sorted(below.get(parent, ()), key=lambda one: (-_size(changes[one]), one)):
-            counts = [
-                int(samples.kernel_count[columns[name][side]].sum()) for side, samples in enumerate((before, after))
-            ]
+        for name in sorted(below.get(parent, ()), key=lambda module: (-_size(changes[module]), module)):
+            counts = (
+                int(side.kernel_count[columns[name][number]].sum()) for number, side in enumerate((before, after))
+            )
             yield ModuleChange(name, parent, depth, changes[name], *counts)
             yield from walk(name, depth + 1)
 
     return walk(None, 0)
 
 
-def _modules(place: Place) -> tuple[str, ...]:
-    phase, modules = place
-    return modules or (f"(no module: {phase})" if phase else "(in no phase)",)
-
-
-def _parents(places: Sequence[Sequence[Place]]) -> dict[str, str | None]:
-    """Return each row's parent: the module around it where it was met first within one."""
-    parents: dict[str, str | None] = {}
-    for of_side in places:
-        for place in of_side:
-            around: str | None = None
-            for name in _modules(place):
-                parents.setdefault(name, None)
-                if parents[name] is None and around is not None and name not in (around, *_above(parents, around)):
-                    parents[name] = around
-                around = name
-    return parents
-
-
-def _above(parents: dict[str, str | None], name: str) -> Iterator[str]:
-    """Yield the modules around one, the nearest first."""
-    around = parents[name]
-    while around is not None:
-        yield around
-        around = parents[around]
+def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
+    """Return the rows that hold a place, and with them exactly one row without a parent."""
+    modules = tree.modules_around(place)
+    if not modules:
+        return [f"(no module: {place.phase})" if place.phase else "(in no phase)"]
+    return list(dict.fromkeys([*tree.above(modules[0]), *modules]))
 
 
 def _size(change: Change) -> int:
     return max(change.before_per_sample_ns, change.after_per_sample_ns)
 
 
-def _fusions(before: StepSamples, after: StepSamples, places: Sequence[Sequence[Place]]) -> Iterator[Fusion]:
+def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
     groups = _Groups()
-    columns: dict[Place, tuple[list[int], list[int]]] = {}
-    for side, samples in enumerate((before, after)):
-        for column, key in enumerate(samples.keys):
-            phase, modules = places[side][column]
+    columns: dict[_Member, tuple[list[int], list[int]]] = {}
+    for number, side in enumerate((before, after)):
+        for column, key in enumerate(side.keys):
+            phase, modules = key.place.phase or "", key.place.modules
             if not modules or key.category in _KEPT:
                 continue
-            joined = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
-            for one in joined:
-                groups.join((phase, (joined[0],)), (phase, (one,)))
-            columns.setdefault((phase, (joined[0],)), ([], []))[side].append(column)
-    found: dict[Place, tuple[list[int], list[int]]] = {}
-    for place, sides in columns.items():
-        whole = found.setdefault(groups.first(place), ([], []))
-        for side in (0, 1):
-            whole[side].extend(sides[side])
+            first, *others = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
+            for other in others:
+                groups.join((phase, first), (phase, other))
+            columns.setdefault((phase, first), ([], []))[number].append(column)
+    joined: dict[_Member, tuple[list[int], list[int]]] = {}
+    for member, sides in columns.items():
+        whole = joined.setdefault(groups.first(member), ([], []))
+        for number in (0, 1):
+            whole[number].extend(sides[number])
     fused = {
-        place: sides
-        for place, sides in found.items()
+        member: sides
+        for member, sides in joined.items()
         if _has_generated(before, sides[0]) != _has_generated(after, sides[1]) and all(sides)
     }
     changes = change_of_columns(before, after, list(fused.values()))
-    sizes = {place: sum(map(_total, (before, after), sides)) for place, sides in columns.items()}
+    sizes = {member: sum(map(_total, (before, after), sides)) for member, sides in columns.items()}
+
+    def name_largest_first(member: _Member) -> tuple[str, ...]:
+        members = sorted(groups.members(member), key=lambda other: (-sizes.get(other, 0), other))
+        return tuple(name for _, name in members)
+
     fusions = [
         Fusion(
-            phase=place[0],
-            modules=tuple(
-                name for _, (name,) in sorted(groups.members(place), key=lambda one: (-sizes.get(one, 0), one))
-            ),
+            phase=member[0],
+            modules=name_largest_first(member),
             change=change,
             before_count=int(before.kernel_count[sides[0]].sum()),
             after_count=int(after.kernel_count[sides[1]].sum()),
             before=total_kernels(before, sides[0]),
             after=total_kernels(after, sides[1]),
         )
-        for (place, sides), change in zip(fused.items(), changes, strict=True)
+        for (member, sides), change in zip(fused.items(), changes, strict=True)
     ]
-    yield from sorted(fusions, key=lambda one: (-abs(one.change.change_ns), one.phase, one.modules))
+    yield from sorted(fusions, key=lambda fusion: (-abs(fusion.change.change_ns), fusion.phase, fusion.modules))
 
 
 def _total(samples: StepSamples, columns: Sequence[int]) -> int:
@@ -190,21 +157,21 @@ def _has_generated(samples: StepSamples, columns: Sequence[int]) -> bool:
 
 
 class _Groups:
-    """Sets of places that were joined."""
+    """Sets of modules of a phase that were joined."""
 
     def __init__(self) -> None:
-        self._above: dict[Place, Place] = {}
+        self._above: dict[_Member, _Member] = {}
 
-    def first(self, place: Place) -> Place:
-        self._above.setdefault(place, place)
-        while self._above[place] != place:
-            place = self._above[place]
-        return place
+    def first(self, member: _Member) -> _Member:
+        self._above.setdefault(member, member)
+        while self._above[member] != member:
+            member = self._above[member]
+        return member
 
-    def join(self, one: Place, other: Place) -> None:
+    def join(self, one: _Member, other: _Member) -> None:
         first, second = self.first(one), self.first(other)
         self._above[second] = first
 
-    def members(self, place: Place) -> list[Place]:
-        first = self.first(place)
-        return [one for one in self._above if self.first(one) == first]
+    def members(self, member: _Member) -> list[_Member]:
+        first = self.first(member)
+        return [other for other in self._above if self.first(other) == first]

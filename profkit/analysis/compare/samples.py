@@ -1,8 +1,8 @@
 """Kernel time step by step, split by range, category and kernel: the samples on which two captures are compared.
 
 A sample is one measured step (a range ``step`` or ``step N`` outside ``warmup``) over all processes: the k-th steps of
-all processes, added up. A kernel belongs to the step in which it was launched. Within the step its place is the path of
-ranges around it, with every number replaced by ``*`` (``forward/layer */ffn``), without the ranges around the step.
+all processes, added up. A kernel belongs to the step in which it was launched. Within the step it lies under a path of
+the tree of ranges (``forward/layer */ffn``) that begins in the step; siblings of one kind in either capture are one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.steps import find_contexts, find_warmup, measured_ranges
-from profkit.analysis.tree.module_times import is_compiling
-from profkit.analysis.tree.range_tree import refuse_long_paths
+from profkit.analysis.tree.modules import Place, read_place
+from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within
 from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost, select_ranges
-from profkit.names import STEP, kind_of
+from profkit.names import STEP
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
 
@@ -28,11 +28,15 @@ RangePath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Key:
-    """What kernel time is split by: the path of ranges within the step, the category, the kernel's full name."""
+    """What kernel time is split by: the path of ranges within the step, the category, the kernel's full name.
+
+    ``place`` is where the path lies: its phase and modules.
+    """
 
     path: RangePath
     category: str
     kernel: str
+    place: Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,22 @@ def has_measured_steps(attribution: Attribution) -> bool:
     return bool(len(measured_ranges(attribution).get(STEP, ())))
 
 
+def sample_both(before: Attribution, after: Attribution, range: str | None = None) -> tuple[StepSamples, StepSamples]:
+    """Return the samples of two captures, in paths that mean the same in both; steps, if both have any.
+
+    Raises:
+        TraceError: a trace has no ranges to choose from.
+        UsageError: an unknown range.
+    """
+    by_step = has_measured_steps(before) and has_measured_steps(after)
+    steps = [_choose_steps(attribution, range) for attribution in (before, after)]
+    trees = join_kinds(nodes_within(before, steps[0]), nodes_within(after, steps[1]))
+    return (
+        _sample(before, range, steps[0], trees[0], by_step=by_step),
+        _sample(after, range, steps[1], trees[1], by_step=by_step),
+    )
+
+
 def sample_steps(attribution: Attribution, range: str | None = None, *, by_step: bool = True) -> StepSamples:
     """Return the kernel time of each measured step.
 
@@ -87,19 +107,25 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         by_step: take steps as samples; else everything outside ``warmup`` is one sample.
 
     Raises:
-        TraceError: the trace's times are impossible, or it has no ranges to choose from.
+        TraceError: the trace has no ranges to choose from.
         UsageError: an unknown range.
     """
+    steps = _choose_steps(attribution, range)
+    (nodes,) = join_kinds(nodes_within(attribution, steps))
+    return _sample(attribution, range, steps, nodes, by_step=by_step)
+
+
+def _sample(
+    attribution: Attribution, range: str | None, steps: Ints, nodes: RangeNodes, *, by_step: bool
+) -> StepSamples:
     trace = attribution.trace
-    members = _choose_steps(attribution, range)
-    sample, wall_ns, even = _number_samples(attribution, members) if by_step else _one_sample(attribution)
+    sample, wall_ns, even = _number_samples(attribution, steps) if by_step else _one_sample(attribution)
     inside = sample >= 0
     if range is not None:
         inside &= choose_work(attribution, KernelFilter(range)).rows
     rows = np.flatnonzero(inside)
     size = 1 if wall_ns is None else len(wall_ns)
-    path_of_row, paths = _place_rows(attribution, rows, members)
-    keys, column = _number_keys(attribution, rows, path_of_row, paths)
+    keys, column = _number_keys(attribution, rows, nodes)
     kernel_ns = np.zeros((size, len(keys)), dtype=np.int64)
     np.add.at(kernel_ns, (sample[rows], column), trace.work.duration_ns[rows])
     return StepSamples(
@@ -111,10 +137,10 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         kernel_count=np.bincount(column, minlength=len(keys)),
         busy_ns=_busy_per_sample(attribution, rows, sample[rows], size),
         wall_ns=wall_ns if range is None else None,
-        paths=frozenset(paths),
+        paths=frozenset(path for path, _ in _read_paths(nodes)),
         left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
         even=even,
-        has_contexts=by_step and len(distinct_values(find_contexts(attribution)[members])) > 1,
+        has_contexts=by_step and len(distinct_values(find_contexts(attribution)[steps])) > 1,
     )
 
 
@@ -155,53 +181,34 @@ def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
     return sample, None, True
 
 
-def _place_rows(attribution: Attribution, rows: Ints, steps: Ints) -> tuple[Ints, list[RangePath]]:
-    """Return the number of each row's path, and all paths; the first is that of the step itself."""
-    path_of_range, paths = _number_paths(attribution, steps)
-    return path_of_range[attribution.work.innermost[rows]], paths
-
-
-def _number_paths(attribution: Attribution, steps: Ints) -> tuple[Ints, list[RangePath]]:
-    """Return the number of each range's path within its step, and the paths."""
-    trace = attribution.trace
-    ranges = trace.ranges
-    # The last entry stands for no range.
-    number = np.zeros(len(ranges) + 1, dtype=np.int64)
-    is_step = np.zeros(len(ranges), dtype=np.bool_)
-    is_step[steps] = True
-    known: dict[tuple[int, str], int] = {}
-    kinds = [kind_of(name) for name in trace.names]
-    # What torch.compile itself runs is no part of the step that it holds up: one path for all of it.
-    compiling = {at for at, name in enumerate(trace.names) if is_compiling((name,))}
-    names, parents, step = ranges.name.tolist(), attribution.parent.tolist(), is_step.tolist()
-    # Of ranges with one start the longest is the outermost, so a parent always comes before its children.
-    for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
-        if step[index]:
-            continue
-        above = int(number[parents[index]]) if parents[index] != NO_RANGE else 0
-        key = (0, COMPILING) if names[index] in compiling else (above, kinds[names[index]])
-        is_within = above == known.get((0, COMPILING), NO_RANGE)
-        number[index] = above if is_within else known.setdefault(key, len(known) + 1)
-    refuse_long_paths(trace.path, [above - 1 for above, _ in known], (kind for _, kind in known))
-    paths: list[RangePath] = [()]
-    for above, kind in known:
-        paths.append((*paths[above], kind))
-    return number, paths
-
-
-def _number_keys(
-    attribution: Attribution, rows: Ints, path_of_row: Ints, paths: list[RangePath]
-) -> tuple[tuple[Key, ...], Ints]:
+def _number_keys(attribution: Attribution, rows: Ints, nodes: RangeNodes) -> tuple[tuple[Key, ...], Ints]:
     """Return the distinct keys of the rows, and the number of each row's key."""
     trace = attribution.trace
-    combined, column = np.unique(path_of_row * len(trace.names) + trace.work.name[rows], return_inverse=True)
-    keys = []
-    for number in combined.tolist():
-        path, name = divmod(number, len(trace.names))
-        kernel = trace.names[name]
-        is_own = is_compiling(paths[path])
-        keys.append(Key(paths[path], COMPILING if is_own else categorize(kernel, trace.measure).name, kernel))
+    paths = _read_paths(nodes)
+    number: dict[tuple[RangePath, Place], int] = {}
+    # The last node stands for the step itself, in which work without a node lies.
+    of_node = np.array([number.setdefault(path, len(number)) for path in paths], dtype=np.int64)
+    node = np.append(nodes.of_range, NO_RANGE)[attribution.work.innermost[rows]]
+    combined, column = np.unique(of_node[node] * len(trace.names) + trace.work.name[rows], return_inverse=True)
+    distinct, keys = list(number), []
+    for key in combined.tolist():
+        at, name = divmod(key, len(trace.names))
+        (path, place), kernel = distinct[at], trace.names[name]
+        category = COMPILING if place.phase == COMPILING else categorize(kernel, trace.measure).name
+        keys.append(Key(path, category, kernel, place))
     return tuple(keys), column
+
+
+def _read_paths(nodes: RangeNodes) -> list[tuple[RangePath, Place]]:
+    """Return the path and the place of each node, and last those of the step itself.
+
+    What torch.compile itself runs is no part of the step that it holds up: all of it lies under one path.
+    """
+    paths: list[tuple[RangePath, Place]] = []
+    for labels in nodes.labels_above():
+        place = read_place(labels)
+        paths.append(((COMPILING,) if place.phase == COMPILING else tuple(name for name, _ in labels), place))
+    return [*paths, ((), Place(None))]
 
 
 def _busy_per_sample(attribution: Attribution, rows: Ints, sample: Ints, size: int) -> Ints:

@@ -22,7 +22,7 @@ from profkit.analysis.placing.attribution import (
 )
 from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks, slowest_rank
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
-from profkit.analysis.tree.module_times import modules_of_ranges
+from profkit.analysis.tree.modules import modules_of_ranges
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import TraceError, UsageError

@@ -7,7 +7,7 @@ asked for. A node without a sibling of its kind keeps its name: a single ``conv2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from profkit.analysis.intervals import union_ns
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.placing.attribution import Attribution, warn_of_placement
+from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.selection import explain_no_ranges, join_path, outermost
@@ -77,16 +77,30 @@ class RangeNodes:
             stack += [(child, path + "/") for child in reversed(children.get(index, []))]
         return found
 
+    def labels_above(self) -> list[tuple[tuple[str, str], ...]]:
+        """Return for each node the names and domains from the top down to its own."""
+        paths: list[tuple[tuple[str, str], ...]] = []
+        for parent, label in zip(self.parent, self.labels, strict=True):
+            paths.append((*(paths[parent] if parent != NO_RANGE else ()), label))
+        return paths
+
     def names_above(self) -> list[tuple[str, ...]]:
         """Return for each node the names from the top down to its own."""
-        found: list[tuple[str, ...]] = []
-        for parent, (name, _) in zip(self.parent, self.labels, strict=True):
-            found.append((*(found[parent] if parent != NO_RANGE else ()), name))
-        return found
+        return [tuple(name for name, _ in path) for path in self.labels_above()]
 
 
 def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
     """Return the nodes of the tree; without ``numbered``, ``step 0`` and ``step 1`` are one node ``step *``.
+
+    Raises:
+        TraceError: the paths of the nodes are longer than any program's.
+    """
+    nodes = nodes_within(attribution, empty_ints())
+    return nodes if numbered else join_kinds(nodes)[0]
+
+
+def nodes_within(attribution: Attribution, roots: Ints) -> RangeNodes:
+    """Return the nodes of the tree with every number kept; in each of the ranges ``roots``, paths begin anew.
 
     Raises:
         TraceError: the paths of the nodes are longer than any program's.
@@ -97,8 +111,11 @@ def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
     parents: list[int] = []
     labels: list[tuple[str, str]] = []
     parent, name, domain = attribution.parent.tolist(), ranges.name.tolist(), ranges.domain.tolist()
+    is_root = mark_members(len(ranges), roots).tolist()
     # Of two that start together the longer is the outer one, so a parent is always seen before its children.
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
+        if is_root[index]:
+            continue
         above = int(node[parent[index]]) if parent[index] != NO_RANGE else NO_RANGE
         key = (above, name[index], domain[index])
         if key not in known:
@@ -106,33 +123,28 @@ def build_nodes(attribution: Attribution, *, numbered: bool) -> RangeNodes:
             parents.append(above)
             labels.append((names[name[index]], names[domain[index]]))
         node[index] = known[key]
-    refuse_long_paths(attribution.trace.path, parents, (label for label, _ in labels))
-    if numbered or not parents:
-        return RangeNodes(node, parents, labels)
-    kind, parents, labels = _join_kinds(parents, labels)
-    return RangeNodes(kind[node], parents, labels)
+    _refuse_long_paths(attribution.trace.path, parents, labels)
+    return RangeNodes(node, parents, labels)
 
 
-def refuse_long_paths(file: str, parents: Sequence[int], names: Iterable[str]) -> None:
-    """Raise if the paths are longer than any program's: ranges nested thousands deep, or with names of megabytes.
+def join_kinds(*trees: RangeNodes) -> list[RangeNodes]:
+    """Return the trees with siblings of one kind as one node, and all with the same nodes.
 
-    Args:
-        file: for the message.
-        parents: each node's, `NO_RANGE` at the top; a parent is numbered before its children.
-        names: each node's own.
-
-    Raises:
-        TraceError: they are.
+    A node without a sibling of its kind, in its own tree and in the others, keeps its name.
     """
-    lengths: list[int] = []
-    for parent, name in zip(parents, names, strict=True):
-        lengths.append(len(name) + 1 + (lengths[parent] if parent != NO_RANGE else 0))
-    total = sum(lengths)
-    if total > max(_MOST_PATH_CHARACTERS, _LONG_PATH * len(lengths)):
-        raise TraceError(
-            f"{file}: the paths of its ranges are {total // len(lengths):,} characters long on average; captures with"
-            f" more than {_LONG_PATH} are not read"
-        )
+    parents: list[int] = []
+    labels: list[tuple[str, str]] = []
+    first: list[int] = []
+    for tree in trees:
+        first.append(len(parents))
+        parents += [above if above == NO_RANGE else above + first[-1] for above in tree.parent]
+        labels += tree.labels
+    joined, parents, labels = _join_siblings(parents, labels)
+    # One more entry, so that a range without a node stays without one.
+    return [
+        RangeNodes(np.append(joined[begin : begin + len(tree)], NO_RANGE)[tree.of_range], parents, labels)
+        for begin, tree in zip(first, trees, strict=True)
+    ]
 
 
 def kind_paths(attribution: Attribution) -> list[str]:
@@ -142,11 +154,8 @@ def kind_paths(attribution: Attribution) -> list[str]:
     return [path[index] for index in nodes.of_range.tolist()]
 
 
-def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
-    """Put siblings of one kind under one node; returns each node's new one, and the new nodes as `build_nodes` does.
-
-    A node without a sibling of its kind keeps its name: a single ``conv2`` does not become ``conv*``.
-    """
+def _join_siblings(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
+    """Return the new node of each node, and the new nodes' parents and labels."""
     children = _children(parents)
     joined = np.full(len(parents), NO_RANGE, dtype=np.int64)
     new_parents: list[int] = []
@@ -164,6 +173,19 @@ def _join_kinds(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints
             new_parents.append(above)
             new_labels.append((kind if len(names) > 1 else names.pop(), domain))
     return joined, new_parents, new_labels
+
+
+def _refuse_long_paths(file: str, parents: Sequence[int], labels: Sequence[tuple[str, str]]) -> None:
+    """Raise if paths are longer than any program's: ranges nested thousands deep, or with names of megabytes."""
+    lengths: list[int] = []
+    for parent, (name, _) in zip(parents, labels, strict=True):
+        lengths.append(len(name) + 1 + (lengths[parent] if parent != NO_RANGE else 0))
+    total = sum(lengths)
+    if total > max(_MOST_PATH_CHARACTERS, _LONG_PATH * len(lengths)):
+        raise TraceError(
+            f"{file}: the paths of its ranges are {total // len(lengths):,} characters long on average; captures with"
+            f" more than {_LONG_PATH} are not read"
+        )
 
 
 def _children(parent_node: list[int]) -> dict[int, list[int]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
-from profkit.analysis.tree.module_times import PASSES, ModuleTime, own_time
+from profkit.analysis.tree.modules import PASSES, ModuleTime
 from profkit.names import MODEL, is_shared
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
@@ -219,44 +219,50 @@ def _work(summary: Summary, work: WorkUse) -> str:
 
 
 def _modules(summary: Summary) -> str:
-    """Return the time of the repeated blocks and what is in them, then of other modules at the top."""
-    known = _with_shared_as_one([one for one in summary.modules if one.module != MODEL])
-    if not known or summary.work is None:
+    """Return the time of the repeated blocks and what is in them, then of other modules at the top.
+
+    No time counts twice: of a module that holds the blocks only what lies in none of its modules is named.
+    """
+    if summary.work is None:
         return ""
-    blocks, texts = repeated_time(summary.modules), []
-    if blocks is not None:
-        inner = sorted((one for one in known if one.parent == blocks.module), key=lambda one: -one.total_ns)
-        whole = f"{_time(summary.per_step(blocks.total_ns))} of {_time(summary.per_step(summary.work.kernel_time_ns))}"
-        text = f"{shorten(blocks.module, _NAME_WIDTH)} ×{blocks.number}: {whole}"
-        named = [_module(summary, one, blocks.module) for one in inner[:_MODULES] if one.total_ns]
-        texts.append(f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})")
-    top = (None, MODEL, None if blocks is None else blocks.parent)
-    others = [one for one in known if one is not blocks and one.parent in top and not _holds(one, blocks)]
-    own = own_time(summary.modules, MODEL)
-    others = sorted([*others, *([own] if own is not None else [])], key=lambda one: -one.total_ns)
-    texts += [_module(summary, one, "") for one in others[: 2 if texts else _MODULES] if one.total_ns]
+    known, blocks = _with_shared_as_one(summary.modules), repeated_time(summary.modules)
+    texts = [] if blocks is None else [_blocks(summary, summary.work, blocks, known)]
+    holders = {MODEL, *(() if blocks is None else blocks.around)}
+    others = [
+        row for row in known if row is not blocks and row.module not in holders and holders.issuperset(row.around)
+    ]
+    others += [_itself(row) for row in known if row.module in holders]
+    others.sort(key=lambda row: -row.total_ns)
+    texts += [_module(summary, row, "") for row in others[: 2 if texts else _MODULES] if row.total_ns]
     text = "; ".join(texts)
     if text and summary.work.communication_ns > _MUCH * summary.work.kernel_time_ns:
         text += f"{_SEPARATOR}communication counts where it was launched"
     return text
 
 
+def _blocks(summary: Summary, work: WorkUse, blocks: ModuleTime, known: Sequence[ModuleTime]) -> str:
+    inner = sorted((row for row in known if row.parent == blocks.module), key=lambda row: -row.total_ns)
+    whole = f"{_time(summary.per_step(blocks.total_ns))} of {_time(summary.per_step(work.kernel_time_ns))}"
+    text = f"{shorten(blocks.module, _NAME_WIDTH)} ×{blocks.number}: {whole}"
+    named = [_module(summary, row, blocks.module) for row in inner[:_MODULES] if row.total_ns]
+    return f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})"
+
+
+def _itself(row: ModuleTime) -> ModuleTime:
+    return replace(row, module=f"{row.module} itself", **asdict(row.itself))
+
+
 def _with_shared_as_one(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
     """Return the modules with one in place of all the lines that some of them share within a module around them."""
     shared: dict[str | None, list[ModuleTime]] = {}
-    for one in modules:
-        if is_shared(one.module):
-            shared.setdefault(one.parent, []).append(one)
+    for row in modules:
+        if is_shared(row.module):
+            shared.setdefault(row.parent, []).append(row)
     sums = [
-        ModuleTime(_SHARED, parent, 1, *(sum(getattr(one, name) for one in some) for name in PASSES))
-        for parent, some in shared.items()
+        replace(rows[0], module=_SHARED, number=1, **{part: sum(getattr(row, part) for row in rows) for part in PASSES})
+        for rows in shared.values()
     ]
-    return [*(one for one in modules if not is_shared(one.module)), *sums]
-
-
-def _holds(one: ModuleTime, blocks: ModuleTime | None) -> bool:
-    """Return whether a module holds the repeated blocks, by its name."""
-    return blocks is not None and blocks.module.startswith(f"{one.module}.")
+    return [*(row for row in modules if not is_shared(row.module)), *sums]
 
 
 def _module(summary: Summary, one: ModuleTime, above: str) -> str:

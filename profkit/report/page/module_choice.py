@@ -15,7 +15,7 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.composition import piece_of
 from profkit.analysis.memory.parts import Path, Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
-from profkit.analysis.tree.module_kernels import ModuleKernel, time_kernels_by_module
+from profkit.analysis.tree.modules import ModuleKernel, time_kernels_by_module
 from profkit.report.page.markup import Interned, pack
 from profkit.report.page.results import Results
 from profkit.report.text import simplify_name
@@ -38,7 +38,7 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
     trace = run.capture.trace
     if trace is None or not len(trace.trace.work):
         return None
-    found = time_kernels_by_module(trace, {row["name"] for row in rows})
+    found = time_kernels_by_module(trace.attribution, {row["name"] for row in rows})
     measure = trace.trace.measure
 
     def row_of(name: str, one: ModuleKernel) -> list[int]:

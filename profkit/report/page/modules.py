@@ -12,7 +12,7 @@ from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.tree.module_times import ModuleTime
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.commands.efficiency import limit_words
