@@ -20,7 +20,7 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
-from profkit.report.page.memory_history import CATEGORY_COLOURS, PHASE_COLOURS, build_data
+from profkit.report.page.memory import CATEGORY_COLOURS, PHASE_COLOURS, build_data
 from profkit.report.page.page import render_memory_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB

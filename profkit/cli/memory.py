@@ -21,7 +21,7 @@ from profkit.reading import open_snapshot
 from profkit.report.commands.memory import BY, TOP_STACKS, By, build_memory_document
 from profkit.report.commands.memory_parts import TOP_MODULES
 from profkit.report.document import Format
-from profkit.report.page.memory_history import STACKINGS, Stacking
+from profkit.report.page.memory import STACKINGS, Stacking
 from profkit.run.directory import Run, find_run
 
 _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")

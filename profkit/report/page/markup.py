@@ -1,4 +1,4 @@
-"""What the sections of the page share: tables with their exact values, shares of a bar, texts without folders."""
+"""What the sections of the page share: tables with their exact values, packed data, texts without folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from profkit.findings import Finding
-from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Table
+from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Row, Table
 from profkit.report.text import make_visible
 
 _LONGEST_TABLE = 400
@@ -77,6 +77,17 @@ def view_table(table: Table, *, top: int = _LONGEST_TABLE) -> dict[str, Any]:
         if rest is None
         else [_cell(column, rest[column.key]) if column.key in rest else _EMPTY for column in table.columns],
     }
+
+
+def view_tree(table: Table, place: Callable[[Row], tuple[int, int]]) -> dict[str, Any]:
+    """Return the view of a table whose first column is a tree.
+
+    ``place`` returns the depth of a row, and how many things of one kind it stands for.
+    """
+    view = view_table(table)
+    for cells, row in zip(view["rows"], table.rows, strict=False):
+        cells[0]["depth"], cells[0]["number"] = place(row)
+    return view
 
 
 _EMPTY = {"text": "", "value": ""}

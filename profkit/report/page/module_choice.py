@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.composition import piece_of
-from profkit.analysis.memory.parts import Path, Piece, sum_by_module
+from profkit.analysis.memory.parts import Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.modules import ModuleKernel, time_kernels_by_module
 from profkit.report.page.markup import Interned, pack
@@ -63,11 +63,10 @@ def _by_time(item: tuple[str, ModuleKernel]) -> tuple[int, str]:
 
 
 def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
-    """Return, for each module, its bytes by line and by category, and which rows of the table of modules are in it."""
+    """Return, for each module, its bytes by line and by category."""
     memory, result = run.device, run.memory
     if memory is None or result is None:
         return None
-    parts = result.composition.by_module
     row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
     lines: dict[str, dict[str, tuple[int, int]]] = {}
     for label, pieces in _pieces_by_line(run).items():
@@ -77,14 +76,10 @@ def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interne
                 size, count = mine.get(label, (0, 0))
                 mine[label] = size + part.bytes, count + part.count
     categories: dict[str, Counter[str]] = {}
-    members: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
+    for part in result.composition.by_module:
         if part.path in row_of:
             categories.setdefault(row_of[part.path], Counter()).update(part.categories)
-        for name in dict.fromkeys(row_of[above] for above in _around(part.path) if above in row_of):
-            members.setdefault(name, []).append(number)
     return {
-        "rows": members,
         "lines": {
             name: [[texts.number(label), size, count] for label, (size, count) in sorted(mine.items(), key=_by_size)]
             for name, mine in lines.items()
@@ -98,10 +93,6 @@ def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interne
 
 def _by_size(item: tuple[str, tuple[int, int]]) -> tuple[int, str]:
     return -item[1][0], item[0]
-
-
-def _around(path: Path) -> list[Path]:
-    return [path[:depth] for depth in range(1, len(path) + 1)]
 
 
 def _pieces_by_line(run: Results) -> dict[str, list[Piece]]:

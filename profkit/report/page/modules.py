@@ -17,10 +17,9 @@ from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table
-from profkit.report.page.comparison import PERCENT
 from profkit.report.page.markup import view_table
 from profkit.report.page.module_choice import pack_choices
-from profkit.report.page.results import Results
+from profkit.report.page.results import PERCENT, Results
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
 
 _HELD = {

@@ -1,9 +1,10 @@
-"""Put the sections together: every figure is of the result that the commands print, so that none can differ."""
+"""Put the head and the sections together: every figure is of the document or result that a command prints."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,17 +22,16 @@ from profkit.files import write_whole
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.whatif import build_whatif_document
-from profkit.report.page.comparison import build_comparison, compare_runs
-from profkit.report.page.head import build_head
 from profkit.report.page.markup import Section, view_parts, without_folders
-from profkit.report.page.memory_history import Stacking, build_memory
+from profkit.report.page.memory import Stacking, build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
-from profkit.report.page.results import Results
+from profkit.report.page.results import Results, build_comparison, compare_runs
 from profkit.report.page.step import build_step_bar, build_timeline
 from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.text import make_visible
+from profkit.report.units import format_count
 from profkit.version import __version__
 
 _SCRIPTS = {
@@ -50,6 +50,9 @@ _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
+
+_NOT_RECORDED = "not recorded"
+_REVISION = 12
 
 _ASSETS = files("profkit.report.page") / "assets"
 
@@ -74,9 +77,9 @@ def render_memory_page(
     command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
     content = build_memory(memory, result, by=by, wanted=wanted)
     section = Section("memory", _MEMORY, command, content, findings=result.warnings)
-    alone = OpenedCapture(capture.path, capture.run, None, capture.snapshot)
+    alone = OpenedCapture(capture.path, capture.run, None, None)
     title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"
-    return _render_sections(title, alone, [section])
+    return _render_sections(title, Results(alone), [section])
 
 
 def write_page(path: Path, text: str) -> None:
@@ -118,31 +121,71 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
         *compared,
         _trust_section(run),
     ]
-    return _render_sections(f"{capture.path.resolve().name}: profkit report", capture, sections)
+    return _render_sections(f"{capture.path.resolve().name}: profkit report", run, sections)
 
 
-def _render_sections(title: str, capture: OpenedCapture, sections: Iterable[Section]) -> str:
-    """Return a page of some sections, with the capture's head."""
-    sections = list(sections)
-    trace = capture.trace
-    findings = [
-        *(() if trace is None else trace.self_check.findings),
-        *(one for section in sections for one in section.findings),
-    ]
-    head = build_head(capture, findings)
-    return (
+def _render_sections(title: str, run: Results, sections: Sequence[Section]) -> str:
+    """Return a page of some sections, with the head of what was run."""
+    page: str = (
         _environment()
         .get_template("page.html")
         .render(
             title=make_visible(title),
-            head=head,
+            head=_head(run, sections),
             sections=sections,
             version=__version__,
             asset=_asset,
             scripts=_SCRIPTS,
-            shown=[one.name for one in sections],
+            shown=[section.name for section in sections],
         )
     )
+    return page
+
+
+def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
+    """Return the command, the facts as pairs of name and value, and the cautions, each once, failures first.
+
+    Never the environment, the host or the user.
+    """
+    trace, manifest = run.capture.trace, run.manifest
+    findings = [
+        *run.summary.findings,
+        *(() if trace is None else trace.self_check.findings),
+        *(finding for section in sections for finding in section.findings),
+    ]
+    cautions = {finding.message: finding.verdict for finding in findings if finding.verdict != "note"}
+    if run.summary.head.ending is not None:
+        cautions[f"this run is {manifest.status}: {run.summary.head.ending}"] = "warning"
+    command = shlex.join(map(without_folders, manifest.argv)) if manifest.argv else manifest.target
+    return {
+        "command": make_visible(command),
+        "facts": list(_facts(run)),
+        "chips": sorted(
+            ((verdict, make_visible(message)) for message, verdict in cautions.items()),
+            key=lambda caution: caution[0] != "failed",
+        ),
+    }
+
+
+def _facts(run: Results) -> Iterator[tuple[str, str]]:
+    """Yield what is known of the run; what a run should say and does not is said to be missing."""
+    head = run.summary.head
+    yield "GPU", f"{max(head.gpu_count, 1)} × {head.gpu}" if head.gpu else _NOT_RECORDED
+    if head.rank_count > 1:
+        yield "ranks", str(head.rank_count)
+    yield "torch", head.torch or _NOT_RECORDED
+    yield "precision", head.precision or _NOT_RECORDED
+    if head.steps is not None:
+        yield "recorded", format_count(head.steps, "step")
+    yield "git revision", (run.manifest.git_revision or _NOT_RECORDED)[:_REVISION]
+    yield "date", _date(run.manifest.started_utc)
+
+
+def _date(started_utc: str | None) -> str:
+    try:
+        return f"{datetime.fromisoformat(started_utc or ''):%Y-%m-%d %H:%M} UTC"
+    except ValueError:
+        return _NOT_RECORDED
 
 
 def _comparison_section(before: Results, run: Results) -> Section:
@@ -153,12 +196,11 @@ def _comparison_section(before: Results, run: Results) -> Section:
 
 def _step_section(run: Results) -> Section:
     title, command, result = "One step", f"profkit efficiency {run.name}", run.efficiency
-    manifest = None if run.capture.run is None else run.capture.run.manifest
     if result is None:
         return Section("step", title, command, missing=_WITHOUT_GPU)
     if not result.steps:
         return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
-    return Section("step", title, command, build_step_bar(result, manifest), findings=result.warnings)
+    return Section("step", title, command, build_step_bar(result, run.manifest), findings=result.warnings)
 
 
 def _rank_sections(run: Results) -> list[Section]:

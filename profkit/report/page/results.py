@@ -1,10 +1,13 @@
-"""What the commands would print of a capture, each computed when a section first asks for it."""
+"""What the commands would print: of a capture, each when a section first asks for it, and of two captures."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
+from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.device import DeviceMemory
@@ -13,10 +16,17 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
+from profkit.findings import Finding
 from profkit.joining import compare_opened
-from profkit.report.page.markup import without_folders
+from profkit.report.commands.compare import build_compare_document, describe_difference
+from profkit.report.document import Column, Lines, Table
+from profkit.report.page.markup import view_parts, without_folders
 from profkit.report.text import make_visible
+from profkit.report.units import Unit
 from profkit.run.manifest import Manifest
+
+PERCENT = Unit(lambda value: f"{value:+.1%}" if isinstance(value, float) else str(value))
+_MOST = 200
 
 
 class Results:
@@ -26,6 +36,11 @@ class Results:
         self.capture = capture
         self.name = without_folders(str(capture.path))
         """The capture as commands on the page name it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the run says of itself; nothing for a file outside a run directory."""
+        return Manifest() if self.capture.run is None else self.capture.run.manifest
 
     @cached_property
     def kernels(self) -> KernelsResult | None:
@@ -67,10 +82,54 @@ class Results:
 
     def record_again(self, option: str) -> str:
         """Return the command that would record this program again, as it was and with one more option."""
-        manifest = Manifest() if self.capture.run is None else self.capture.run.manifest
+        manifest = self.manifest
         known = [("--nsys", manifest.profiler == "nsys"), ("--memory", bool(manifest.argv) and self.memory is not None)]
         option = " ".join(dict.fromkeys([*(name for name, was_given in known if was_given), option]))
         if not manifest.argv and manifest.target:
             return f"profkit run {option} {without_folders(manifest.target)}"
         program = shlex.join(map(without_folders, manifest.argv)) if manifest.argv else "python train.py"
         return make_visible(f"profkit run {option} -- {program}")
+
+
+def compare_runs(before: OpenedCapture, after: OpenedCapture) -> tuple[CaptureComparison, list[Finding]]:
+    """Return what changed, and a caution for each difference that may change times by itself.
+
+    Raises:
+        UsageError: the two have nothing that could be compared.
+    """
+    result = compare_captures(before, after, force=True)
+    cautions = [
+        Finding("provenance", f"compared with another {describe_difference(one)}: this may change times by itself")
+        for one in result.provenance.disturbances
+    ]
+    return result, [*cautions, *result.warnings]
+
+
+def build_comparison(result: CaptureComparison) -> dict[str, Any]:
+    """Return the tables and sentences of ``profkit compare``, each change in per cent too."""
+    document = build_compare_document(result, top=_MOST)
+    heads = [next(iter(part.lines)) for part in document.parts if isinstance(part, Lines) and part.role == "head"]
+    return {
+        "headline": heads[0],
+        "parts": view_parts(_with_percent(part) if isinstance(part, Table) else part for part in document.parts),
+    }
+
+
+def _with_percent(table: Table) -> Table:
+    """Return a table of changes with a column that says what part of the value before each is."""
+    keys = [column.key for column in table.columns]
+    pairs = {"change_ns": "before_ns", "change_bytes": "before_bytes"}
+    change = next((key for key in pairs if key in keys and pairs[key] in keys), None)
+    if change is None:
+        return table
+    rows = [{**row, "percent": _part(row.get(change), row.get(pairs[change]))} for row in table.rows]
+    at = keys.index(change) + 1
+    columns = [*table.columns[:at], Column("percent", "%", PERCENT), *table.columns[at:]]
+    return replace(table, columns=columns, rows=rows)
+
+
+def _part(change: Any, before: Any) -> float | str | None:
+    """Return a change as a part of what was there; None where nothing was, and nothing in a row without numbers."""
+    if not isinstance(change, int | float) or not isinstance(before, int | float):
+        return ""
+    return change / before if before else None

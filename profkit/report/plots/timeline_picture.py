@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
-from profkit.report.page.memory_history import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
+from profkit.report.page.memory import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.plots.pictures import plain_text, write_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_bytes

@@ -49,14 +49,10 @@ const categoriesOf = (module) => {
   return tableOf(module, "module-categories", rows.map(([category, bytes]) => [text(category), bytes, bytes / whole]), [["category", "category"], ...SIZES]);
 };
 
-const parts = document.querySelector("table[data-table=memory-module]");
-const partRows = parts ? [...parts.tBodies[0].rows] : [];
 document.addEventListener("profkit:module", ({ detail: module }) => {
   if (data.kernels) replace("kernels-whole", ...(module ? kernelsOf(module) : []));
   if (!data.memory) return;
   replace("memory-line-whole", ...(module ? [linesOf(module)] : []));
   replace("memory-category-whole", ...(module ? [categoriesOf(module)] : []));
-  const inside = new Set(data.memory.rows[module]);
-  partRows.forEach((row, at) => { row.classList.toggle("left-out", module !== "" && !inside.has(at)); });
 });
 })());

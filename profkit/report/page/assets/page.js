@@ -54,7 +54,7 @@ const sortRows = (rows, at, down) => rows.sort((one, other) => {
 });
 
 // A search hides rows; the choice of a module leaves rows out.
-const isListed = (row) => !row.hidden && !row.classList.contains("left-out");
+const isListed = (row) => !row.hidden;
 const csvOf = (table) => {
   const quote = (text) => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   const head = [...table.tHead.rows[0].cells].map((cell) => quote(cell.dataset.key));

@@ -1,0 +1,439 @@
+"""The section of memory: memory over time, what held it at a moment, and how it lies in segments.
+
+The data of the chart are packed: sizes are differences from sample to sample, in the largest unit that divides them all
+(usually 512 bytes), texts are numbers, and all of it is gzipped, so that eight thousand samples of forty series take a
+few hundred kilobytes. uPlot, whose code and licence are in the page, draws the chart; without it there is a picture.
+
+What is cached is not allocated and still held from CUDA. It is torn where it lies between blocks in use:
+``empty_cache()`` cannot give it back, and a request larger than each piece cannot use it.
+
+The colours of categories are Okabe and Ito's palette, which the colour-blind can distinguish, lighter or darker for the
+rarer ones. Phases have no hue, so that nobody takes one for a category.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from profkit.allocator.layout import Layout, lay_out, lay_out_end
+from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
+from profkit.analysis.memory.categories import CATEGORIES
+from profkit.analysis.memory.composition import NOT_SELECTED
+from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.result import MemoryResult
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
+from profkit.report.document import Column, Lines, Table
+from profkit.report.page.markup import Interned, pack, view_parts, view_table, view_tree
+from profkit.report.text import make_visible
+from profkit.report.units import BYTES, TEXT, format_bytes, format_count
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Ints
+
+Stacking = Literal["category", "module", "stack", "allocation"]
+STACKINGS: tuple[Stacking, ...] = ("category", "module", "stack", "allocation")
+
+CATEGORY_COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#009E73",
+    "activations": "#E69F00",
+    "temporaries": "#CC79A7",
+    "inputs": "#F0E442",
+    "buffers": "#4B6BDB",
+    "communication": "#A6341B",
+    "autocast copies": "#B58B5A",
+    "workspace": "#56B4E9",
+    "unknown": "#8C959F",
+    NOT_SELECTED: "#C4C9CF",
+}
+
+STACK_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#7E6BAD",
+    "#B58B5A",
+    "#66A61E",
+    "#A6341B",
+    "#4B6BDB",
+    "#D9A8C7",
+    "#A3ABB5",
+)
+
+REST_COLOUR = "#A3ABB5"
+
+PHASE_COLOURS = {FORWARD: "#6B737C", LOSS: "#8A929B", BACKWARD: "#3F464D", OPTIMIZER: "#16191D"}
+"""Greys: white text can be read on each but the lightest, where the script writes in black."""
+
+OTHER_PHASE_COLOUR = "#A8AFB7"
+
+_FRAME = re.compile(r"^(?P<file>.+):(?P<line>\d{1,9}) ")
+_LONGEST_SOURCE = 160
+_MOST_SEGMENTS = 48
+_COLUMNS = 400
+_UNUSED, _PENDING = "unused", "pending"
+_WORDS = {_UNUSED: "cached but unused", _PENDING: "freed, still used by another stream"}
+_WITHOUT_LAYOUT = "not known: the history contradicts the segments that the snapshot lists"
+
+Block = tuple[int, int, str, int]
+"""Offset in its segment, bytes, kind (a category, unused or pending) and allocation, -1 if there is none."""
+
+_MAX_PHASES = 4000
+_FRAMES_KEPT = 20
+_PICTURE_COLUMNS = 360
+_SHAPE_NUMBERS = ("bytes", "requested_bytes", "first", "end", "born_us", "freed_us", "born_event", "freed_event")
+_SHAPE_TEXTS = ("category", "owner", "module", "label")
+
+
+def build_memory(
+    memory: DeviceMemory,
+    result: MemoryResult,
+    *,
+    by: Stacking = "category",
+    wanted: Filter | None = None,
+    source: Path | None = None,
+) -> dict[str, Any]:
+    """Return what the section shows.
+
+    Args:
+        memory: the device.
+        result: its account.
+        by: what is stacked at first; the reader can change it.
+        wanted: which allocations to show; the others are added up as one.
+        source: the folder below which source lines are looked up and embedded; by default none are.
+    """
+    bins = bin_history(memory, wanted)
+    document = build_memory_document(result, by="category", leaks=True)
+    head, *others = [part for part in document.parts if isinstance(part, Lines)]
+    return {
+        "facts": [" ".join(line.split()) for line in head.lines],
+        "notes": view_parts(others),
+        "data": pack(build_data(bins, memory, by)),
+        "picture": _picture(bins),
+        "at": result.composition.what,
+        "peak": format_bytes(int(bins.allocated[bins.peak])),
+        "peak_bytes": int(bins.allocated[bins.peak]),
+        "tables": {
+            "module": view_tree(_table_by(result, "module"), lambda row: (len(row["path"]) - 1, row["number"])),
+            "line": view_table(_add_source(_table_by(result, "stack"), result, source)),
+            "category": view_table(_table_by(result, "category")),
+        },
+        "segments": build_segments(memory, result),
+        "colours": CATEGORY_COLOURS,
+    }
+
+
+def _table_by(result: MemoryResult, by: By) -> Table:
+    """Return the whole table that ``profkit memory --by`` prints."""
+    document = build_memory_document(
+        result, by=by, top=len(result.composition.by_stack) + len(result.composition.by_module)
+    )
+    return next(part for part in document.parts if isinstance(part, Table))
+
+
+def _add_source(table: Table, result: MemoryResult, folder: Path | None) -> Table:
+    """Return the table of lines with the source text of each, if a folder to look it up in is given."""
+    if folder is None:
+        return table
+    sources = [_find_source(place.stack, folder) for place in result.composition.by_stack]
+    rows = [{**row, "source": source} for row, source in zip(table.rows, sources, strict=True)]
+    return replace(table, columns=[*table.columns, Column("source", "source", TEXT)], rows=rows)
+
+
+def _find_source(stack: tuple[str, ...], folder: Path) -> str:
+    """Return the source line of the innermost frame if its file lies in the folder, else nothing."""
+    match = _FRAME.match(stack[0]) if stack else None
+    if match is None:
+        return ""
+    try:
+        file = (folder / match["file"]).resolve()
+        if not file.is_relative_to(folder.resolve()) or file.suffix != ".py":
+            return ""
+    except (OSError, ValueError):
+        # The name comes from a capture, and may be none that a file can have.
+        return ""
+    return linecache.getline(str(file), int(match["line"])).strip()[:_LONGEST_SOURCE]
+
+
+def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]:
+    """Return what the page's script reads."""
+    texts = Interned()
+    groups = {"category": bins.by_category, "module": bins.by_module, "stack": bins.by_stack}
+    unit = _common_unit(
+        [bins.allocated, bins.lowest, bins.reserved, *(one.bytes for some in groups.values() for one in some)]
+    )
+    frames: dict[tuple[str, ...], int] = {}
+    return {
+        "mode": by,
+        "has_times": bins.has_times,
+        "prefers_events": bins.prefers_events,
+        "unit": unit,
+        "peak": bins.peak,
+        "moments": _deltas(bins.moments, 1),
+        "times_us": _deltas(bins.times_us, 1),
+        "allocated": _deltas(bins.allocated, unit),
+        "lowest": _deltas(bins.lowest, unit),
+        "reserved": _deltas(bins.reserved, unit),
+        "series": {key: [_series(one, unit, texts, frames) for one in some] for key, some in groups.items() if some},
+        "phases": _phases(memory, texts),
+        "shapes": _shapes(bins.shapes, texts, frames),
+        "stacks": [[texts.number(frame) for frame in stack[:_FRAMES_KEPT]] for stack in frames],
+        "colours": {
+            "categories": CATEGORY_COLOURS,
+            "stacks": STACK_COLOURS,
+            "rest": REST_COLOUR,
+            "phases": PHASE_COLOURS,
+            "phase": OTHER_PHASE_COLOUR,
+        },
+        # Last, when all of them have their numbers.
+        "texts": texts.texts,
+    }
+
+
+def _series(one: Series, unit: int, texts: Interned, frames: dict[tuple[str, ...], int]) -> dict[str, Any]:
+    return {
+        "name": texts.number(one.name),
+        "values": _deltas(one.bytes, unit),
+        "stack": frames.setdefault(one.stack, len(frames)),
+        "stack_count": one.stack_count,
+    }
+
+
+def _shapes(shapes: tuple[Shape, ...], texts: Interned, frames: dict[tuple[str, ...], int]) -> dict[str, Any]:
+    """Return the allocations as columns; each has the number of its own stack."""
+    columns: dict[str, Any] = {name: [getattr(one, name) for one in shapes] for name in _SHAPE_NUMBERS}
+    for name in _SHAPE_TEXTS:
+        columns[name] = [-1 if getattr(one, name) is None else texts.number(getattr(one, name)) for one in shapes]
+    columns["evidence"] = [texts.number(EVIDENCE_WORDS[one.evidence]) for one in shapes]
+    columns["stack"] = [frames.setdefault(one.stack, len(frames)) for one in shapes]
+    return columns
+
+
+def _phases(memory: DeviceMemory, texts: Interned) -> list[dict[str, int]]:
+    """Return the phases by time and by moment; if there are very many, only the longest."""
+    timeline = memory.timeline
+    longest = sorted(timeline.phases, key=lambda one: one.start_us - one.end_us)[:_MAX_PHASES]
+    found = []
+    for phase in sorted(longest, key=lambda one: one.start_us):
+        first, last = timeline.moments_of(phase)
+        start = memory.device.zero_us
+        times = {"start_us": phase.start_us - start, "end_us": phase.end_us - start}
+        found.append({"name": texts.number(phase.name), "first": first, "last": last, **times})
+    return found
+
+
+def _picture(bins: Bins) -> dict[str, Any]:
+    """Return the categories as stacked areas on a canvas of 1000 × 300; the highest sample of each column stands."""
+    count = len(bins.allocated)
+    edges = np.unique(np.linspace(0, count, min(_PICTURE_COLUMNS, count) + 1).astype(np.int64))
+    picked = np.array([low + int(np.argmax(bins.allocated[low:high])) for low, high in pairwise(edges.tolist())])
+    x = 1000 * np.arange(len(picked) + 1) / len(picked)
+    top = max(int(bins.reserved.max()), 1)
+    below = np.zeros(len(picked), dtype=np.int64)
+    layers: list[dict[str, Any]] = []
+    for one in bins.by_category:
+        above = below + one.bytes[picked]
+        if one.bytes.any():
+            layers.append(
+                {
+                    "name": one.name,
+                    "colour": CATEGORY_COLOURS[one.name],
+                    "path": _path(x, 300 - 300 * above / top, 300 - 300 * below / top),
+                    "at_peak": int(one.bytes[bins.peak]),
+                    "shown": format_bytes(int(one.bytes[bins.peak])),
+                }
+            )
+        below = above
+    peak_at = int(np.argmax(bins.allocated[picked]))
+    return {
+        "layers": layers,
+        "reserved": _line(x, 300 - 300 * bins.reserved[picked] / top),
+        "peak_x": round(float(x[peak_at]), 1),
+        "top": format_bytes(top),
+        "label": ", ".join(f"{make_visible(one['name'])} {one['shown']}" for one in layers),
+    }
+
+
+def _path(x: Any, upper: Any, lower: Any) -> str:
+    """Return the outline of an area that steps from sample to sample."""
+    return f"M{_line(x, upper)[1:]}L{_line(x[::-1], lower[::-1])[1:]}Z"
+
+
+def _line(x: Any, y: Any) -> str:
+    steps = [f"{x[at]:.0f},{y[at]:.1f}L{x[at + 1]:.0f},{y[at]:.1f}" for at in range(len(y))]
+    return "M" + "L".join(steps)
+
+
+def _common_unit(columns: list[Ints]) -> int:
+    return int(np.gcd.reduce([int(np.gcd.reduce(column)) for column in columns])) or 1
+
+
+def _deltas(values: Ints, unit: int) -> list[int]:
+    found: list[int] = np.diff(values // unit, prepend=0).tolist()
+    return found
+
+
+def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]:
+    """Return the largest segments with their blocks at both moments, and what is allocated and cached then.
+
+    A segment of both moments stands in one row. Widths are per cent of the largest segment.
+    """
+    layouts = [lay_out(memory.history, result.composition.moment), lay_out_end(memory.history)]
+    known = [one for one in layouts if one is not None]
+    sizes: dict[int, int] = {}
+    for layout in known:
+        for address, size in zip(layout.segment_address.tolist(), layout.segment_bytes.tolist(), strict=True):
+            sizes[address] = max(size, sizes.get(address, 0))
+    drawn = dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))[:_MOST_SEGMENTS])
+    moments = (result.composition.moment, memory.history.replay.event_count)
+    sides = [_draw(memory, layout, moment, drawn) for layout, moment in zip(layouts, moments, strict=True)]
+    kinds = {bar["kind"] for side in sides for view in side.values() for bar in view["blocks"]}
+    whens = (f"At the {result.composition.what}", "When recording ended")
+    return {
+        "heads": [_head(when, layout) for when, layout in zip(whens, layouts, strict=True)],
+        "rows": [[side.get(address) for side in sides] for address in drawn],
+        "kinds": [(kind, _WORDS.get(kind, kind)) for kind in (*CATEGORIES, _PENDING, _UNUSED) if kind in kinds],
+        "hidden": format_count(len(sizes) - len(drawn), "smaller segment") if len(sizes) > len(drawn) else "",
+        "table": view_table(_table(memory, result, layouts)),
+    }
+
+
+def _head(when: str, layout: Layout | None) -> str:
+    if layout is None:
+        return f"{when}: {_WITHOUT_LAYOUT}"
+    free = layout.free_blocks
+    pieces = f" in {format_count(len(free), 'piece')}" if len(free) else ""
+    return (
+        f"{when}: {format_count(len(layout.segment_bytes), 'segment')}, {format_bytes(int(free.sum()))} unused{pieces}"
+    )
+
+
+def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[int, int]) -> dict[int, dict[str, Any]]:
+    """Return the segments of a layout that are drawn, by address; ``sizes`` are the drawn ones, the longest first."""
+    if layout is None:
+        return {}
+
+    def name_of(row: int) -> str:
+        return memory.owner_of(row, moment) or memory.stack_of(row, moment).label
+
+    found, longest = {}, max(sizes.values(), default=1)
+    number_at = {address: number for number, address in enumerate(layout.segment_address.tolist())}
+    for address in sizes:
+        if address not in number_at:
+            continue
+        number = number_at[address]
+        mine = np.flatnonzero(layout.segment == number)
+        size, is_free = int(layout.segment_bytes[number]), layout.state[mine] == INACTIVE
+        unused = format_bytes(int(layout.size_bytes[mine][is_free].sum()))
+        blocks = zip(
+            (layout.address[mine] - address).tolist(),
+            layout.size_bytes[mine].tolist(),
+            [_kind(memory, *one) for one in zip(layout.state[mine].tolist(), layout.row[mine].tolist(), strict=True)],
+            layout.row[mine].tolist(),
+            strict=True,
+        )
+        found[address] = {
+            "label": f"{format_bytes(size)}, {unused} unused",
+            "width": round(100 * size / longest, 2),
+            "blocks": merge_blocks(blocks, longest, name_of),
+        }
+    return found
+
+
+def _kind(memory: DeviceMemory, state: int, row: int) -> str:
+    if state != ALLOCATED:
+        return _UNUSED if state == INACTIVE else _PENDING
+    return memory.classifier.claim_of(row).category if row >= 0 else "unknown"
+
+
+def merge_blocks(blocks: Iterable[Block], longest: int, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Return blocks as bars in per cent of the longest segment; neighbours too narrow to be seen are one.
+
+    A bar of blocks of several kinds shows what most of its bytes are. Its text names the largest allocation in it.
+    """
+    bars: list[list[Block]] = []
+    unit, column = longest / _COLUMNS, 0
+    for block in blocks:
+        if bars and block[0] + block[1] <= (column + 1) * unit:
+            bars[-1].append(block)
+        else:
+            bars.append([block])
+            column = int(block[0] / unit)
+    return [_bar(some, longest, name_of) for some in bars]
+
+
+def _bar(blocks: list[Block], longest: int, name_of: Callable[[int], str]) -> dict[str, Any]:
+    sizes: dict[str, int] = {}
+    for _, size, kind, _ in blocks:
+        sizes[kind] = sizes.get(kind, 0) + size
+    left, right = blocks[0][0], blocks[-1][0] + blocks[-1][1]
+    largest = max(blocks, key=lambda block: block[1] if block[3] >= 0 else 0)
+    words = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items()]
+    return {
+        "left": round(100 * left / longest, 2),
+        "width": round(100 * (right - left) / longest, 2),
+        "kind": max(sizes, key=lambda kind: sizes[kind]),
+        "text": ", ".join(words) + (f"; {make_visible(name_of(largest[3]))}" if largest[3] >= 0 else ""),
+    }
+
+
+def _table(memory: DeviceMemory, result: MemoryResult, layouts: list[Layout | None]) -> Table:
+    """Return what PyTorch held at both moments: the first row is the sum of the next three."""
+    some, blocks = result.fragmentation, memory.device.blocks
+    used = blocks.state == ALLOCATED
+    at, end = ({} if layout is None else _sums(layout) for layout in layouts)
+    # What the snapshot says of its own blocks holds even where they do not fit together.
+    at = {"held": some.reserved_bytes, "allocated": some.allocated_bytes, "unused": some.free_bytes, **at}
+    at["padding"] = some.padding_bytes
+    totals = result.totals
+    end = {
+        "held": totals.reserved_end_bytes,
+        "allocated": totals.allocated_end_bytes,
+        "unused": some.end_free_bytes,
+        "largest": some.end_largest_free_bytes,
+        "padding": int((blocks.size_bytes - blocks.requested_bytes)[used].sum()),
+        **end,
+    }
+    rows = {
+        "held": "held from CUDA",
+        "allocated": "allocated",
+        "pending": "freed, still used by another stream",
+        "unused": "cached but unused",
+        "releasable": "unused segments: empty_cache() gives them back",
+        "torn": "fragmented: unused, in segments that also hold blocks in use",
+        "largest": "largest unused piece",
+        "padding": "lost to rounding, within allocated",
+    }
+    columns = (
+        Column("what", "memory", TEXT),
+        Column("at_bytes", f"at the {result.composition.what}", BYTES),
+        Column("end_bytes", "when recording ended", BYTES),
+    )
+    return Table(
+        columns,
+        [{"what": words, "at_bytes": at.get(key), "end_bytes": end.get(key)} for key, words in rows.items()],
+    )
+
+
+def _sums(layout: Layout) -> dict[str, int]:
+    unused, releasable = layout.bytes_in(INACTIVE), layout.releasable_bytes
+    return {
+        "held": layout.reserved_bytes,
+        "allocated": layout.bytes_in(ALLOCATED),
+        "pending": layout.bytes_in(PENDING),
+        "unused": unused,
+        "releasable": releasable,
+        "torn": unused - releasable,
+        "largest": int(layout.free_blocks.max(initial=0)),
+    }
