@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,34 @@ def test_imports_point_down(path: Path) -> None:
         assert module != "profkit", f"{path}:{line} imports the package root from inside"
         target = module.split(".")[1]
         assert target == layer or target in ALLOWED[layer], f"{path}:{line}: {layer} may not import {target}"
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_modules(path: Path, known: Container[str]) -> Iterator[str]:
+    """Yield the package's modules that one imports, at its top or within a function; `typing` alone is no exception."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {_module_name(path): path for path in SOURCES}
+    imports = {name: set(_imported_modules(path, modules)) & modules.keys() for name, path in modules.items()}
+    assert sum(map(len, imports.values())) > len(modules)
+    # What imports none of those that are left cannot be part of a circle.
+    left = dict(imports)
+    while done := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in done:
+            del left[name]
+    assert not left, {name: sorted(targets & left.keys()) for name, targets in left.items()}
 
 
 # The rooms of analysis: which of the others, and of the modules beside them, each may not import.
