@@ -494,6 +494,19 @@ def test_time_and_memory_of_a_module_stand_in_one_row() -> None:
     assert "forward_ns" not in rows[3]  # unknown, not 0
 
 
+def test_a_list_of_blocks_with_memory_of_its_own_stands_around_the_blocks() -> None:
+    """Nobody calls a list, so that it has no time; side by side its bytes would count twice."""
+    times = [ModuleTime("model", None, 1, 100, 200, 0), ModuleTime("h.*", "model", 2, 60, 120, 5)]
+    parts = [module("model", 700), module("h", 610, own=10), module("h.0", 300), module("h.1", 300)]
+    rows = tree_of(times, [*parts, module("head", 90)])
+    assert [(row["name"], row["parent"], row["depth"], row["bytes"]) for row in rows] == [
+        ("model", None, 0, 700),
+        ("h", "model", 1, 610),
+        ("h.*", "h", 2, 600),
+        ("head", "model", 1, 90),
+    ]
+
+
 def test_what_has_memory_alone_stands_under_the_module_that_it_is_in() -> None:
     times = [ModuleTime("layer1.*", None, 3, 9, 9, 0), ModuleTime("layer1.0.downsample", "layer1.*", 1, 5, 5, 0)]
     parts = [module("layer1.0.downsample", 90, own=0), module("layer1.0.downsample.0", 40)]

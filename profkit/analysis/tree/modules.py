@@ -132,6 +132,11 @@ class PassTimes:
     recompute_ns: int = 0
     inference_ns: int = 0
 
+    @property
+    def total_ns(self) -> int:
+        """Return the time of all passes."""
+        return self.forward_ns + self.backward_ns + self.recompute_ns + self.inference_ns
+
 
 @dataclass(frozen=True)
 class ModuleTime:

@@ -2,24 +2,33 @@
 
 The two come from two processes of the same program, so they are joined by the module's name and the phase, never by the
 clock. A row of time stands for modules that differ in a number; the memory of all of them is added up for it.
+
+What the page shows of a chosen module closes: its kernels add up to its times, its lines and categories to its bytes.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.tree.modules import ModuleTime
+from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.memory.composition import piece_of
+from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.parts import PartRow, Piece, sum_by_module
+from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
 from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table
-from profkit.report.page.markup import view_table
-from profkit.report.page.module_choice import pack_choices
+from profkit.report.page.markup import Interned, pack, view_table
 from profkit.report.page.results import PERCENT, Results
+from profkit.report.text import simplify_name
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
 
 _HELD = {
@@ -32,7 +41,7 @@ _HELD = {
 
 _COMPARED = ("forward_ns", "backward_ns", "bytes")
 
-_PHASES = {FORWARD: "forward", BACKWARD: "backward"}
+_PHASES = (FORWARD, BACKWARD)
 
 
 def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]:
@@ -96,39 +105,52 @@ def _add_changes(
 def tree_of(
     times: Sequence[ModuleTime], parts: Sequence[PartRow], efficiency: EfficiencyResult | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each module with its depth in the tree, depth first; what is unknown is absent or None."""
-    return _in_order([*_time_rows(times, efficiency, parts), *_other_rows(times, parts)])
+    """Return a row for each module with its depth in the tree, depth first; what is unknown is absent or None.
+
+    A row holds those below it. One of memory alone stands in the module that its dotted name lies in, and around those
+    that lie in it: a list of blocks is never called, so that no range says that it holds them.
+    """
+    timed = list(_time_rows(times, efficiency, parts))
+    others = list(_other_rows(times, parts))
+    alone = {kind_of(row["name"]): row["name"] for row in others}
+    kinds = {kind_of(row["name"]) for row in timed}
+    for row in timed:
+        around = map(kind_of, _prefixes(row["name"]))
+        nearest = next((kind for kind in around if kind in kinds or kind in alone), None)
+        if nearest is not None and nearest not in kinds:
+            row["parent"] = alone[nearest]
+    return _in_order([*timed, *others])
 
 
 def _time_rows(
     times: Sequence[ModuleTime], efficiency: EfficiencyResult | None, parts: Sequence[PartRow]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each module that has time, with what its ranges in both passes do and the memory of its name."""
-    found = {} if efficiency is None else _by_module(efficiency.ranges)
-    held = _match([one.module for one in times], parts)
-    for one in times:
-        passes = found.get(one.module, {})
+    ranges_of = {} if efficiency is None else _by_module(efficiency.ranges)
+    held = _match([module.module for module in times], parts)
+    for module in times:
+        passes = ranges_of.get(module.module, {})
         flops = [row.flops for row in passes.values() if row.flops is not None]
         yield {
-            "name": one.module,
-            "parent": one.parent,
-            "number": one.number,
-            "forward_ns": one.forward_ns,
-            "backward_ns": one.backward_ns,
-            "recompute_ns": one.recompute_ns or None,
-            "inference_ns": one.inference_ns or None,
+            "name": module.module,
+            "parent": module.parent,
+            "number": module.number,
+            "forward_ns": module.forward_ns,
+            "backward_ns": module.backward_ns,
+            "recompute_ns": module.recompute_ns or None,
+            "inference_ns": module.inference_ns or None,
             "kernel_count": sum(row.kernel_count for row in passes.values()) if passes else None,
             "flops": sum(flops) if flops else None,
-            **{f"{phase}_peak": None if row is None else row.roof_share for phase, row in _of_phases(passes)},
+            **{f"{phase}_peak": passes[phase].roof_share if phase in passes else None for phase in _PHASES},
             "limited_by": _limits(passes),
-            **_held(held.get(one.module, [])),
+            **_held(held.get(module.module, [])),
         }
 
 
 def _other_rows(times: Sequence[ModuleTime], parts: Sequence[PartRow]) -> Iterator[dict[str, Any]]:
     """Yield a row for what has memory alone, names that differ in a number as one."""
-    known = [one.module for one in times]
-    timed = {id(part) for _, some in _match(known, parts).items() for part in some}
+    known = [module.module for module in times]
+    timed = {id(part) for matched in _match(known, parts).values() for part in matched}
     # What only holds modules that have rows of their own, as ``transformer`` does ``transformer.h``, has none.
     containers = {above for name in known for above in _prefixes(name)}
     groups: dict[str, list[PartRow]] = {}
@@ -138,10 +160,10 @@ def _other_rows(times: Sequence[ModuleTime], parts: Sequence[PartRow]) -> Iterat
             is_module = not part.path[0].startswith("(")
             groups.setdefault(kind_of(part.name) if is_module else " ".join(part.path), []).append(part)
     names = {kind_of(name): name for name in (*groups, *known)}
-    for name, some in groups.items():
-        inner = len(some[0].path) > 1 and some[0].path[0].startswith("(")
-        parent = some[0].path[0] if inner else _around(name, names)
-        yield {"name": name, "parent": parent, "number": len(some), **_held(some)}
+    for name, grouped in groups.items():
+        path = grouped[0].path
+        parent = path[0] if len(path) > 1 and path[0].startswith("(") else _module_around(name, names)
+        yield {"name": name, "parent": parent, "number": len(grouped), **_held(grouped)}
 
 
 def _match(known: Sequence[str], parts: Sequence[PartRow]) -> dict[str, list[PartRow]]:
@@ -149,13 +171,13 @@ def _match(known: Sequence[str], parts: Sequence[PartRow]) -> dict[str, list[Par
     by_kind: dict[str, list[str]] = {}
     for name in known:
         by_kind.setdefault(kind_of(name), []).append(name)
-    found: dict[str, list[PartRow]] = {}
+    matched: dict[str, list[PartRow]] = {}
     for part in parts:
         for name in by_kind.get(kind_of(part.name), ()):
             if name == part.name or re.fullmatch(re.escape(name).replace(r"\*", r"\d{1,9}"), part.name):
-                found.setdefault(name, []).append(part)
+                matched.setdefault(name, []).append(part)
                 break
-    return found
+    return matched
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -165,7 +187,7 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name
 
 
-def _around(name: str, names: Mapping[str, str]) -> str | None:
+def _module_around(name: str, names: Mapping[str, str]) -> str | None:
     """Return the module around one that has a row, by its dotted name; ``names`` are the rows by their kind."""
     near = next((names[kind_of(above)] for above in _prefixes(name) if kind_of(above) in names), None)
     if near is not None:
@@ -180,34 +202,30 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         parent = row["parent"] if row["parent"] in by_name and row["parent"] != row["name"] else None
         children.setdefault(parent, []).append(row)
-    found: list[dict[str, Any]] = []
+    ordered: list[dict[str, Any]] = []
     waiting = [(row, 0) for row in reversed(children.get(None, []))]
     while waiting:
         row, depth = waiting.pop()
-        found.append(row | {"depth": depth})
+        ordered.append(row | {"depth": depth})
         waiting += [(child, depth + 1) for child in reversed(children.get(row["name"], []))]
-    return found
+    return ordered
 
 
 def _by_module(ranges: Iterable[EfficiencyRow]) -> dict[str, dict[str, EfficiencyRow]]:
     """Return module → pass → its range; of several paths the one with the most time."""
-    found: dict[str, dict[str, EfficiencyRow]] = {}
+    by_module: dict[str, dict[str, EfficiencyRow]] = {}
     for row in ranges:
         phase = next((part for part in split_path(row.path) if part in _PHASES), None)
         if phase is not None:
-            passes = found.setdefault(row.name, {})
+            passes = by_module.setdefault(row.name, {})
             if phase not in passes or row.busy_ns > passes[phase].busy_ns:
                 passes[phase] = row
-    return found
-
-
-def _of_phases(passes: Mapping[str, EfficiencyRow]) -> Iterator[tuple[str, EfficiencyRow | None]]:
-    return ((phase, passes.get(phase)) for phase in _PHASES)
+    return by_module
 
 
 def _limits(passes: Mapping[str, EfficiencyRow]) -> str | None:
     """Return what limits a module, each pass by itself where they differ."""
-    words = {_PHASES[phase]: limit_words(row) for phase, row in passes.items()}
+    words = {phase: limit_words(row) for phase, row in passes.items()}
     known = {phase: text for phase, text in words.items() if text is not None}
     if len(set(words.values())) == 1 and known:
         return next(iter(known.values()))
@@ -261,3 +279,80 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 def _any_has(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
     return any(row.get(key) is not None for row in rows)
+
+
+def pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
+    """Return what the page's script needs to show one module, for the rows of the tree that the page shows."""
+    texts = Interned()
+    data = {
+        "steps": run.steps,
+        "run": run.name,
+        "kernels": _pack_kernels(run, rows, texts),
+        "memory": _pack_memory(run, rows, texts),
+    }
+    return pack({**data, "texts": texts.texts})
+
+
+def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
+    """Return, for each module, its kernels as rows: full name, name, category, the four times, count."""
+    opened = run.capture.trace
+    if opened is None or not len(opened.trace.work):
+        return None
+    measure = opened.trace.measure
+
+    def pack_row(name: str, kernel: ModuleKernel) -> list[int]:
+        shown = simplify_name(name) if measure == "gpu-kernel" else name
+        words = [texts.number(word) for word in (name, shown, categorize(name, measure).name)]
+        return [*words, *(getattr(kernel, part) for part in PASSES), kernel.count]
+
+    by_module = time_kernels_by_module(opened.attribution, {row["name"] for row in rows})
+    return {
+        "modules": {
+            module: [pack_row(*item) for item in sorted(kernels.items(), key=lambda item: (-item[1].total_ns, item[0]))]
+            for module, kernels in by_module.items()
+        },
+        "exclude": find_warmup(opened.trace),
+        # Where no range was open in the backward pass, a module's name alone means its forward pass.
+        "forward_alone": bool(opened.attribution.is_mirror.any()),
+    }
+
+
+def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
+    """Return, for each module, its bytes by line and by category."""
+    if run.device is None or run.memory is None:
+        return None
+    composition = run.memory.composition
+    row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
+    lines: dict[str, dict[str, tuple[int, int]]] = {}
+    for label, pieces in _pieces_by_line(run.device, composition.moment).items():
+        for part in sum_by_module(pieces, composition.allocated_bytes, ()):
+            if part.path in row_of:
+                sums = lines.setdefault(row_of[part.path], {})
+                size, count = sums.get(label, (0, 0))
+                sums[label] = size + part.bytes, count + part.count
+    categories: dict[str, Counter[str]] = {}
+    for part in composition.by_module:
+        if part.path in row_of:
+            categories.setdefault(row_of[part.path], Counter()).update(part.categories)
+    return {
+        "lines": {
+            name: [[texts.number(label), *sums] for label, sums in sorted(by_label.items(), key=_by_size)]
+            for name, by_label in lines.items()
+        },
+        "categories": {
+            name: [[texts.number(category), size] for category, size in sizes.most_common() if size]
+            for name, sizes in categories.items()
+        },
+    }
+
+
+def _by_size(item: tuple[str, tuple[int, int]]) -> tuple[int, str]:
+    return -item[1][0], item[0]
+
+
+def _pieces_by_line(memory: DeviceMemory, moment: int) -> dict[str, list[Piece]]:
+    """Return what was allocated at a moment, by the line that allocated it."""
+    pieces: dict[str, list[Piece]] = {}
+    for row in memory.live_rows(moment):
+        pieces.setdefault(memory.stack_of(row, moment).label, []).append(piece_of(memory, row, moment))
+    return pieces
