@@ -129,6 +129,22 @@ ANALYZERS = ("export", "kernels", "ranges", "efficiency", "memory", "compare", "
 """Commands that only read files and print: they need no process of their own."""
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that were saved, as Matplotlib has them."""
+    from matplotlib.figure import Figure
+
+    saved: list[Any] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **named: Any) -> None:
+        saved.append(figure)
+        save(figure, *arguments, **named)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
 @pytest.fixture(scope="session")
 def profkit() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs the command line: in this process if possible, which takes a tenth of the time."""

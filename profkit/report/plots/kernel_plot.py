@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
@@ -15,7 +15,7 @@ from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.document import UNTRUSTED
-from profkit.report.plots.pictures import plain_text, write_png
+from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.units import format_share, ns_over
 from profkit.trace.columns import distinct_values
@@ -25,7 +25,7 @@ MOST_BARS = 60
 
 _LABEL_WIDTH = 58
 _TITLE_WIDTH = 110
-_BAR_INCHES = 0.3
+_BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
 _TRIES = 2
 _WAITING = "////"
 # One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
@@ -46,6 +46,7 @@ _COLOURS = {
     "graph": "#333333",
     "other": "#CCCCCC",
 }
+_REST_COLOUR = "#EEEEEE"
 
 
 def plot_kernels(
@@ -59,74 +60,86 @@ def plot_kernels(
     Raises:
         OSError: it cannot be written.
     """
-    with plain_text():
-        write_png(_draw(opened, result, min(top, MOST_BARS), sort, None if totals else result.steps), path)
+    steps = None if totals else result.steps
+    bars = _list_bars(result, min(top, MOST_BARS), sort)
+    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
+        texts = _draw_bars(axes, bars, result.total_ns, steps)
+        what = "self time" if result.measure == "cpu-operator" else "kernel time"
+        axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
+        failed = [UNTRUSTED] if opened.self_check.failed else []
+        title = figure.suptitle("\n".join([*failed, *_title(opened, result, steps)]), fontsize=10, x=0.01, ha="left")
+        if failed:
+            title.set_color("#B00020")
+        if result.by in ("kernel", "category"):
+            _add_legend(figure, bars)
+        _make_room(figure, axes, texts)
 
 
-def _draw(opened: OpenedTrace, result: KernelsResult, top: int, sort: str, steps: int | None) -> Figure:
+@dataclass(frozen=True)
+class _Bar:
+    """A line of the table; what is left of all others has no category."""
+
+    label: str
+    category: str | None
+    time_ns: int
+    waiting_ns: int
+
+    @property
+    def colour(self) -> str:
+        return _REST_COLOUR if self.category is None else _COLOURS.get(self.category, _COLOURS["gemm"])
+
+
+def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
     ordered = sort_rows(result.kernels, sort)
     rows, rest = ordered[:top], ordered[top:]
     labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
-    labels += [f"({len(rest)} more)"] if rest else []
-    times = [row.total_ns for row in rows] + ([sum(row.total_ns for row in rest)] if rest else [])
-    waits = [row.waiting_ns or 0 for row in rows] + ([0] if rest else [])
-    colours = [_COLOURS.get(row.category, "#0072B2") for row in rows] + (["#EEEEEE"] if rest else [])
+    bars = [
+        _Bar(label, row.category, row.total_ns, row.waiting_ns or 0) for label, row in zip(labels, rows, strict=True)
+    ]
+    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest), 0)] if rest else bars
 
-    figure = Figure(figsize=(9.5, 1.7 + _BAR_INCHES * max(len(labels), 3)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    unit = 1e6 * (steps or 1)
-    working = [(time - wait) / unit for time, wait in zip(times, waits, strict=True)]
-    axes.barh(range(len(labels)), working, color=colours, height=0.74)
-    if any(waits):
+
+def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
+    """Draw the bars, each with its waiting part hatched, and return the figures that stand behind them."""
+    places, unit = range(len(bars)), 1e6 * (steps or 1)
+    working = [(bar.time_ns - bar.waiting_ns) / unit for bar in bars]
+    waiting = [bar.waiting_ns / unit for bar in bars]
+    colours = [bar.colour for bar in bars]
+    axes.barh(places, working, color=colours, height=_BAR_HEIGHT)
+    if any(waiting):
         axes.barh(
-            range(len(labels)),
-            [wait / unit for wait in waits],
-            left=working,
-            height=0.74,
-            facecolor="white",
-            edgecolor=colours,
-            hatch=_WAITING,
+            places, waiting, left=working, height=_BAR_HEIGHT, facecolor="white", edgecolor=colours, hatch=_WAITING
         )
-    axes.set_yticks(range(len(labels)), labels, fontsize=8, fontfamily="monospace")
+    axes.set_yticks(places, [bar.label for bar in bars], fontsize=8, fontfamily="monospace")
     axes.invert_yaxis()
-    what = "self time" if result.measure == "cpu-operator" else "kernel time"
-    axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    texts = [
+    return [
         axes.annotate(
-            _figures(time, wait, result.total_ns, steps),
-            (time / unit, position),
+            _figures(bar, whole_ns, steps),
+            (bar.time_ns / unit, place),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
         )
-        for position, (time, wait) in enumerate(zip(times, waits, strict=True))
+        for place, bar in enumerate(bars)
     ]
-    failed = [UNTRUSTED] if opened.self_check.failed else []
-    title = figure.suptitle("\n".join([*failed, *_title(opened, result, steps)]), fontsize=10, x=0.01, ha="left")
-    if failed:
-        title.set_color("#B00020")
-    _add_legend(figure, [row.category for row in rows] if result.by in ("kernel", "category") else [], any(waits))
-    _make_room(canvas, axes, texts)
-    return figure
 
 
-def _figures(time_ns: int, waiting_ns: int, whole_ns: int, steps: int | None) -> str:
+def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
     each = ns_over(steps).show
-    share = format_share(time_ns / whole_ns if whole_ns else 0.0)
-    return f"{share}  {each(time_ns)}" + (f" ({each(waiting_ns)} waiting)" if waiting_ns else "")
+    share = format_share(bar.time_ns / whole_ns if whole_ns else 0.0)
+    return f"{share}  {each(bar.time_ns)}" + (f" ({each(bar.waiting_ns)} waiting)" if bar.waiting_ns else "")
 
 
-def _make_room(canvas: FigureCanvasAgg, axes: Axes, texts: list[Annotation]) -> None:
+def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
     """Widen the axis until every text to the right of a bar lies within the axes."""
     axes.set_xlim(left=0)
     for _ in range(_TRIES):  # other ticks may change the width of the axes a little
-        canvas.figure.draw_without_rendering()
+        figure.draw_without_rendering()
         whole = axes.get_window_extent()
         needs = [(text.xy[0], text.get_window_extent().x1 - axes.transData.transform(text.xy)[0]) for text in texts]
         right = max((x * whole.width / (whole.width - beside) for x, beside in needs if x), default=0.0)
@@ -149,12 +162,14 @@ def _title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> lis
     return [shorten(make_visible(text), _TITLE_WIDTH) for text in (" · ".join(filter(None, (name, gpus))), counted)]
 
 
-def _add_legend(figure: Figure, categories: list[str], has_waiting: bool) -> None:
+def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
+    """Say which colour is which category, where there are several."""
+    categories = {bar.category for bar in bars}
     present = [category for category in _COLOURS if category in categories]
     if len(present) < 2:
         return
     handles = [Patch(color=_COLOURS[category], label=category) for category in present]
-    if has_waiting:
+    if any(bar.waiting_ns for bar in bars):
         colour = _COLOURS["communication"]
         handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
     columns = min(len(handles), 7)

@@ -1,4 +1,4 @@
-"""What every picture needs: names drawn as they are, whatever stands in them, and a file that is whole."""
+"""The one way to draw: an empty figure whose names are drawn as they are, and that becomes a PNG file, whole or not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from profkit.files import write_whole
@@ -17,19 +19,21 @@ _DPI = 150
 
 
 @contextmanager
-def plain_text() -> Iterator[None]:
-    """Draw within this block: a dollar sign in a name is a dollar sign, and no formula; a missing glyph is a box."""
-    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        yield
+def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+    """Yield an empty figure of ``width`` by ``height`` inches and its axes; write it to ``path`` when the block ends.
 
-
-def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG file.
+    A dollar sign in a name is a dollar sign, and no formula; a missing glyph is a box.
 
     Raises:
         OSError: it cannot be written.
     """
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=_DPI, metadata={"Software": "profkit"})
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.spines[["top", "right"]].set_visible(False)
+        yield figure, axes
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=_DPI, metadata={"Software": "profkit"})
     write_whole(path, picture.getvalue())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -24,7 +23,7 @@ from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from profkit.report.commands.efficiency import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.plots.pictures import plain_text, write_png
+from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_ns, four_digits
 from profkit.run.directory import find_run
@@ -86,8 +85,11 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
             f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; give a run directory of"
             " `profkit run` with --ceilings from `profkit ceilings`"
         )
-    with plain_text():
-        write_png(_draw(result, result.peaks, points, untrusted), path)
+    with draw_png(path, 9.5, 6) as (figure, axes):
+        _draw(axes, result, result.peaks, points)
+        if untrusted:
+            figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
+        _label(figure, axes, points)
 
 
 def rate_of(row: EfficiencyRow) -> float:
@@ -95,10 +97,7 @@ def rate_of(row: EfficiencyRow) -> float:
     return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
 
 
-def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], untrusted: bool) -> Figure:
-    figure = Figure(figsize=(9.5, 6), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
+def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -120,13 +119,8 @@ def _draw(result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow], u
     axes.set_ylabel("TFLOP/s while the GPU is busy")
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
-    if untrusted:
-        figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
-    _label(canvas, axes, points)
-    return figure
 
 
 def _area(row: EfficiencyRow, longest_ns: int) -> float:
@@ -208,25 +202,25 @@ def _groups(peaks: Peaks) -> list[list[str]]:
     return found
 
 
-def _label(canvas: FigureCanvasAgg, axes: Axes, points: list[EfficiencyRow]) -> None:
+def _label(figure: Figure, axes: Axes, points: list[EfficiencyRow]) -> None:
     """Label the points, the largest first, where a label covers no other label, no point and no roof's figure.
 
     Points without such a place stay without a label and are counted in a corner.
     """
-    canvas.figure.draw_without_rendering()
+    figure.draw_without_rendering()
     places = [axes.transData.transform((row.intensity or 0.0, rate_of(row) / 1e12)) for row in points]
     longest = max(row.busy_ns for row in points)
     radii = {row.path: sqrt(_area(row, longest)) / 2 for row in points}
     taken = []
     for (x, y), row in zip(places, points, strict=True):
-        reach = radii[row.path] * canvas.figure.dpi / 72 + 2
+        reach = radii[row.path] * figure.dpi / 72 + 2
         taken.append(Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach))
     taken += [Text.get_window_extent(text) for text in axes.texts]
     taken += [box for line in axes.lines for box in _along(axes, line)]
     legend = axes.get_legend()
     taken += [legend.get_window_extent()] if legend is not None else []
     ordered = sorted(points, key=lambda row: -row.kernel_time_ns)
-    nameless = [row for row in ordered if not _place_name(canvas, axes, row, radii[row.path], taken)]
+    nameless = [row for row in ordered if not _place_name(axes, row, radii[row.path], taken)]
     if nameless:
         text = f"{len(nameless)} more without room for a name"
         axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=9)
@@ -242,7 +236,7 @@ def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
             yield Bbox.from_bounds(x - 2, y - 2, 4, 4)
 
 
-def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, radius: float, taken: list[Bbox]) -> bool:
+def _place_name(axes: Axes, row: EfficiencyRow, radius: float, taken: list[Bbox]) -> bool:
     """Put a row's name where there is room and mark that place as taken; return whether there was any."""
     inside = axes.get_window_extent()
     for distance, x, y, horizontal, vertical in _PLACES:
@@ -257,7 +251,7 @@ def _place_name(canvas: FigureCanvasAgg, axes: Axes, row: EfficiencyRow, radius:
             fontsize=9,
             arrowprops=_LINE if distance > _NEAR else None,
         )
-        text.update_positions(canvas.get_renderer())  # type: ignore[no-untyped-call]
+        text.update_positions(axes.figure.canvas.get_renderer())  # type: ignore[attr-defined]
         box = Text.get_window_extent(text)
         if inside.contains(*box.min) and inside.contains(*box.max) and not box.count_overlaps(taken):
             taken.append(box)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from profkit.analysis.memory.bins import bin_history
+from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.report.page.memory import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
-from profkit.report.plots.pictures import plain_text, write_png
+from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_bytes
 
@@ -39,61 +38,67 @@ def write_picture(
     Raises:
         OSError: it cannot be written.
     """
-    with plain_text():
-        write_png(_draw(memory, result, by, wanted), path)
-
-
-def _draw(memory: DeviceMemory, result: MemoryResult, by: str, wanted: Filter | None) -> Figure:
     bins = bin_history(memory, wanted)
+    by_events = bins.prefers_events or not bins.has_times
+    with draw_png(path, 10, 5.6 if by == "category" else 7) as (figure, axes):
+        x = bins.moments if by_events else bins.times_us / 1e6
+        handles = [*_draw_series(axes, x, bins, by), _draw_reserved(axes, x, bins)]
+        _shade_phases(axes, memory, by_events)
+        _mark_peak(axes, float(x[bins.peak]), int(bins.allocated[bins.peak]))
+        axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
+        axes.set_ylim(0, max(float(bins.reserved.max()) / _GIB * 1.12, 1e-6))
+        axes.set_xlabel("recorded allocator event" if by_events else "time since the first event, s")
+        axes.set_ylabel("GiB (2³⁰ B)")
+        axes.set_title(_title(result), fontsize=10, loc="left")
+        if by_events:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        figure.legend(
+            handles=[*handles, *_phase_handles(memory)],
+            loc="outside lower center",
+            ncols=5 if by == "category" else 2,
+            fontsize=8,
+            frameon=False,
+        )
+
+
+def _draw_series(axes: Axes, x: Any, bins: Bins, by: str) -> list[Patch]:
+    """Stack the categories, or the call stacks, under the allocated memory; return what the legend shows of them."""
     series = bins.by_stack if by == "stack" else bins.by_category
     colours = [
-        STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[one.name]
-        for place, one in enumerate(series)
+        STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[part.name]
+        for place, part in enumerate(series)
     ]
-    by_events = bins.prefers_events or not bins.has_times
-    x = bins.moments if by_events else bins.times_us / 1e6
-    figure = Figure(figsize=(10, 5.6 if by == "category" else 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.stackplot(x, *(one.bytes / _GIB for one in series), colors=colours, step="post", linewidth=0, zorder=2)
+    axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=colours, step="post", linewidth=0, zorder=2)
     axes.step(x, bins.allocated / _GIB, where="post", color=_INK, linewidth=0.7, zorder=3)
-    (reserved,) = axes.step(
+    handles = [
+        Patch(color=colour, label=_legend_label(part.name))
+        for part, colour in zip(series, colours, strict=True)
+        if np.any(part.bytes)
+    ]
+    return handles[::-1]
+
+
+def _draw_reserved(axes: Axes, x: Any, bins: Bins) -> Artist:
+    dashes = (0, (2, 2))
+    (line,) = axes.step(
         x,
         bins.reserved / _GIB,
         where="post",
         color=_INK,
         linewidth=1.1,
-        linestyle=(0, (2, 2)),
+        linestyle=dashes,
         label="reserved",
         zorder=3,
     )
-    _shade_phases(axes, memory, by_events)
-    _mark_peak(axes, float(x[bins.peak]), int(bins.allocated[bins.peak]))
-    axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
-    axes.set_ylim(0, max(float(bins.reserved.max()) / _GIB * 1.12, 1e-6))
-    axes.set_xlabel("recorded allocator event" if by_events else "time since the first event, s")
-    axes.set_ylabel("GiB (2³⁰ B)")
-    axes.set_title(_title(result), fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    if by_events:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    handles = [
-        Patch(color=colour, label=_legend_label(one.name))
-        for one, colour in zip(series, colours, strict=True)
-        if np.any(one.bytes)
-    ]
-    phases = [
+    return line
+
+
+def _phase_handles(memory: DeviceMemory) -> list[Patch]:
+    names = dict.fromkeys(phase.name for phase in memory.timeline.phases)
+    return [
         Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE_COLOUR), alpha=0.85, label=f"phase: {make_visible(name)}")
-        for name in dict.fromkeys(phase.name for phase in memory.timeline.phases)
+        for name in list(names)[:_PHASES_SHOWN]
     ]
-    figure.legend(
-        handles=[*reversed(handles), reserved, *phases[:_PHASES_SHOWN]],
-        loc="outside lower center",
-        ncols=5 if by == "category" else 2,
-        fontsize=8,
-        frameon=False,
-    )
-    return figure
 
 
 def _legend_label(name: str) -> str:

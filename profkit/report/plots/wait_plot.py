@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.report.commands.late_rank import name_culprit
-from profkit.report.plots.pictures import plain_text, write_png
+from profkit.report.plots.pictures import draw_png
 from profkit.report.units import format_ns
 
 _MOST_WRITTEN = 8
@@ -22,14 +22,12 @@ def plot_waits(result: RanksResult, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with plain_text():
-        write_png(_draw(result), path)
+    with draw_png(path, 7.5, 6.5) as (figure, axes):
+        _draw(figure, axes, result)
 
 
-def _draw(result: RanksResult) -> Figure:
-    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+def _draw(figure: Figure, axes: Axes, result: RanksResult) -> None:
+    axes.spines[:].set_visible(True)
     waits = result.waits_ns / max(result.step_count, 1) / 1e6
     picture = axes.imshow(waits, cmap="Reds", vmin=0.0, interpolation="nearest")
     numbers = [one.rank for one in result.ranks]
@@ -46,4 +44,3 @@ def _draw(result: RanksResult) -> Figure:
     culprit = result.verdict.culprit
     axes.set_title("No rank is late" if culprit is None else name_culprit(culprit))
     figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")
-    return figure

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from profkit.allocator.requests import Floats
 from profkit.analysis.whatif.answers import CaseCurve, WhatIf
 from profkit.report.commands.whatif import changed_cases, name_case
-from profkit.report.plots.pictures import plain_text, write_png
+from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible
 from profkit.report.units import format_bytes
 
@@ -31,14 +30,11 @@ def plot_whatif(result: WhatIf, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with plain_text():
-        write_png(_draw(result), path)
+    with draw_png(path, 10, 5) as (_, axes):
+        _draw(axes, result)
 
 
-def _draw(result: WhatIf) -> Figure:
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+def _draw(axes: Axes, result: WhatIf) -> None:
     today, *others = result.curves
     shown = changed_cases(result)
     x = _shares(today)
@@ -58,7 +54,6 @@ def _draw(result: WhatIf) -> Figure:
     axes.set_title(make_visible(f"{PurePath(result.snapshot).name}, device {result.device}"), loc="left")
     axes.legend(loc="upper left", frameon=True, fontsize="small")
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
-    return figure
 
 
 def _shares(one: CaseCurve) -> Floats:
