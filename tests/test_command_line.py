@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.cli import main, progress
+from profkit.cli import main, outputs
 from tests.conftest import ROOT
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -289,12 +289,12 @@ class _Terminal(io.StringIO):
 
 
 def test_progress_shows_after_a_second_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(outputs, "_PATIENCE_S", 0.05)
     monkeypatch.setenv("TERM", "xterm")
     for seconds, shown in ((0.0, False), (0.8, True)):
         terminal = _Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        with progress.shown_after_a_second("reading [t].sqlite"):
+        with outputs.shown_after_a_second("reading [t].sqlite"):
             time.sleep(seconds)
         assert ("reading [t].sqlite …" in terminal.getvalue()) is shown
 

@@ -8,8 +8,7 @@ from typing import get_args
 import click
 
 from profkit.cli.options import format_option
-from profkit.cli.outputs import print_document
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, shown_after_a_second
 from profkit.errors import RunError
 from profkit.launch.ceilings import measure_ceilings
 from profkit.launch.record import require_torch

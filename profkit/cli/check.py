@@ -9,10 +9,8 @@ import click
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
-from profkit.cli.quantities import Milliseconds, Percent, Share, Size
+from profkit.cli.options import MILLISECONDS, PERCENT, SHARE, SIZE, output_options
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
 from profkit.report.commands.check import budget_label, build_check_document
@@ -21,35 +19,35 @@ from profkit.report.document import Format
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--max-step-ms", type=Milliseconds(), help="Longest median unprofiled step, in milliseconds.")
-@click.option("--max-peak", type=Size(), help="Highest peak of allocated memory: 40GiB, 40GB or bytes.")
+@click.option("--max-step-ms", type=MILLISECONDS, help="Longest median unprofiled step, in milliseconds.")
+@click.option("--max-peak", type=SIZE, help="Highest peak of allocated memory: 40GiB, 40GB or bytes.")
 @click.option(
     "--max-idle",
-    type=Percent(),
+    type=PERCENT,
     help="Largest idle share of the GPUs in the steps, such as 10%; scaled to the unprofiled steps if timed.",
 )
-@click.option("--min-mfu", type=Percent(), help="Smallest model FLOPs utilization, such as 30%.")
+@click.option("--min-mfu", type=PERCENT, help="Smallest model FLOPs utilization, such as 30%.")
 @click.option(
     "--max-share",
     "max_shares",
-    type=Share(),
+    type=SHARE,
     multiple=True,
     help="Largest share of the steps' kernel time for a category or a range, such as softmax=15%; write category:NAME "
     "or range:NAME if a capture has both. May be given several times.",
 )
 @click.option(
     "--max-wait",
-    type=Percent(),
+    type=PERCENT,
     help="Largest share of a step that ranks may wait for each other in collectives, hidden behind computing or not.",
 )
-@click.option("--max-skew", type=Percent(), help="Largest share of a step that the latest rank may cost the others.")
+@click.option("--max-skew", type=PERCENT, help="Largest share of a step that the latest rank may cost the others.")
 @click.option(
     "--baseline",
     type=click.Path(path_type=Path),
     metavar="RUN0",
     help="Allow no measurable slowdown against this run, and no higher peak of requested memory.",
 )
-@click.option("--max-slowdown", type=Percent(), help="Allow this much slowdown against the baseline  [default: 0%]")
+@click.option("--max-slowdown", type=PERCENT, help="Allow this much slowdown against the baseline  [default: 0%]")
 @click.option("--force", is_flag=True, help="Accept a baseline of different origin (GPU, driver, precision, …).")
 @output_options
 def check(

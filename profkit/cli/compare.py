@@ -10,10 +10,8 @@ import click
 from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
-from profkit.cli.completion import complete_ranges
-from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting, write_warnings
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.options import complete_ranges, output_options
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second, write_warnings
 from profkit.reading import open_capture
 from profkit.report.commands.compare import TOP, VIEWS, View, build_compare_document, describe_difference
 from profkit.report.document import Format

@@ -7,8 +7,7 @@ import os
 import click
 
 from profkit.cli.options import format_option
-from profkit.cli.outputs import print_document
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, shown_after_a_second
 from profkit.errors import CheckError, ToolError
 from profkit.launch.doctor import Check, Machine, can_record, examine
 from profkit.launch.nsys import Nsys, find_nsys

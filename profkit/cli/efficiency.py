@@ -7,10 +7,8 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
-from profkit.cli.completion import complete_ranges
-from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_trace
 from profkit.report.commands.efficiency import build_efficiency_document

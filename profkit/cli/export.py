@@ -9,8 +9,7 @@ import click
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedTrace
 from profkit.cli.options import format_option, rank_option
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import whole_file
 from profkit.reading import kind_of, open_snapshot, open_trace

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.outputs import print_line, quote_path
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_line, quote_path, shown_after_a_second
 from profkit.report.units import format_count
 from profkit.run.gathering import gather as gather_to
 

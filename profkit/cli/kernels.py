@@ -11,10 +11,8 @@ import click
 from profkit.analysis.kernels.summary import Grouping, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.selection import KernelFilter
-from profkit.cli.completion import complete_ranges
-from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png, write_warnings
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second, write_warnings
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace

@@ -11,10 +11,8 @@ from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
-from profkit.cli.options import output_options, peak_options
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
-from profkit.cli.quantities import Size
+from profkit.cli.options import SIZE, output_options, peak_options
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot
@@ -40,9 +38,9 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
 @click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
 @peak_options
 @click.option("--stack", metavar="TEXT", help="Show only allocations with TEXT in their stack or their tensor's name.")
-@click.option("--min-size", type=Size(), default=0, help="Show only allocations of at least this size, such as 10MiB.")
+@click.option("--min-size", type=SIZE, default=0, help="Show only allocations of at least this size, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
-@click.option("--capacity", type=Size(), help="The GPU's memory, to explain an out-of-memory error.")
+@click.option("--capacity", type=SIZE, help="The GPU's memory, to explain an out-of-memory error.")
 @click.option(
     "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw memory over time: FILE.html or FILE.png."
 )

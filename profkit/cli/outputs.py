@@ -1,4 +1,4 @@
-"""What a command prints or writes, and which files it must never overwrite."""
+"""What a command prints or writes, what it shows meanwhile, and which files it must never overwrite."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,8 @@ from profkit.files import write_whole
 from profkit.report.document import Document, Format, Role, plainly, render, without_formulas
 from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run, find_run
+
+_PATIENCE_S = 1.0
 
 _STYLES: dict[Role, dict[str, Any]] = {
     "title": {"bold": True},
@@ -98,6 +101,31 @@ def print_document(document: Document, style: Format, output: Path | None, *, fu
         print(text)  # every name in it is visible already, and the colours must stay
     else:
         write_result(text, output)
+
+
+@contextmanager
+def shown_after_a_second(doing: str) -> Iterator[None]:
+    """Show ``doing`` on standard error while the block runs, if it is a terminal and a second has passed."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    with ExitStack() as shown:
+
+        def show() -> None:
+            # Loading rich takes a tenth of a second: quick commands never get here.
+            from rich.console import Console
+            from rich.text import Text
+
+            shown.enter_context(Console(stderr=True).status(Text(f"{doing} …")))
+
+        timer = threading.Timer(_PATIENCE_S, show)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 def has_colours(stream: TextIO | None) -> bool:

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.reading import open_trace
 from profkit.report.commands.ranges import build_ranges_document
 from profkit.report.document import Format

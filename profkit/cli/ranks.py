@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.document import Format

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.outputs import refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import collector_off
 from profkit.reading import open_capture

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from profkit.cli.ceilings import measure_to
-from profkit.cli.outputs import print_line, quote_path, say
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_line, quote_path, say, shown_after_a_second
 from profkit.cli.run_options import (
     ceiling_options,
     command_options,

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.cli.options import format_option
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.report.commands.scrub import build_scrub_document
 from profkit.report.document import Format

@@ -9,8 +9,7 @@ import click
 from profkit.analysis.advice import find_advice
 from profkit.analysis.summarize import summarize_capture
 from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, refuse_overwriting
-from profkit.cli.progress import shown_after_a_second
+from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.files import collector_off
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document

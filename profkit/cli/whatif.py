@@ -8,10 +8,8 @@ import click
 
 from profkit.analysis.whatif.apply import FORMS
 from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
-from profkit.cli.options import output_options, peak_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png
-from profkit.cli.progress import shown_after_a_second
-from profkit.cli.quantities import Size
+from profkit.cli.options import SIZE, output_options, peak_options
+from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
@@ -45,10 +43,10 @@ from profkit.report.document import Format
     metavar="OTHER",
     help="The program recorded with another batch or sequence, for batch:×F and sequence:×F.",
 )
-@click.option("--fit", type=Size(), metavar="SIZE", help="Search for the cheapest edits that fit, such as 24GiB.")
+@click.option("--fit", type=SIZE, metavar="SIZE", help="Search for the cheapest edits that fit, such as 24GiB.")
 @click.option(
     "--capacity",
-    type=Size(),
+    type=SIZE,
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
 @click.option(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.cli.quantities import parse_bytes, parse_milliseconds, parse_percent, parse_share
+from profkit.cli.options import parse_bytes, parse_milliseconds, parse_percent, parse_share
 
 
 @pytest.mark.parametrize(
