@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import manifest, nsys_session
+from profkit.launch import manifest, nsys, nsys_session
 from profkit.launch.manifest import SECRET_NAMES, redact
-from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, parse_version
-from profkit.launch.nsys_session import export_report, find_importer, import_raw, missing_libraries
+from profkit.launch.nsys import (
+    Nsys,
+    build_export_argv,
+    build_nsys_argv,
+    find_importer,
+    find_nsys,
+    missing_libraries,
+    parse_version,
+)
+from profkit.launch.nsys_session import export_report, import_raw
 from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
 from profkit.models.options import CompileMode, TrainingOptions
 from profkit.models.presets import PRESETS
@@ -235,7 +243,7 @@ class TestImporter:
     ) -> None:
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 127")
         listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n"
-        monkeypatch.setattr(nsys_session, "_loader_listing", lambda program: listing)
+        monkeypatch.setattr(nsys, "_loader_listing", lambda program: listing)
         raw = tmp_path / "trace.qdstrm"
         raw.touch()
         with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit.launch.passes import why_no_process
+from profkit.run.recording import Attached
 from tests.forked_scripts import Forks
 
 TRAIN = """
@@ -126,7 +127,7 @@ def test_the_reason_is_what_kept_profkit_out_of_the_process(place: Path) -> None
     ],
 )
 def test_why_no_process_left_word(attached: int, unended: int, status: int, said: str | None) -> None:
-    found = why_no_process(attached, unended, status)
+    found = why_no_process(Path("run"), Attached(attached, unended), status)
     assert found is None if said is None else said in (found or "")
 
 

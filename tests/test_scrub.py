@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import find_nsys
-from profkit.launch.nsys_session import export_to, record_program
+from profkit.launch.nsys_session import open_session
 from profkit.sharing import scrub
 from profkit.trace.scrub import TAKEN, Taken, clean_text, names_string, people_and_hosts, scrub_export, what_is_named
 from tests.nsys_builder import NsysBuilder, process_of
@@ -392,9 +392,9 @@ def test_a_fresh_export_loses_the_environment(tmp_path: Path) -> None:
     target = [sys.executable, "-P", "-c", code]
     environment = {**os.environ, "MY_TOKEN": "hunter2-of-mine", "MY_PLACE": "/home/somebody/else"}
     report, raw, clean = tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", tmp_path / "clean.sqlite"
-    with (tmp_path / "log").open("w+b") as log:
-        record_program(nsys, target, environment, report, log)
-        export_to(nsys, report, raw, log)
+    with (tmp_path / "log").open("w+b") as log, open_session(nsys, report, log) as session:
+        session.start(target, environment)
+        session.collect()
     assert b"hunter2-of-mine" in raw.read_bytes()
     result = scrub_export(raw, clean)
     assert {taken.what for taken in result.taken} >= {"environment", "the program's output", "paths"}

@@ -52,6 +52,7 @@ from profkit.run.recording import (
     leave_ended,
     leave_failure,
     leave_process,
+    leave_unsaved,
 )
 from profkit.run.work import write_work
 
@@ -433,6 +434,8 @@ class Session:
             leave_process(self.run, process)
         except OSError as error:
             say(f"{self.run}: the recording could not be saved: {self._failure or error}")
+            with suppress(OSError):  # said before, or the directory is gone
+                leave_unsaved(self.run, self._pid, error)
 
     def _describe(self, state: str) -> Process:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()

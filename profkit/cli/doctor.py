@@ -9,7 +9,7 @@ import click
 from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document, shown_after_a_second
 from profkit.errors import CheckError, ToolError
-from profkit.launch.doctor import Check, Machine, can_record, examine
+from profkit.launch.doctor import Check, Machine, can_record, examine, try_nsys
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.report.commands.doctor import build_doctor_document
 from profkit.report.document import Format
@@ -17,31 +17,27 @@ from profkit.report.document import Format
 
 @click.command()
 @click.option(
-    "--try",
-    "with_trial",
-    is_flag=True,
-    help="Record a Python process with nsys for one second, and export it.",
+    "--try", "with_trial", is_flag=True, help="Record a Python process with nsys for one second, and export it."
 )
 @format_option
 def doctor(with_trial: bool, style: Format) -> None:
     """Show what this machine can record, and one thing to do for each part that it cannot.
 
-    It looks at nsys, its version against the driver, its importer, nvtx, GPUs and their links, permission, torch, disk
-    and cache, and imports no torch. It exits with 3 if a trial failed or nothing can be recorded: there is neither
-    torch nor an nsys that starts, or no room on the disk.
+    It looks at nsys, its version against the driver, its importer, nvtx, GPUs, torch and disk, and imports no torch. It
+    exits with 3 if the trial failed or nothing can be recorded: there is neither torch nor an nsys that starts, or no
+    room on the disk.
     """
-    nsys, machine = _find(), Machine()
+    nsys = _find()
     with shown_after_a_second("looking at this machine"):
-        findings = examine(machine, nsys)
+        findings = examine(Machine(), nsys)
     possible = can_record(findings)
-    trials = [] if not with_trial else [_try(nsys)]
-    findings += trials
+    if with_trial:
+        findings.append(_try(nsys))
     print_document(build_doctor_document(findings, can_record=possible, on_screen=style == "table"), style, None)
     if not possible:
         raise CheckError("nothing can be recorded here: profkit needs torch or a working nsys, and free disk space")
-    for failed in (one for one in trials if one.state == "failed"):
-        what = "nsys records no ranges here" if failed.check == "trial" else "no collectives between the GPUs"
-        raise CheckError(f"the {failed.check} failed: {what}")
+    if with_trial and findings[-1].state == "failed":
+        raise CheckError("the trial failed: nsys records no ranges here")
 
 
 def _find() -> Nsys | str | None:
@@ -54,7 +50,5 @@ def _find() -> Nsys | str | None:
 def _try(nsys: Nsys | str | None) -> Check:
     if not isinstance(nsys, Nsys):
         return Check("trial", "failed", "there is no nsys to try", "install nsight-systems-cli or name one in $NSYS")
-    from profkit.launch.doctor import try_nsys
-
     with shown_after_a_second("recording a second of a Python process"):
         return try_nsys(nsys)

@@ -258,22 +258,19 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
 
 
 def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
-    """Print what was recorded and what to ask next, or one line if the target failed; return its status.
-
-    The status is 1 if it succeeded and nothing was recorded. Where nothing can be printed it is the target's all the
-    same.
-    """
+    """Print what was recorded and what to ask next, or one line if the target failed; return the target's status."""
     where = quote_path(recorded.run)
     is_job = is_of_job(recorded.run) and (recorded.run.parent / JOB).exists()
+    out_of_memory = recorded.outcome.out_of_memory
     if recorded.exit_status != 0:
-        if recorded.out_of_memory is not None and recorded.out_of_memory.is_fatal:
-            _explain_out_of_memory(recorded, recorded.out_of_memory, where)
+        if out_of_memory is not None and out_of_memory.is_fatal:
+            _explain_out_of_memory(recorded, out_of_memory, where)
         say(_describe_failure(recorded, target, where))
         return recorded.exit_status
     for warning in recorded.warnings:
         say(f"{recorded.run.name}: warning: {warning}" if is_job else f"warning: {warning}")
-    if recorded.out_of_memory is not None:
-        _explain_out_of_memory(recorded, recorded.out_of_memory, where)
+    if out_of_memory is not None:
+        _explain_out_of_memory(recorded, out_of_memory, where)
     if recorded.reason is not None:
         say(recorded.reason)
     elif ceilings is not None:
@@ -282,7 +279,7 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     if not is_job or recorded.run.name in FIRST_OF_JOB:
         _show(recorded)
         _say_next(recorded, target, where, is_job=is_job)
-    return 1 if recorded.reason else 0
+    return recorded.exit_status
 
 
 def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
@@ -292,10 +289,10 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
     """
     name = target.argv[0] if target.argv else target.title
     killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
-    ranks = f" ({recorded.failed_ranks})" if recorded.failed_ranks else ""
+    ranks = f" ({recorded.outcome.failed_ranks})" if recorded.outcome.failed_ranks else ""
     failed = f"{name} failed with exit status {recorded.exit_status}{killed}{ranks}"
     if recorded.has_trace:
-        steps = f"{recorded.complete_steps} of {target.workload.steps} steps"
+        steps = f"{len(recorded.process.profiled)} of {target.workload.steps} steps"
         return f"{failed}; {steps} were recorded and are kept: profkit ranges {where}"
     if recorded.has_snapshot:
         return f"{failed}; what was recorded up to then is kept: profkit memory {where}"
@@ -343,20 +340,19 @@ def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool) -
             f"\n{report.name}{others} holds the environment, secrets included, and cannot be scrubbed: share a "
             f"`profkit scrub` of\n{report.with_suffix('.sqlite').name}; --no-keep-report deletes the report"
         )
-    if recorded.step is not None:
-        print_line(f"\nA step is {describe_step(recorded.step, recorded.step_names)} (--step-on chooses another).")
-    if recorded.left_out is not None:
-        out = recorded.left_out
-        print_line(
-            f"\n{out.modules:,} modules have no range, to keep recording cheap: --depth {out.depth} gives them one."
-        )
+    step, left_out = recorded.process.step, recorded.process.left_out
+    if recorded.has_trace and step is not None:
+        print_line(f"\nA step is {describe_step(step, recorded.process.step_names)} (--step-on chooses another).")
+    if recorded.has_trace and left_out is not None:
+        count, depth = f"{left_out.modules:,}", left_out.depth
+        print_line(f"\n{count} modules have no range, to keep recording cheap: --depth {depth} gives them one.")
     print_line(f"\nThe run is {where}. Next:")
     if has_ranks:
         print_line(f"  profkit ranks {quote_path(recorded.run.parent) if is_job else where}")
     if recorded.has_trace or recorded.has_snapshot:
         print_line(f"  profkit report {where}")
     if recorded.has_kernels:
-        print_line(f"  profkit kernels {where} --range {_example_range(target, recorded.step)}")
+        print_line(f"  profkit kernels {where} --range {_example_range(target, step)}")
     if recorded.has_trace:
         print_line(f"  profkit ranges {where}")
     if recorded.has_snapshot:

@@ -18,21 +18,22 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from profkit.errors import ToolError
-from profkit.files import user_cache
-from profkit.launch.gpu_state import cuda_of_driver, driver_in, read_gpu_state
-from profkit.launch.nsys import CUPTI, Nsys, cupti_of, is_before, list_installed, numbers
-from profkit.launch.nsys_session import (
-    NO_ROOM_BYTES,
-    export_to,
+from profkit.launch.gpu_state import cuda_of_driver, driver_in
+from profkit.launch.nsys import (
+    CUPTI,
+    Nsys,
+    cupti_of,
     find_importer,
     how_to_install,
+    is_before,
     lacking_libraries,
-    record_program,
+    list_installed,
+    numbers,
 )
-from profkit.run.links import GpuLink, describe_links
+from profkit.launch.nsys_session import NO_ROOM_BYTES, open_session
 
 State = Literal["ok", "note", "warning", "failed"]
 
@@ -93,11 +94,9 @@ class Machine:
     root: Path = Path("/")
     working_directory: Path = field(default_factory=Path.cwd)
     temporary_directory: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    cache_directory: Path | None = None
     package: Callable[[str], Package | None] = installed_package
     output: Callable[[Sequence[str]], str | None] = output_of
     lacking: Callable[[Path], list[str]] = lacking_libraries
-    links: Callable[[], tuple[GpuLink, ...]] = lambda: read_gpu_state().links
 
     def text(self, path: str) -> str | None:
         """Return the text of a file under the root, None if it cannot be read."""
@@ -114,11 +113,8 @@ def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
         check_nsys(machine, nsys),
         *(_checks_of(machine, nsys, driver) if isinstance(nsys, Nsys) else ()),
         check_driver(machine, driver),
-        *check_links(machine),
-        check_permission(machine),
         check_torch(machine, driver),
         *check_disk(machine),
-        check_cache(machine),
     ]
 
 
@@ -245,33 +241,6 @@ def check_driver(machine: Machine, driver: str | None) -> Check:
     return Check("GPU", "ok", found)
 
 
-def check_links(machine: Machine) -> list[Check]:
-    """Say how the GPUs of this machine reach each other; nothing where there are no two."""
-    links = machine.links()
-    if not links:
-        return []
-    found = f"{len({gpu for link in links for gpu in link.gpus})} GPUs: {describe_links(links)}"
-    return [Check("GPU links", "ok", found)]
-
-
-def check_permission(machine: Machine) -> Check:
-    """Say whether tracing is permitted: it always is; sampling the CPU and GPU counters may not be.
-
-    kernel.perf_event_paranoid above 2 forbids CPU sampling (perf_event_open), NVreg_RestrictProfilingToAdminUsers the
-    GPU's hardware counters. `profkit run` uses neither: CUDA and NVTX are traced from within the process.
-    """
-    said = ["tracing CUDA and NVTX needs none"]
-    paranoid = (machine.text("proc/sys/kernel/perf_event_paranoid") or "").strip()
-    if paranoid.lstrip("-").isdigit():
-        allowed = "forbids" if int(paranoid) > 2 else "allows"
-        said.append(f"perf_event_paranoid {paranoid} {allowed} CPU sampling (not used)")
-    if re.search(r"^RmProfilingAdminOnly:\s*1", machine.text("proc/driver/nvidia/params") or "", re.MULTILINE):
-        said.append("GPU counters need an administrator (not used)")
-    if any((machine.root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
-        said.append("in a container")
-    return Check("permission", "ok", "; ".join(said))
-
-
 def check_torch(machine: Machine, driver: str | None) -> Check:
     """Say which torch build is installed, and whether it fits the driver."""
     torch = machine.package("torch")
@@ -317,14 +286,6 @@ def _check_room(check: str, directory: Path, cure: str) -> Check:
     return Check(check, "warning" if free < _LITTLE_BYTES else "ok", found, cure if free < _LITTLE_BYTES else None)
 
 
-def check_cache(machine: Machine) -> Check:
-    """Say how much profkit keeps in the user's cache: exports of reports that were read, and compiled code."""
-    directory = machine.cache_directory or user_cache()
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    cure = f"rm -r {directory} frees it" if size > _LITTLE_BYTES else None
-    return Check("cache", "note" if cure else "ok", f"{_gib(size)} in {directory}", cure)
-
-
 def _gib(byte_count: int) -> str:
     return f"{byte_count / 1024**3:.1f} GiB" if byte_count >= 0.1 * 1024**3 else f"{byte_count / 1024**2:.1f} MiB"
 
@@ -349,38 +310,33 @@ _QUERY = """
 
 def try_nsys(nsys: Nsys) -> Check:
     """Return whether ranges come through from this Python's nvtx to an export of this nsys; leaves nothing behind."""
-    with tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as folder, _log(folder) as log:
-        try:
-            count = _record(nsys, Path(folder), log)
-        except ToolError as error:
-            return Check(_CHECK, "failed", _last_line(str(error), log), "follow what it says, then try again")
+    try:
+        count = _count_recorded_ranges(nsys)
+    except ToolError as error:
+        return Check(_CHECK, "failed", str(error), "follow what it says, then try again")
     if count == _COUNT:
         return Check(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
     cure = "pip install 'nvtx<0.2.12', or use another nsys ($NSYS)"
     return Check(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
 
 
-def _record(nsys: Nsys, folder: Path, log: IO[bytes]) -> int:
-    report, export = folder / "trial.nsys-rep", folder / "trial.sqlite"
-    target = [sys.executable, "-P", "-c", _PROGRAM]
-    record_program(nsys, target, os.environ, report, log)
-    export_to(nsys, report, export, log)
-    with closing(sqlite3.connect(f"{export.as_uri()}?mode=ro", uri=True)) as connection:
-        try:
-            return int(connection.execute(_QUERY, (_RANGE,)).fetchone()[0])
-        except sqlite3.OperationalError as error:
-            # nsys writes no table for what it did not see.
-            if "no such table" in str(error):
-                return 0
-            raise ToolError(f"{nsys.path} wrote an export that SQLite cannot read: {error}") from None
-
-
-def _log(folder: str) -> IO[bytes]:
-    return (Path(folder) / "log").open("w+b")
-
-
-def _last_line(said: str, log: IO[bytes]) -> str:
-    """Return the error with the last line of the log, which goes away with the folder."""
-    log.seek(0)
-    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return f"{said}; its last line: {lines[-1]}" if lines and lines[-1] not in said else said
+def _count_recorded_ranges(nsys: Nsys) -> int:
+    with (
+        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as log,
+        open_session(nsys, Path(folder, "trial.nsys-rep"), log) as session,
+    ):
+        output = log.fileno()
+        status = session.start([sys.executable, "-P", "-c", _PROGRAM], os.environ, (output, output))
+        if status != 0:
+            raise ToolError(f"the program that {nsys.path} recorded ended with exit status {status}")
+        session.collect()
+        export = session.report.with_suffix(".sqlite")
+        with closing(sqlite3.connect(f"{export.as_uri()}?mode=ro", uri=True)) as connection:
+            try:
+                return int(connection.execute(_QUERY, (_RANGE,)).fetchone()[0])
+            except sqlite3.OperationalError as error:
+                # nsys writes no table for what it did not see.
+                if "no such table" in str(error):
+                    return 0
+                raise ToolError(f"{nsys.path} wrote an export that SQLite cannot read: {error}") from None

@@ -1,13 +1,14 @@
-"""Nsight Systems from outside: where it is, what it can do, and how to call it; all but finding it is pure."""
+"""Nsight Systems from outside: where it and its importer are, what it can do, and how to call it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -281,3 +282,65 @@ def numbers(version: str) -> list[int]:
 def is_before(version: str, other: str) -> bool:
     """Return whether ``version`` is older than ``other``."""
     return numbers(version) < numbers(other)
+
+
+# Beside nsys' own folder first, then wherever an Nsight tool has a host folder.
+_HOST_FOLDERS = (
+    "opt/nvidia/nsight-systems*/*/host-linux-*",
+    "opt/nvidia/nsight-compute/*/host/*linux*",
+    "usr/lib/nsight-systems/host-linux-*",
+    "usr/lib/*/nsight-systems/host-linux-*",
+    "usr/local/cuda*/nsight-*/host*/*linux*",
+)
+
+# Debian's names of the packages with the libraries that a bare machine lacks.
+_PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "libssh-4", "libpfm.so.4": "libpfm4"}
+_NEEDED_BY = {"libdw.so.1": ("libelf.so.1",)}
+
+
+def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
+    """Return the QdstrmImporter nearest to ``nsys``, or None."""
+    installation = nsys.resolve().parent.parent
+    near = sorted(installation.glob("*/QdstrmImporter"))
+    far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]
+    return next((path for path in near + far if os.access(path, os.X_OK)), None)
+
+
+def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
+    """Return the command that imports ``raw`` as ``report``."""
+    return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
+
+
+def lacking_libraries(importer: Path) -> list[str]:
+    """Return the libraries that the importer needs and the dynamic loader does not find."""
+    return missing_libraries(_loader_listing(importer), _is_here)
+
+
+def how_to_install(missing: Sequence[str]) -> str:
+    """Return which packages to install for missing libraries, as far as their names are known."""
+    packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
+    return f"install {' '.join(packages)}" if packages else "install them"
+
+
+def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
+    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
+
+    The loader cannot look into a library that is missing; what that one needs and lacks is added.
+    """
+    missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
+    needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]
+    return missing + [inner for inner in needed if not is_here(inner)]
+
+
+def _is_here(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _loader_listing(program: Path) -> str:
+    environment = {**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout

@@ -1,28 +1,40 @@
-"""Recording with Nsight Systems: around a program or each chosen rank; raw data imported, reports exported."""
+"""A session of Nsight Systems: started around a program or by each chosen rank; its report imported and exported.
+
+One around all ranks of a machine would record the others too. So with ``--ranks`` each rank starts its own
+(`profkit.capture.own_nsys`), also where all ranks of a machine are chosen: that is only known once they run.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.files import user_cache
 from profkit.launch.family import Family
-from profkit.launch.nsys import Nsys, build_export_argv, build_nsys_argv, find_nsys, read_abilities
-from profkit.launch.processes import PATIENCE_S, folder_of, run_child, run_tool, uninterrupted
-from profkit.run.directory import LOG, NSYS_REPORT, name_of_rank
+from profkit.launch.nsys import (
+    Nsys,
+    build_export_argv,
+    build_import_argv,
+    build_nsys_argv,
+    find_importer,
+    find_nsys,
+    how_to_install,
+    lacking_libraries,
+    read_abilities,
+)
+from profkit.launch.processes import PATIENCE_S, folder_of, run_child, run_tool, where_said
+from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT, name_of_rank
 from profkit.run.recording import (
     NSYS_STARTS,
     RANK_NSYS,
@@ -32,36 +44,194 @@ from profkit.run.recording import (
     RankReport,
     behind_nsys,
     find_rank_reports,
-    has_recorded,
 )
 
-# Beside nsys' own folder first, then wherever an Nsight tool has a host folder.
-_HOST_FOLDERS = (
-    "opt/nvidia/nsight-systems*/*/host-linux-*",
-    "opt/nvidia/nsight-compute/*/host/*linux*",
-    "usr/lib/nsight-systems/host-linux-*",
-    "usr/lib/*/nsight-systems/host-linux-*",
-    "usr/local/cuda*/nsight-*/host*/*linux*",
-)
+NO_ROOM_BYTES = 100 * 1024**2
+"""With less than this nothing is recorded: where its TMPDIR is full, nsys 2023.4.4 waits for ever."""
 
-# Debian's names of the packages with the libraries that a bare machine lacks.
-_PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "libssh-4", "libpfm.so.4": "libpfm4"}
-_NEEDED_BY = {"libdw.so.1": ("libelf.so.1",)}
-
-_TRIES = 3
+_FULL_BYTES = 1024**2
+_RAW_SUFFIX = ".qdstrm"
+_UNREAD = "unread.nsys-rep"
+_PRIVATE = 0o600
+"""nsys writes the environment and the command line into its files, secrets included: they are their owner's alone."""
+_IMPORTS = 3
 """How often a raw file is imported: where six ran at once, that of nsys 2023.4.4 failed in 1 of 300 cases."""
+_POLL_S = 0.02
+
+# nsys says this and exits 0: seen when its CUPTI is older than the driver.
+_LOSSY = b"Errors occurred while processing the raw events"
+# nsys says this when it does not understand its own command line; the target has not been started then.
+_REFUSED = re.compile(rb"\A\s*([^\n]+)\n.*^usage: nsys", re.MULTILINE | re.DOTALL)
 
 
-def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
-    """Return the QdstrmImporter nearest to ``nsys``, or None."""
-    installation = nsys.resolve().parent.parent
-    near = sorted(installation.glob("*/QdstrmImporter"))
-    far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]
-    return next((path for path in near + far if os.access(path, os.X_OK)), None)
+@contextmanager
+def open_session(nsys: Nsys, report: Path, log: IO[bytes], *, uses_cuda: bool = False) -> Iterator[NsysSession]:
+    """Yield a session that leaves ``report``; nsys's temporary files are gone after the block.
+
+    Interrupted, nsys leaves its raw data behind, which can be gigabytes.
+
+    Raises:
+        ToolError: there is no room for a capture, or for nsys's temporary files.
+    """
+    places = ((report.parent, "name another with -o"), (Path(tempfile.gettempdir()), "point TMPDIR to another disk"))
+    for folder, cure in places:
+        free = shutil.disk_usage(folder).free
+        if free < NO_ROOM_BYTES:
+            left = f"{free / 1024**2:.1f} MiB are free, and nsys needs {NO_ROOM_BYTES // 1024**2}"
+            raise ToolError(f"{folder}: the disk is full: {left}; free some space, or {cure}")
+    with tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch:
+        yield NsysSession(nsys, report, log, scratch, uses_cuda=uses_cuda)
+
+
+@dataclass(frozen=True)
+class NsysSession:
+    """One use of nsys; what it says goes to ``log``, its temporary files to ``scratch``."""
+
+    nsys: Nsys
+    report: Path
+    log: IO[bytes]
+    scratch: str
+    uses_cuda: bool
+
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int] = (1, 2),
+        *,
+        reads_input: bool = False,
+    ) -> int:
+        """Run a program under nsys to its end and return its exit status.
+
+        nsys is started up to `NSYS_STARTS` times, until the program has begun.
+
+        Args:
+            words: the program.
+            environment: its environment.
+            outputs: descriptors of its standard output and error.
+            reads_input: whether it reads our standard input, which nsys hands on to it; else that is empty.
+
+        Raises:
+            ToolError: nsys was killed, did not understand how it was called, or did not start the program.
+        """
+        began = Path(self.scratch, "began")
+        variables = {**environment, "TMPDIR": self.scratch}
+        with _copies_of(outputs) as copies:
+            argv = self._build_argv(self.report.with_suffix(""), behind_nsys(words, copies, began))
+            for _ in range(NSYS_STARTS):
+                said_from = self.log.tell()
+                status = run_tool(argv, variables, self.log, copies, reads_input=reads_input)
+                if began.exists():
+                    return status
+                self._raise_if_refused(said_from)
+        said = _last_line(self.log, said_from) or f"exit status {status}"
+        raise ToolError(f"{self.nsys.path} did not start the target: {said}{where_said(self.log)}")
+
+    def start_ranks(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run a program whose chosen ranks start an nsys each, by the order in ``environment``; return its status."""
+        argv = self._build_argv(Path("{report}"), [])
+        order = Order.from_environment(environment)
+        order = replace(order, rank_nsys=RankNsys(tuple(argv), self.scratch, os.getpid()))
+        variables = {**environment, VARIABLE: order.to_json()}
+        return run_child(words, variables, reads_input=True, tool=folder_of(self.nsys.path))
+
+    def collect(self) -> None:
+        """Import what nsys left, and export it to a file beside `report`; then delete that unless it is to be kept.
+
+        Raises:
+            ToolError: nsys left nothing, or it could not be imported or exported.
+        """
+        self._collect(self.report)
+
+    def collect_ranks(self) -> list[str]:
+        """Collect the reports of ranks that recorded, and remove what the others left.
+
+        Of a rank that was restarted the last report counts. Return a line for each whose report could not be collected.
+
+        Raises:
+            ToolError: that is so for all ranks that recorded.
+        """
+        run = self.report.parent
+        reports = find_rank_reports(run)
+        recorded = {report.rank: report for report in reports if report.recorded.exists()}
+        errors: dict[int, ToolError] = {}
+        for rank, report in sorted(recorded.items()):
+            try:
+                self._end_rank(report)
+                final = run / name_of_rank(NSYS_REPORT, rank)
+                for left in (report.path, report.path.with_suffix(_RAW_SUFFIX)):
+                    if left.exists():
+                        left.replace(final.with_suffix(left.suffix))
+                self._collect(final)
+            except ToolError as error:
+                errors[rank] = error
+        for path in [path for report in reports for path in run.glob(f"{report.path.stem}.*")]:
+            path.unlink()
+        if errors and len(errors) == len(recorded):
+            raise next(iter(errors.values()))
+        return [f"rank {rank}: {error}{_put_aside(run, rank)}" for rank, error in errors.items()]
+
+    def _raise_if_refused(self, said_from: int) -> None:
+        self.log.seek(said_from)
+        refused = _REFUSED.match(self.log.read())
+        if refused:
+            said = refused[1].decode(errors="replace").strip()
+            raise ToolError(f"{self.nsys.path} did not start the target: {said}")
+
+    def _build_argv(self, report: Path, words: Sequence[str]) -> list[str]:
+        return build_nsys_argv(self.nsys, report, words, cuda=self.uses_cuda, temporary=tempfile.gettempdir())
+
+    def _collect(self, report: Path) -> None:
+        self._import_left(report)
+        if not report.exists():
+            if _is_full(report.parent):
+                cure = "free some space, or name another with -o"
+                raise ToolError(f"{report.parent}: the disk is full, and nsys left no report; {cure}")
+            raise ToolError(f"{self.nsys.path} left no report: {_last_line(self.log)}{where_said(self.log)}")
+        export = report.with_suffix(Path(NSYS_EXPORT).suffix)
+        report.chmod(_PRIVATE)
+        export_to(self.nsys, report, export, self.log)
+        export.chmod(_PRIVATE)
+        if not self.nsys.options.keep_report:
+            report.unlink()
+
+    def _import_left(self, report: Path) -> None:
+        """Make ``report`` of the raw file that nsys may have left in its place.
+
+        It keeps both where its importer says that it failed, as that of 2023.4.4 did while another ran.
+        """
+        raw = report.with_suffix(_RAW_SUFFIX)
+        if raw.exists():
+            report.unlink(missing_ok=True)
+            import_raw(raw, report, self.nsys.path, self.log)
+
+    def _end_rank(self, report: RankReport) -> None:
+        """Wait until a rank's nsys has written its report.
+
+        A launcher that ends a rank's first process by SIGKILL wants its program to end, which lives on under nsys.
+
+        Raises:
+            ToolError: the rank was left running, as by a script that does not wait for what it starts.
+        """
+        under_nsys = Family(report.path.stem, None, RANK_NSYS)
+        if _runs(report.starter, VARIABLE):
+            raise ToolError("it ran on when the command had ended, so nothing of it was kept")
+        under_nsys.send(signal.SIGKILL, but=folder_of(self.nsys.path))
+        deadline = time.monotonic() + PATIENCE_S
+        while under_nsys.members() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        under_nsys.end()
+
+
+def open_log(run: Path) -> IO[bytes]:
+    """Open the log of a run, which only its owner may read and several write: a profiler may print the command line."""
+    return open(run / LOG, "w+b", opener=lambda path, flags: os.open(path, flags | os.O_APPEND, _PRIVATE))
 
 
 def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     """Turn ``raw`` (``.qdstrm``) into ``report`` (``.nsys-rep``) and remove it.
+
+    nsys leaves a raw file where it does not find its host part, as Nsight Compute's and Debian's do not.
 
     Raises:
         ToolError: there is no importer, libraries that it needs are missing (they and their packages are named), or it
@@ -74,61 +244,35 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     if missing:
         cure = how_to_install(missing)
         raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
-    for _ in range(_TRIES):
+    for _ in range(_IMPORTS):
         status = run_tool(build_import_argv(importer, raw, report), os.environ, log)
         if status == 0 and report.exists():
             raw.unlink()
             return
         report.unlink(missing_ok=True)
-    raise ToolError(f"{importer} could not import {raw} (exit status {status}); its output is in {log.name}")
+    raise ToolError(f"{importer} could not import {raw} (exit status {status}){where_said(log)}")
 
 
-def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
-    """Return the command that imports ``raw`` as ``report``."""
-    return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
+def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
+    """Export ``report`` to ``export``, which appears whole or not at all; what nsys says goes to ``log``.
 
-
-def lacking_libraries(importer: Path) -> list[str]:
-    """Return the libraries that the importer needs and the dynamic loader does not find."""
-    return missing_libraries(_loader_listing(importer), _is_here)
-
-
-def how_to_install(missing: Sequence[str]) -> str:
-    """Return which packages to install for missing libraries, as far as their names are known."""
-    packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
-    return f"install {' '.join(packages)}" if packages else "install them"
-
-
-def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
-    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
-
-    The loader cannot look into a library that is missing; what that one needs and lacks is added.
+    Raises:
+        ToolError: nsys failed; its last line is quoted. Or the disk is full.
     """
-    missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
-    needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]
-    return missing + [inner for inner in needed if not is_here(inner)]
-
-
-def _is_here(library: str) -> bool:
+    said_from = log.tell()
+    partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
     try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-def _loader_listing(program: Path) -> str:
-    environment = {**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}
-    command: Sequence[str] = [str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout
-
-
-_FULL_BYTES = 1024**2
-RECORDING, EXPORTING = "recording the steps with Nsight Systems", "exporting what Nsight Systems recorded"
-EXPORT_SUFFIX, RAW_SUFFIX = ".sqlite", ".qdstrm"
-_PRIVATE = 0o600
-"""nsys writes the environment and the command line into its files, secrets included: they are their owner's alone."""
+        options = read_abilities(nsys.path, "export").options
+        status = run_tool(build_export_argv(nsys.path, report, partial, options), os.environ, log)
+        # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
+        if _is_full(export.parent):
+            raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")
+        if status != 0 or not partial.exists() or not partial.stat().st_size:
+            said = _last_line(log, said_from) or f"exit status {status}"
+            raise ToolError(f"{nsys.path} could not export {report}: {said}")
+        os.replace(partial, export)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def export_report(report: Path) -> Path:
@@ -160,215 +304,6 @@ def export_report(report: Path) -> Path:
     return export
 
 
-def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
-    """Export ``report`` to ``export``, which appears whole or not at all; what nsys says goes to ``log``.
-
-    Raises:
-        ToolError: nsys failed; its last line is quoted. Or the disk is full.
-    """
-    said_from = log.tell()
-    partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
-    try:
-        options = read_abilities(nsys.path, "export").options
-        status = run_tool(build_export_argv(nsys.path, report, partial, options), os.environ, log)
-        # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
-        if is_full(export.parent):
-            raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")
-        if status != 0 or not partial.exists() or not partial.stat().st_size:
-            raise ToolError(f"{nsys.path} could not export {report}: {_last_line(log, said_from, status)}")
-        os.replace(partial, export)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def is_full(folder: Path) -> bool:
-    """Return whether the disk is almost full: the file written last may be cut off."""
-    return shutil.disk_usage(folder).free < _FULL_BYTES
-
-
-def _last_line(log: IO[bytes], position: int, status: int) -> str:
-    log.seek(position)
-    lines = log.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {status}")
-
-
-NO_ROOM_BYTES = 100 * 1024**2
-"""With less than this nothing is recorded: where its TMPDIR is full, nsys 2023.4.4 waits for ever."""
-
-# nsys says this and exits 0: seen when its CUPTI is older than the driver.
-_LOSSY = b"Errors occurred while processing the raw events"
-# nsys says this when it does not understand its own command line; the target has not been started then.
-_REFUSED = re.compile(rb"\A\s*([^\n]+)\n.*^usage: nsys", re.MULTILINE | re.DOTALL)
-
-
-def record_in_nsys(
-    run: Path,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    nsys: Nsys,
-    *,
-    uses_cuda: bool,
-    reads_input: bool,
-    progress: Callable[[str], AbstractContextManager[object]],
-) -> int:
-    """Run a target in nsys, export what nsys recorded, and return the target's exit status.
-
-    Args:
-        run: the run directory.
-        words: the target's command.
-        environment: its environment, with profkit's order.
-        nsys: which one, and what it is to record.
-        uses_cuda: whether the target will use CUDA.
-        reads_input: whether it reads our standard input; nothing is shown then while it runs.
-        progress: shows what is being done.
-
-    Raises:
-        ToolError: there is no room for nsys, it failed, or its report could not be collected.
-    """
-    require_room(run)
-    with (
-        open(run / LOG, "w+b", opener=private) as log,
-        _own_outputs() as outputs,
-        # Interrupted, nsys leaves its raw data behind, which can be gigabytes.
-        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
-    ):
-        began = Path(scratch, "began")
-        argv = build_nsys_argv(
-            nsys,
-            (run / NSYS_REPORT).with_suffix(""),
-            behind_nsys(words, outputs, began),
-            cuda=uses_cuda,
-            temporary=tempfile.gettempdir(),
-        )
-        variables = {**environment, "TMPDIR": scratch}
-        with nullcontext() if reads_input else progress(RECORDING):
-            try:
-                status = run_in_nsys(argv, variables, log, outputs, began, reads_input=reads_input)
-            except KeyboardInterrupt:
-                # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
-                with uninterrupted(), suppress(ToolError):
-                    _collect_recorded(run, nsys, log, progress)
-                raise
-        _collect_recorded(run, nsys, log, progress)
-    return status
-
-
-def _collect_recorded(
-    run: Path, nsys: Nsys, log: IO[bytes], progress: Callable[[str], AbstractContextManager[object]]
-) -> None:
-    """Export nsys's report, if the target recorded any step."""
-    if has_recorded(run):
-        with progress(EXPORTING):
-            collect_report(run / NSYS_REPORT, nsys, log)
-
-
-def require_room(run: Path) -> None:
-    """Raise `ToolError` unless there is room for a capture and for nsys's temporary files."""
-    places = ((run, "name another with -o"), (Path(tempfile.gettempdir()), "point TMPDIR to another disk"))
-    for folder, cure in places:
-        free = shutil.disk_usage(folder).free
-        if free < NO_ROOM_BYTES:
-            left = f"{free / 1024**2:.1f} MiB are free, and nsys needs {NO_ROOM_BYTES // 1024**2}"
-            raise ToolError(f"{folder}: the disk is full: {left}; free some space, or {cure}")
-
-
-def run_in_nsys(
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    log: IO[bytes],
-    pass_fds: Sequence[int],
-    began: Path,
-    *,
-    reads_input: bool = False,
-) -> int:
-    """Run nsys around its target to the end and return the target's exit status.
-
-    nsys hands its standard input on to the target: an empty one, or ours if the target ``reads_input``. The target
-    leaves the file ``began``; until it has, nsys is started up to `NSYS_STARTS` times.
-
-    Raises:
-        ToolError: nsys was killed, did not understand how it was called, or did not start the target.
-    """
-    for _ in range(NSYS_STARTS):
-        said_from = log.tell()
-        status = run_tool(argv, environment, log, pass_fds, reads_input=reads_input)
-        if began.exists():
-            return status
-        log.seek(said_from)
-        refused = _REFUSED.match(log.read())
-        if refused:
-            raise ToolError(f"{argv[0]} did not start the target: {refused[1].decode(errors='replace').strip()}")
-    raise ToolError(
-        f"{argv[0]} did not start the target: {_last_line(log, said_from, status)}; its output is in {log.name}"
-    )
-
-
-def private(path: str, flags: int) -> int:
-    """Open a log that only its owner may read and several write: what a profiler prints may hold the command line."""
-    return os.open(path, flags | os.O_APPEND, 0o600)
-
-
-@contextmanager
-def _own_outputs() -> Iterator[tuple[int, int]]:
-    """Yield copies of our standard output and error, for a child whose own two belong to a profiler."""
-    copies = os.dup(1), os.dup(2)
-    try:
-        yield copies
-    finally:
-        for copy in copies:
-            os.close(copy)
-
-
-def collect_report(report: Path, nsys: Nsys, log: IO[bytes]) -> None:
-    """Export the ``report`` that nsys left in a run to a file beside it; then delete it, unless it is to be kept.
-
-    If nsys left its raw data, with or without a report, these are imported first.
-
-    Raises:
-        ToolError: there is none, or it could not be imported or exported.
-    """
-    run, export = report.parent, report.with_suffix(EXPORT_SUFFIX)
-    _import_left(report, nsys, log)
-    if not report.exists():
-        if is_full(run):
-            raise ToolError(
-                f"{run}: the disk is full, and nsys left no report; free some space, or name another with -o"
-            )
-        raise ToolError(f"{nsys.path} left no report; its output is in {log.name}")
-    report.chmod(_PRIVATE)
-    export_to(nsys, report, export, log)
-    export.chmod(_PRIVATE)
-    if not nsys.options.keep_report:
-        report.unlink()
-
-
-def _import_left(report: Path, nsys: Nsys, log: IO[bytes]) -> None:
-    """Make ``report`` of the raw file that nsys may have left in its place."""
-    raw = report.with_suffix(RAW_SUFFIX)
-    if raw.exists():
-        # It keeps both where its importer says that it failed, as that of 2023.4.4 did while another ran.
-        report.unlink(missing_ok=True)
-        import_raw(raw, report, nsys.path, log)
-
-
-def record_program(
-    nsys: Nsys, words: Sequence[str], environment: Mapping[str, str], report: Path, log: IO[bytes]
-) -> None:
-    """Record all of a short program without CUDA into ``report``; what it prints goes to ``log``, as nsys's words do.
-
-    Raises:
-        ToolError: nsys left no report, `NSYS_STARTS` times; the program failed; or the report could not be imported.
-    """
-    argv = build_nsys_argv(nsys, report.with_suffix(""), words, cuda=False, temporary=tempfile.gettempdir())
-    for _ in range(NSYS_STARTS):
-        status = run_tool(argv, {**environment, "TMPDIR": str(report.parent)}, log)
-        if report.exists() or report.with_suffix(RAW_SUFFIX).exists():
-            break
-    _import_left(report, nsys, log)
-    if status != 0 or not report.exists():
-        raise ToolError(f"{nsys.path} left no report (exit status {status})")
-
-
 def lost_events(run: Path) -> list[str]:
     """Return a warning if nsys lost events, by its own log."""
     log = run / LOG
@@ -377,80 +312,33 @@ def lost_events(run: Path) -> list[str]:
     return [f"nsys lost events ({log}); its version may be too old for the driver: the capture is lossy"]
 
 
-_POLL_S = 0.02
-_UNREAD = "unread.nsys-rep"
+def clear_unexported(run: Path) -> None:
+    """Remove files that nsys was still writing: how much of the capture they hold is unknown."""
+    if not (run / NSYS_EXPORT).exists():
+        for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(_RAW_SUFFIX)):
+            left.unlink(missing_ok=True)
 
 
-def run_ranks_in_nsys(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    nsys: Nsys,
-    *,
-    uses_cuda: bool,
-    progress: Callable[[str], AbstractContextManager[object]],
-) -> tuple[int, list[str]]:
-    """Run a target whose chosen ranks start an Nsight Systems each.
-
-    Return its exit status, and a line for each rank that recorded but whose report could not be collected.
-
-    Args:
-        words: the target's command.
-        environment: its environment, with profkit's order.
-        nsys: which one, and what it is to record.
-        uses_cuda: whether the ranks will use CUDA.
-        progress: shows what is done while nothing else is seen.
-
-    Raises:
-        ToolError: there is no room for nsys, or no rank's report could be collected.
-    """
-    order = Order.from_environment(environment)
-    run = Path(order.run)
-    require_room(run)
-    with (
-        open(run / LOG, "w+b", opener=private) as log,
-        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as scratch,
-    ):
-        argv = build_nsys_argv(nsys, Path("{report}"), [], cuda=uses_cuda, temporary=tempfile.gettempdir())
-        ordered = replace(order, rank_nsys=RankNsys(tuple(argv), scratch, os.getpid()))
-        try:
-            status = run_child(
-                words, {**environment, VARIABLE: ordered.to_json()}, reads_input=True, tool=folder_of(nsys.path)
-            )
-        except KeyboardInterrupt:
-            # The ranks have ended, and their nsys with them: they may have been through their recorded steps for hours.
-            with uninterrupted(), suppress(ToolError), progress(EXPORTING):
-                _collect(run, nsys, log)
-            raise
-        with progress(EXPORTING):
-            return status, _collect(run, nsys, log)
+@contextmanager
+def _copies_of(outputs: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield copies of two descriptors, for a child whose own outputs belong to a profiler."""
+    copies = os.dup(outputs[0]), os.dup(outputs[1])
+    try:
+        yield copies
+    finally:
+        for copy in copies:
+            os.close(copy)
 
 
-def _collect(run: Path, nsys: Nsys, log: IO[bytes]) -> list[str]:
-    """Export the reports of ranks that recorded, and remove what the others left; of a restarted rank the last counts.
+def _is_full(folder: Path) -> bool:
+    """Return whether the disk is almost full: the file written last may be cut off."""
+    return shutil.disk_usage(folder).free < _FULL_BYTES
 
-    Return a line for each rank whose report could not be collected.
 
-    Raises:
-        ToolError: that is so for all ranks that recorded.
-    """
-    found = find_rank_reports(run)
-    recorded = {report.rank: report for report in found if report.recorded.exists()}
-    errors: dict[int, ToolError] = {}
-    for rank, report in sorted(recorded.items()):
-        try:
-            _await_end(report, folder_of(nsys.path))
-            final = run / name_of_rank(NSYS_REPORT, rank)
-            for left in (report.path, report.path.with_suffix(RAW_SUFFIX)):
-                if left.exists():
-                    left.replace(final.with_suffix(left.suffix))
-            collect_report(final, nsys, log)
-        except ToolError as error:
-            errors[rank] = error
-    for path in [path for report in found for path in run.glob(f"{report.path.stem}.*")]:
-        path.unlink()
-    if errors and len(errors) == len(recorded):
-        raise next(iter(errors.values()))
-    return [f"rank {rank}: {error}{_put_aside(run, rank)}" for rank, error in errors.items()]
+def _last_line(log: IO[bytes], position: int = 0) -> str:
+    log.seek(position)
+    lines = log.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _put_aside(run: Path, rank: int) -> str:
@@ -460,24 +348,6 @@ def _put_aside(run: Path, rank: int) -> str:
         return ""
     kept = report.replace(run / name_of_rank(_UNREAD, rank))
     return f"; the report is kept as {kept.name}, and the other ranks' are read without it"
-
-
-def _await_end(report: RankReport, tool: Path) -> None:
-    """Wait until a rank's nsys has written its report.
-
-    A launcher that ends a rank's first process by SIGKILL wants its program to end, which lives on under nsys.
-
-    Raises:
-        ToolError: the rank was left running, as by a script that does not wait for what it starts.
-    """
-    under_nsys = Family(report.path.stem, None, RANK_NSYS)
-    if _runs(report.starter, VARIABLE):
-        raise ToolError("it ran on when the command had ended, so nothing of it was kept")
-    under_nsys.send(signal.SIGKILL, but=tool)
-    deadline = time.monotonic() + PATIENCE_S
-    while under_nsys.members() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    under_nsys.end()
 
 
 def _runs(pid: int, variable: str) -> bool:

@@ -21,7 +21,17 @@ from profkit.models.options import TrainingOptions
 from profkit.models.presets import PRESETS
 from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
-from profkit.run.recording import CUT_SHORT, NOT_REACHED, PARTIAL, Failure, MemoryOptions, Order, Recorder, StepChoice
+from profkit.run.recording import (
+    CUT_SHORT,
+    NOT_REACHED,
+    PARTIAL,
+    Attached,
+    Failure,
+    MemoryOptions,
+    Order,
+    Recorder,
+    StepChoice,
+)
 from profkit.run.records import Plain
 
 PREFIX = "model."
@@ -119,6 +129,7 @@ LOSSES = f"{PARTIAL}losses.json"
 
 # A median of three says little, and its spread nothing: this many clean steps of a built-in model, if they are quick.
 _ENOUGH_STEPS = 10
+_MOST_RANKS_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,20 @@ class Outcome:
         is_fatal = self.exit_status != 0 and (not self.failures or any(one.out_of_memory for one in self.failures))
         ranks = [one.rank or 0 for one, memory in failed if memory.is_of_failure]
         return OutOfMemory(count, ranks[0] if ranks else None, is_fatal=is_fatal)
+
+    @property
+    def failed_ranks(self) -> str:
+        """Return what ended the first rank that failed, and which failed after it, often because it was gone.
+
+        It is empty if none failed or there are no ranks.
+        """
+        ranks = [failure for failure in self.failures if failure.rank is not None and self.exit_status != 0]
+        if not ranks:
+            return ""
+        first, *others = ranks
+        then = ", ".join(f"rank {failure.rank}" for failure in others[:_MOST_RANKS_NAMED])
+        more = f" and {len(others) - _MOST_RANKS_NAMED:,} more" if len(others) > _MOST_RANKS_NAMED else ""
+        return f"rank {first.rank}: {first.error}" + (f"; then also {then}{more}" if others else "")
 
     @property
     def what_failed(self) -> str | None:
@@ -290,19 +315,19 @@ def are_left_out(processes: Sequence[Process]) -> bool:
     return bool(processes) and not any(one.is_recorded for one in processes)
 
 
-def why_no_process(attached: int, unended: int, exit_status: int, refused: str | None = None) -> str | None:
-    """Return why no process left word of its steps, None if all of them ended as Python ends.
-
-    ``refused`` says where profkit could not get in, and why.
-    """
-    if not attached and refused is not None:
-        return f"nothing was recorded {refused}"
-    if not attached:
+def why_no_process(run: Path, attached: Attached, exit_status: int) -> str | None:
+    """Return why no process left word of its steps in ``run``, None if all of them ended as Python ends."""
+    if not attached.count:
+        if attached.refused is not None:
+            return f"nothing was recorded {attached.refused}"
         return (
             "nothing was recorded: profkit got into no Python process that imports torch; python -I, -E and -S and a "
             "cleared environment (env -i) keep it out"
         )
-    if not unended:
+    if attached.unsaved is not None:
+        cure = "free some space, or name another directory with -o"
+        return f"nothing was recorded: {run} could not be written to ({attached.unsaved}); {cure}"
+    if not attached.unended:
         return None
     signal_number = exit_status - 128
     if 0 < signal_number < signal.NSIG:

@@ -86,10 +86,15 @@ def run_tool(
     """
     status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=folder_of(Path(argv[0])))
     if status < 0:
-        name = signal.Signals(-status).name
-        log = f"; its output is in {output.name}" if output is not None and isinstance(output.name, str) else ""
-        raise ToolError(f"{argv[0]} was killed ({name}): its child processes were ended, and the capture is lost{log}")
+        name, where = signal.Signals(-status).name, "" if output is None else where_said(output)
+        lost = "its child processes were ended, and the capture is lost"
+        raise ToolError(f"{argv[0]} was killed ({name}): {lost}{where}")
     return status
+
+
+def where_said(log: IO[bytes]) -> str:
+    """Return where a tool's output can be read, to follow an error; "" if its file has no name."""
+    return f"; its output is in {log.name}" if isinstance(log.name, str) else ""
 
 
 def folder_of(program: Path) -> Path:

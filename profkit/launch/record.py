@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +18,10 @@ from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_f
 from profkit.launch.gpu_state import GpuWatch
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys
-from profkit.launch.nsys_session import RAW_SUFFIX, RECORDING, lost_events, record_in_nsys, run_ranks_in_nsys
+from profkit.launch.nsys_session import NsysSession, clear_unexported, lost_events, open_log, open_session
 from profkit.launch.passes import (
     LOSSES,
     Outcome,
-    OutOfMemory,
     Pass,
     Target,
     are_left_out,
@@ -33,29 +32,28 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.run.compiled_code import read_compiled_code
-from profkit.run.directory import COMPILED, MANIFEST, NSYS_EXPORT, NSYS_REPORT, WORK, Run, make_run_directory
+from profkit.run.directory import COMPILED, MANIFEST, NSYS_REPORT, WORK, Run, make_run_directory
 from profkit.run.job import find_job
-from profkit.run.manifest import Manifest, RangesLeftOut, write_manifest
+from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.recording import (
     PARTIAL,
     VARIABLE,
-    Failure,
     Order,
+    has_recorded,
     take_attached,
     take_failures,
     take_processes,
-    take_refused,
 )
 from profkit.run.records import decode, read_json
 
 Progress = Callable[[str], AbstractContextManager[object]]
+Say = Callable[[str], None]
 
 _CHILD = Path(__file__).parent.parent / "capture" / "child"
 _STDIN = 0
 _INTERRUPTED = 130
 _TOO_LONG_S = 600
 """A command that took longer is not run again unasked."""
-_MOST_RANKS_NAMED = 4
 _CAPTURES = ("trace.*", "snapshot.*")
 _OF_MEMORY = ("snapshot*.pickle", "ledger*.jsonl")
 _COMPILED = COMPILED.replace(".", "*.")
@@ -65,34 +63,40 @@ _DOING = {
     "oom": "watching for allocations that fail",
     "none": "timing the steps without a profiler",
     "kineto": "recording the steps with torch.profiler",
-    "nsys": RECORDING,
+    "nsys": "recording the steps with Nsight Systems",
 }
+_EXPORTING = "exporting what Nsight Systems recorded"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run: its directory, the target's exit status, and what was recorded.
+    """A finished run: its directory, how its last pass ended, and what was recorded.
 
     ``reason`` says why the last pass recorded nothing, None if it did record. ``has_kernels`` is False where the
-    recorder sees none: Nsight Systems without CUDA. ``out_of_memory``: allocations that failed in the last pass.
-    ``complete_steps`` is how many steps the trace holds whole. ``failed_ranks`` says what ended the first rank that
-    failed and which others failed then; empty if none did or there are no ranks.
+    recorder sees none: Nsight Systems without CUDA.
     """
 
     run: Path
-    exit_status: int
+    outcome: Outcome
     reason: str | None = None
     has_trace: bool = False
     has_kernels: bool = False
-    has_snapshot: bool = False
-    out_of_memory: OutOfMemory | None = None
-    complete_steps: int = 0
-    failed_ranks: str = ""
-    step: str | None = None
-    """What a step is, in the words of ``--step-on``, where profkit found it out."""
-    step_names: tuple[str, ...] = ()
-    left_out: RangesLeftOut | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        """The target's."""
+        return self.outcome.exit_status
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the allocator's history of any rank was kept."""
+        return bool(Run(self.run).snapshots)
+
+    @property
+    def process(self) -> Process:
+        """The process of the last pass that counts: the first rank's; an empty record if none left word."""
+        return next(iter(self.outcome.processes), Process())
 
 
 def require_torch() -> None:
@@ -108,7 +112,7 @@ def record_run(
     *,
     command: list[str],
     progress: Progress,
-    say: Callable[[str], None],
+    say: Say,
     secret_names: tuple[str, ...] = (),
 ) -> Recorded:
     """Make the target's passes, in their order, into a new run directory, as long as all goes well.
@@ -131,53 +135,23 @@ def record_run(
     run = make_run_directory(output, target.name, job)
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest, is_first=True)
-    conditions, input_start = GpuWatch(os.environ), _input_position()
-    reads_once = input_start is None and not os.isatty(_STDIN)
-    recording = _Recording(run, target, nsys, progress, is_alone=job is None, reads_once=reads_once)
+    gpus = GpuWatch(os.environ)
+    recording = _Recording(target, nsys, run, manifest, progress=progress, say=say)
     try:
-        passes, tried = list(target.passes), None
-        while passes:
-            if recording.done and target.reads_input and input_start is not None:
-                os.lseek(_STDIN, input_start, os.SEEK_SET)
-            one = passes.pop(0)
-            outcome = recording.make_pass(one)
-            manifest = with_outcome(manifest, outcome)
-            if tried is not None and outcome.exit_status != 0:
-                say(f"{target.name}: {tried.why_failed}")
-            again = recording.another_try()
-            against = None if again is None else recording.why_not(again)
-            if again is not None and against is not None:
-                recording.decline(again.why_not(against), say)
-                again = None
-            if again is not None:
-                recording.clear(again)
-                tried = again
-                passes = [again.adjust(each) for each in (*([one] if recording.makes_anew(again) else []), *passes)]
-            elif not outcome.may_go_on:
-                break
-            if again is not None and passes:
-                say(f"{target.name}: {again.why}")
-                manifest = replace(manifest, workload=again.describe(manifest.workload))
+        recording.make_passes()
     except BaseException as error:
         take_failures(run)
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
-        _give_up(run, replace(manifest, processes=take_processes(run)), error)
+        _give_up(run, replace(recording.manifest, processes=take_processes(run)), error)
         raise
-    conditions.close()
-    manifest = replace(manifest, gpus=conditions.gpus)
-    return recording.conclude(manifest, conditions.warnings(recording.done[-1].processes))
+    gpus.close()
+    return recording.conclude(gpus)
 
 
 def build_environment(environment: Mapping[str, str], order: Order) -> dict[str, str]:
     """Return an environment in which every Python process attaches profkit once it has imported torch."""
     paths = [str(_CHILD), *filter(None, [environment.get("PYTHONPATH")])]
-    return {
-        # torch would otherwise print lines of its own profiler's to standard error
-        "KINETO_LOG_LEVEL": "99",
-        **environment,
-        "PYTHONPATH": os.pathsep.join(paths),
-        VARIABLE: order.to_json(),
-    }
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: order.to_json()}
 
 
 def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
@@ -190,131 +164,59 @@ class _Recording:
     """The passes over a target, into the run directory ``run``."""
 
     def __init__(
-        self, run: Path, target: Target, nsys: Nsys | None, progress: Progress, *, is_alone: bool, reads_once: bool
+        self, target: Target, nsys: Nsys | None, run: Path, manifest: Manifest, *, progress: Progress, say: Say
     ) -> None:
         self._run = run
         self._target = target
         self._nsys = nsys
+        self.manifest = manifest
         self._progress = progress
-        self._is_alone = is_alone
-        self._reads_once = reads_once
-        self.done: list[Outcome] = []
+        self._say_plainly = say
+        self._is_alone = manifest.job is None
+        self._input_start = _input_position()
+        self._done: list[Outcome] = []
         self._made_anew: list[Outcome] = []
         self._took_s = 0.0
         self._has_own_caches = False
         self._may_not_compile = False
         self._compiled_before: dict[Path, int] = {}
-        self._lost: list[str] = []
+        self._uncollected: list[str] = []
         """Which ranks' reports of the last pass could not be collected, and why."""
 
-    def make_pass(self, one: Pass) -> Outcome:
-        """Run the target once."""
-        order = replace(one.order, run=str(self._run.resolve()))
-        words = [word.replace("{run}", order.run) for word in one.argv]
-        environment = build_environment({**os.environ, **one.environment}, order)
-        self._has_own_caches = bool(one.environment)
-        self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
-        began = monotonic()
-        if order.recorder == "nsys" and self._nsys is not None and order.ranks is not None:
-            status, self._lost = run_ranks_in_nsys(
-                words, environment, self._nsys, uses_cuda=self._uses_cuda(), progress=self._progress
-            )
-        elif order.recorder == "nsys" and self._nsys is not None:
-            status = record_in_nsys(
-                self._run,
-                words,
-                environment,
-                self._nsys,
-                uses_cuda=self._uses_cuda(),
-                reads_input=self._target.reads_input,
-                progress=self._progress,
-            )
-        elif self._target.reads_input:
-            status = run_child(words, environment, reads_input=True)
-        else:
-            with self._progress(_DOING[order.recorder]):
-                status = run_child(words, environment)
-        self._took_s = monotonic() - began
-        processes = take_processes(self._run)
-        reason = why_nothing(self._run, processes, order)
-        attached, refused = take_attached(self._run), take_refused(self._run)
-        if reason is not None and not processes:
-            reason = why_no_process(*attached, status, refused) or reason
-        outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
-        self.done.append(outcome)
-        return outcome
+    def make_passes(self) -> None:
+        """Run the target as often as its passes say, and again where that records more."""
+        passes, tried = list(self._target.passes), None
+        while passes:
+            last = passes.pop(0)
+            outcome = self._make_pass(last)
+            self.manifest = with_outcome(self.manifest, outcome)
+            if tried is not None and outcome.exit_status != 0:
+                self._say(tried.why_failed)
+            again = self._another_try()
+            if again is not None:
+                tried = again
+                passes = [again.adjust(each) for each in (*([last] if self._makes_anew(again) else []), *passes)]
+                if passes:
+                    self._say(again.why)
+                    self.manifest = replace(self.manifest, workload=again.describe(self.manifest.workload))
+            elif not outcome.may_go_on:
+                break
 
-    def another_try(self) -> AnotherTry | None:
-        """Return how to make the last pass anew; None if that is not worth it."""
-        last = self.done[-1]
-        own_cache = None if self._has_own_caches or self._may_not_compile else own_cache_folder()
-        again = find_another_try(last, own_cache, self._took_s)
-        earlier = [one for one in self.done[:-1] if one.order.recorder == last.order.recorder]
-        # Too few steps are a reason that says what to change; the modules that a recording lacks give no reason.
-        is_refused = self._why_not_by_itself() is not None and (again is None or not again.caches)
-        return None if earlier or is_refused else again
+    def _say(self, line: str) -> None:
+        self._say_plainly(f"{self._target.name}: {line}")
 
-    def _why_not_by_itself(self) -> str | None:
-        if self._took_s > _TOO_LONG_S:
-            return f"it took longer than {_TOO_LONG_S // 60} minutes"
-        return "it reads a pipe" if self._reads_once else None
-
-    def makes_anew(self, again: AnotherTry) -> bool:
-        """Return whether the last pass is made anew, not only those that follow.
-
-        The allocator was recorded up to the script's end: what it lacks another run lacks too, but for modules.
-        """
-        return bool(again.caches) or self.done[-1].order.recorder != "memory"
-
-    def why_not(self, again: AnotherTry) -> str | None:
-        """Return what speaks against the run that ``again`` would add, in a clause; None if nothing does."""
-        if not self.makes_anew(again):
-            return None
-        if not self._is_alone:
-            return "the job's other machines do not run it again"
-        return self._why_not_by_itself() or why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
-
-    def decline(self, why: str, say: Callable[[str], None]) -> None:
-        """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
-        last, self._may_not_compile = self.done[-1], True
-        if last.reason is None:
-            say(f"{self._target.name}: {why}")
-        else:
-            self.done[-1] = replace(last, reason=f"nothing was recorded: {why}")
-
-    def clear(self, again: AnotherTry) -> None:
-        """Remove what the last pass recorded, if it is made anew."""
-        if not self.makes_anew(again):
-            return
-        self._made_anew.append(self.done[-1])
-        recorded = _OF_MEMORY if self.done[-1].order.recorder == "memory" else ("trace.*", WORK)
-        for path in [path for pattern in recorded for path in self._run.glob(pattern)]:
-            path.unlink()
-        for path in self._run.glob(_COMPILED):
-            os.truncate(path, self._compiled_before.get(path, 0))
-
-    def conclude(self, manifest: Manifest, disturbed: list[str]) -> Recorded:
-        """Write the last manifest and return what there is to say; ``disturbed`` is what happened to the GPUs."""
-        last = self.done[-1]
+    def conclude(self, gpus: GpuWatch) -> Recorded:
+        """Write the last manifest and return what there is to say."""
+        last = self._done[-1]
         has_failed = last.exit_status != 0
-        counted = [one for one in self.done if all(one is not other for other in self._made_anew)]
+        counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
         reason = last.reason
         if reason is None and not has_failed and len(counted) < len(self._target.passes):
             reason = why_no_step(last.processes, last.order)
         if has_failed:
             reason = last.what_failed or reason
-        # Of a job's runs, many hold light records alone where --ranks chooses some ranks.
-        judged = [one for one in counted if self._is_alone or not are_left_out(one.processes)]
-        missing = [text for one in judged for text in shortfalls(one, is_last=one is last)]
-        ranks = [(f"rank {one.rank}", one.error) for one in last.failures if has_failed and one.rank is not None]
-        warnings = (
-            *lost_events(self._run),
-            *self._lost,
-            *missing,
-            *(f"{one[0]} failed: {one[1]}" for one in ranks),
-            *disturbed,
-            *warn_of_run(manifest, knows_compilations=_knows_compilations(self._run)),
-        )
+        manifest = replace(self.manifest, gpus=gpus.gpus)
+        warnings = (*self._what_lacks(counted), *gpus.warnings(last.processes), *self._doubts(manifest))
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
             why = reason or last.what_failed or f"exit status {last.exit_status}"
@@ -322,22 +224,134 @@ class _Recording:
         else:
             _keep_manifest(self._run, replace(manifest, status="complete"))
         has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self._run).traces)
-        first = last.processes[0] if last.processes else None
-        return Recorded(
-            self._run,
-            last.exit_status,
-            reason,
-            has_trace=has_trace,
-            has_kernels=has_trace and self._sees_kernels(last),
-            has_snapshot=bool(Run(self._run).snapshots),
-            out_of_memory=last.out_of_memory,
-            complete_steps=len(last.processes[0].profiled) if last.processes else 0,
-            failed_ranks=_describe_failures(last.failures) if has_failed else "",
-            step=first.step if first is not None and has_trace else None,
-            step_names=first.step_names if first is not None else (),
-            left_out=first.left_out if first is not None and has_trace else None,
-            warnings=warnings,
-        )
+        has_kernels = has_trace and self._sees_kernels(last)
+        return Recorded(self._run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
+
+    def _what_lacks(self, counted: Sequence[Outcome]) -> list[str]:
+        """Return what was not recorded although it was asked for, and which ranks failed."""
+        last = self._done[-1]
+        # Of a job's runs, many hold light records alone where --ranks chooses some ranks.
+        judged = [outcome for outcome in counted if self._is_alone or not are_left_out(outcome.processes)]
+        missing = [text for outcome in judged for text in shortfalls(outcome, is_last=outcome is last)]
+        ranks = [failure for failure in last.failures if last.exit_status != 0 and failure.rank is not None]
+        failed = [f"rank {failure.rank} failed: {failure.error}" for failure in ranks]
+        return [*lost_events(self._run), *self._uncollected, *missing, *failed]
+
+    def _doubts(self, manifest: Manifest) -> list[str]:
+        knows_compilations = False
+        with suppress(RunError):  # a full disk may have left half a line
+            knows_compilations = bool(read_compiled_code(self._run / COMPILED).compilations)
+        return warn_of_run(manifest, knows_compilations=knows_compilations)
+
+    def _make_pass(self, one: Pass) -> Outcome:
+        """Run the target once."""
+        if self._done and self._target.reads_input and self._input_start is not None:
+            os.lseek(_STDIN, self._input_start, os.SEEK_SET)
+        order = replace(one.order, run=str(self._run.resolve()))
+        words = [word.replace("{run}", order.run) for word in one.argv]
+        environment = build_environment({**os.environ, **one.environment}, order)
+        self._has_own_caches = bool(one.environment)
+        self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
+        began = monotonic()
+        if order.recorder == "nsys" and self._nsys is not None:
+            status = self._run_in_nsys(words, environment, self._nsys, by_rank=order.ranks is not None)
+        else:
+            with self._shown(_DOING[order.recorder]):
+                status = run_child(words, environment, reads_input=self._target.reads_input)
+        self._took_s = monotonic() - began
+        processes = take_processes(self._run)
+        reason = why_nothing(self._run, processes, order)
+        attached = take_attached(self._run)
+        if reason is not None and not processes:
+            reason = why_no_process(self._run, attached, status) or reason
+        outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
+        self._done.append(outcome)
+        return outcome
+
+    def _run_in_nsys(self, words: list[str], environment: Mapping[str, str], nsys: Nsys, *, by_rank: bool) -> int:
+        """Run the target in nsys, export what was recorded, and return the target's exit status."""
+        run = self._run
+        with (
+            open_log(run) as log,
+            open_session(nsys, run / NSYS_REPORT, log, uses_cuda=self._uses_cuda()) as session,
+        ):
+            try:
+                if by_rank:
+                    status = session.start_ranks(words, environment)
+                else:
+                    with self._shown(_DOING["nsys"]):
+                        status = session.start(words, environment, reads_input=self._target.reads_input)
+            except KeyboardInterrupt:
+                # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
+                with uninterrupted(), suppress(ToolError):
+                    self._collect(session, by_rank=by_rank)
+                raise
+            self._collect(session, by_rank=by_rank)
+        return status
+
+    def _collect(self, session: NsysSession, *, by_rank: bool) -> None:
+        with self._progress(_EXPORTING):
+            if by_rank:
+                self._uncollected = session.collect_ranks()
+            elif has_recorded(self._run):
+                session.collect()
+
+    def _shown(self, doing: str) -> AbstractContextManager[object]:
+        """Show what is done, unless the target may read from the terminal meanwhile."""
+        return nullcontext() if self._target.reads_input else self._progress(doing)
+
+    def _another_try(self) -> AnotherTry | None:
+        """Return how to make the last pass anew, having removed what it recorded; None if that is not done."""
+        last = self._done[-1]
+        own_cache = None if self._has_own_caches or self._may_not_compile else own_cache_folder()
+        again = find_another_try(last, own_cache, self._took_s)
+        has_tried = any(outcome.order.recorder == last.order.recorder for outcome in self._done[:-1])
+        # Too few steps are a reason that says what to change; the modules that a recording lacks give no reason.
+        is_refused = self._why_not_by_itself() is not None and (again is None or not again.caches)
+        if again is None or has_tried or is_refused:
+            return None
+        if self._makes_anew(again):
+            against = self._why_not(again)
+            if against is not None:
+                self._decline(again.why_not(against))
+                return None
+            self._clear_last()
+        return again
+
+    def _why_not_by_itself(self) -> str | None:
+        if self._took_s > _TOO_LONG_S:
+            return f"it took longer than {_TOO_LONG_S // 60} minutes"
+        return "it reads a pipe" if self._input_start is None and not os.isatty(_STDIN) else None
+
+    def _makes_anew(self, again: AnotherTry) -> bool:
+        """Return whether the last pass is made anew, not only those that follow.
+
+        The allocator was recorded up to the script's end: what it lacks another run lacks too, but for modules.
+        """
+        return bool(again.caches) or self._done[-1].order.recorder != "memory"
+
+    def _why_not(self, again: AnotherTry) -> str | None:
+        """Return what speaks against another run, in a clause; None if nothing does."""
+        if not self._is_alone:
+            return "the job's other machines do not run it again"
+        return self._why_not_by_itself() or why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
+
+    def _decline(self, why: str) -> None:
+        """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
+        last, self._may_not_compile = self._done[-1], True
+        if last.reason is None:
+            self._say(why)
+        else:
+            self._done[-1] = replace(last, reason=f"nothing was recorded: {why}")
+
+    def _clear_last(self) -> None:
+        """Remove what the last pass recorded."""
+        self._made_anew.append(self._done[-1])
+        recorded = _OF_MEMORY if self._done[-1].order.recorder == "memory" else ("trace.*", WORK)
+        for path in [path for pattern in recorded for path in self._run.glob(pattern)]:
+            path.unlink()
+        for path in self._run.glob(_COMPILED):
+            os.truncate(path, self._compiled_before.get(path, 0))
 
     def _sees_kernels(self, outcome: Outcome) -> bool:
         if self._nsys is None:
@@ -346,19 +360,8 @@ class _Recording:
 
     def _uses_cuda(self) -> bool:
         """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""
-        shown = [one.processes[0].device for one in self.done if one.processes]
+        shown = [outcome.processes[0].device for outcome in self._done if outcome.processes]
         return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
-
-
-def _describe_failures(failures: Sequence[Failure]) -> str:
-    """Return what ended the first rank that failed, and which others failed after it: often because it was gone."""
-    ranks = [one for one in failures if one.rank is not None]
-    if not ranks:
-        return ""
-    first, *others = ranks
-    then = ", ".join(f"rank {one.rank}" for one in others[:_MOST_RANKS_NAMED])
-    more = f" and {len(others) - _MOST_RANKS_NAMED:,} more" if len(others) > _MOST_RANKS_NAMED else ""
-    return f"rank {first.rank}: {first.error}" + (f"; then also {then}{more}" if others else "")
 
 
 def _input_position() -> int | None:
@@ -391,24 +394,11 @@ def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
                 reason = f"ended by {signal.Signals(error.number).name}"
                 error.add_note(reason)
             manifest = replace(manifest, exit_status=status, reason=reason)
-            _clear_unexported(run)
+            clear_unexported(run)
         _mark_failed(run, manifest)
     if interrupted:
         kept = ", ".join(sorted(path.name for pattern in _CAPTURES for path in run.glob(pattern)))
         error.add_note(f"{run} is marked failed and keeps {kept or 'no capture'}")
-
-
-def _clear_unexported(run: Path) -> None:
-    """Remove files that nsys was still writing: how much of the capture they hold is unknown."""
-    if not (run / NSYS_EXPORT).exists():
-        for left in (run / NSYS_REPORT, (run / NSYS_REPORT).with_suffix(RAW_SUFFIX)):
-            left.unlink(missing_ok=True)
-
-
-def _knows_compilations(run: Path) -> bool:
-    with suppress(RunError):  # a full disk may have left half a line
-        return bool(read_compiled_code(run / COMPILED).compilations)
-    return False
 
 
 def _mark_failed(run: Path, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ used CUDA leaves a `profkit.run.manifest.Process`, one that an exception ended a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -144,6 +145,7 @@ _MEETING = PARTIAL + "meeting-{}"
 _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
 _REFUSED = PARTIAL + "refused-{}"
+_UNSAVED = PARTIAL + "unsaved-{}-{}"
 _TARGET = (
     "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); "
     "open({2!r}, 'w').write(str(os.getpid())); os.umask({3}); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -260,28 +262,50 @@ def leave_ended(run: Path, pid: int) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    (run / _ATTACHED.format(pid)).rename(run / _ENDED.format(pid))
+    if not any(run.glob(_UNSAVED.format("*", pid))):
+        (run / _ATTACHED.format(pid)).rename(run / _ENDED.format(pid))
 
 
-def take_attached(run: Path) -> tuple[int, int]:
-    """Return in how many processes profkit was, and how many of them did not end as Python ends; remove the files."""
-    unended, ended = (list(run.glob(name.format("*"))) for name in (_ATTACHED, _ENDED))
-    for path in (*unended, *ended):
-        path.unlink()
-    return len(unended) + len(ended), len(unended)
+def leave_unsaved(run: Path, pid: int, error: OSError) -> None:
+    """Leave word why the process ``pid`` could not write its recording, in a name: on a full disk nothing else fits.
+
+    Raises:
+        OSError: that cannot be left either.
+    """
+    (run / _ATTACHED.format(pid)).rename(run / _UNSAVED.format(error.errno or errno.EIO, pid))
 
 
-def take_refused(run: Path) -> str | None:
-    """Return where profkit could not get into a process, and why; of several the first. Remove the files.
+@dataclass(frozen=True)
+class Attached:
+    """In how many processes profkit was, and how many of them did not end as Python ends.
+
+    ``refused`` says where profkit could not get into a process, and why; ``unsaved`` why one could not write its
+    recording, as the system says it.
+    """
+
+    count: int
+    unended: int = 0
+    refused: str | None = None
+    unsaved: str | None = None
+
+
+def take_attached(run: Path) -> Attached:
+    """Return what processes left of being attached, and remove the files.
 
     Raises:
         RunError: a file cannot be read.
     """
-    paths = sorted(run.glob(_REFUSED.format("*")))
-    said = [read_text(path, errors="replace") for path in paths]
-    for path in paths:
+    unended, ended, refused = (sorted(run.glob(name.format("*"))) for name in (_ATTACHED, _ENDED, _REFUSED))
+    unsaved = sorted(run.glob(_UNSAVED.format("*", "*")))
+    attached = Attached(
+        len(unended) + len(ended) + len(unsaved),
+        len(unended),
+        next((read_text(path, errors="replace") for path in refused), None),
+        next((os.strerror(int(path.name.split("-")[1])) for path in unsaved), None),
+    )
+    for path in (*unended, *ended, *refused, *unsaved):
         path.unlink()
-    return next(iter(said), None)
+    return attached
 
 
 def leave_process(run: Path, process: Process) -> None:
