@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_PARTIAL = ".profkit-"
+HALF_WRITTEN = ".profkit-"
+"""How the name of a file begins that is not whole yet."""
 
 GZIP_RATIO = 24
 """How many times its size a zipped capture may take in memory for what an unzipped one takes once: real ones shrink to
@@ -38,7 +39,9 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
     target = path.resolve()
-    partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{os.urandom(4).hex()}{''.join(target.suffixes[-2:])[-32:]}")
+    partial = target.with_name(
+        f"{HALF_WRITTEN}{os.getpid()}-{os.urandom(4).hex()}{''.join(target.suffixes[-2:])[-32:]}"
+    )
     try:
         try:
             yield partial
@@ -99,7 +102,7 @@ def write_new_json(path: Path, content: Any, *, mode: int | None = None) -> None
         FileExistsError: it does.
         OSError: it cannot be written.
     """
-    draft = path.with_name(f"{_PARTIAL}{os.getpid()}-{os.urandom(4).hex()}-{path.name}")
+    draft = path.with_name(f"{HALF_WRITTEN}{os.getpid()}-{os.urandom(4).hex()}-{path.name}")
     write_json(draft, content, mode=mode)
     try:
         os.link(draft, path)
@@ -155,7 +158,7 @@ def bounded_memory(byte_count: int) -> Iterator[None]:
 
 def clear_partial_files(folder: Path) -> None:
     """Remove from ``folder`` what writers that were killed left half written."""
-    for left in folder.glob(f"{_PARTIAL}*"):
+    for left in folder.glob(f"{HALF_WRITTEN}*"):
         left.unlink(missing_ok=True)
 
 

@@ -128,7 +128,7 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
     assert (tmp_path / "losses").read_text() == expected
     assert not any(line.startswith("Traceback") for line in done.stderr.splitlines())
     if row in LOST:
-        assert done.returncode == 1
+        assert done.returncode == 0
         assert "nothing was recorded" in done.stderr
     else:
         assert done.returncode == 0, done.stderr
@@ -257,8 +257,9 @@ def test_a_disk_that_fills_up_stops_no_script(
     assert len([line for line in done.stdout.splitlines() if line.startswith("-0x")]) == 10
     assert "Traceback" not in done.stderr
     assert _files(small_disk) == kept
-    assert done.returncode == (0 if kept is TRACE else 1)
+    assert done.returncode == 0
     assert ("No space left on device" in done.stderr) == (kept is NOTHING)
+    assert "training step" not in done.stderr
 
 
 # Moments: what ends `profkit run`, and when; its status, what it says last, and what it keeps. The script sends the
@@ -353,11 +354,14 @@ def test_after_a_kill_of_profkit_the_script_ends_and_the_next_command_says_what_
         how = "its `profkit run` was killed, or has not ended yet"
         if there:
             assert done.returncode == 0, done.stderr
-            expected = f"warning: {tmp_path / 'run'}: {how}; it holds what was written by then ({there})"
+            expected = f"warning: {tmp_path / 'run'}: it holds what was written by then ({there}): {how}"
         else:
             assert done.returncode == 1
             expected = f"profkit: {tmp_path / 'run'}: this run holds no trace: {how}"
-        assert expected in done.stderr.splitlines()
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith(expected)]
+        assert line.endswith(
+            f"; once it has ended, `rm {tmp_path / 'run'}/partial.*` removes what it left half written"
+        )
 
 
 # Children: what a script may start, each of which leaves its pid; and what ends the launcher.

@@ -89,6 +89,15 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
 
 
+def test_a_rank_that_was_killed_is_named(tmp_path: Path, run: Run) -> None:
+    killed = FAILS.replace('raise ValueError("the data of this rank are bad")', "os.kill(os.getpid(), 9)")
+    (tmp_path / "killed.py").write_text(killed)
+    done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "killed.py")
+    assert done.returncode == 1
+    assert "(rank 1: ended by SIGKILL, perhaps because the memory was full" in done.stderr.splitlines()[-1]
+    assert any(line.startswith("rank 1 failed: ended by SIGKILL") for line in _manifest(tmp_path)["warnings"])
+
+
 def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> None:
     options = ("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu")
     done = forks.run_profkit("run", "-o", "run", "--nproc-per-node", "2", *options, "model.tiny", cwd=tmp_path)

@@ -493,21 +493,21 @@ def test_a_file_that_may_not_grow_does_not_stop_the_script(
     assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
     assert "Traceback" not in done.stderr
     assert said in done.stderr
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert _manifest(place)["exit_status"] == 0
 
 
 def test_an_optimizer_that_never_stepped_is_named(run: Start) -> None:
     done = run("--step-on", "AdamWx", "--", sys.executable, "train.py", "0.1", "9")
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert "no optimizer of class AdamWx made a step" in done.stderr
     assert "--warmup" not in done.stderr
 
 
-def test_nothing_recorded_is_a_failure_that_says_why(place: Path, start: Start) -> None:
+def test_where_nothing_is_recorded_the_status_stays_the_scripts(place: Path, start: Start) -> None:
     (place / "no_torch.py").write_text("import sys\nprint(sorted(m for m in sys.modules if 'profkit' in m))")
     done = start("--", sys.executable, "no_torch.py")
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert "profkit got into no Python process that imports torch" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert _manifest(place)["status"] == "failed"

@@ -255,7 +255,7 @@ def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, r
     plain = run(sys.executable, "train.py", "retry")
     done = recorded("retry", PAPER_FULL_DISK="1")
     assert done.stdout == plain.stdout
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert done.stderr == "profkit: no memory was recorded: No space left on device\n"
     assert _files(place) == ["manifest.json"]
 
@@ -263,7 +263,7 @@ def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, r
 def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, recorded: Run) -> None:
     done = recorded("little room")
     assert done.stdout.count("0x") == 5, "to its end"
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert done.stderr == "profkit: no memory was recorded: File too large\n"
     assert _files(place) == ["manifest.json"]
 
@@ -279,7 +279,7 @@ def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, record
         assert _files(place) == ["manifest.json", "trace.json.gz"]
         assert "\nSTEP " in done.stdout
     else:
-        assert done.returncode == 1
+        assert done.returncode == 0
         assert _files(place) == ["manifest.json"]
         assert _manifest(place)["reason"].startswith(why)
 

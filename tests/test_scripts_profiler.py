@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,8 +73,23 @@ def test_a_scripts_own_profiler_keeps_its_events(
     assert done.stdout.splitlines()[0] == plain.stdout.strip()
     assert said in done.stderr
     assert ("torch.profiler" in done.stderr) == bool(said)
-    assert done.returncode == (0 if recorded else 1)
+    assert done.returncode == 0
     assert (tmp_path / "run" / "trace.json.gz").exists() == bool(recorded)
     if recorded:
         per_step = "3 steps" if recorded == 3 else f"{recorded} step"
         assert f" · {per_step}" in " ".join(done.stdout.split())
+
+
+def test_lines_of_the_scripts_own_profiler_are_printed_as_without_profkit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('KINETO_LOG_LEVEL' in os.environ)\n" + SCRIPT)
+    words = [sys.executable, "train.py", "9", "1", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    plain, done = (
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        for command in (words, [sys.executable, "-m", "profkit", "run", "-o", "run", "--", *words])
+    )
+    assert done.stdout.startswith("False\n")
+    assert "3 steps" in done.stdout, "recorded before the script's profiler began"
+    printed = [[line for line in one.stderr.splitlines() if ".cpp:" in line] for one in (plain, done)]
+    assert len(printed[1]) == len(printed[0])

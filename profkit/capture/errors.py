@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import suppress
 
@@ -30,3 +31,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def killed_rank(error: BaseException) -> tuple[int, str] | None:
+    """Return the first rank that a signal ended, and the signal's name, by the error with which torchrun ends.
+
+    Such a rank leaves no word itself. SIGTERM is how torchrun ends the others.
+    """
+    for rank, failure in getattr(error, "failures", {}).items():
+        number = -getattr(failure, "exitcode", 0)
+        if number in set(signal.Signals) - {signal.SIGTERM}:
+            return int(rank), signal.Signals(number).name
+    return None

@@ -21,7 +21,7 @@ from torch import distributed
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
-from profkit.capture.errors import describe_error, is_out_of_memory, say
+from profkit.capture.errors import describe_error, is_out_of_memory, killed_rank, say
 from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.data_loading import is_loader_worker
 from profkit.capture.hooks.hooks import Hooks
@@ -479,8 +479,15 @@ class Session:
     def _leave_failure(self) -> None:
         """Leave the exception that ended this process, if one did: torchrun ends all ranks and does not say why."""
         error = getattr(sys, "last_value", None)
-        if error is not None:
-            said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
-            text = next(iter(said.strip().splitlines()), type(error).__name__)
-            with suppress(OSError):  # a full disk may be the very reason
-                leave_failure(self.run, self._name, Failure(text, self._rank, out_of_memory=is_out_of_memory(error)))
+        if error is None:
+            return
+        said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
+        text = next(iter(said.strip().splitlines()), type(error).__name__)
+        failure = Failure(text, self._rank, out_of_memory=is_out_of_memory(error))
+        killed = killed_rank(error)
+        if killed is not None:
+            rank, name = killed
+            why = ", perhaps because the memory was full" if name == "SIGKILL" else ""
+            failure = Failure(f"ended by {name}{why}", rank, by_signal=True)
+        with suppress(OSError):  # a full disk may be the very reason
+            leave_failure(self.run, self._name, failure)

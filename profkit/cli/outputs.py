@@ -194,7 +194,7 @@ def _how_cut_off(capture: Path) -> str | None:
     except ProfkitError:  # whoever reads it says what is wrong
         return None
     there = ", ".join(path.name for path in (*run.traces, *run.snapshots.values()))
-    return there and f"{run.path}: {run.manifest.ending}; it holds what was written by then ({there})"
+    return there and f"{run.path}: it holds what was written by then ({there}): {run.ending}"
 
 
 def _files_of(capture: Path) -> list[Path]:

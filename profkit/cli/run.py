@@ -135,7 +135,7 @@ def run(
 
     Callables and commands need no edit: profkit opens the ranges for phases and modules.
 
-    The exit status is the target's.
+    The exit status is the command's, also where nothing was recorded: the last line then says why.
     """
     kind = target_kind(target)
     refuse_options_of_other_kinds(kind)
@@ -258,7 +258,11 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
 
 
 def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
-    """Print what was recorded and what to ask next, or one line if the target failed; return the target's status."""
+    """Print what was recorded and what to ask next, or one line if the target failed; return the status to end with.
+
+    A command's status is kept, whatever was recorded. Built-in models and callables run for nothing but the recording:
+    1 if there is none.
+    """
     where = quote_path(recorded.run)
     is_job = is_of_job(recorded.run) and (recorded.run.parent / JOB).exists()
     out_of_memory = recorded.outcome.out_of_memory
@@ -279,7 +283,7 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
     if not is_job or recorded.run.name in FIRST_OF_JOB:
         _show(recorded)
         _say_next(recorded, target, where, is_job=is_job)
-    return recorded.exit_status
+    return 1 if recorded.reason is not None and target.kind != "command" else 0
 
 
 def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:

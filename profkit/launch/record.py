@@ -32,11 +32,10 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.run.compiled_code import read_compiled_code
-from profkit.run.directory import COMPILED, MANIFEST, NSYS_REPORT, WORK, Run, make_run_directory
+from profkit.run.directory import COMPILED, MANIFEST, NSYS_REPORT, PARTIAL, WORK, Run, make_run_directory
 from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.recording import (
-    PARTIAL,
     VARIABLE,
     Order,
     has_recorded,

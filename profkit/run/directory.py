@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
+from profkit.files import HALF_WRITTEN
 from profkit.run.job import Job, claim, is_of_job
 from profkit.run.records import read_text
 
@@ -36,6 +37,8 @@ COMPILED = "compiled.jsonl"
 LIGHT = "light.jsonl"
 WORK = "work.json"
 LOG = "log.txt"
+PARTIAL = "partial."
+"""How the name of a file begins that a process is still writing."""
 
 DEFAULT_PARENT = Path("runs")
 
@@ -174,6 +177,15 @@ class Run:
         return self._by_rank(RANK_LIGHT)
 
     @property
+    def ending(self) -> str:
+        """Return how a run that is not complete came to its end, and how to remove what it left half written."""
+        patterns = [pattern for pattern in (f"{PARTIAL}*", f"{HALF_WRITTEN}*") if any(self.path.glob(pattern))]
+        if self.manifest.status != "incomplete" or not patterns:
+            return self.manifest.ending
+        files = " ".join(str(self.path / pattern) for pattern in patterns)
+        return f"{self.manifest.ending}; once it has ended, `rm {files}` removes what it left half written"
+
+    @property
     def files(self) -> list[Path]:
         """Return every file that belongs to a run by its name, whether or not it is there."""
         return [*(self.path / name for name in _FILES), *self.path.glob("*.rank*.*")]
@@ -192,7 +204,7 @@ class Run:
         if self.traces:
             return self.traces[0]
         if self.manifest.status != "complete":
-            raise TraceError(f"{self.path}: this run holds no trace: {self.manifest.ending}")
+            raise TraceError(f"{self.path}: this run holds no trace: {self.ending}")
         raise TraceError(f"{self.path}: this run holds no trace (none of {', '.join(_TRACES)})")
 
     def find_snapshot(self, rank: int | None = None) -> Path:
@@ -205,7 +217,7 @@ class Run:
         found = self.snapshots
         if not found:
             if self.manifest.status != "complete":
-                raise SnapshotError(f"{self.path}: this run holds no snapshot: {self.manifest.ending}")
+                raise SnapshotError(f"{self.path}: this run holds no snapshot: {self.ending}")
             raise SnapshotError(f"{self.path}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
         if rank is None:
             peaks = self.manifest.recorded_peaks

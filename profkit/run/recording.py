@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from profkit.files import write_json
+from profkit.run.directory import PARTIAL
 from profkit.run.manifest import Process
 from profkit.run.records import decode, read_record, read_text
 
@@ -127,9 +128,6 @@ COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 MEMORY_ENTRIES = 1_000_000
 """Allocator events kept by default: some hundred training steps of a large model, in 0.3 to 1 GB of host memory."""
 
-PARTIAL = "partial."
-"""How the name of a file begins that a process is still writing."""
-
 RANK_NSYS = "PROFKIT_RANK_NSYS"
 """The environment variable that names the report of a rank's own Nsight Systems, in all processes under it."""
 
@@ -237,7 +235,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended a process, in one line, and the process's rank if it has one.
+    """What ended a process, in one line: an exception or a signal; and the process's rank if it has one.
 
     ``out_of_memory``: a failed allocation is the exception, or led to it.
     """
@@ -245,6 +243,7 @@ class Failure:
     error: str
     rank: int | None = None
     out_of_memory: bool = False
+    by_signal: bool = False
 
 
 def leave_attached(run: Path, pid: int) -> None:
@@ -354,7 +353,8 @@ def take_processes(run: Path) -> tuple[Process, ...]:
 def take_failures(run: Path) -> tuple[Failure, ...]:
     """Return what ended processes, the first to fail first; remove the files, and those by which ranks met.
 
-    The others often fail because the first one is gone.
+    The others often fail because the first one is gone. A rank that a signal ended counts as the first: it is known
+    only when torchrun has seen it.
 
     Raises:
         RunError: a file cannot be read.
@@ -365,7 +365,7 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
         path.unlink()
     for path in run.glob(_MEETING.format("*")):
         path.unlink()
-    return tuple(sorted(found, key=lambda one: one.rank is None))
+    return tuple(sorted(found, key=lambda failure: (failure.rank is None, not failure.by_signal)))
 
 
 def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:

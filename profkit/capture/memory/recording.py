@@ -33,9 +33,9 @@ from profkit.capture.memory.saved_tensors import tensors_at_hand, watch_hooks
 from profkit.capture.patches import call_between, patch, restore
 from profkit.files import whole_file
 from profkit.names import step_range
-from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
+from profkit.run.directory import OWNERS, PARTIAL, SNAPSHOT, name_of_rank
 from profkit.run.manifest import ProcessMemory
-from profkit.run.recording import PARTIAL, MemoryOptions
+from profkit.run.recording import MemoryOptions
 
 Method = TypeVar("Method", bound=Callable[..., None])
 

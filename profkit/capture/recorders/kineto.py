@@ -24,6 +24,9 @@ from profkit.files import whole_file
 _CHUNK_BYTES = 1024**2
 _TAIL_BYTES = 64 * 1024
 _FULL_BYTES = 1024**2
+_TORCH_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+_KINETO_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
+_SILENT = 99
 
 
 class ScriptsProfiler:
@@ -79,15 +82,36 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
     options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
     profiler = profile(activities=activities, experimental_config=_of_all_threads(device), **options)
     with nullcontext() if scripts is None else scripts.ours():
-        profiler.start()
+        profiler.prepare_trace()
+        with _kineto_silent():
+            profiler.start_trace()
     process = os.getpid()
     os.register_at_fork(after_in_child=_end_without_cpp)
     try:
         yield
     finally:
         if os.getpid() == process:  # a fork of the program drops its copy of this
-            profiler.stop()
+            with _kineto_silent():
+                profiler.stop()
     _export(profiler, path)
+
+
+@contextmanager
+def _kineto_silent() -> Iterator[None]:
+    """Have Kineto print no lines of its own within the block: torch 2.13 prints two for each recording.
+
+    How much it prints is a variable of C++'s, which `prepare_trace` sets. The script's own profiler finds it unchanged.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(_TORCH_LIBRARY)), _KINETO_LEVEL)
+    except (OSError, ValueError):  # another build of torch: its lines show
+        yield
+        return
+    before, level.value = level.value, _SILENT
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def _of_all_threads(device: torch.device) -> Any:
