@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from profkit.analysis.advice import RULES, Advice, find_advice
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import MemoryUse, StepUse, Summary
+from profkit.analysis.summary import MemoryUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
 from tests.captures import capture
@@ -32,7 +33,13 @@ Kernels = Sequence[tuple[str, int]]
 
 
 def _write(
-    folder: Path, phases: Mapping[str, Kernels], *, launch_ns: int = 10_000, data_ns: int = 0, synchronise: bool = False
+    folder: Path,
+    phases: Mapping[str, Kernels],
+    *,
+    launch_ns: int = 10_000,
+    data_ns: int = 0,
+    synchronise: bool = False,
+    **timed: Mapping[str, int],
 ) -> Summary:
     """Two steps on an H200: each kernel is launched ``launch_ns`` after the one before ended, so that the GPU waits."""
     builder, now = NsysBuilder(), 0
@@ -57,7 +64,12 @@ def _write(
             builder.call(now + 1_000, duration=2_000, name="cudaStreamSynchronize_v3020")
             now += 3 * MS
         builder.range(f"step {step}", began, now)
-    return summarize_capture(open_capture(builder.write(folder / "trace.sqlite")))
+    trace = builder.write(folder / "trace.sqlite")
+    if not timed:
+        return summarize_capture(open_capture(trace))
+    manifest = {part: {"steps": [dict(times)] * 4} for part, times in timed.items()}
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
+    return summarize_capture(open_capture(folder))
 
 
 def _codes(summary: Summary) -> dict[str, Advice]:
@@ -185,15 +197,14 @@ def test_the_wait_for_data_is_the_most_that_workers_save(tmp_path: Path) -> None
 
 
 def test_the_wait_for_data_is_as_long_as_it_was_timed_without_a_profiler(tmp_path: Path) -> None:
-    """A profiler slows everything else, and so hides waits: of 12 ms idle 9 are waits, the others share the rest."""
-    recorded = _write(tmp_path, {"forward": [(NVJET, 5 * MS)]}, data_ns=4 * MS)
-    assert recorded.gpu is not None
-    gpu = replace(recorded.gpu, is_estimate=True, idle_share=0.6)
-    timed = replace(recorded, gpu=gpu, steps=(StepUse(None, 20 * MS, 4, 20 * MS, 20 * MS, 21 * MS, 9 * MS),))
-    assert timed.idle_ns == pytest.approx(12 * MS)
-    assert timed.idle_causes_ns["data_ns"] == 9 * MS
-    assert sum(timed.idle_causes_ns.values()) == pytest.approx(12 * MS)
-    assert _codes(timed)["data-workers"].saves_ns == 9 * MS
+    """A profiler slows everything else, and so hides waits: of 15 ms idle 9 are waits, the others share the rest."""
+    attached, profiled = ({"data_ns": wait * MS, "step_ns": 20 * MS} for wait in (9, 4))
+    phases = {"forward": [(NVJET, 5 * MS)]}
+    summary = _write(tmp_path, phases, data_ns=4 * MS, attached=attached, profiled=profiled)
+    assert summary.idle_ns == 15 * MS
+    assert summary.idle_causes_ns["data_ns"] == pytest.approx(9 * MS, rel=1e-3), "1,000 ns of launching were recorded"
+    assert sum(summary.idle_causes_ns.values()) == summary.idle_ns
+    assert _codes(summary)["data-workers"].saves_ns == summary.idle_causes_ns["data_ns"]
 
 
 def test_a_wait_for_the_gpu_costs_the_gap_after_it_and_names_its_range(tmp_path: Path) -> None:
@@ -202,6 +213,18 @@ def test_a_wait_for_the_gpu_costs_the_gap_after_it_and_names_its_range(tmp_path:
     assert advice.reason.endswith("most of it after cudaStreamSynchronize_v3020 in step */loss")
     (tmp_path / "none").mkdir()
     assert "synchronising" not in _codes(_write(tmp_path / "none", {"forward": [(NVJET, 5 * MS)]}))
+
+
+def test_the_gap_after_a_wait_is_scaled_to_the_unprofiled_step(tmp_path: Path) -> None:
+    """Recorded 3.0 ms idle a step, unprofiled half of it: of gaps of 1.5 ms a step one half is left."""
+    phases = {"forward": [(NVJET, 5 * MS)]}
+    (tmp_path / "timed").mkdir()
+    recorded = _write(tmp_path, phases, synchronise=True)
+    assert recorded.gpu is not None
+    idle_ns = recorded.gpu.parts.idle_ns // 2
+    timed = _write(tmp_path / "timed", phases, synchronise=True, attached={"step_ns": 5 * MS + idle_ns // 2})
+    whole, half = (_codes(one)["synchronising"].saves_ns or 0 for one in (recorded, timed))
+    assert half == pytest.approx(whole / 2, rel=1e-6)
 
 
 def test_checkpoints_keep_one_block_and_repeat_the_forward_pass_of_all() -> None:

@@ -19,6 +19,7 @@ from profkit.reading import open_capture
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
+from tests.efficiency_runs import make_timed_run, write_two_steps
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
@@ -139,11 +140,8 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     """Have every trace's efficiency be this."""
 
     class Found:
-        idle_share = 0.3
-        clean_idle_share = None
         mfu = 0.4
         model_flops = 5
-        steps = (1, 2)
         twin = "clean"
         gpu = "NVIDIA H200"
         dtype = "bf16"
@@ -155,21 +153,28 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     monkeypatch.setattr(budgets_module.OpenedTrace, "efficiency", lambda self: found)
 
 
-@pytest.mark.parametrize(("limit", "idle", "mfu"), [(0.3, True, True), (0.29, False, True), (0.41, True, False)])
-def test_idle_has_a_maximum_and_mfu_a_minimum(
-    run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, idle: bool, mfu: bool
-) -> None:
+@pytest.mark.parametrize(("limit", "held"), [(0.4, True), (0.41, False)])
+def test_mfu_has_a_minimum(run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, held: bool) -> None:
     efficiency(monkeypatch)
-    found = lines(run, Budgets(max_idle=limit, min_mfu=limit))
-    assert [(one.budget, one.held) for one in found] == [("max-idle", idle), ("min-mfu", mfu)]
-    assert found[0].detail == "of the GPUs' time in 2 steps, profiled"
+    assert [(line.budget, line.held) for line in lines(run, Budgets(min_mfu=limit))] == [("min-mfu", held)]
 
 
-def test_idle_is_judged_by_the_unprofiled_share_if_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    efficiency(monkeypatch, clean_idle_share=0.12)
-    (found,) = lines(run, Budgets(max_idle=0.2))
-    assert (found.held, found.measured) == (True, 0.12)
-    assert found.detail == "of the GPUs' time in 2 steps, scaled to the unprofiled steps (30.0% with the profiler)"
+@pytest.mark.parametrize(("limit", "held"), [(0.44, True), (0.43, False)])
+def test_idle_has_a_maximum(tmp_path: Path, limit: float, held: bool) -> None:
+    """Of steps of 1,000 ns the GPU was idle for 440; without a run nobody knows the unprofiled time."""
+    (line,) = lines(write_two_steps(tmp_path / "t.sqlite"), Budgets(max_idle=limit))
+    assert (line.held, line.measured) == (held, 0.44)
+    assert line.detail == "of the GPUs' time in 2 steps, profiled"
+
+
+@pytest.mark.parametrize(("unprofiled_ns", "idle"), [(800, 0.3), (1_120, 0.5), (5_600, 0.9), (500, 0.0)])
+def test_idle_is_judged_in_the_unprofiled_step_whether_it_is_shorter_or_longer(
+    tmp_path: Path, unprofiled_ns: int, idle: float
+) -> None:
+    """The GPU is busy for 560 ns of every step, with the profiler and without one."""
+    (line,) = lines(make_timed_run(tmp_path, clean_ns=unprofiled_ns), Budgets(max_idle=0.44))
+    assert (line.measured, line.held) == (pytest.approx(idle), idle <= 0.44)
+    assert line.detail == "of the GPUs' time in 2 steps, scaled to the unprofiled steps (44.0% with the profiler)"
 
 
 @pytest.mark.parametrize(

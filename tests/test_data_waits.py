@@ -10,6 +10,7 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.time_account.account import IdleCauses, divide_idle
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import DataWait
 from profkit.report.commands.efficiency import build_efficiency_document, limit_words
@@ -253,18 +254,29 @@ def test_without_unprofiled_waits_the_recording_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "hidden", "expected"),
+    ("idle", "change", "expected"),
     [
-        (1.0, None, (60, 20, 20)),
-        (0.5, None, (30, 10, 10)),
-        (0.5, 0, (22.5, 7.5, 20)),  # what the profiler added was not waiting for data
-        (0.5, 10, (15, 5, 30)),
-        (0.5, 100, (0, 0, 50)),  # never more than all that is idle
+        (100, None, (20, 60, 20)),
+        (50, None, (10, 30, 10)),
+        (200, None, (40, 120, 40)),
+        (50, 0, (20, 23, 7)),  # what the profiler added was not waiting for data
+        (50, 10, (30, 15, 5)),
+        (50, -15, (5, 34, 11)),
+        (50, -30, (0, 38, 12)),
+        (50, 100, (50, 0, 0)),  # never more than all that is idle
     ],
 )
-def test_idle_time_without_a_profiler_is_divided(
-    factor: float, hidden: float | None, expected: tuple[float, float, float]
-) -> None:
-    """Idle for 100: 70 launching, of which 10 waiting for data, and 30 outside CUDA, of which 10."""
+def test_idle_time_without_a_profiler_is_divided(idle: int, change: int | None, expected: tuple[int, int, int]) -> None:
+    """Recorded idle for 100: 70 launching, of which 10 waiting for data, and 30 outside CUDA, of which 10."""
     parts = GpuParts(140, 40, 0, 0, launching_ns=70, synchronising_ns=0, outside_cuda_ns=30, **OVERLAPPED)
-    assert DataWait(10, 0, 10).divide_idle(parts, factor, hidden) == pytest.approx(expected)
+    causes = divide_idle(parts, DataWait(10, 0, 10), idle, change)
+    assert (causes.data_ns, causes.launching_ns, causes.outside_cuda_ns) == expected
+    assert sum(expected) == idle
+
+
+@pytest.mark.parametrize(("change", "expected"), [(None, (0, 0, 0, 7)), (3, (7, 0, 0, 0))])
+def test_idle_time_of_a_gpu_that_was_recorded_without_any_has_no_known_cause_but_data(
+    change: int | None, expected: tuple[int, int, int, int]
+) -> None:
+    parts = GpuParts(40, 40, 0, 0, launching_ns=0, synchronising_ns=0, outside_cuda_ns=0, **OVERLAPPED)
+    assert divide_idle(parts, DataWait(), 7, change) == IdleCauses(*expected)

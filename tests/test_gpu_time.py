@@ -14,7 +14,7 @@ from profkit import read_trace
 from profkit.analysis.efficiency.waiting import find_waiting
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.placing.attribution import Attribution, attribute_work
-from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
+from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     LONGEST_PAUSE_NS,
     GpuParts,
@@ -385,8 +385,7 @@ def _slow_waiting(trace: Trace, step: GpuStep) -> int:
 
 def _steps(path: Path) -> tuple[GpuStep, ...]:
     opened = read_trace(path)
-    times, waiting = build_gpu_times(opened.trace), find_waiting(opened.trace, opened.ranks)
-    return summarize_steps(opened.attribution, opened.ranks, times, waiting)
+    return describe_steps(opened.account, find_waiting(opened.trace, opened.ranks))
 
 
 def _pairs(one: Stretches) -> list[tuple[int, int]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +17,17 @@ from profkit import read_trace
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
+from profkit.analysis.time_account.account import IdleTime
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.selection import select_ranges
 from profkit.cli import cli
+from profkit.reading import open_capture
+from profkit.report.page.step import build_step_bar
+from profkit.run.directory import Run
 from tests.captures import CAPTURES
+from tests.in_process import run_command, run_profkit
 from tests.test_compiled_ranges import whole_run
+from tests.test_time_account import count_idle_slowly
 
 TRACES = sorted(
     path
@@ -111,3 +121,111 @@ def test_the_two_profilers_agree_on_a_share_of_one_workload(name: str) -> None:
     (line,) = json.loads(held.stdout)["lines"]
     assert line["held"]
     assert line["measured"] == pytest.approx(0.287, abs=0.001)
+
+
+LOOP = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index % 4 == 0))
+        return torch.full((8,), float(index)), torch.ones(1)
+
+
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
+for inputs, targets in DataLoader(Slow(), batch_size=1):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+"""
+
+
+def _run_json(*words: str | Path) -> dict[str, Any]:
+    return dict(json.loads(run_command(*words, "--format", "json").stdout))
+
+
+def _check_steps_and_idle_time(path: Path) -> None:
+    """Compare the step time and the idle share that each command prints, and both with the account."""
+    capture = open_capture(path)
+    assert capture.trace is not None
+    account, summary, efficiency = capture.trace.account, _run_json("summary", path), _run_json("efficiency", path)
+    checked = json.loads(run_command("check", path, "--max-idle", "50%", "--format", "json").stdout)["lines"][0]
+    idle = account.idle_time()
+    assert efficiency["idle_share"] == account.sum_parts()[0].idle_share
+    assert efficiency["clean_idle_share"] == (idle.share if idle.is_unprofiled else None)
+    assert summary["gpu"]["idle_share"] == checked["measured"] == idle.share
+    assert summary["gpu"]["parts"]["idle_ns"] == sum(step["gpu"]["idle_ns"] for step in efficiency["steps"])
+    assert summary["step_count"] == len(efficiency["steps"]) == len(account)
+    steps = [row for row in efficiency["ranges"] if row["name"] in ("step", "step *")]
+    if len(steps) == 1 and idle.is_unprofiled:
+        assert steps[0]["clean_idle_share"] == pytest.approx(idle.share)
+    for step in summary["steps"]:
+        assert step["recorded_ns"] == account.recorded_step_ns(step["context"])
+        assert step["unprofiled_ns"] == account.step_ns(step["context"])
+    assert capture.trace.account.steps.tolist() == measured_ranges(capture.trace.attribution)["step"].tolist()
+    _check_bars(capture.trace, idle)
+
+
+def _check_bars(opened: OpenedTrace, idle: IdleTime) -> None:
+    """Compare the bars of the page, each the average of its steps on a GPU, with the idle time of all."""
+    bars = build_step_bar(opened.account, opened.efficiency().steps, None)["bars"]
+    shown = sum(
+        part["ns"] * bar["step_count"] for bar in bars for part in bar["parts"] if part["words"].startswith("idle")
+    )
+    assert shown == pytest.approx(idle.idle_ns)
+    assert sum(bar["whole_ns"] * bar["step_count"] for bar in bars) == pytest.approx(idle.span_ns)
+
+
+STEPPED = [path for path in TRACES if path.name.startswith(("small", "checkpointed", "ddp", "hooks", "two", "graph"))]
+
+
+@pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.name)
+def test_steps_and_idle_time_are_one_figure_everywhere_and_equal_a_slow_account(path: Path, tmp_path: Path) -> None:
+    """As recorded, and in runs whose unprofiled steps were shorter and longer than the recorded ones."""
+    opened = read_trace(path)
+    if not len(opened.account):
+        pytest.skip("no steps on a GPU")
+    parts = opened.account.sum_parts()[0]
+    assert count_idle_slowly(opened)[:2] == (parts.span_ns, parts.idle_ns)
+    _check_steps_and_idle_time(path)
+    recorded_ns = round(opened.account.recorded_step_ns() or 0)
+    for number, factor in enumerate((0.9, 1.0, 2.5)):
+        run = tmp_path / f"{number}"
+        run.mkdir()
+        (run / ("trace.sqlite" if path.suffix == ".sqlite" else "trace.json.gz")).symlink_to(path)
+        times = {"steps": [{"step_ns": round(recorded_ns * factor)}] * 3}
+        (run / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", "attached": times}))
+        timed = read_trace(run)
+        idle = timed.account.idle_time()
+        assert count_idle_slowly(timed)[2:] == (idle.span_ns, idle.idle_ns)
+        _check_steps_and_idle_time(run)
+
+
+def test_a_run_recorded_here_has_one_step_time_in_every_command(tmp_path: Path) -> None:
+    """A loop on the CPU, which waits for its data: the step is its mean wait and the median of the rest."""
+    script, run = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(LOOP)
+    made = run_profkit("run", "-o", str(run), "--steps", "2", sys.executable, str(script), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    account = open_capture(run).trace.account  # type: ignore[union-attr]
+    step_ns = account.step_ns()
+    (step,) = _run_json("summary", run)["steps"]
+    (checked,) = json.loads(run_command("check", run, "--max-step-ms", "10000", "--format", "json").stdout)["lines"]
+    compared = _run_json("compare", run, run, "--force")
+    (headline,) = compared["headlines"]
+    assert step["unprofiled_ns"] == checked["measured"] == step_ns
+    assert headline["before_ns"] == headline["after_ns"] == round(step_ns or 0)
+    samples = Run(run).manifest.unprofiled
+    assert samples is not None
+    waits, steps = ([one[key] for one in samples.steps] for key in ("data_ns", "step_ns"))
+    rest = median(whole - wait for whole, wait in zip(steps, waits, strict=True))
+    assert step_ns == pytest.approx(rest + sum(waits) / len(waits))
+    assert len(account.steps) == _run_json("summary", run)["program_steps"]

@@ -186,10 +186,10 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
 ) -> None:
     summary = _summary(make_timed_run(tmp_path))
     assert summary.gpu is not None
-    assert summary.gpu.is_estimate
+    assert summary.gpu.idle.is_unprofiled
     assert summary.step_ns == 800
-    assert summary.idle_ns == pytest.approx(summary.gpu.idle_share * 800)
-    assert sum(summary.idle_causes_ns.values()) == pytest.approx(summary.idle_ns)
+    assert summary.idle_ns == summary.gpu.idle.share * 800 == 240
+    assert sum(summary.idle_causes_ns.values()) == summary.idle_ns
     lines = _lines(summary, monkeypatch, 120)
     assert lines["STEP"].startswith("800 ns unprofiled (3 steps")
     assert "recording made it 1.000 µs (+25%)" in lines["STEP"]

@@ -87,11 +87,18 @@ def test_phases_that_would_keep_more_idle_time_than_their_step_are_cut_to_fit(tm
     assert left == {"step": 200, "step/train": 200, "step/train/data": 0, "step/train/backward": 200, "step/log": 0}
 
 
-def test_idle_time_without_a_profiler_is_unknown_if_one_time_does_not_fit_several_gpus(tmp_path: Path) -> None:
+def test_a_longer_unprofiled_step_leaves_each_of_several_gpus_more_idle(tmp_path: Path) -> None:
     rows = _micro_batches(tmp_path, devices=2, step=2_000)
-    assert rows["step"].clean_idle_share is None
-    assert rows["step"].gpu is not None
     assert rows["step"].idle_share == pytest.approx(0.5)
+    assert rows["step"].clean_idle_share == pytest.approx(1_500 / 2_000)
+
+
+def test_a_longer_unprofiled_phase_does_not_say_which_of_several_gpus_was_idle(tmp_path: Path) -> None:
+    rows = _micro_batches(tmp_path, devices=2, backward=2_000)
+    assert rows["step/train/backward"].clean_idle_share is None
+    (tmp_path / "one").mkdir()
+    alone = _micro_batches(tmp_path / "one", backward=2_000)
+    assert alone["step/train/backward"].clean_idle_share == pytest.approx(1_600 / 2_000)
 
 
 def test_idle_time_without_a_profiler_is_estimated_for_each_of_several_gpus(tmp_path: Path) -> None:

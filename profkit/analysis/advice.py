@@ -87,8 +87,10 @@ def _compile(summary: Summary) -> Advice | None:
     """
     if summary.work is None or summary.gpu is None or summary.head.is_compiled:
         return None
-    small_ns = summary.per_step(summary.work.small_ns)
-    launching_ns = summary.idle_causes_ns["launching_ns"]
+    costs = summary.find_costliest("small_ns", "launching_ns")
+    if costs is None:
+        return None
+    small_ns, launching_ns = costs.small_ns, costs.launching_ns
     action, reason = "torch.compile(model)", "fuses much of {small_ns} of small kernels"
     if launching_ns > WORTH * (summary.step_ns or 0):
         reason += "; the GPU is also idle {launching_ns} while Python prepares kernels"
@@ -108,7 +110,8 @@ def _cuda_graphs(summary: Summary) -> Advice | None:
     """Replay, for a run that is compiled: one launch of a graph takes the place of hundreds of launches."""
     if summary.gpu is None or summary.gpu.graph_launches or not summary.head.is_compiled:
         return None
-    launching_ns = summary.idle_causes_ns["launching_ns"]
+    costs = summary.find_costliest("launching_ns")
+    launching_ns = 0.0 if costs is None else costs.launching_ns
     if launching_ns < _LAUNCHES * (summary.step_ns or 0):
         return None
     return Advice(
@@ -152,7 +155,7 @@ def _optimizer(summary: Summary) -> Advice | None:
     optimizer, memory, work = summary.optimizer, summary.memory, summary.work
     if optimizer is None or optimizer.kind not in ("foreach", "single tensor") or work is None:
         return None
-    span_ns, launches = summary.per_step(optimizer.span_ns), summary.per_step(optimizer.launch_count)
+    span_ns, launches = summary.per_step(optimizer.span_ns), optimizer.launch_count / summary.program_steps
     if optimizer.unprofiled_ns is not None:
         span_ns = optimizer.unprofiled_ns
     least_ns, temporary = 0.0, 0
@@ -162,7 +165,7 @@ def _optimizer(summary: Summary) -> Advice | None:
         least_ns = (3 * parameters + 2 * state) / work.peaks.bytes_per_s * 1e9
     if memory is not None and memory.phase == "optimizer":
         temporary = memory.by_category.get("temporaries", 0)
-    reason = "{launches} launches take {span_ns} of a step"
+    reason = ("1 launch takes" if launches == 1 else "{launches} launches take") + " {span_ns} of a step"
     if least_ns:
         reason += ", its bytes {least_ns} at the GPU's peak"
     if temporary:
@@ -205,9 +208,10 @@ def _attention(summary: Summary) -> Advice | None:
 
 def _workers(summary: Summary) -> Advice | None:
     """Batches ready in time: the GPU is idle while the program waits for the next batch."""
-    if summary.gpu is None or not summary.gpu.causes.data_ns:
+    costs = summary.find_costliest("data_ns")
+    if costs is None or not costs.data_ns:
         return None
-    idle_ns = summary.idle_causes_ns["data_ns"]
+    idle_ns = costs.data_ns
     return Advice(
         "data-workers",
         "more DataLoader workers (num_workers, prefetch_factor)",
@@ -261,9 +265,10 @@ def _expandable(summary: Summary) -> Advice | None:
 
 def _communication(summary: Summary) -> Advice | None:
     """Communication that computing does not hide: ranks that differ if most of it is waiting, else when it begins."""
-    if summary.gpu is None or len(summary.ranks) < 2:
+    costs = summary.find_costliest("exposed_communication_ns")
+    if costs is None or len(summary.ranks) < 2:
         return None
-    exposed_ns = summary.per_step(summary.gpu.parts.exposed_communication_ns)
+    exposed_ns = costs.exposed_communication_ns
     reason = "{exposed_ns} of communication are not hidden behind computing"
     action = "smaller buckets, so that communication begins sooner (DDP: bucket_cap_mb; FSDP: prefetching)"
     if summary.waited_for is not None:
@@ -290,16 +295,17 @@ def _zero_grad(summary: Summary) -> Advice | None:
 def _synchronising(summary: Summary) -> Advice | None:
     """Calls that wait: ``.item()``, ``print`` of a tensor and ``.cpu()`` leave the GPU without anything queued."""
     syncs = None if summary.gpu is None else summary.gpu.syncs
-    if syncs is None:
+    costs = summary.find_costliest("sync_gap_ns")
+    if syncs is None or costs is None:
         return None
-    gap_ns = summary.per_step(syncs.gap_ns)
+    gap_ns = costs.sync_gap_ns
     where = f", most of it after {syncs.call}" + (f" in {syncs.path}" if syncs.path else "")
     return Advice(
         "synchronising",
         "fewer calls that wait for the GPU (.item(), .cpu(), print of a tensor)",
         "after {count} of them in a step the GPU has nothing to do for {gap_ns}" + where,
         saves_ns=gap_ns,
-        figures={"count": summary.per_step(syncs.count), "gap_ns": gap_ns},
+        figures={"count": syncs.count / summary.program_steps, "gap_ns": gap_ns},
     )
 
 

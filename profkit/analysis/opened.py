@@ -25,6 +25,7 @@ from profkit.trace.processes import only_process
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.time_account.account import TimeAccount
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -69,6 +70,15 @@ class OpenedTrace:
     def attribution(self) -> Attribution:
         """Return the trace with its work placed under its ranges."""
         return attribute_work(self.trace, thread_only=self._thread_only)
+
+    @cached_property
+    def account(self) -> TimeAccount:
+        """Return what the steps took on the GPUs, and without a profiler: the source of every step and idle time."""
+        from profkit.analysis.time_account.account import open_account
+        from profkit.analysis.time_account.step_times import summarize_step_times
+
+        timed = None if self.run is None else summarize_step_times(self.run.manifest)
+        return open_account(self.attribution, self.ranks, timed)
 
     @cached_property
     def self_check(self) -> SelfCheck:
@@ -155,7 +165,7 @@ class OpenedTrace:
         from profkit.analysis.efficiency.summary import measure_efficiency
 
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
-        return measure_efficiency(self.attribution, facts, self.ranks, range, numbered=numbered)
+        return measure_efficiency(self.account, facts, range, numbered=numbered)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from profkit.analysis.compare.provenance import find_condition
-from profkit.analysis.efficiency.facts import read_run_facts
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
@@ -23,6 +22,7 @@ from profkit.analysis.summary import (
     RUN_WARNING,
     SMALL,
     WORTH,
+    GpuCosts,
     GpuUse,
     Head,
     MemoryUse,
@@ -33,11 +33,10 @@ from profkit.analysis.summary import (
     WorkUse,
     WrittenAttention,
 )
-from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
-from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.analysis.time_account.step_times import summarize_step_times
+from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
+from profkit.analysis.time_account.gpu_time import category_rows, communication_rows
+from profkit.analysis.time_account.step_times import find_timing_doubts
 from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
-from profkit.analysis.time_account.unprofiled import find_uneven_times
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
 from profkit.analysis.tree.modules import time_modules
 from profkit.analysis.tree.selection import split_path
@@ -77,7 +76,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     summary = Summary(str(capture.path), _head(capture, manifest))
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
-        summary, found = _add_time(summary, capture.trace, manifest)
+        summary, found = _add_time(summary, capture.trace)
         findings += found
     if capture.snapshot is not None:
         summary, found = _add_memory(summary, capture.snapshot, manifest)
@@ -144,39 +143,32 @@ def _precision(manifest: Manifest, counted: str | None) -> str | None:
     return f"{'no autocast' if dtype is None else dtype}, TF32 {'on' if tf32 in _TF32 else 'off'}"
 
 
-def _add_time(summary: Summary, opened: OpenedTrace, manifest: Manifest) -> tuple[Summary, list[Finding]]:
-    attribution, findings = opened.attribution, list(opened.self_check.findings)
+def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Finding]]:
+    attribution, account = opened.attribution, opened.account
     measured = measured_ranges(attribution)
-    steps = measured.get(STEP, empty_ints())
-    ranges = opened.trace.ranges
-    recorded = float(np.median(ranges.end_ns[steps] - ranges.start_ns[steps])) if len(steps) else None
-    count = len(steps) or 1
     rows = np.ones(len(opened.trace.work), dtype=np.bool_)
-    if len(steps):
-        rows = mark_members(len(rows), attribution.work.under(steps).rows)
-    result = None
-    if opened.trace.measure == "gpu-kernel" and len(opened.trace.work):
-        result = opened.efficiency()
-        findings += result.warnings
-        if result.steps:
-            count = len(result.steps)
-            recorded = sum(step.gpu.span_ns for step in result.steps) / count
-    elif opened.run is not None:
-        findings += find_uneven_times(read_run_facts(opened.trace, opened.run))
+    if len(account.steps):
+        rows = mark_members(len(rows), attribution.work.under(account.steps).rows)
+    has_work = opened.trace.measure == "gpu-kernel" and len(opened.trace.work)
+    result = opened.efficiency() if has_work else None
+    doubts = find_timing_doubts(account.timed) if result is None else result.warnings
+    use = None if result is None else _gpu(account, result)
     summary = replace(
         summary,
         has_trace=True,
-        step_count=count,
-        steps=_steps(manifest, recorded),
-        gpu=None if result is None else _gpu(attribution, result, has_steps=len(steps) > 0),
+        step_count=len(account) or len(account.steps) or 1,
+        program_steps=len(account.steps) or 1,
+        steps=tuple(_steps(account)),
+        gpu=use,
+        gpus=() if use is None else tuple(_costs(account, use, rows)),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
-        optimizer=None if result is None else _optimizer(attribution, result, manifest),
+        optimizer=None if result is None else _optimizer(account, result),
         modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
-        passes=_passes(measured, steps),
+        passes=_passes(measured, account.steps),
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
-    return _add_ranks(summary, opened, result, rows), findings
+    return _add_ranks(summary, opened, result, rows), [*opened.self_check.findings, *doubts]
 
 
 def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
@@ -185,39 +177,60 @@ def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
     return len(passes) / len(steps) if len(steps) and len(passes) else None
 
 
-def _steps(manifest: Manifest, recorded_ns: float | None) -> tuple[StepUse, ...]:
-    times = summarize_step_times(manifest)
-    found = [one for one in ([] if times is None else times.phases) if one.phase == STEP]
-    if not found:
-        return () if recorded_ns is None else (StepUse(None, None, 0, None, None, recorded_ns),)
-    waits = {one.context: one.clean_ns for one in times.phases if one.phase == DATA} if times is not None else {}
-    return tuple(
-        StepUse(
-            one.context,
-            one.clean_ns,
-            one.clean.count,
-            one.clean.p10,
-            one.clean.p90,
-            one.profiled_ns or recorded_ns,
-            None if one.clean_rate_ns is None else waits.get(one.context),
+def _steps(account: TimeAccount) -> Iterator[StepUse]:
+    timed = account.timed
+    steps = [] if timed is None else [times for times in timed.phases if times.phase == STEP]
+    recorded_ns = account.recorded_step_ns()
+    if not steps and recorded_ns is not None:
+        yield StepUse(None, None, 0, None, None, recorded_ns)
+    for step in steps:
+        waits = None if timed is None or step.clean_rate_ns is None else timed.find(DATA, step.context)
+        yield StepUse(
+            step.context,
+            step.clean_ns,
+            step.clean.count,
+            step.clean.p10,
+            step.clean.p90,
+            account.recorded_step_ns(step.context),
+            None if waits is None else waits.clean_ns,
         )
-        for one in found
-    )
 
 
-def _gpu(attribution: Attribution, result: EfficiencyResult, *, has_steps: bool) -> GpuUse:
-    parts, data = sum_steps(result.steps) if result.steps else (result.capture, DataWait())
-    is_estimate = result.clean_idle_share is not None
-    trace = attribution.trace
+def _gpu(account: TimeAccount, result: EfficiencyResult) -> GpuUse:
+    parts, data = account.sum_parts() if len(account) else (result.capture, DataWait())
+    trace = account.attribution.trace
     graphs = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
     return GpuUse(
         parts=parts,
-        causes=divide_idle_time(parts, data),
-        idle_share=parts.idle_share if result.clean_idle_share is None else result.clean_idle_share,
-        is_estimate=is_estimate,
+        causes=divide_idle(parts, data, parts.idle_ns),
+        idle=account.idle_time() if len(account) else recorded_idle(parts, data),
         graph_launches=int(np.isin(trace.calls.name, graphs).sum()) + int(trace.work.is_graph.sum()),
-        syncs=find_sync_gaps(attribution) if has_steps else None,
+        syncs=find_sync_gaps(account.attribution) if len(account.steps) else None,
     )
+
+
+def _costs(account: TimeAccount, use: GpuUse, rows: Bools) -> Iterator[GpuCosts]:
+    """Yield what a step spends on each GPU and for each process that works on it."""
+    attribution, work = account.attribution, account.attribution.trace.work
+    process = attribution.trace.ranges.process[account.steps[account.step]]
+    optimizers = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
+    optimized = mark_members(len(work), attribution.work.under(optimizers).rows)
+    small = category_rows(attribution.trace, SMALL)
+    for owner, device in sorted(set(zip(process.tolist(), account.windows.device.tolist(), strict=True))):
+        mine = (process == owner) & (account.windows.device == device)
+        count, idle = int(mine.sum()), account.idle_time(mine)
+        own = rows & small & ~optimized & (work.device == device) & (work.process == owner)
+        gap_ns = 0 if use.syncs is None else use.syncs.by_device.get(device, 0)
+        rank = int(account.rank[mine][0])
+        yield GpuCosts(
+            rank=None if rank < 0 else rank,
+            device=device,
+            launching_ns=idle.causes.launching_ns / count,
+            data_ns=idle.causes.data_ns / count,
+            sync_gap_ns=gap_ns * use.sync_factor / count,
+            exposed_communication_ns=account.sum_parts(mine)[0].exposed_communication_ns / count,
+            small_ns=int(work.duration_ns[own].sum()) / count,
+        )
 
 
 def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: EfficiencyResult | None) -> WorkUse | None:
@@ -301,15 +314,16 @@ def _is_inductors(name: str) -> bool:
     return name.startswith("triton_") and categorize(name).rule.startswith("inductor")
 
 
-def _optimizer(attribution: Attribution, result: EfficiencyResult, manifest: Manifest) -> OptimizerUse | None:
+def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse | None:
+    attribution = account.attribution
     rows = [row for row in result.ranges if row.name == OPTIMIZER and row.gpu is not None and _is_measured(row.path)]
     members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
     if not rows or not len(members):
         return None
     trace = attribution.trace
     names = [trace.names[i] for i in distinct_values(trace.work.name[attribution.work.under(members).rows]).tolist()]
-    times = summarize_step_times(manifest)
-    unprofiled = [one for one in (() if times is None else times.phases) if one.phase == OPTIMIZER]
+    timed = () if account.timed is None else account.timed.phases
+    unprofiled = [times for times in timed if times.phase == OPTIMIZER]
     kind = "single tensor"
     if any(_is_inductors(name) for name in names):
         kind = "compiled"

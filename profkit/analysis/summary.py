@@ -13,7 +13,7 @@ from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.placing.attribution import Ledger
-from profkit.analysis.time_account.gpu_steps import IdleCauses
+from profkit.analysis.time_account.account import IdleCauses, IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import SyncGaps
 from profkit.analysis.tree.modules import ModuleTime
@@ -87,18 +87,38 @@ class StepUse:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """The GPUs' time in its parts and why they were idle, as recorded; ``idle_share`` as the run was unprofiled.
+    """The GPUs' time in its parts and why they were idle, as recorded; ``idle`` as the run was unprofiled, if known.
 
-    If no unprofiled time is known, ``is_estimate`` is False and ``idle_share`` is the recorded one. ``graph_launches``
-    counts replays of CUDA graphs.
+    ``graph_launches`` counts replays of CUDA graphs.
     """
 
     parts: GpuParts
     causes: IdleCauses
-    idle_share: float
-    is_estimate: bool
+    idle: IdleTime
     graph_launches: int
     syncs: SyncGaps | None
+
+    @property
+    def sync_factor(self) -> float:
+        """Return the unprofiled over the recorded idle time, without waits for data: what gaps after waits keep."""
+        recorded_ns = self.parts.idle_ns - self.causes.data_ns
+        return (self.idle.idle_ns - self.idle.causes.data_ns) / recorded_ns if recorded_ns else 0.0
+
+
+@dataclass(frozen=True)
+class GpuCosts:
+    """What a step of one GPU spends in ways that a change of the program could save, in ns; idle time unprofiled.
+
+    No change saves more of a run's step than the most that any of its GPUs spends so.
+    """
+
+    rank: int | None
+    device: int
+    launching_ns: float
+    data_ns: float
+    sync_gap_ns: float
+    exposed_communication_ns: float
+    small_ns: float
 
 
 @dataclass(frozen=True)
@@ -128,24 +148,43 @@ class WorkUse:
     attention: WrittenAttention | None
 
     @property
-    def product_ns(self) -> int:
-        """Return the time of matrix products and attention."""
-        return sum(self.by_category.get(one, 0) for one in PRODUCTS)
+    def communication_ns(self) -> int:
+        """Return the time of communication kernels, waiting included.
 
-    @property
-    def small_ns(self) -> int:
-        """Return the time of `SMALL` kernels outside the optimizer."""
-        return sum(self.by_category.get(one, 0) - self.in_optimizer.get(one, 0) for one in SMALL)
+        This and the next four properties divide the kernel time: each kernel counts in the first that it fits.
+        """
+        return self.by_category.get("communication", 0)
 
     @property
     def optimizer_ns(self) -> int:
-        """Return the time of the optimizer: its phase, or where there is none its kernels by their names."""
-        return sum(self.in_optimizer.values()) or self.by_category.get("optimizer", 0)
+        """Return the time of the optimizer: its phase, and elsewhere the kernels that are its by their names."""
+        inside = sum(self.in_optimizer.values()) - self.in_optimizer.get("communication", 0)
+        return inside + self._outside_optimizer("optimizer")
 
     @property
-    def communication_ns(self) -> int:
-        """Return the time of communication kernels, waiting included."""
-        return self.by_category.get("communication", 0)
+    def product_ns(self) -> int:
+        """Return the time of matrix products and attention."""
+        return sum(map(self._outside_optimizer, PRODUCTS))
+
+    @property
+    def graph_ns(self) -> int:
+        """Return the time of CUDA graphs that were traced whole."""
+        return self._outside_optimizer("graph")
+
+    @property
+    def small_ns(self) -> int:
+        """Return the time of all other kernels, which are `SMALL`."""
+        others = self.communication_ns + self.optimizer_ns + self.product_ns + self.graph_ns
+        return self.kernel_time_ns - others
+
+    @property
+    def peak_share(self) -> float | None:
+        """Return how near all matrix products, the optimizer's included, come to their dtype's peak, if known."""
+        products_ns = sum(self.by_category.get(category, 0) for category in PRODUCTS)
+        return None if self.at_peak_ns is None or not products_ns else self.at_peak_ns / products_ns
+
+    def _outside_optimizer(self, category: str) -> int:
+        return self.by_category.get(category, 0) - self.in_optimizer.get(category, 0)
 
 
 @dataclass(frozen=True)
@@ -196,7 +235,8 @@ class RankUse:
 class Summary:
     """Everything the ten lines state.
 
-    ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed.
+    ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed;
+    ``program_steps`` is how many steps the program made, over which things are counted. ``gpus`` is in no order.
     ``waited_for`` is the rank for which most of the communication was waiting. ``findings`` are what a reader must know
     before trusting the figures, each once. ``forward_count`` and ``backward_count`` are passes per step, by range.
     """
@@ -205,6 +245,8 @@ class Summary:
     head: Head = Head()
     steps: tuple[StepUse, ...] = ()
     step_count: int = 1
+    program_steps: int = 1
+    gpus: tuple[GpuCosts, ...] = ()
     gpu: GpuUse | None = None
     work: WorkUse | None = None
     optimizer: OptimizerUse | None = None
@@ -239,27 +281,17 @@ class Summary:
     @property
     def idle_ns(self) -> float:
         """Return the idle time of a step on one GPU, without a profiler if that is known."""
-        if self.gpu is None:
-            return 0.0
-        span_ns = self.per_step(self.gpu.parts.span_ns)
-        if self.gpu.is_estimate and self.step_ns is not None:
-            span_ns = self.step_ns
-        return self.gpu.idle_share * span_ns
+        return 0.0 if self.gpu is None else self.per_step(self.gpu.idle.idle_ns)
 
     @property
     def idle_causes_ns(self) -> dict[str, float]:
-        """Return the parts of `idle_ns` by the names of `IdleCauses`.
+        """Return the parts of `idle_ns` by the names of `IdleCauses`."""
+        causes = {} if self.gpu is None else asdict(self.gpu.idle.causes)
+        return {name: self.per_step(time_ns) for name, time_ns in causes.items()}
 
-        A profiler lengthens all causes alike but the wait for data, which it hides: that is as long as it was timed.
-        """
-        causes = {} if self.gpu is None else asdict(self.gpu.causes)
-        waits = [one.data_wait_ns for one in self.steps if one.data_wait_ns is not None]
-        fixed = {}
-        if causes.get("data_ns") and waits and self.gpu is not None and self.gpu.is_estimate:
-            fixed["data_ns"] = min(self.idle_ns, sum(waits) / len(waits))
-        rest_ns = sum(time_ns for name, time_ns in causes.items() if name not in fixed)
-        factor = (self.idle_ns - sum(fixed.values())) / rest_ns if rest_ns else 0.0
-        return {name: fixed.get(name, time_ns * factor) for name, time_ns in causes.items()}
+    def find_costliest(self, *names: str) -> GpuCosts | None:
+        """Return the GPU that spends most on the named `GpuCosts` together, None without known steps."""
+        return max(self.gpus, key=lambda gpu: sum(getattr(gpu, name) for name in names), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
@@ -267,4 +299,5 @@ class Summary:
         del data["findings"]
         if self.gpu is not None:
             data["gpu"]["parts"] = self.gpu.parts.to_dict()
+            data["gpu"] |= {"idle_share": self.gpu.idle.share, "is_estimate": self.gpu.idle.is_unprofiled}
         return data

@@ -18,6 +18,7 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.step_times import is_whole_step, read_unprofiled_steps
 from profkit.analysis.tree.selection import select_ranges
 from profkit.errors import RunError, TraceError, UsageError
@@ -197,19 +198,18 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
                 yield not_judged(budget, "share", limit, reason)
         return
     if budgets.max_idle is not None:
-        yield _judge_idle(found, budgets.max_idle)
+        yield _judge_idle(trace.account, budgets.max_idle)
     if budgets.min_mfu is not None:
         yield _judge_mfu(found, budgets.min_mfu)
 
 
-def _judge_idle(found: EfficiencyResult, limit: float) -> BudgetLine:
-    if found.idle_share is None:
+def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
+    if not len(account):
         return not_judged(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
-    clean = found.clean_idle_share
-    share = found.idle_share if clean is None else clean
-    how = "profiled" if clean is None else f"scaled to the unprofiled steps ({found.idle_share:.1%} with the profiler)"
-    detail = f"of the GPUs' time in {len(found.steps)} steps, {how}"
-    return BudgetLine(MAX_IDLE, None, share, limit, "share", share <= limit, detail)
+    idle, recorded = account.idle_time(), account.sum_parts()[0].idle_share
+    how = f"scaled to the unprofiled steps ({recorded:.1%} with the profiler)" if idle.is_unprofiled else "profiled"
+    detail = f"of the GPUs' time in {len(account)} steps, {how}"
+    return BudgetLine(MAX_IDLE, None, idle.share, limit, "share", idle.share <= limit, detail)
 
 
 def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:

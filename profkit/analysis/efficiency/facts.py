@@ -1,4 +1,4 @@
-"""What a run directory knows that its trace does not: work, unprofiled times, the GPU and its peaks."""
+"""What a run directory knows that its trace does not: work, the GPU and its peaks; datasheets' peaks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.errors import UsageError
 from profkit.findings import Finding
-from profkit.names import STEP
 from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import Run
 from profkit.run.manifest import Loading, Manifest
@@ -44,7 +42,7 @@ class RunFacts:
     """What is known besides the trace; little if the trace lies in no run directory.
 
     ``dtype`` is the type of matrix products whose range does not name one. ``peaks`` are the measured ones if there are
-    any, else the datasheet's; MFU always uses ``datasheet``. ``step_times`` holds unprofiled and profiled times.
+    any, else the datasheet's; MFU always uses ``datasheet``.
     ``ceilings_uuid`` is the GPU that was measured, if the run is known to have used another one of the same name.
     ``loading`` is of the data loaders with workers, if there were any.
     """
@@ -54,23 +52,8 @@ class RunFacts:
     work: RunWork | None
     peaks: Peaks | None
     datasheet: Datasheet | None
-    step_times: StepTimes | None
     ceilings_uuid: str | None
     loading: Loading | None
-
-    @property
-    def phases(self) -> tuple[PhaseTimes, ...]:
-        """The phases (and steps) that were timed without a profiler."""
-        return self.step_times.phases if self.step_times is not None else ()
-
-    def unprofiled(self, phase: str, context: int | None) -> PhaseTimes | None:
-        """Return the times of one phase (or ``step``), if it was timed without a profiler."""
-        return next((one for one in self.phases if (one.phase, one.context) == (phase, context)), None)
-
-    def step_ns(self, context: int | None) -> float | None:
-        """Return the unprofiled step time: the median, of steps that wait for data with their mean wait."""
-        timed = self.unprofiled(STEP, context)
-        return None if timed is None else timed.clean_ns
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -130,7 +113,6 @@ def read_run_facts(
         work=work,
         peaks=_peaks(measured, sheet),
         datasheet=sheet,
-        step_times=summarize_step_times(manifest),
         ceilings_uuid=_other_uuid(measured, manifest),
         loading=manifest.loading,
     )

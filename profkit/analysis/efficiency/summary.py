@@ -16,26 +16,19 @@ from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import mark_nested
-from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.time_account.gpu_steps import GpuStep, summarize_steps
+from profkit.analysis.time_account.account import TimeAccount, find_too_few_steps, scale_ranges
+from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,
     GpuTime,
     Windows,
-    build_gpu_times,
     category_rows,
     communication_rows,
     find_windows,
     sum_parts,
 )
+from profkit.analysis.time_account.step_times import ProfilingCost, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, is_step, measured_ranges
-from profkit.analysis.time_account.unprofiled import (
-    ProfilingCost,
-    UnprofiledIdle,
-    find_too_few_steps,
-    find_uneven_times,
-    profiling_costs,
-)
 from profkit.analysis.time_account.waits import DataWait, find_data_waits
 from profkit.analysis.tree.range_tree import (
     NodePath,
@@ -67,13 +60,13 @@ class EfficiencyRow(RangeRow):
     that ``flops`` would take at their dtypes' peak, over ``busy_ns``. ``roof_share`` is how near the range comes to the
     peak that it would meet first: the time of all operations or of the least bytes at their peak, whichever is longer
     (of the least bytes if the range is memory-bound), over ``busy_ns``. ``intensity`` is all operations per least byte.
-    ``mfu`` exists for steps: model FLOPs over the unprofiled step time (`RunFacts.step_ns`) and the datasheet's peak
-    (Chowdhery et al. 2022, appendix B); ``hfu`` is the same of all FLOPs of the step. ``idle_factor`` is the share of
-    idle time left without a profiler, if the phase around the range was timed so; ``clean_idle_share`` is the idle
-    share that follows. ``waiting_for`` is the rank for which most of the communication in its time was waiting;
-    ``data_loading_ns`` is the part of its idle time in which the program waited for data, ``input_copy_ns`` the time in
-    which only copies of the batch to the GPU ran (`profkit.analysis.time_account.waits`); ``loads_data`` says
-    whether the two are most of what a *host-bound* range waits for: then data loading limits it.
+    ``mfu`` exists for steps: model FLOPs over the unprofiled step time (`TimeAccount.step_ns`) and the datasheet's peak
+    (Chowdhery et al. 2022, appendix B); ``hfu`` is the same of all FLOPs of the step. ``idle_factor`` is the
+    unprofiled over the recorded idle time, if the phase around the range was timed without a profiler;
+    ``clean_idle_share`` is the idle share that follows. ``waiting_for`` is the rank for which most of the communication
+    in its time was waiting; ``data_loading_ns`` is the part of its idle time in which the program waited for data,
+    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran (`profkit.analysis.time_account.waits`);
+    ``loads_data`` says whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 
     launch_count: int
@@ -200,14 +193,13 @@ class _Columns:
 
 
 def measure_efficiency(
-    attribution: Attribution, facts: RunFacts, ranks: Ranks, range: str | None = None, *, numbered: bool = False
+    account: TimeAccount, facts: RunFacts, range: str | None = None, *, numbered: bool = False
 ) -> EfficiencyResult:
     """Return how well the GPUs' time was used under each range.
 
     Args:
-        attribution: the trace with its work placed.
+        account: the time account of the trace.
         facts: what is known besides the trace.
-        ranks: which process is which rank.
         range: only these ranges and those within them, as ``--range`` names them.
         numbered: keep ``step 0`` and ``step 1`` apart.
 
@@ -215,31 +207,29 @@ def measure_efficiency(
         TraceError: no GPU work was recorded, times are impossible, or the trace has no ranges to choose from.
         UsageError: an unknown range.
     """
-    trace = attribution.trace
+    attribution, timed = account.attribution, account.timed
+    trace, times = attribution.trace, account.gpu_times
     _refuse_without_work(trace)
-    times = build_gpu_times(trace)
     members = chosen_ranges(attribution, range)
     numbered_nodes = build_nodes(attribution, numbered=True)
     works = RangeWorks(trace, numbered_nodes, facts)
-    step_flops = StepFlops(attribution, numbered_nodes, works, facts)
-    unprofiled = UnprofiledIdle(attribution, times, numbered_nodes, facts)
+    step_flops = StepFlops(account, numbered_nodes, works, facts)
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
-    waiting = find_waiting(trace, ranks)
+    waiting = find_waiting(trace, account.ranks)
     columns = _sum_columns(attribution, nodes, members, times, waiting)
-    ranges_of, factors = rows_by_value(nodes.of_range[members]), unprofiled.factors(nodes, columns.parts)
+    ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
     for at in nodes.depth_first():
         if at.node not in ranges_of:
             continue
         mine = members[ranges_of[at.node]]
         amount = works.total(mine)
-        hidden_ns = unprofiled.hidden_wait_ns(context_of(split_path(at.path))) if is_step(at.name) else None
-        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], hidden_wait_ns=hidden_ns)
+        change_ns = account.data_change_ns(context_of(split_path(at.path))) if is_step(at.name) else None
+        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], data_change_ns=change_ns)
         if is_step(at.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
         rows.append(row)
-    steps = summarize_steps(attribution, ranks, times, waiting)
-    span_ns = sum(step.gpu.span_ns for step in steps)
+    steps, idle = describe_steps(account, waiting), account.idle_time()
     model, hardware = step_flops.model(), step_flops.hardware()
     return EfficiencyResult(
         trace=trace.path,
@@ -251,19 +241,19 @@ def measure_efficiency(
         ranges=tuple(rows),
         steps=steps,
         step_count=None if numbered else _count_steps(attribution, members),
-        twin=facts.step_times.twin if facts.step_times is not None else None,
-        inflation=profiling_costs(facts),
+        twin=None if timed is None else timed.twin,
+        inflation=() if timed is None else timed.costs,
         model_flops=model.flops,
         mfu=model.share,
         hardware_flops=hardware.flops,
         hfu=hardware.share,
-        idle_share=sum(step.gpu.idle_ns for step in steps) / span_ns if span_ns else None,
-        clean_idle_share=unprofiled.idle_share,
-        warnings=(*_find_doubts(attribution, rows, facts), *find_too_few_steps(facts, steps)),
+        idle_share=account.sum_parts()[0].idle_share if len(account) else None,
+        clean_idle_share=idle.share if idle.is_unprofiled else None,
+        warnings=(*_find_doubts(account, rows, facts), *find_too_few_steps(account, facts.loading)),
     )
 
 
-def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
+def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
     """Return what a reader must know before trusting the verdicts."""
     found = []
     slowed = [row for row in rows if row.verdict == "launch-bound"]
@@ -275,7 +265,7 @@ def _find_doubts(attribution: Attribution, rows: Sequence[EfficiencyRow], facts:
                 " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
             )
         )
-    return [*found, *find_uneven_times(facts), *facts.findings, *warn_of_placement(attribution)]
+    return [*found, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
 
 
 def _count_steps(attribution: Attribution, members: Ints) -> int | None:
@@ -376,7 +366,7 @@ def _build_row(
     peaks: Peaks | None,
     *,
     idle_factor: float | None,
-    hidden_wait_ns: float | None,
+    data_change_ns: float | None,
 ) -> EfficiencyRow:
     busy_ns = int(columns.busy_ns[at.node])
     parts = columns.parts.get(at.node)
@@ -391,7 +381,7 @@ def _build_row(
         only_communicates=busy_ns > 0 and not own_ns,
         mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
         data=data,
-        hidden_wait_ns=None if hidden_wait_ns is None else hidden_wait_ns * int(columns.window_count[at.node]),
+        data_change_ns=None if data_change_ns is None else round(data_change_ns * int(columns.window_count[at.node])),
     )
     at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops

@@ -7,8 +7,8 @@ Two questions, in this order.
    makes no CUDA calls, or receiving a batch (`time_account.waits`) → *host-bound*; only
    communication runs, or the range launched only communication →
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
-   unprofiled time of the phase is known, idle time is scaled first (`time_account.unprofiled`); waiting
-   for data is not, which a profiler never makes longer, but shorter.
+   unprofiled time of the phase is known, idle time is scaled first (`time_account.account`); waiting for data takes
+   what was timed without a profiler, if it was.
 2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
    the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
    is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
@@ -27,6 +27,7 @@ from typing import Literal
 from profkit.analysis.efficiency.facts import VECTOR_DTYPE, Peaks
 from profkit.analysis.efficiency.work import Amount
 from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.time_account.account import divide_idle
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import DataWait
 
@@ -101,7 +102,7 @@ def judge(
     only_communicates: bool,
     mover_share: float = 0.0,
     data: DataWait = _NO_WAIT,
-    hidden_wait_ns: float | None = None,
+    data_change_ns: int | None = None,
 ) -> Verdict:
     """Return what limits a range.
 
@@ -109,19 +110,20 @@ def judge(
         parts: the range's time on its GPUs; None if it launched nothing.
         busy_ns: the union of its own kernels.
         roofline: how long its work would take at the peaks.
-        idle_factor: the share of idle time left without a profiler, if known.
+        idle_factor: the unprofiled over the recorded idle time, if known.
         only_communicates: all of its own kernels are communication; anything else that runs belongs to other ranges.
         mover_share: the share of `MOVERS` in its own kernel time, without communication.
         data: the parts of ``parts`` that are waiting for data.
-        hidden_wait_ns: how much longer it waits for data without a profiler, if known.
+        data_change_ns: how much longer it waits for data without a profiler, if known.
     """
     if parts is None or not parts.span_ns:
         return Verdict(None, "it launched no GPU work")
     factor = 1.0 if idle_factor is None else idle_factor
-    launching, other, waiting = data.divide_idle(parts, factor, hidden_wait_ns)
+    idle = divide_idle(parts, data, round(parts.idle_ns * factor), data_change_ns)
+    launching, waiting, other = idle.launching_ns, idle.data_ns, idle.synchronising_ns + idle.outside_cuda_ns
     shares: dict[Word | None, float] = {
-        "launch-bound": launching,
-        "host-bound": other + waiting + data.input_copy_ns,
+        "launch-bound": float(launching),
+        "host-bound": float(other + waiting + data.input_copy_ns),
         "communication-bound": float(parts.exposed_communication_ns),
         None: float(parts.computing_ns + parts.exposed_copy_ns - data.input_copy_ns),
     }
@@ -132,8 +134,8 @@ def judge(
     if idle_factor is not None:
         share += f" (idle time × {idle_factor:.2f} to estimate it without a profiler)"
     if word == "host-bound" and loads_data:
-        idle, copying = (f"{ns / whole:.1%}" for ns in (waiting, data.input_copy_ns))
-        rule = f"the largest part, {share}, is mostly waiting for data: idle {idle}, copying it {copying}"
+        waited, copied = (f"{ns / whole:.1%}" for ns in (waiting, data.input_copy_ns))
+        rule = f"the largest part, {share}, is mostly waiting for data: idle {waited}, copying it {copied}"
         return Verdict(word, rule, loads_data)
     if word is not None:
         return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}", loads_data)

@@ -21,11 +21,12 @@ import numpy as np
 
 from profkit.analysis.efficiency.facts import RunFacts
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.time_account.steps import context_of, is_step, is_warmup, measured_ranges
+from profkit.analysis.time_account.account import TimeAccount
+from profkit.analysis.time_account.steps import context_of, is_step, is_warmup
 from profkit.analysis.tree.range_tree import RangeNodes
-from profkit.names import BACKWARD, FORWARD, STEP
+from profkit.names import BACKWARD, FORWARD
 from profkit.run.work import RangeWork
-from profkit.trace.columns import Ints, Trace, distinct_values, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Trace, distinct_values, rows_by_value
 
 _UNKNOWN_DTYPE = "unknown"
 
@@ -124,15 +125,16 @@ class Utilization:
 class StepFlops:
     """Knows how many FLOPs the model of a trace asks for in a step (MFU), and how many the hardware did (HFU)."""
 
-    def __init__(self, attribution: Attribution, nodes: RangeNodes, works: RangeWorks, facts: RunFacts) -> None:
+    def __init__(self, account: TimeAccount, nodes: RangeNodes, works: RangeWorks, facts: RunFacts) -> None:
         """Find the measured steps; ``nodes`` must be numbered."""
-        self._attribution = attribution
+        self._account = account
+        self._attribution = account.attribution
         self._nodes = nodes
         self._names = nodes.names_above()
         self._works = works
         self._facts = facts
-        self._steps = measured_ranges(attribution).get(STEP, empty_ints())
-        self._gpu_counts = _count_gpus(attribution, self._steps)
+        self._steps = account.steps
+        self._gpu_counts = _count_gpus(account.attribution, self._steps)
 
     def model(self, members: Ints | None = None) -> Utilization:
         """Return what these steps ask for, forward and backward, whatever is computed again; by default all steps."""
@@ -169,7 +171,7 @@ class StepFlops:
         """Return the share of what all GPUs of a process could do; its steps count the work of all of them."""
         processes = distinct_values(self._attribution.trace.ranges.process[steps]).tolist()
         gpu_counts = {self._gpu_counts.get(process, 1) for process in processes}
-        step_ns, sheet = self._facts.step_ns(context), self._facts.datasheet
+        step_ns, sheet = self._account.step_ns(context), self._facts.datasheet
         peak = sheet.flops_per_s.get(self._facts.dtype or "") if sheet is not None else None
         if flops is None or not step_ns or peak is None or len(gpu_counts) != 1:
             return None

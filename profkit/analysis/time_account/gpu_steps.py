@@ -1,4 +1,4 @@
-"""What the GPUs did in each step: busy, idle and why, overlapped and exposed communication, waiting for other ranks."""
+"""What ran on the GPUs in each step: overlapped and exposed communication, waiting for other ranks, products."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import numpy as np
 from profkit.analysis.efficiency.waiting import Waiting
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.time_account.gpu_time import (
-    GpuParts,
-    GpuTime,
-    Windows,
-    category_rows,
-    communication_rows,
-    find_windows,
-    sum_parts,
-)
-from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.time_account.waits import DataWait, find_data_waits, is_data_wait
-from profkit.names import STEP
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
+from profkit.analysis.time_account.account import TimeAccount
+from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, Windows, category_rows, communication_rows
+from profkit.analysis.time_account.waits import DataWait, sum_host_waits
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 
 @dataclass(frozen=True)
@@ -65,93 +55,43 @@ class GpuStep:
         return self.gpu.idle_share
 
 
-@dataclass(frozen=True)
-class IdleCauses:
-    """Why GPUs were idle, in nanoseconds; the four sum up to `GpuParts.idle_ns`.
-
-    ``data_ns``: the program waited for a batch. Else the host prepared kernels, waited for the GPU, or ran without
-    calling CUDA.
-    """
-
-    data_ns: int
-    launching_ns: int
-    synchronising_ns: int
-    outside_cuda_ns: int
-
-
-def divide_idle_time(parts: GpuParts, data: DataWait) -> IdleCauses:
-    """Return why the GPUs were idle; ``data`` are the waits for data in the same time."""
-    return IdleCauses(
-        data.idle_ns,
-        parts.launching_ns - data.launching_ns,
-        parts.synchronising_ns - data.synchronising_ns,
-        parts.outside_cuda_ns - data.outside_cuda_ns,
-    )
-
-
 def sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
     """Return the time of all steps on all GPUs in its parts, and their waits for data."""
     return (
-        GpuParts(*(sum(getattr(step.gpu, one.name) for step in steps) for one in fields(GpuParts))),
-        DataWait(*(sum(getattr(step.data, one.name) for step in steps) for one in fields(DataWait))),
+        GpuParts(*(sum(getattr(step.gpu, part.name) for step in steps) for part in fields(GpuParts))),
+        DataWait(*(sum(getattr(step.data, part.name) for step in steps) for part in fields(DataWait))),
     )
 
 
-def summarize_steps(
-    attribution: Attribution, ranks: Ranks, times: dict[int, GpuTime], waiting: Waiting
-) -> tuple[GpuStep, ...]:
-    """Return the steps outside ``warmup`` that launched work, one row per step and GPU, in order of their start.
-
-    A step is a range named ``step`` or ``step N``. The result is empty for a trace without steps or without GPU work.
-    """
-    trace = attribution.trace
-    members = measured_ranges(attribution).get(STEP, empty_ints())
-    if trace.measure != "gpu-kernel" or not len(members):
-        return ()
-    windows = find_windows(attribution, members, times)
-    group = np.arange(len(windows.member))
-    parts = sum_parts(times, group, windows.device, windows.start_ns, windows.end_ns)
+def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...]:
+    """Return the rows of the account with what ran on their GPUs: communication, waiting, products, attention."""
+    attribution, windows = account.attribution, account.windows
+    ranges, trace = attribution.trace.ranges, attribution.trace
     measured = _measure_communication(attribution, windows, waiting)
-    data = find_data_waits(trace, times).sum_by_group(group, windows)
-    waited_ns = _sum_host_waits(attribution, members)
+    waited_ns = sum_host_waits(attribution, account.steps).tolist()
     products, attention = _split_computing(trace, windows)
-    exposed = _sum_exposed_waits(times, windows, waiting)
-    ranges = trace.ranges
-    numbers = {process: number for number, process in ranks.members}
-    rows = [
+    exposed = _sum_exposed_waits(account.gpu_times, windows, waiting)
+    return tuple(
         GpuStep(
             name=trace.names[int(ranges.name[index])],
-            rank=numbers.get(int(ranges.process[index])),
+            rank=None if account.rank[row] < 0 else int(account.rank[row]),
             process=trace.process_ids.get(int(ranges.process[index]), int(ranges.process[index])),
             device=int(windows.device[row]),
             start_ns=int(ranges.start_ns[index]),
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
-            gpu=parts[row],
+            gpu=GpuParts(*account.parts[row].tolist()),
             communication_ns=measured[row][0],
             waiting_ns=measured[row][1],
             untold_ns=measured[row][2],
-            data=data.get(row, DataWait()),
+            data=DataWait(*account.data[row].tolist()),
             data_wait_ns=waited_ns[int(windows.member[row])],
             matmul_ns=int(products[row]),
             attention_ns=int(attention[row]),
             exposed_waiting_ns=exposed[row][0],
             waiting_for=exposed[row][1],
         )
-        for row, index in enumerate(members[windows.member].tolist())
-    ]
-    return tuple(sorted(rows, key=lambda row: (row.start_ns, row.device)))
-
-
-def _sum_host_waits(attribution: Attribution, members: Ints) -> list[int]:
-    """Return how long each step waited for data, on the thread that it runs on."""
-    ranges = attribution.trace.ranges
-    waits, found = is_data_wait(attribution.trace), np.zeros(len(members), dtype=np.int64)
-    for thread in distinct_values(ranges.thread[waits]).tolist():
-        mine, here = waits & (ranges.thread == thread), ranges.thread[members] == thread
-        waited = unite(ranges.start_ns[mine], ranges.end_ns[mine])
-        found[here] = waited.within(ranges.start_ns[members[here]], ranges.end_ns[members[here]])
-    sums: list[int] = found.tolist()
-    return sums
+        for row, index in enumerate(account.steps[windows.member].tolist())
+    )
 
 
 def _split_computing(trace: Trace, windows: Windows) -> tuple[Ints, Ints]:

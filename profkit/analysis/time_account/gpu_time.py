@@ -187,6 +187,10 @@ class Windows:
     start_ns: Ints
     end_ns: Ints
 
+    def take(self, order: Ints) -> Windows:
+        """Return some of the windows, in this order."""
+        return Windows(self.member[order], self.device[order], self.start_ns[order], self.end_ns[order])
+
 
 def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTime]) -> Windows:
     """Return the windows of the ranges ``members``, one GPU after another."""

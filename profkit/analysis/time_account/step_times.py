@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from profkit.analysis.notebook import NotebookResult
-from profkit.names import DATA, STEP, context_range
+from profkit.findings import Finding
+from profkit.names import DATA, PHASES, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Clock, Manifest, Samples, phase_order
 from profkit.trace.columns import Ints
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 Twin = Literal["clean", "attached"]
 """Where the unprofiled steps ran: in their own process, or in the recorded one before its recording began."""
 
+_WIDE = 0.3
+"""Steps vary widely if their standard deviation is more than this share of their mean; `profkit run` agrees."""
+_APART = 1.4
+"""A phase is uneven if its 90th percentile is more than this many times its 10th."""
+_PART = 0.1
+"""A phase or wait that is a smaller share of the step than this is not worth a warning."""
 _CLOCKS: tuple[Clock, ...] = ("cuda-events", "wall")
 _LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
 
@@ -138,6 +145,17 @@ class PhaseTimes:
         return self.profiled_ns / self.clean_ns - 1
 
 
+@dataclass(frozen=True)
+class ProfilingCost:
+    """What a phase (or step) takes with a profiler and without one, in ns; ``cost`` is the share that it added."""
+
+    phase: str
+    context: int | None
+    clean_ns: float
+    profiled_ns: float
+    cost: float
+
+
 @dataclass(frozen=True, repr=False)
 class StepTimes(NotebookResult):
     """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another."""
@@ -153,6 +171,15 @@ class StepTimes(NotebookResult):
     def find(self, phase: str, context: int | None) -> PhaseTimes | None:
         """Return the times of one phase (or ``step``), if it was timed without a profiler."""
         return next((times for times in self.phases if (times.phase, times.context) == (phase, context)), None)
+
+    @property
+    def costs(self) -> tuple[ProfilingCost, ...]:
+        """Return what profiling cost each phase that was timed with a profiler too."""
+        return tuple(
+            ProfilingCost(times.phase, times.context, times.clean_ns, times.profiled_ns, times.cost)
+            for times in self.phases
+            if times.profiled_ns is not None and times.cost is not None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers unrounded."""
@@ -254,3 +281,91 @@ def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> I
             clean.time_ns if clean.waits else None,
             with_profiler.time_ns if with_profiler is not None and with_profiler.waits else None,
         )
+
+
+def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
+    """Yield what makes the unprofiled times doubtful: verdicts, idle shares and MFU rest on them."""
+    if timed is None:
+        return
+    yield from _find_uneven_steps(timed)
+    yield from _find_uneven_phases(timed)
+    yield from _find_missing_phases(timed)
+    yield from _find_grown_waits(timed)
+
+
+def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
+    for step in timed.phases:
+        deviation = step.clean.relative_deviation
+        if step.phase == STEP and deviation is not None and deviation > _WIDE:
+            used = (
+                "their median" if step.clean_rate_ns is None else "their mean wait for data and the median of the rest"
+            )
+            yield Finding(
+                "uneven-clean-steps",
+                f"{step.clean.count} unprofiled steps{_where(step)} vary widely: their standard deviation is"
+                f" {deviation:.0%} of their mean. Verdicts and MFU use {used};"
+                " time more steps (`profkit run --warmup`)",
+            )
+
+
+def _find_uneven_phases(timed: StepTimes) -> Iterator[Finding]:
+    """A step can be even although a phase of it is not: the other phases' time hides two modes of one phase."""
+    uneven = [times for times in timed.phases if _is_uneven(timed, times)]
+    if not uneven:
+        return
+    ranges = ", ".join(
+        f"{times.phase}{_where(times)} took {_ms(times.clean.p10)} to {_ms(times.clean.p90)} ms" for times in uneven
+    )
+    rest = "its verdict and idle share use" if len(uneven) == 1 else "their verdicts and idle shares use"
+    yield Finding("uneven-clean-phases", f"{ranges} unprofiled (10th to 90th percentile); {rest} the median")
+
+
+def _is_uneven(timed: StepTimes, times: PhaseTimes) -> bool:
+    step = timed.find(STEP, times.context)
+    if times.phase not in PHASES or step is None or times.clean.median < _PART * step.clean.median:
+        return False
+    return times.clean.p90 > _APART * times.clean.p10
+
+
+def _find_missing_phases(timed: StepTimes) -> Iterator[Finding]:
+    """A phase that runs every eighth step, as a rollout or an evaluation, may lie outside the recorded steps."""
+    for context in timed.contexts:
+        phases = [times for times in timed.phases if times.context == context and times.phase in PHASES]
+        step = timed.find(STEP, context)
+        if step is None or step.profiled is None or not any(times.profiled for times in phases):
+            continue
+        missing = [times for times in phases if times.profiled is None and times.clean.median]
+        if missing:
+            told = ", ".join(
+                f"{times.phase} in {times.clean.count} of {step.clean.count} steps ({_ms(times.clean.median)} ms)"
+                for times in missing
+            )
+            yield Finding(
+                "phases-not-recorded",
+                f"the unprofiled steps{_where(step)} had {told}; no recorded step had it: kernels, idle time and"
+                " advice leave it out; record more steps (`profkit run --steps`)",
+            )
+
+
+def _find_grown_waits(timed: StepTimes) -> Iterator[Finding]:
+    """A profiler never makes a program wait longer for data: a queue that was full hid it from earlier steps."""
+    for context in timed.contexts:
+        data, step_ns = timed.find(DATA, context), timed.find(STEP, context)
+        if data is None or step_ns is None or data.profiled_ns is None or data.profiled is None:
+            continue
+        if data.profiled_ns - data.clean_ns > _PART * step_ns.clean_ns:
+            yield Finding(
+                "data-waits-grew",
+                f"the recorded steps{_where(data)} waited {_ms(data.profiled_ns)} ms for data and the unprofiled ones"
+                f" before them {_ms(data.clean_ns)} ms: a queue that was full at first may have hidden waits;"
+                " time more steps (`profkit run --warmup`)",
+            )
+
+
+def _where(times: PhaseTimes) -> str:
+    return "" if times.context is None else f" at context {times.context}"
+
+
+def _ms(time_ns: float) -> str:
+    time_ms = time_ns / 1e6
+    return f"{time_ms:#.3g}" if time_ms < 100 else f"{time_ms:,.0f}"

@@ -22,7 +22,6 @@ import numpy as np
 from profkit.analysis.intervals import NOTHING, Stretches, intersect, subtract, unite
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.gpu_time import (
-    GpuParts,
     GpuTime,
     Windows,
     sum_within,
@@ -54,24 +53,6 @@ class DataWait:
         """Return the time in which the GPU was idle because the program waited for data."""
         return self.launching_ns + self.synchronising_ns + self.outside_cuda_ns
 
-    def divide_idle(self, parts: GpuParts, factor: float, hidden_ns: float | None) -> tuple[float, float, float]:
-        """Return the idle time of ``parts`` without a profiler: launching, other waits for the host, waiting for data.
-
-        Args:
-            parts: the time that this is a part of.
-            factor: the share of all idle time that is left without a profiler.
-            hidden_ns: how much longer the program waits for data without a profiler, which slows everything else and so
-                hides such waits; None if that is unknown: then all three keep the same share.
-        """
-        launching_ns = parts.launching_ns - self.launching_ns
-        other_ns = parts.idle_ns - launching_ns - self.idle_ns
-        if hidden_ns is None:
-            return launching_ns * factor, other_ns * factor, self.idle_ns * factor
-        left_ns = parts.idle_ns * factor
-        waiting_ns = min(left_ns, self.idle_ns + hidden_ns)
-        share = (left_ns - waiting_ns) / (launching_ns + other_ns) if launching_ns + other_ns else 0.0
-        return launching_ns * share, other_ns * share, waiting_ns
-
 
 @dataclass(frozen=True, eq=False)
 class DataWaits:
@@ -79,6 +60,10 @@ class DataWaits:
 
     by_part: tuple[dict[int, Stretches], ...]
     """Device → when, for each part of a `DataWait`."""
+
+    def parts_within(self, device: int, start_ns: Ints, end_ns: Ints) -> Ints:
+        """Return the parts of a `DataWait` in each window on a GPU: ``(windows, parts)``."""
+        return np.stack([part.get(device, NOTHING).within(start_ns, end_ns) for part in self.by_part], axis=1)
 
     def sum_by_group(self, group: Ints, windows: Windows) -> dict[int, DataWait]:
         """Return what waiting for data took of each group of windows; those of one group may overlap."""
@@ -95,6 +80,17 @@ def is_data_wait(trace: Trace) -> Bools:
         return loads
     found: Bools = loads & np.isin(ranges.thread, distinct_values(trace.work.launch_thread))
     return found
+
+
+def sum_host_waits(attribution: Attribution, members: Ints) -> Ints:
+    """Return how long each step waited for data, on the thread that it runs on."""
+    ranges = attribution.trace.ranges
+    waits, waited_ns = is_data_wait(attribution.trace), np.zeros(len(members), dtype=np.int64)
+    for thread in distinct_values(ranges.thread[waits]).tolist():
+        mine, here = waits & (ranges.thread == thread), ranges.thread[members] == thread
+        waited = unite(ranges.start_ns[mine], ranges.end_ns[mine])
+        waited_ns[here] = waited.within(ranges.start_ns[members[here]], ranges.end_ns[members[here]])
+    return waited_ns
 
 
 def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
@@ -152,11 +148,12 @@ class SyncGaps:
 
     ``gap_ns`` is how long GPUs then ran nothing, from the end of such a call to the next work on the device; a gap
     after two calls counts once. ``call`` and ``path`` are the name and the innermost range of the call before the
-    longest gaps, None if there was no gap.
+    longest gaps, None if there was no gap. ``by_device`` divides ``gap_ns`` among the GPUs.
     """
 
     count: int
     gap_ns: int
+    by_device: dict[int, int]
     call: str | None
     path: str | None
 
@@ -172,13 +169,15 @@ def find_sync_gaps(attribution: Attribution) -> SyncGaps:
         within = unite(ranges.start_ns[own], ranges.end_ns[own]).within(calls.start_ns, calls.end_ns) > 0
         is_inside |= within & (calls.process == process)
     rows = np.flatnonzero(synchronising_calls(trace) & is_inside)
-    gaps = np.zeros(len(rows), dtype=np.int64)
+    gaps, by_device = np.zeros(len(rows), dtype=np.int64), dict[int, int]()
     for process in distinct_values(calls.process[rows]).tolist():
         mine = np.flatnonzero(calls.process[rows] == process)
         for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
-            gaps[mine] += _gaps_after(attribution, device, calls.end_ns[rows[mine]])
+            of_device = _gaps_after(attribution, device, calls.end_ns[rows[mine]])
+            gaps[mine] += of_device
+            by_device[device] = by_device.get(device, 0) + int(of_device.sum())
     if not gaps.any():
-        return SyncGaps(len(rows), 0, None, None)
+        return SyncGaps(len(rows), 0, by_device, None, None)
     places: dict[tuple[str, str], int] = {}
     paths = kind_paths(attribution)
     for at in np.argsort(-gaps, kind="stable")[:_LOOKED_AT].tolist():
@@ -189,7 +188,7 @@ def find_sync_gaps(attribution: Attribution) -> SyncGaps:
         key = trace.names[int(calls.name[row])], path
         places[key] = places.get(key, 0) + int(gaps[at])
     call, path = max(places, key=lambda key: places[key])
-    return SyncGaps(len(rows), int(gaps.sum()), call, path or None)
+    return SyncGaps(len(rows), int(gaps.sum()), by_device, call, path or None)
 
 
 def _gaps_after(attribution: Attribution, device: int, ends_ns: Ints) -> Ints:

@@ -8,9 +8,10 @@ from typing import Any
 
 from profkit.analysis.efficiency.evidence import MUCH, Evidence, IdleGap, find_host_waits
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.time_account.gpu_steps import divide_idle_time, sum_steps
+from profkit.analysis.time_account.account import recorded_idle
+from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.unprofiled import ProfilingCost
+from profkit.analysis.time_account.step_times import ProfilingCost
 from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.findings import Finding
@@ -185,7 +186,7 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
         "idle": parts.idle_ns,
     }
     yield ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in shown.items() if ns)
-    idle = divide_idle_time(parts, data)
+    idle = recorded_idle(parts, data).causes
     causes = {
         "waited for data": idle.data_ns,
         "prepared kernels": idle.launching_ns,

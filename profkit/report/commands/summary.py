@@ -11,7 +11,7 @@ from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.summary import RUN_WARNING, SMALL, Head, MemoryUse, StepUse, Summary, WorkUse
+from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.analysis.tree.modules import PASSES, ModuleTime
 from profkit.names import MODEL, is_shared
 from profkit.report.document import Column, Document, Labelled, Table
@@ -173,25 +173,25 @@ def _compiling(summary: Summary) -> str:
 def _gpu(summary: Summary) -> str:
     gpu = summary.gpu
     assert gpu is not None
-    parts = gpu.parts
-    text = f"busy {format_share(1 - gpu.idle_share)}{_SEPARATOR}idle {format_share(gpu.idle_share)}"
+    parts, idle = gpu.parts, gpu.idle
+    text = f"busy {format_share(1 - idle.share)}{_SEPARATOR}idle {format_share(idle.share)}"
     if summary.step_ns is not None:
         text += f" = {_time(summary.idle_ns)} a step"
-        text += "" if gpu.is_estimate else " as recorded"
+        text += "" if idle.is_unprofiled else " as recorded"
     why = {_CAUSES[name]: time_ns for name, time_ns in summary.idle_causes_ns.items()}
     cause = max(why, key=lambda one: why[one])
-    if parts.idle_ns:
+    if idle.idle_ns:
         text += f", {'mostly ' if why[cause] < 0.9 * summary.idle_ns else ''}{cause}"
         data_ns = why[_CAUSES["data_ns"]]
         if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
             text += f", {_time(data_ns)} {_CAUSES['data_ns']}"
     exposed = parts.exposed_communication_ns
     if exposed:
-        text += f"{_SEPARATOR}communication not hidden {format_share(exposed / parts.span_ns)}"
+        text += f"{_SEPARATOR}communication not hidden {format_share(exposed / idle.span_ns)}"
     elif not parts.overlapped_communication_ns:
         text += f"{_SEPARATOR}no communication"
-    if parts.exposed_copy_ns > _PART * parts.span_ns:
-        text += f"{_SEPARATOR}copies alone {format_share(parts.exposed_copy_ns / parts.span_ns)}"
+    if parts.exposed_copy_ns > _PART * idle.span_ns:
+        text += f"{_SEPARATOR}copies alone {format_share(parts.exposed_copy_ns / idle.span_ns)}"
     return text
 
 
@@ -202,16 +202,15 @@ def _work(summary: Summary, work: WorkUse) -> str:
     text = (
         f"{names} {format_share(work.product_ns / whole)} of {_time(summary.per_step(work.kernel_time_ns))} of {kind}"
     )
-    if work.at_peak_ns is not None and work.product_ns:
+    if work.peak_share is not None and work.product_ns:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
-        text += f", at {format_share(work.at_peak_ns / work.product_ns)} of {dtype}peak"
-    small = {one: work.by_category.get(one, 0) - work.in_optimizer.get(one, 0) for one in SMALL}
-    text += f"{_SEPARATOR}elementwise, norms, casts, rest {format_share(sum(small.values()) / whole)}"
-    text += f" ({_time(summary.per_step(sum(small.values())))})"
+        text += f", at {format_share(work.peak_share)} of {dtype}peak"
+    text += f"{_SEPARATOR}elementwise, norms, casts, rest {format_share(work.small_ns / whole)}"
+    text += f" ({_time(summary.per_step(work.small_ns))})"
     for name, time_ns in (
         ("optimizer", work.optimizer_ns),
         ("communication", work.communication_ns),
-        ("whole CUDA graphs", work.by_category.get("graph", 0)),
+        ("whole CUDA graphs", work.graph_ns),
     ):
         if time_ns > _PART * whole:
             text += f"{_SEPARATOR}{name} {format_share(time_ns / whole)}"
@@ -369,9 +368,14 @@ def _fill(text: str, one: Advice) -> str:
         value = one.figures[name]
         if name.endswith("_ns"):
             return _time(value)
-        return format_bytes(round(value)) if name.endswith("_bytes") else f"{value:,.3g}"
+        return format_bytes(round(value)) if name.endswith("_bytes") else _number(value)
 
     return re.sub(r"\{(\w+)\}", show, text)
+
+
+def _number(value: float) -> str:
+    """Return a number with at least three digits, and all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
 
 
 def _effect(one: Advice) -> str:

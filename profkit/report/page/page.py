@@ -196,11 +196,17 @@ def _comparison_section(before: Results, run: Results) -> Section:
 
 def _step_section(run: Results) -> Section:
     title, command, result = "One step", f"profkit efficiency {run.name}", run.efficiency
-    if result is None:
+    if result is None or run.capture.trace is None:
         return Section("step", title, command, missing=_WITHOUT_GPU)
     if not result.steps:
         return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
-    return Section("step", title, command, build_step_bar(result, run.manifest), findings=result.warnings)
+    return Section(
+        "step",
+        title,
+        command,
+        build_step_bar(run.capture.trace.account, result.steps, run.manifest),
+        findings=result.warnings,
+    )
 
 
 def _rank_sections(run: Results) -> list[Section]:

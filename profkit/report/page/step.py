@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
@@ -19,9 +17,9 @@ from profkit.analysis.placing.attribution import (
     SEQUENCE,
     Attribution,
 )
+from profkit.analysis.time_account.account import IdleCauses, IdleTime, TimeAccount, recorded_idle
 from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.step_slices import Lane, StepSlices
-from profkit.analysis.time_account.steps import is_step
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
@@ -30,40 +28,47 @@ from profkit.report.units import NS, SHARE, TEXT, Unit, format_count, format_ns,
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Ints
 
-_IDLE = ("data", "launching", "synchronising", "outside")
+_IDLE = {
+    "data": "data_ns",
+    "launching": "launching_ns",
+    "synchronising": "synchronising_ns",
+    "outside": "outside_cuda_ns",
+}
+"""The idle parts of a step by the names of `IdleCauses`."""
 
 _ROUNDED = Unit(lambda value: format_ns(round(value)))
 
 
-def build_step_bar(result: EfficiencyResult, manifest: Manifest | None) -> dict[str, Any]:
+def build_step_bar(account: TimeAccount, steps: Sequence[GpuStep], manifest: Manifest | None) -> dict[str, Any]:
     """Return a bar per rank and GPU: the average of its steps, idle scaled to an unprofiled step where that is known.
 
-    A scaled part is an estimate: the page hatches it and says so.
+    ``steps`` are the rows of the account. A scaled part is an estimate: the page hatches it and says so.
     """
-    factor = next((row.idle_factor for row in result.ranges if is_step(row.name)), None)
-    by_gpu = sorted(result.steps, key=lambda one: (-1 if one.rank is None else one.rank, one.device))
-    bars = [_bar(list(steps), factor) for _, steps in groupby(by_gpu, lambda one: (one.rank, one.process, one.device))]
+    gpus = sorted({(-1 if step.rank is None else step.rank, step.process, step.device) for step in steps})
+    bars = []
+    for _, process, device in gpus:
+        mine = np.array([(step.process, step.device) == (process, device) for step in steps])
+        bars.append(_bar([steps[row] for row in np.flatnonzero(mine).tolist()], account.idle_time(mine)))
     longest = max((bar["whole_ns"] for bar in bars), default=0) or 1
     for bar in bars:
         _place(bar["parts"], longest)
     return {
         "bars": bars,
-        "is_scaled": factor is not None,
+        "is_scaled": account.idle_time().is_unprofiled,
         "table": view_table(_table(bars)),
-        "dots": list(_dots(result, manifest)),
+        "dots": list(_dots(steps, manifest)),
         "steps": format_count(max((bar["step_count"] for bar in bars), default=0), "step"),
     }
 
 
-def _bar(steps: Sequence[GpuStep], factor: float | None) -> dict[str, Any]:
+def _bar(steps: Sequence[GpuStep], idle: IdleTime) -> dict[str, Any]:
     first, count = steps[0], len(steps)
     sums: dict[str, int] = {}
     for step in steps:
         for name, value in _parts(step).items():
             sums[name] = sums.get(name, 0) + value
     # Sums of several steps are exact; what is shown is their average, and idle scaled to a step without a profiler.
-    scale = {name: (1.0 if factor is None or name not in _IDLE else factor) / count for name in sums}
-    sizes = {name: value * scale[name] for name, value in sums.items()}
+    sizes = {name: value / count for name, value in {**sums, **_idle_parts(idle.causes)}.items()}
     awaited = {step.waiting_for for step in steps if step.waiting_for is not None}
     words = _WORDS | {"waiting": f"waiting for rank {', '.join(map(str, sorted(awaited)))}"}
     whole = sum(sizes.values())
@@ -75,7 +80,7 @@ def _bar(steps: Sequence[GpuStep], factor: float | None) -> dict[str, Any]:
             "ns": size,
             "share": size / whole if whole else 0.0,
             "text": f"{words[name]} {format_ns(round(size))} ({format_share(size / whole)})",
-            "is_estimate": factor is not None and name in _IDLE,
+            "is_estimate": idle.is_unprofiled and name in _IDLE,
         }
         for name, size in sizes.items()
         if size
@@ -105,7 +110,7 @@ _WORDS = {
 
 def _parts(step: GpuStep) -> dict[str, int]:
     """Return the parts of one step; they add up to its span on the GPU."""
-    gpu, data = step.gpu, step.data
+    gpu = step.gpu
     return {
         "matmul": step.matmul_ns,
         "attention": step.attention_ns,
@@ -113,11 +118,12 @@ def _parts(step: GpuStep) -> dict[str, int]:
         "communication": gpu.exposed_communication_ns - step.exposed_waiting_ns,
         "waiting": step.exposed_waiting_ns,
         "copies": gpu.exposed_copy_ns,
-        "data": data.idle_ns,
-        "launching": gpu.launching_ns - data.launching_ns,
-        "synchronising": gpu.synchronising_ns - data.synchronising_ns,
-        "outside": gpu.outside_cuda_ns - data.outside_cuda_ns,
+        **_idle_parts(recorded_idle(gpu, step.data).causes),
     }
+
+
+def _idle_parts(causes: IdleCauses) -> dict[str, int]:
+    return {name: getattr(causes, cause) for name, cause in _IDLE.items()}
 
 
 def _place(parts: list[dict[str, Any]], longest: float) -> None:
@@ -139,7 +145,7 @@ def _table(bars: Sequence[dict[str, Any]]) -> Table:
     return Table(columns, [{"label": bar["label"], **part} for bar in bars for part in bar["parts"]])
 
 
-def _dots(result: EfficiencyResult, manifest: Manifest | None) -> Iterator[dict[str, Any]]:
+def _dots(steps: Sequence[GpuStep], manifest: Manifest | None) -> Iterator[dict[str, Any]]:
     """Yield a row of dots for the unprofiled steps and one for the recorded ones, on one scale that begins at 0."""
     unprofiled = None if manifest is None else manifest.unprofiled
     recorded = None if manifest is None else manifest.profiled
@@ -149,7 +155,7 @@ def _dots(result: EfficiencyResult, manifest: Manifest | None) -> Iterator[dict[
     }
     if not rows["recorded"]:
         # No run noted when its steps began: what is known is each step's time on the GPU.
-        rows["recorded"] = [one.gpu.span_ns for one in result.steps]
+        rows["recorded"] = [step.gpu.span_ns for step in steps]
     longest = max((value for times in rows.values() for value in times), default=1)
     for name, times in rows.items():
         if times:

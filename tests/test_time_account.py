@@ -1,0 +1,252 @@
+"""The time account of a run: idle time in unprofiled steps, per GPU and per step of the program, and what it lacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from profkit import read_trace
+from profkit.analysis.advice import find_advice
+from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import Summary
+from profkit.reading import open_capture
+from profkit.report.commands.summary import build_summary_document
+from profkit.report.document import render
+from tests.efficiency_runs import make_timed_run
+from tests.nsys_builder import NsysBuilder
+from tests.step_builder import ADD, NVJET
+
+MS = 1_000_000
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096>)"
+FOREACH = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<float>>(T1)"
+FUSED_ADAM = "void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float>>(T1)"
+
+
+def _open_run(folder: Path, builder: NsysBuilder, **manifest: Any) -> Path:
+    builder.write(folder / "trace.sqlite")
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "device": "cuda", **manifest}))
+    return folder
+
+
+def _steps(*times: int, **more: int) -> dict[str, Any]:
+    return {"steps": [{"step_ns": time, **more} for time in times]}
+
+
+def _summarize(run: Path) -> Summary:
+    return summarize_capture(open_capture(run))
+
+
+def _screen(run: Path) -> str:
+    summary = _summarize(run)
+    return " ".join(render(build_summary_document(summary, find_advice(summary)), "table").split())
+
+
+def count_idle_slowly(opened: OpenedTrace) -> tuple[int, int, Fraction, Fraction]:
+    """Return recorded span and idle time, and unprofiled span and idle time, of all steps on all GPUs.
+
+    The second method: row by row in Python, nanosecond edges in a sorted list, no columns. A step's window on a GPU is
+    that of `find_windows`, written out again.
+    """
+    trace, attribution = opened.trace, opened.attribution
+    all_steps, rows = _find_steps_slowly(opened), []
+    for table, placed in ((trace.work, attribution.work), (trace.copies, attribution.copies)):
+        under = {step: set(placed.under(np.array([step])).rows.tolist()) for step in all_steps}
+        for row in range(len(table.start_ns)):
+            steps = [step for step in all_steps if row in under[step]]
+            rows.append((int(table.device[row]), int(table.start_ns[row]), int(table.end_ns[row]), steps))
+    recorded, idle, scaled_span, scaled_idle = 0, 0, Fraction(0), Fraction(0)
+    manifest = None if opened.run is None else opened.run.manifest
+    unprofiled = None if manifest is None or manifest.unprofiled is None else median(manifest.unprofiled.step_ns())
+    for step in sorted({step for row in rows for step in row[3]}):
+        opened_ns, closed_ns = int(trace.ranges.start_ns[step]), int(trace.ranges.end_ns[step])
+        ends = [end for _, _, end, steps in rows if step in steps]
+        for device in sorted({device for device, _, _, steps in rows if step in steps}):
+            here = sorted((start, end) for at, start, end, _ in rows if at == device)
+            mine = [(start, end) for at, start, end, steps in rows if at == device and step in steps]
+            first, last = min(mine)[0], max(end for _, end in mine)
+            before = max((end for start, end in here if start < first), default=opened_ns)
+            begin, finish = min(first, max(opened_ns, before)), max(closed_ns, last)
+            following = min((start for start, _ in here if start >= finish), default=max(ends))
+            finish = max(finish, min(max(ends), following))
+            busy = _count_busy(here, begin, finish)
+            recorded, idle = recorded + finish - begin, idle + finish - begin - busy
+            if unprofiled is not None:
+                scaled_span += Fraction(unprofiled)
+                scaled_idle += Fraction(unprofiled) - busy
+    return recorded, idle, scaled_span, scaled_idle
+
+
+def _find_steps_slowly(opened: OpenedTrace) -> list[int]:
+    """Return the ranges ``step`` and ``step N`` that ended and lie in no other and in no ``warmup``."""
+    trace, parent = opened.trace, opened.attribution.parent
+    names = [trace.names[number].lower() for number in trace.ranges.name.tolist()]
+    steps = []
+    for index, name in enumerate(names):
+        above, around = int(parent[index]), []
+        while above >= 0:
+            around.append(names[above])
+            above = int(parent[above])
+        is_inner = any(other == "warmup" or re.fullmatch(r"step( \d+)?", other) for other in around)
+        if re.fullmatch(r"step( \d+)?", name) and not is_inner and not trace.ranges.is_open[index]:
+            steps.append(index)
+    return steps
+
+
+def _count_busy(spans: list[tuple[int, int]], begin: int, finish: int) -> int:
+    busy, reached = 0, begin
+    for start, end in spans:
+        gained = min(end, finish) - max(start, reached)
+        if gained > 0:
+            busy, reached = busy + gained, min(end, finish)
+    return busy
+
+
+@pytest.mark.parametrize(("unprofiled_ns", "share"), [(800, 240 / 800), (1_000, 0.44), (5_600, 0.9), (300, 0.0)])
+def test_idle_time_is_what_the_unprofiled_step_leaves_beside_busy_time(
+    tmp_path: Path, unprofiled_ns: int, share: float
+) -> None:
+    """Busy for 560 of 1,000 ns recorded; unprofiled steps may be shorter or longer, and never idle for less than 0."""
+    opened = read_trace(make_timed_run(tmp_path, clean_ns=unprofiled_ns))
+    idle = opened.account.idle_time()
+    assert idle.share == pytest.approx(share)
+    assert idle.is_unprofiled
+    assert sum(vars(idle.causes).values()) == idle.idle_ns
+    if unprofiled_ns >= 560:
+        assert count_idle_slowly(opened)[2:] == (idle.span_ns, idle.idle_ns)
+
+
+def _write_ranks(folder: Path, exposed: tuple[int, int], **manifest: Any) -> Path:
+    """Two ranks with two steps of 100 ms each: 40 ms of products, then communication that nothing hides."""
+    builder = NsysBuilder()
+    for rank, pid in enumerate((100, 200)):
+        for step in range(2):
+            at = step * 100 * MS
+            builder.range(f"step {step}", at, at + 100 * MS, tid=pid, pid=pid)
+            builder.kernel(at + MS, 40 * MS, start=at + 2 * MS, tid=pid, pid=pid, device=rank, name=NVJET)
+            builder.kernel(
+                at + 2 * MS, exposed[rank], start=at + 42 * MS, tid=pid, pid=pid, device=rank, name=ALL_REDUCE
+            )
+    return _open_run(folder, builder, **manifest)
+
+
+def test_what_communication_costs_at_most_is_the_most_of_any_rank(tmp_path: Path) -> None:
+    """One rank waits for 4 ms, the other for 36 ms: the mean of both, 20 ms, would be no bound."""
+    advice = {one.code: one for one in find_advice(_summarize(_write_ranks(tmp_path, (4 * MS, 36 * MS))))}
+    assert advice["communication"].is_bound
+    assert advice["communication"].saves_ns == 36 * MS
+
+
+def test_the_gpu_line_has_one_whole(tmp_path: Path) -> None:
+    """Unprofiled steps of 80 ms: busy for 60 ms on average, 20 of them communication, and idle for 20."""
+    run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS, 80 * MS))
+    assert "GPU busy 75.0% · idle 25.0% = 20.00 ms a step, " in _screen(run)
+    assert "communication not hidden 25.0%" in _screen(run)
+
+
+def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path) -> None:
+    """One process on two GPUs: six launches of the optimizer and two waits in each of its two steps."""
+    builder = NsysBuilder()
+    for step in range(2):
+        at = step * 100 * MS
+        builder.range(f"step {step}", at, at + 90 * MS)
+        builder.range("forward", at, at + 40 * MS)
+        for device in (0, 1):
+            builder.kernel(at + MS + device, 30 * MS, start=at + 2 * MS, device=device, name=NVJET)
+            builder.call(at + 45 * MS + device * MS, duration=1_000, name="cudaStreamSynchronize_v3020")
+        builder.range("optimizer", at + 50 * MS, at + 89 * MS)
+        for launch in range(6):
+            begin = at + 60 * MS + launch * 4 * MS
+            builder.kernel(begin, 3 * MS, start=begin + 10_000, device=launch % 2, name=FOREACH)
+    summary = _summarize(_open_run(tmp_path, builder))
+    advice = {one.code: one for one in find_advice(summary)}
+    assert (summary.step_count, summary.program_steps) == (4, 2)
+    assert advice["fused-optimizer"].figures["launches"] == 6
+    assert advice["synchronising"].figures["count"] == 2
+
+
+@pytest.mark.parametrize(("count", "said"), [(1_150, "1,150 launches take"), (1, "1 launch takes")])
+def test_a_count_is_written_out(tmp_path: Path, count: int, said: str) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 50 * MS)
+    builder.range("optimizer", 0, 49 * MS)
+    for launch in range(count):
+        builder.kernel(10_000 * launch + 10, 30 * MS // count, start=40_000 * launch + 20, name=FOREACH)
+    assert said in _screen(_open_run(tmp_path, builder))
+
+
+def test_the_shares_of_work_are_one_partition(tmp_path: Path) -> None:
+    """Products and communication in the optimizer, as Muon has them, and the optimizer's kernels outside its phase."""
+    builder, at = NsysBuilder(), 0
+    builder.range("step 0", 0, 2_000 * MS)
+    for phase, names in {
+        "forward": (NVJET, ADD),
+        "backward": (ALL_REDUCE, FUSED_ADAM),
+        "optimizer": (NVJET, ADD, FUSED_ADAM, ALL_REDUCE),
+    }.items():
+        builder.range(phase, at, at + 90 * MS)
+        for name in names:
+            at += 10 * MS
+            builder.kernel(at, 10 * MS, start=at + 10, name=name)
+        at += 100 * MS
+    run = _open_run(tmp_path, builder)
+    work = _summarize(run).work
+    assert work is not None
+    parts = (work.product_ns, work.small_ns, work.optimizer_ns, work.communication_ns, work.graph_ns)
+    assert parts == (10 * MS, 10 * MS, 40 * MS, 20 * MS, 0)
+    assert sum(parts) == work.kernel_time_ns
+    said = "matmul 12.5% of 80.00 ms of kernel time · elementwise, norms, casts, rest 12.5% (10.00 ms)"
+    assert f"{said} · optimizer 50.0% · communication 25.0%" in _screen(run)
+
+
+def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Path) -> None:
+    """An evaluation in every eighth step: one of eight timed steps had it, and neither of the two recorded ones."""
+    common = {"forward_event_ns": 4 * MS, "step_ns": 10 * MS}
+    attached = [common] * 7 + [{**common, "inference_event_ns": 30 * MS, "step_ns": 40 * MS}]
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 10 * MS)
+    builder.kernel(10, 4 * MS)
+    run = _open_run(tmp_path, builder, attached={"steps": attached}, profiled={"steps": [common] * 2})
+    (warning,) = [one for one in read_trace(run).efficiency().warnings if one.code == "phases-not-recorded"]
+    assert warning.message.startswith("the unprofiled steps had inference in 1 of 8 steps (30.0 ms); no recorded step")
+    assert "inference in 1 of 8 steps" in _screen(run)
+    times = {"status": "complete", "attached": {"steps": attached}, "profiled": {"steps": attached[-2:]}}
+    (run / "manifest.json").write_text(json.dumps(times))
+    assert "phases-not-recorded" not in {one.code for one in _summarize(run).findings}
+
+
+def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 50 * MS)
+    builder.range("data", 0, 45 * MS)
+    builder.kernel(46 * MS, 2 * MS)
+    timed = {
+        part: {"steps": [{"data_ns": wait * MS, "step_ns": (wait + 3) * MS}] * 3}
+        for part, wait in (("attached", 0), ("profiled", 45))
+    }
+    opened = read_trace(_open_run(tmp_path, builder, **timed))
+    assert opened.account.step_ns() == 3 * MS
+    assert (opened.account.idle_time().idle_ns, opened.account.idle_time().causes.data_ns) == (MS, 0)
+    assert "data-waits-grew" in {one.code for one in opened.efficiency().warnings}
+
+
+def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
+    """Busy for 4 of 10 ms in both contexts; unprofiled steps take 5 and 20 ms."""
+    builder, steps = NsysBuilder(), []
+    for number, (context, unprofiled) in enumerate(((128, 5 * MS), (256, 20 * MS))):
+        at = number * 20 * MS
+        builder.range(f"context {context}", at, at + 10 * MS)
+        builder.range("step 0", at + 1, at + 10 * MS)
+        builder.kernel(at + 10, 4 * MS)
+        steps.append({"context": context, "step_ns": unprofiled})
+    account = read_trace(_open_run(tmp_path, builder, clean={"steps": steps})).account
+    assert account.context.tolist() == [128, 256]
+    assert [account.idle_time(account.context == one).idle_ns for one in (128, 256)] == [MS, 16 * MS]
+    assert account.idle_time().share == 17 / 25
