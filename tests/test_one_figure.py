@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,8 +20,10 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree.modules import PASSES, time_kernels_by_module
 from profkit.analysis.tree.selection import select_ranges
 from profkit.cli import cli
+from profkit.names import WARMUP
 from profkit.reading import open_capture
 from profkit.report.page.step import build_step_bar
 from profkit.run.directory import Run
@@ -105,6 +108,79 @@ def test_the_rows_under_a_range_equal_those_of_a_slow_account(path: Path) -> Non
         assert set(found.rows.tolist()) == expected
         assert len(found.rows) == len(expected)
         assert placed.count(np.array([index])).tolist() == [len(expected)]
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_all_commands_print_one_kernel_time(path: Path) -> None:
+    """Of the capture, of its measured steps, and of each phase, in steps: summary, kernels, ranges, compare, check."""
+    whole = _printed("kernels", path)
+    ranges, summary, compared = _printed("ranges", path), _printed("summary", path), _compared_with_itself(path)
+    assert whole["kernel_time_ns"] + whole["graph_time_ns"] == ranges["total_ns"] == summary["ledger"]["total_ns"]
+    assert whole["ledger"] == summary["ledger"]
+    in_steps = compared["kernel_time"]["before_ns"]
+    assert in_steps + compared["left_out_ns"][0] == ranges["total_ns"]
+    if compared["unit"] == "step":
+        assert in_steps == summary["work"]["kernel_time_ns"]
+    assert sum(line["change"]["before_ns"] for line in compared["by_phase"]) == in_steps
+    for name in ("forward", "backward", "optimizer"):
+        lines = [line["change"]["before_ns"] for line in compared["by_phase"] if line["name"] == name]
+        if lines:
+            (budget,) = _printed("check", path, "--max-share", f"range:{name}=100%")["lines"]
+            assert budget["measured"] == lines[0] / in_steps or not budget["judged"]
+        if lines and not compared["left_out_ns"][0]:
+            asked = _printed("kernels", path, "--range", name)
+            assert asked["kernel_time_ns"] + asked["graph_time_ns"] == lines[0]
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_all_commands_print_one_busy_time(path: Path) -> None:
+    opened = read_trace(path)
+    if opened.trace.measure != "gpu-kernel":
+        pytest.skip("no GPU that could be busy")
+    whole, compared = _printed("kernels", path), _compared_with_itself(path)
+    busy = {row["path"]: row["busy_ns"] for row in _printed("ranges", path)["ranges"]}
+    rows = _printed("efficiency", path, "--numbered")["ranges"]
+    assert {row["path"]: row["busy_ns"] for row in rows} == busy
+    for name in list(busy)[:8]:
+        assert _printed("kernels", path, "--range", f"/{name}")["busy_ns"] == busy[name]
+    assert compared["busy"]["before_ns"] <= whole["busy_ns"]
+    if compared["unit"] == "step" and not compared["left_out_ns"][0]:
+        assert compared["busy"]["before_ns"] == _printed("kernels", path, "--range", "step *")["busy_ns"]
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_all_commands_print_one_time_of_each_module(path: Path) -> None:
+    modules = _printed("summary", path)["modules"]
+    whole = {row["module"]: sum(row[part] for part in PASSES) for row in modules}
+    itself = {row["module"]: sum(row["itself"].values()) for row in modules}
+    opened = read_trace(path)
+    without = ["--exclude", WARMUP] if WARMUP in opened.trace.names else []
+    of_kernels = _printed("kernels", path, "--by", "module", *without)["kernels"]
+    own = {row["name"]: row["total_ns"] for row in of_kernels if not row["name"].startswith("(")}
+    assert own == {name: ns for name, ns in itself.items() if ns}
+    kernels = time_kernels_by_module(opened.attribution, set(whole))
+    assert {name: sum(row.total_ns for row in kernels.get(name, {}).values()) for name in whole} == whole
+    compared = _printed("compare", path, path, "--force")
+    if compared["time"]["left_out_ns"][0] or compared["modules"] is None:
+        return
+    rows = {row["module"]: row["change"]["before_ns"] for row in compared["modules"]["modules"]}
+    assert {name: ns for name, ns in rows.items() if not name.startswith("(")} == {
+        name: ns for name, ns in whole.items() if ns
+    }
+
+
+@cache
+def _printed(*arguments: object) -> Any:
+    """Return what a command prints as JSON; skips where the capture has no kernels to speak of."""
+    done = CliRunner().invoke(cli, [*map(str, arguments), "--format", "json"])
+    if "recorded no GPU kernels" in str(done.exception):
+        pytest.skip("no kernels to place")
+    assert done.stdout, done.exception
+    return json.loads(done.stdout)
+
+
+def _compared_with_itself(path: Path) -> Any:
+    return _printed("compare", path, path, "--force")["time"]
 
 
 def test_modules_of_compiled_code_give_one_figure_too(tmp_path: Path) -> None:
