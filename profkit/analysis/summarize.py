@@ -210,7 +210,6 @@ def _gpu(account: TimeAccount, result: EfficiencyResult) -> GpuUse:
 
 
 def _costs(account: TimeAccount, use: GpuUse, rows: Bools) -> Iterator[GpuCosts]:
-    """Yield what a step spends on each GPU and for each process that works on it."""
     attribution, work = account.attribution, account.attribution.trace.work
     process = attribution.trace.ranges.process[account.steps[account.step]]
     optimizers = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
@@ -338,7 +337,6 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse |
 
 
 def _is_measured(path: str) -> bool:
-    """Return whether a path lies in a step that is measured."""
     parts = split_path(path)
     return any(map(is_step, parts)) and not any(map(is_warmup, parts))
 

@@ -148,7 +148,6 @@ def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
 
 
 def _products_and_nameless(attribution: Attribution) -> tuple[Bools, Bools]:
-    """Return which names are a matrix product's own kernel, and which are of no known category."""
     names = attribution.trace.names
     products, nameless = np.zeros((2, len(names)), dtype=np.bool_)
     for index in distinct_values(attribution.trace.work.name).tolist():

@@ -137,7 +137,6 @@ def check_budgets(
 
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
-    """Yield whether an unprofiled step is short enough, for each context."""
     steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
     times = {} if steps is None else {name: one for name, one in steps.samples.items() if is_whole_step(name)}
     if steps is None or not times:
@@ -180,7 +179,6 @@ def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[Budget
 
 
 def _why_not(trace: OpenedTrace | None) -> str | None:
-    """Return why a trace cannot judge a budget; None if it can."""
     if trace is None:
         return "no trace was recorded"
     failed = trace.self_check.of("failed")
@@ -188,7 +186,6 @@ def _why_not(trace: OpenedTrace | None) -> str | None:
 
 
 def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLine]:
-    """Yield the budgets of idle share and MFU."""
     try:
         found = trace.efficiency()
     except (TraceError, RunError) as error:
@@ -324,7 +321,6 @@ def _judge_against(
 
 
 def _peak_bounds(snapshot: OpenedSnapshot) -> tuple[int, int | None]:
-    """Return the bounds of the highest allocated peak of all devices; the upper one may be unknown."""
     histories = [memory.history for memory in snapshot.devices.values()]
     bounds = [history.bounds or (history.allocated_peak_bytes, history.allocated_peak_bytes) for history in histories]
     highs = [high for _, high in bounds if high is not None]

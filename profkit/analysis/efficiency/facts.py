@@ -132,7 +132,6 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
 
 
 def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
-    """Return the UUID of the measured GPU if the run used another one; None if either is unknown."""
     used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
     found = None if measured is None else measured.device.uuid
     return found if None not in (used, found) and used != found else None
@@ -178,7 +177,6 @@ def find_datasheet(gpu: str | None) -> Datasheet | None:
 
 @cache
 def _datasheets() -> dict[str, Datasheet]:
-    """Return the table by name; it is in TFLOP/s and GB/s."""
     found = {}
     for row in tomllib.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]:
         peaks = {dtype: value * 1e12 for dtype, value in row["tflops_per_s"].items()}

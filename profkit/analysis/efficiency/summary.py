@@ -175,8 +175,6 @@ class EfficiencyResult(NotebookResult):
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """Sums by node of the range tree."""
-
     instances: Ints
     wall_ns: list[int | None]
     kernel_time_ns: Ints
@@ -254,7 +252,6 @@ def measure_efficiency(
 
 
 def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
-    """Return what a reader must know before trusting the verdicts."""
     found = []
     slowed = [row for row in rows if row.verdict == "launch-bound"]
     if slowed and all(row.idle_factor is None for row in slowed):
@@ -327,7 +324,6 @@ def _sum_columns(
 
 
 def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
-    """Return node → the rank for which most of its communication was waiting, if there is one."""
     found = {}
     for number, part in parts.items() if waiting.by_last else ():
         communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
@@ -426,7 +422,6 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _whole_capture(trace: Trace, times: dict[int, GpuTime]) -> GpuParts:
-    """Return the GPUs' time from the first to the last record."""
     device = np.array(list(times), dtype=np.int64)
     first, last = (np.full(len(device), edge) for edge in extent_ns(trace))
     return sum_parts(times, np.zeros(len(device), dtype=np.int64), device, first, last)[0]

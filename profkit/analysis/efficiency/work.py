@@ -98,7 +98,6 @@ def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
 
 
 def _by_node(nodes: RangeNodes, facts: RunFacts) -> list[RangeWork | None]:
-    """Return what ``work.json`` says about the path of each node."""
     if facts.work is None:
         return [None] * len(nodes)
     by_path = {work.path: work for work in facts.work.ranges}
@@ -178,7 +177,6 @@ class StepFlops:
         return flops / (step_ns / 1e9 * peak * gpu_counts.pop())
 
     def _children(self, index: int) -> list[int]:
-        """Return the ranges directly in a range."""
         order, parent = self._by_parent
         low, high = np.searchsorted(parent, [index, index + 1]).tolist()
         children: list[int] = order[low:high].tolist()
@@ -186,7 +184,6 @@ class StepFlops:
 
     @cached_property
     def _by_parent(self) -> tuple[Ints, Ints]:
-        """Return the ranges in order of their parents, and those parents."""
         order = np.argsort(self._attribution.parent, kind="stable")
         return order, self._attribution.parent[order]
 
@@ -199,7 +196,6 @@ class StepFlops:
 
 
 def _count_gpus(attribution: Attribution, steps: Ints) -> dict[int, int]:
-    """Return on how many GPUs each process ran kernels in its steps."""
     work = attribution.trace.work
     rows = attribution.work.under(steps).rows
     return {

@@ -215,7 +215,6 @@ def open_account(attribution: Attribution, ranks: Ranks, timed: StepTimes | None
 
 
 def _measure(windows: Windows, size: int, parts_within: Mapping[int, Callable[[Ints, Ints], Ints]]) -> Ints:
-    """Return the parts of each window on its device: ``(windows, size)``."""
     parts = np.zeros((len(windows.member), size), dtype=np.int64)
     for device, measure in parts_within.items():
         mine = windows.device == device

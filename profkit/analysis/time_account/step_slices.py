@@ -80,7 +80,6 @@ def slice_median_step(attribution: Attribution, steps: Sequence[GpuStep]) -> Ste
 
 
 def _find_median(attribution: Attribution, steps: Sequence[GpuStep]) -> int | None:
-    """Return the range of the median step."""
     ranges, trace = attribution.trace.ranges, attribution.trace
     if not steps:
         return None
@@ -132,7 +131,6 @@ def _gpu_lanes(attribution: Attribution, kernels: Ints, copies: Ints) -> Iterato
 
 
 def _depths(parent: Ints) -> Ints:
-    """Return how many ranges each one lies in."""
     depth, above = np.zeros(len(parent), dtype=np.int64), parent
     while (above != NO_RANGE).any():
         inner = above != NO_RANGE

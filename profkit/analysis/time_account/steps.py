@@ -44,7 +44,6 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
 
 
 def _unfinished_steps(attribution: Attribution, is_step: Bools) -> list[int]:
-    """Return the steps in which the program ended, by the range that says so."""
     names, found = attribution.trace.names, []
     for mark in np.flatnonzero(attribution.trace.ranges.name == names.index(UNFINISHED)) if UNFINISHED in names else ():
         around = int(attribution.parent[mark])

@@ -118,7 +118,6 @@ def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
 
 
 def _input_copies(trace: Trace, waits: Bools) -> Bools:
-    """Return which copies bring a batch to a GPU."""
     ranges, copies = trace.ranges, trace.copies
     is_phase = np.array([text.lower() in PHASES for text in trace.names], dtype=np.bool_)[ranges.name]
     found = np.zeros(len(copies), dtype=np.bool_)

@@ -50,5 +50,4 @@ def _row(line: BudgetLine) -> dict[str, Any]:
 
 
 def _show(line: BudgetLine, value: float | None) -> str:
-    """Return a value in the unit of its budget: the rows of one table have different units."""
     return UNKNOWN if value is None else _UNITS[line.unit].show(value)

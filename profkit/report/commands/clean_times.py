@@ -60,7 +60,6 @@ def _spread(phases: list[PhaseTimes]) -> str:
 
 
 def _drain_note(manifest: Manifest) -> list[str]:
-    """Return which recorded steps are left out because they found a full queue."""
     loading = manifest.loading
     if loading is None or not loading.drained_steps:
         return []

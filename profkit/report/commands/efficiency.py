@@ -232,7 +232,6 @@ def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
 
 
 def _flops_words(flops: int) -> str:
-    """Return FLOPs in the unit that fits: ``15.78 TFLOP``."""
     power, prefix = next(((p, x) for p, x in ((15, "P"), (12, "T"), (9, "G"), (6, "M")) if flops >= 10**p), (0, ""))
     return f"{four_digits(flops / 10**power)} {prefix}FLOP" if power else f"{flops:,} FLOP"
 
@@ -244,7 +243,6 @@ def _count_steps(result: EfficiencyResult) -> str:
 
 
 def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
-    """Yield what the columns are of and what they rest on."""
     average = "sums over the recording" if steps is None else f"averages over {format_count(steps, 'step')}"
     yield f"Times and counts are {average}. Idle: share of the range's time on the GPU."
     if any(row.clean_idle_share is not None for row in result.ranges):
@@ -318,7 +316,6 @@ def _verdict_line(row: EfficiencyRow) -> str:
 
 
 def _explain(row: EfficiencyRow, evidence: Evidence | None, *, full_names: bool) -> list[str]:
-    """Return the rule of a verdict, the numbers in it, and the raw rows behind it."""
     lines = [row.rule, *_time_sums(row), *_work_rates(row)]
     if evidence is None:
         return lines

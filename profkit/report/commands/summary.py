@@ -100,7 +100,6 @@ def _head(summary: Summary) -> str:
 
 
 def _command(words: list[str]) -> str:
-    """Return the command, of a long one its first and last words."""
     text = " ".join(words)
     if len(text) > _COMMAND_WIDTH and len(words) > 1:
         ends = [at for at in range(1, len(words)) if len(" ".join(words[:at])) <= _COMMAND_BEGINNING]
@@ -109,12 +108,10 @@ def _command(words: list[str]) -> str:
 
 
 def _words(head: Head) -> list[str]:
-    """Return the command without the folders of this machine."""
     return [Path(word).name if word.startswith("/") else word for word in head.command]
 
 
 def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield how a run ended that is not complete, and why an allocation failed."""
     ending, memory = summary.head.ending, summary.memory
     if ending is not None:
         subject = f"the run {ending.removeprefix('it ')}" if ending.startswith("it ") else ending
@@ -162,7 +159,6 @@ def _step(step: StepUse) -> str:
 
 
 def _compiling(summary: Summary) -> str:
-    """Return what part of the recorded steps torch.compile took, if it worked in them."""
     compiled = summary.compilations
     if compiled is None or not compiled.recorded_ns:
         return ""
@@ -388,7 +384,6 @@ def _effect(one: Advice) -> str:
 
 
 def _closed(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield how the books close: what was placed, and what was not."""
     texts, open_ends = [], []
     if summary.ledger is not None and summary.work is not None:
         kind = "kernels" if summary.work.measure == "gpu-kernel" else "operators"
@@ -428,7 +423,6 @@ def _time(time_ns: float) -> str:
 
 
 def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:
-    """Yield every figure under the path of its keys, for CSV."""
     if isinstance(data, dict | list | tuple):
         for name, value in data.items() if isinstance(data, dict) else enumerate(data):
             yield from _flatten(value, f"{key}.{name}" if key else str(name))

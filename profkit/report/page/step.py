@@ -127,7 +127,6 @@ def _idle_parts(causes: IdleCauses) -> dict[str, int]:
 
 
 def _place(parts: list[dict[str, Any]], longest: float) -> None:
-    """Note where each part of a bar begins and how wide it is, in per cent of the longest bar."""
     at = 0.0
     for part in parts:
         part["left"], part["width"] = round(100 * at / longest, 3), round(100 * part["ns"] / longest, 3)
@@ -207,7 +206,6 @@ def build_timeline(attribution: Attribution, step: StepSlices) -> dict[str, Any]
 
 
 def _pack_lane(attribution: Attribution, lane: Lane, zero_ns: int, texts: Interned, paths: list[str]) -> dict[str, Any]:
-    """Return a lane's columns; starts are differences, and texts are numbers."""
     packed = {
         "name": lane.name,
         "kind": lane.kind,

@@ -124,17 +124,14 @@ def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[Effic
 
 
 def _area(row: EfficiencyRow, longest_ns: int) -> float:
-    """Return the area of a range's point, which grows with its GPU time."""
     return max(_LARGEST_AREA * row.busy_ns / longest_ns, _LEAST_AREA)
 
 
 def _phase_of(row: EfficiencyRow) -> str:
-    """Return the phase that a range lies in: the innermost of its path."""
     return next((part for part in reversed(split_path(row.path)) if part in _MARKERS), "")
 
 
 def _legend(points: list[EfficiencyRow]) -> list[Artist]:
-    """Return what the colours and the shapes mean, as far as they occur."""
     found: list[Artist] = []
     for word in dict.fromkeys(row.verdict for row in points):
         label = "limit unknown" if word is None else f"limited by {LIMITS[word]}"
@@ -227,7 +224,6 @@ def _label(figure: Figure, axes: Axes, points: list[EfficiencyRow]) -> None:
 
 
 def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
-    """Yield small boxes along a line, so that no label covers it."""
     corners = axes.transData.transform(line.get_xydata())
     for (x0, y0), (x1, y1) in pairwise(corners.tolist()):
         steps = max(1, int(hypot(x1 - x0, y1 - y0) / 4))
