@@ -238,15 +238,15 @@ def test_recorded_steps_that_waited_longer_for_data_are_said_not_used(tmp_path: 
 
 
 def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
-    """Busy for 4 of 10 ms in both contexts; unprofiled steps take 5 and 20 ms."""
+    """Busy for 4 of 10 ms in every step; an unprofiled step takes 5 ms in one context and 20 in the other."""
     builder, steps = NsysBuilder(), []
-    for number, (context, unprofiled) in enumerate(((128, 5 * MS), (256, 20 * MS))):
+    for number, (context, unprofiled) in enumerate(((128, 5 * MS), (256, 20 * MS), (256, 20 * MS))):
         at = number * 20 * MS
         builder.range(f"context {context}", at, at + 10 * MS)
         builder.range("step 0", at + 1, at + 10 * MS)
         builder.kernel(at + 10, 4 * MS)
         steps.append({"context": context, "step_ns": unprofiled})
     account = read_trace(_open_run(tmp_path, builder, clean={"steps": steps})).account
-    assert account.context.tolist() == [128, 256]
-    assert [account.idle_time(account.context == one).idle_ns for one in (128, 256)] == [MS, 16 * MS]
-    assert account.idle_time().share == 17 / 25
+    assert account.context.tolist() == [128, 256, 256]
+    assert [account.idle_time(account.context == one).idle_ns for one in (128, 256)] == [MS, 32 * MS]
+    assert account.idle_time().share == 33 / 45

@@ -35,7 +35,7 @@ from profkit.analysis.summary import (
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
 from profkit.analysis.time_account.gpu_time import category_rows, communication_rows
-from profkit.analysis.time_account.step_times import find_timing_doubts
+from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
 from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
 from profkit.analysis.tree.modules import time_modules
@@ -76,15 +76,19 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     summary = Summary(str(capture.path), _head(capture, manifest))
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
-        summary, found = _add_time(summary, capture.trace)
-        findings += found
+        summary, told = _add_time(summary, capture.trace)
+        findings += told
     if capture.snapshot is not None:
-        summary, found = _add_memory(summary, capture.snapshot, manifest)
-        findings += found
+        summary, told = _add_memory(summary, capture.snapshot, manifest)
+        findings += told
     findings += find_compilations(capture.run)
     summary = replace(summary, compilations=read_run_compilations(capture.run))
     # That the unprofiled time is unknown stands in the line of the step time.
-    kept = {one.message: one for one in findings if one.verdict != "note" and one.code != "no-clean-twin"}
+    kept = {
+        finding.message: finding
+        for finding in findings
+        if finding.verdict != "note" and finding.code != "no-clean-twin"
+    }
     return replace(summary, findings=tuple(kept.values()))
 
 
@@ -262,14 +266,14 @@ def _by_category(attribution: Attribution, rows: Bools) -> dict[str, int]:
 def _sum_by(attribution: Attribution, rows: Bools, label_of: Callable[[str], str | None]) -> dict[str, int]:
     """Return label → time of these rows of work by their kernels' names, the longest first."""
     trace = attribution.trace
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     sums = np.zeros(len(trace.names), dtype=np.int64)
     np.add.at(sums, trace.work.name[rows], trace.work.duration_ns[rows])
     for index in distinct_values(trace.work.name[rows]).tolist():
         label = label_of(trace.names[index])
         if label is not None:
-            found[label] = found.get(label, 0) + int(sums[index])
-    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+            totals[label] = totals.get(label, 0) + int(sums[index])
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
 def product_dtype(name: str) -> str | None:
@@ -349,15 +353,15 @@ def _add_ranks(summary: Summary, opened: OpenedTrace, result: EfficiencyResult |
     waits: dict[int | None, list[int | None]] = {}
     for step in () if result is None else result.steps:
         waits.setdefault(step.rank, []).append(step.waiting_ns)
-    found = []
+    uses = []
     for rank, process in opened.ranks.members:
         mine = rows & (work.process == process)
-        own_ns, communication_ns = (int(work.duration_ns[mine & some].sum()) for some in (~talks, talks))
-        found.append(RankUse(rank, own_ns, communication_ns, _sum_known(waits.get(rank, ()))))
-    slowest = max(found, key=lambda row: row.own_ns).rank if sum(row.own_ns > 0 for row in found) > 1 else None
+        own_ns, communication_ns = (int(work.duration_ns[mine & kind].sum()) for kind in (~talks, talks))
+        uses.append(RankUse(rank, own_ns, communication_ns, _sum_known(waits.get(rank, ()))))
+    slowest = max(uses, key=lambda row: row.own_ns).rank if sum(row.own_ns > 0 for row in uses) > 1 else None
     ranges = () if result is None else result.ranges
     waited_for = next((row.waiting_for for row in ranges if is_step(row.name)), None)
-    return replace(summary, ranks=tuple(found), slowest_rank=slowest, waited_for=waited_for)
+    return replace(summary, ranks=tuple(uses), slowest_rank=slowest, waited_for=waited_for)
 
 
 def _sum_known(values: Sequence[int | None]) -> int | None:
@@ -377,17 +381,14 @@ def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | 
     if not totals.reserved_peak_bytes or result.history.events > _MOST_SIMULATED:
         return None
     try:
-        found = opened.whatif(allocators=[",".join(filter(None, (settings.text, EXPANDABLE)))])
+        simulated = opened.whatif(allocators=[",".join(filter(None, (settings.text, EXPANDABLE)))])
     except ProfkitError:
         return None
-    return found.cases[-1].reserved_range_bytes[1] if found.identity.exact else None
+    return simulated.cases[-1].reserved_range_bytes[1] if simulated.identity.exact else None
 
 
 def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) -> tuple[Summary, list[Finding]]:
     result, memory = opened.memory(), opened.device()
-    times = (() if manifest.memory is None else manifest.memory.steps), manifest.unprofiled
-    recorded = [step["step_ns"] for step in times[0] if "step_ns" in step]
-    clean = [] if times[1] is None else times[1].step_ns()
     at = result.composition
     use = MemoryUse(
         device=result.totals.device,
@@ -402,6 +403,6 @@ def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) ->
         failure=None if result.oom is None else result.oom.message,
         failed_request_bytes=None if result.oom is None else result.oom.requested_bytes,
         agrees=None if result.allocator_check is None else result.allocator_check.agrees,
-        recording_cost=float(np.median(recorded) / np.median(clean) - 1) if recorded and clean else None,
+        recording_cost=measure_memory_cost(manifest),
     )
     return replace(summary, memory=use), list(result.warnings)

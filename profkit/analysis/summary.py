@@ -266,7 +266,7 @@ class Summary:
     @property
     def has_failed(self) -> bool:
         """Return whether a check of the capture failed: then no figure is to be trusted."""
-        return any(one.verdict == "failed" for one in self.findings)
+        return any(finding.verdict == "failed" for finding in self.findings)
 
     def per_step(self, time_ns: float) -> float:
         """Return a sum as the average of a step on one GPU."""
@@ -275,7 +275,7 @@ class Summary:
     @property
     def step_ns(self) -> float | None:
         """Return the step time, without a profiler if known; of several contexts, their mean."""
-        times = [one.best_ns for one in self.steps if one.best_ns is not None]
+        times = [step.best_ns for step in self.steps if step.best_ns is not None]
         return sum(times) / len(times) if times else None
 
     @property

@@ -81,8 +81,12 @@ def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
     """Return the processes that recorded every step, where there were several: not those left out by ``--ranks``."""
     if len(manifest.processes) < 2:
         return ()
-    whole = (one for one in manifest.processes if one.state == _COMPLETE and one.is_recorded and not one.failure)
-    return tuple(one.pid for one in whole if one.pid is not None)
+    whole = (
+        process
+        for process in manifest.processes
+        if process.state == _COMPLETE and process.is_recorded and not process.failure
+    )
+    return tuple(process.pid for process in whole if process.pid is not None)
 
 
 def products_per_forward(layers: int) -> int:
@@ -101,17 +105,17 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     steps = measured_ranges(attribution).get(STEP, np.empty(0, dtype=np.int64))
     trace = attribution.trace
     rows = rows_by_value(trace.ranges.process[steps])
-    counts = {process: len(found) for process, found in rows.items()}
+    counts = {process: len(own) for process, own in rows.items()}
     ours = {pid: process for process, pid in trace.process_ids.items() if pid in run.pids}
     if ours:  # else the numbers are of another namespace
-        found = min(counts.get(ours[pid], 0) if pid in ours else 0 for pid in run.pids)
+        made = min(counts.get(ours[pid], 0) if pid in ours else 0 for pid in run.pids)
         where = " of one of its processes" if len(run.pids) > 1 else ""
     else:
-        found, where = max(counts.values(), default=0), ""
+        made, where = max(counts.values(), default=0), ""
     # A script may have ranges of its own under the same name.
-    if found == run.steps or (run.layers is None and found > run.steps):
+    if made == run.steps or (run.layers is None and made > run.steps):
         return []
-    message = f"the run made {run.steps:,} steps, and the capture holds {found:,}{where}"
+    message = f"the run made {run.steps:,} steps, and the capture holds {made:,}{where}"
     return [Finding("step-count", message, "failed")]
 
 

@@ -138,7 +138,7 @@ def check_budgets(
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
     steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
-    times = {} if steps is None else {name: one for name, one in steps.samples.items() if is_whole_step(name)}
+    times = {} if steps is None else {name: samples for name, samples in steps.samples.items() if is_whole_step(name)}
     if steps is None or not times:
         yield not_judged(
             MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them"
@@ -187,7 +187,7 @@ def _why_not(trace: OpenedTrace | None) -> str | None:
 
 def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLine]:
     try:
-        found = trace.efficiency()
+        efficiency = trace.efficiency()
     except (TraceError, RunError) as error:
         for budget, limit in ((MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)):
             if limit is not None:
@@ -197,7 +197,7 @@ def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLi
     if budgets.max_idle is not None:
         yield _judge_idle(trace.account, budgets.max_idle)
     if budgets.min_mfu is not None:
-        yield _judge_mfu(found, budgets.min_mfu)
+        yield _judge_mfu(efficiency, budgets.min_mfu)
 
 
 def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
@@ -209,19 +209,21 @@ def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
     return BudgetLine(MAX_IDLE, None, idle.share, limit, "share", idle.share <= limit, detail)
 
 
-def _judge_mfu(found: EfficiencyResult, limit: float) -> BudgetLine:
-    if found.mfu is None:
-        return not_judged(MIN_MFU, "share", limit, _explain_no_mfu(found))
-    detail = f"{found.model_flops:,} model FLOPs per step over the median unprofiled step and the datasheet's peak"
-    return BudgetLine(MIN_MFU, None, found.mfu, limit, "share", found.mfu >= limit, detail)
+def _judge_mfu(efficiency: EfficiencyResult, limit: float) -> BudgetLine:
+    if efficiency.mfu is None:
+        return not_judged(MIN_MFU, "share", limit, _explain_no_mfu(efficiency))
+    detail = f"{efficiency.model_flops:,} model FLOPs per step over the median unprofiled step and the datasheet's peak"
+    return BudgetLine(MIN_MFU, None, efficiency.mfu, limit, "share", efficiency.mfu >= limit, detail)
 
 
-def _explain_no_mfu(found: EfficiencyResult) -> str:
-    if found.model_flops is None:
+def _explain_no_mfu(efficiency: EfficiencyResult) -> str:
+    if efficiency.model_flops is None:
         return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models do not need it)"
-    if found.twin is None:
+    if efficiency.twin is None:
         return "no unprofiled step times; a run directory of `profkit run` has them"
-    gpu = f"no datasheet peak for {found.gpu or 'this unnamed GPU'} in {found.dtype or 'an unknown precision'}"
+    gpu = (
+        f"no datasheet peak for {efficiency.gpu or 'this unnamed GPU'} in {efficiency.dtype or 'an unknown precision'}"
+    )
     return f"{gpu}, or the steps have several contexts"
 
 
@@ -396,7 +398,7 @@ def judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLi
             yield not_judged(budget, "share", limit, "nobody timed all collectives (TORCH_NCCL_ENABLE_TIMING=1 does)")
         elif budget == MAX_WAIT:
             share = ranks.waiting_ns / max(ranks.step_ns, 1)
-            compared = sum(one.waiting_ns is not None for one in ranks.ranks)
+            compared = sum(rank.waiting_ns is not None for rank in ranks.ranks)
             detail = f"the mean of {compared} ranks in collectives, from their arrival to that of the last"
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)
         else:

@@ -73,16 +73,16 @@ def find_evidence(
     node = nodes.of_range[members[windows.member]]
     kernels = dict(_kernels(attribution, nodes, members))
     present = set(nodes.of_range[members].tolist())
-    found = {}
-    for at in (one for one in nodes.depth_first() if one.node in present):
+    evidence = {}
+    for at in (path for path in nodes.depth_first() if path.node in present):
         gaps: list[IdleGap] = []
         for device, time in times.items():
             mine = (node == at.node) & (windows.device == device)
             gaps += _longest_gaps(trace, device, time, (windows.start_ns[mine], windows.end_ns[mine]), most)
         gaps.sort(key=lambda gap: gap.start_ns - gap.end_ns)
         largest = kernels.get(at.node, ())
-        found[at.path] = Evidence(tuple(gaps[:most]), largest[:most], _sum_categories(largest, trace.measure))
-    return found
+        evidence[at.path] = Evidence(tuple(gaps[:most]), largest[:most], _sum_categories(largest, trace.measure))
+    return evidence
 
 
 def _sum_categories(kernels: Sequence[KernelTime], measure: Measure) -> tuple[tuple[str, int], ...]:
@@ -90,14 +90,14 @@ def _sum_categories(kernels: Sequence[KernelTime], measure: Measure) -> tuple[tu
     for kernel in kernels:
         name = categorize(kernel.name, measure).name
         total_ns[name] = total_ns.get(name, 0) + kernel.total_ns
-    return tuple(sorted(total_ns.items(), key=lambda one: (-one[1], one[0])))
+    return tuple(sorted(total_ns.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _longest_gaps(trace: Trace, device: int, time: GpuTime, windows: tuple[Ints, Ints], most: int) -> Iterator[IdleGap]:
     idle = subtract(unite(*windows), time.busy)
     longest = np.argsort(idle.start_ns - idle.end_ns, kind="stable")[:most]
     start, end = idle.start_ns[longest], idle.end_ns[longest]
-    launching, synchronising = (one.within(start, end).tolist() for one in (time.launching, time.synchronising))
+    launching, synchronising = (when.within(start, end).tolist() for when in (time.launching, time.synchronising))
     for began, ended, launch, wait in zip(start.tolist(), end.tolist(), launching, synchronising, strict=True):
         ended_by, launch_ns = _what_began(trace, device, ended)
         call, call_ns = _longest_call(trace, began, ended)
@@ -142,13 +142,13 @@ def _kernels(
 ) -> Iterator[tuple[int, tuple[KernelTime, ...]]]:
     work, names = attribution.trace.work, attribution.trace.names
     for rows, node in work_by_node(attribution, nodes, members):
-        for one, which in rows_by_value(node).items():
+        for at, which in rows_by_value(node).items():
             mine = rows[which]
-            found = []
-            for name, some in rows_by_value(work.name[mine]).items():
-                total_ns, first_ns = work.duration_ns[mine[some]].sum(), work.start_ns[mine[some]].min()
-                found.append(KernelTime(names[name], len(some), int(total_ns), int(first_ns)))
-            yield one, tuple(sorted(found, key=lambda kernel: (-kernel.total_ns, kernel.name)))
+            times = []
+            for name, same in rows_by_value(work.name[mine]).items():
+                total_ns, first_ns = work.duration_ns[mine[same]].sum(), work.start_ns[mine[same]].min()
+                times.append(KernelTime(names[name], len(same), int(total_ns), int(first_ns)))
+            yield at, tuple(sorted(times, key=lambda kernel: (-kernel.total_ns, kernel.name)))
 
 
 _LIMITED_BY_HOST = ("launch-bound", "host-bound")
@@ -174,10 +174,10 @@ def find_host_waits(rows: Sequence[EfficiencyRow]) -> list[HostWait]:
     A range within one that is named for the same cause is not named again.
     """
     waits: list[HostWait] = []
-    for one in _long_waits(rows):
-        if not any(one.cause == above.cause and one.path.startswith(f"{above.path}/") for above in waits):
-            waits.append(one)
-    return sorted(waits, key=lambda one: -one.time_ns)
+    for wait in _long_waits(rows):
+        if not any(wait.cause == above.cause and wait.path.startswith(f"{above.path}/") for above in waits):
+            waits.append(wait)
+    return sorted(waits, key=lambda wait: -wait.time_ns)
 
 
 def _long_waits(rows: Sequence[EfficiencyRow]) -> Iterator[HostWait]:

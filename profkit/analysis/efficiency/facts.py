@@ -58,15 +58,15 @@ class RunFacts:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong with these facts: ceilings of another GPU, operators that were not counted."""
-        found = []
+        problems = []
         if self.ceilings_uuid is not None and self.peaks is not None:
             uuid = self.ceilings_uuid[:_UUID_HEAD]
-            found.append(
+            problems.append(
                 Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
             )
         missing = () if self.work is None else self.work.missing
         if FUSED in missing:
-            found.append(
+            problems.append(
                 Finding(
                     "uncounted-fused",
                     "of fused kernels of compiled code only matrix products are counted: their other work and their "
@@ -75,8 +75,8 @@ class RunFacts:
             )
         names = ", ".join(name for name in missing if name != FUSED)
         if names:
-            found.append(Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}"))
-        return tuple(found)
+            problems.append(Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}"))
+        return tuple(problems)
 
 
 def read_run_facts(
@@ -126,15 +126,15 @@ def _measured(run: Run | None, ceilings: Path | None) -> Ceilings | None:
 
 def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
     if measured is not None:
-        products = {one.dtype: one.best_flops_per_s for one in measured.gemm}
+        products = {product.dtype: product.best_flops_per_s for product in measured.gemm}
         return Peaks("measured", measured.device.name, products, measured.copy.best_bytes_per_s)
     return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
 
 
 def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
     used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
-    found = None if measured is None else measured.device.uuid
-    return found if None not in (used, found) and used != found else None
+    measured_uuid = None if measured is None else measured.device.uuid
+    return measured_uuid if None not in (used, measured_uuid) and used != measured_uuid else None
 
 
 def _gpu_name(trace: Trace, manifest: Manifest) -> str | None:
@@ -177,9 +177,9 @@ def find_datasheet(gpu: str | None) -> Datasheet | None:
 
 @cache
 def _datasheets() -> dict[str, Datasheet]:
-    found = {}
+    sheets = {}
     for row in tomllib.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]:
         peaks = {dtype: value * 1e12 for dtype, value in row["tflops_per_s"].items()}
         for name in row["names"]:
-            found[name] = Datasheet(name, peaks, row["gigabytes_per_s"] * 1e9)
-    return found
+            sheets[name] = Datasheet(name, peaks, row["gigabytes_per_s"] * 1e9)
+    return sheets

@@ -27,7 +27,7 @@ from profkit.analysis.time_account.gpu_time import (
     find_windows,
     sum_parts,
 )
-from profkit.analysis.time_account.step_times import ProfilingCost, find_timing_doubts
+from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, is_step, measured_ranges
 from profkit.analysis.time_account.waits import DataWait, find_data_waits
 from profkit.analysis.tree.range_tree import (
@@ -125,7 +125,8 @@ class EfficiencyResult(NotebookResult):
          "capture": {parts of the GPUs' time, from the first to the last record},
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
-         "inflation": [{fields of `ProfilingCost`}], "model_flops", "mfu", "hardware_flops", "hfu",
+         "inflation": [{"phase", "context", "clean_ns", "profiled_ns", "cost"}],
+         "model_flops", "mfu", "hardware_flops", "hfu",
          "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
 
     ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of them lie; None if
@@ -146,7 +147,7 @@ class EfficiencyResult(NotebookResult):
     steps: tuple[GpuStep, ...]
     step_count: int | None
     twin: str | None
-    inflation: tuple[ProfilingCost, ...]
+    inflation: tuple[PhaseTimes, ...]
     model_flops: int | None
     mfu: float | None
     hardware_flops: int | None
@@ -158,12 +159,14 @@ class EfficiencyResult(NotebookResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
         # There may be a hundred thousand rows, which asdict would copy value by value.
-        data = asdict(replace(self, ranges=(), steps=()))
+        data = asdict(replace(self, ranges=(), steps=(), inflation=()))
         data["ranges"] = [vars(row) | {"gpu": None if row.gpu is None else row.gpu.to_dict()} for row in self.ranges]
         data["steps"] = [
             vars(step) | {"gpu": step.gpu.to_dict(), "data": asdict(step.data), "idle_share": step.idle_share}
             for step in self.steps
         ]
+        costs = ("phase", "context", "clean_ns", "profiled_ns", "cost")
+        data["inflation"] = [{name: getattr(times, name) for name in costs} for times in self.inflation]
         return data | {"capture": self.capture.to_dict()}
 
     def to_pandas(self) -> pd.DataFrame:
@@ -240,7 +243,7 @@ def measure_efficiency(
         steps=steps,
         step_count=None if numbered else _count_steps(attribution, members),
         twin=None if timed is None else timed.twin,
-        inflation=() if timed is None else timed.costs,
+        inflation=() if timed is None else timed.inflated,
         model_flops=model.flops,
         mfu=model.share,
         hardware_flops=hardware.flops,
@@ -252,17 +255,17 @@ def measure_efficiency(
 
 
 def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
-    found = []
+    doubts = []
     slowed = [row for row in rows if row.verdict == "launch-bound"]
     if slowed and all(row.idle_factor is None for row in slowed):
-        found.append(
+        doubts.append(
             Finding(
                 "no-clean-twin",
                 "the profiler slows each kernel launch, and the unprofiled step time is unknown: without it,"
                 " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
             )
         )
-    return [*found, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
+    return [*doubts, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
 
 
 def _count_steps(attribution: Attribution, members: Ints) -> int | None:
@@ -324,15 +327,15 @@ def _sum_columns(
 
 
 def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
-    found = {}
+    waited_for = {}
     for number, part in parts.items() if waiting.by_last else ():
         communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
         mine = node == number
         sums = waiting.sum_by_rank(windows.device[mine], windows.start_ns[mine], windows.end_ns[mine])
-        rank = max(sums, key=lambda one: sums[one], default=None)
+        rank = max(sums, key=lambda number_: sums[number_], default=None)
         if rank is not None and sums[rank] > communication_ns / 2:
-            found[number] = rank
-    return found
+            waited_for[number] = rank
+    return waited_for
 
 
 def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:

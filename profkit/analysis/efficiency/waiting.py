@@ -32,8 +32,8 @@ class Waiting:
 
     def on(self, device: int) -> Stretches:
         """Return when one GPU waited, for any other."""
-        found = list(self.by_last.get(device, {}).values())
-        return unite_all(found) if found else NOTHING
+        stretches = list(self.by_last.get(device, {}).values())
+        return unite_all(stretches) if stretches else NOTHING
 
     def sum_by_rank(self, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
         """Return rank → how long GPUs waited for it in these windows, in ns; windows that overlap count once."""
@@ -53,7 +53,7 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
     work, communicates = trace.work, communication_rows(trace)
     is_known = np.zeros(len(work), dtype=np.bool_)
     devices = distinct_values(work.device[communicates]).tolist()
-    found: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
+    pieces_of: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
     for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
         partners = _match_partners(trace, communicates & (work.name == name), devices)
         if partners is None:
@@ -64,9 +64,9 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
         for here, device in enumerate(devices):
             for there in distinct_values(last[last != here]).tolist():
                 which = last == there
-                found.setdefault((device, devices[there]), []).append((starts[here, which], starts[there, which]))
+                pieces_of.setdefault((device, devices[there]), []).append((starts[here, which], starts[there, which]))
     by_last: dict[int, dict[int, Stretches]] = {}
-    for (device, other), pieces in found.items():
+    for (device, other), pieces in pieces_of.items():
         by_last.setdefault(device, {})[other] = unite(*map(np.concatenate, zip(*pieces, strict=True)))
     return Waiting(by_last, is_known, _ranks_by_device(trace, ranks))
 
@@ -74,18 +74,18 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
 def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
     """Return the kernels of one name as ``(devices, collectives)``, or None if they do not match."""
     work = trace.work
-    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
-    if len({len(some) for some in each}) > 1:
+    by_device = [np.flatnonzero(rows & (work.device == device)) for device in devices]
+    if len({len(mine) for mine in by_device}) > 1:
         return None
-    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
+    partners = np.stack([mine[np.argsort(work.start_ns[mine], kind="stable")] for mine in by_device])
     together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
     return partners if together.all() else None
 
 
 def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
     """Return the rank that launches work on each device; a device of several ranks is left out."""
-    found: dict[int, set[int]] = {}
+    ranks_of: dict[int, set[int]] = {}
     for number, process in ranks.members:
         for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
-            found.setdefault(device, set()).add(number)
-    return {device: numbers.pop() for device, numbers in found.items() if len(numbers) == 1}
+            ranks_of.setdefault(device, set()).add(number)
+    return {device: numbers.pop() for device, numbers in ranks_of.items() if len(numbers) == 1}

@@ -145,8 +145,8 @@ class StepFlops:
 
     def _utilization(self, steps: Ints, flops_of: Callable[[int], int | None]) -> Utilization:
         contexts = {self._context(step) for step in steps.tolist()}
-        found = {flops_of(step) for step in steps.tolist()}
-        flops = found.pop() if len(found) == 1 else None
+        amounts = {flops_of(step) for step in steps.tolist()}
+        flops = amounts.pop() if len(amounts) == 1 else None
         return Utilization(flops, self._share(flops, contexts.pop(), steps) if len(contexts) == 1 else None)
 
     def _done_in(self, step: int) -> int | None:
@@ -161,8 +161,8 @@ class StepFlops:
         if self._facts.work is not None and self._context(step) is None:
             return self._facts.work.model_flops
         below = self._children(step)
-        below += [inner for one in below if is_step(self._name(one)) for inner in self._children(one)]
-        passes = [one for one in below if self._name(one) in (FORWARD, BACKWARD)]
+        below += [inner for child in below if is_step(self._name(child)) for inner in self._children(child)]
+        passes = [child for child in below if self._name(child) in (FORWARD, BACKWARD)]
         work = self._works.total(np.array(passes, dtype=np.int64))
         return None if work.flops is None else work.flops - (work.recomputed_flops or 0)
 

@@ -130,9 +130,11 @@ class TimeAccount:
         timed = [context for context in contexts if self.step_ns(context) is not None]
         if not timed:
             return recorded_idle(*self.sum_parts(mine))
-        each = [self._unprofiled_idle(context, mine) for context in timed]
-        causes = IdleCauses(*np.sum([astuple(one.causes) for one in each], axis=0).tolist())
-        return IdleTime(sum(one.span_ns for one in each), sum(one.idle_ns for one in each), causes, is_unprofiled=True)
+        parts = [self._unprofiled_idle(context, mine) for context in timed]
+        causes = IdleCauses(*np.sum([astuple(part.causes) for part in parts], axis=0).tolist())
+        return IdleTime(
+            sum(part.span_ns for part in parts), sum(part.idle_ns for part in parts), causes, is_unprofiled=True
+        )
 
     def data_change_ns(self, context: int | None) -> float | None:
         """Return how much longer an unprofiled step waits for data than a recorded one; None if that is unknown."""

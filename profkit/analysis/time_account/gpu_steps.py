@@ -97,7 +97,7 @@ def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...
 def _split_computing(trace: Trace, windows: Windows) -> tuple[Ints, Ints]:
     """Return for each window how long matrix products ran, and how long attention did while none of them ran."""
     work, (products, attention) = trace.work, np.zeros((2, len(windows.member)), dtype=np.int64)
-    is_product, is_attention = (category_rows(trace, frozenset({one})) for one in ("gemm", "attention"))
+    is_product, is_attention = (category_rows(trace, frozenset({category})) for category in ("gemm", "attention"))
     for device in distinct_values(windows.device).tolist():
         mine, here = windows.device == device, work.device == device
         window = windows.start_ns[mine], windows.end_ns[mine]
@@ -110,7 +110,7 @@ def _split_computing(trace: Trace, windows: Windows) -> tuple[Ints, Ints]:
 
 def _sum_exposed_waits(times: dict[int, GpuTime], windows: Windows, waiting: Waiting) -> list[tuple[int, int | None]]:
     """Return for each window how long only waiting for other ranks ran, and for which rank most of it was."""
-    found: list[tuple[int, int | None]] = []
+    waits: list[tuple[int, int | None]] = []
     for device, start, end in zip(windows.device.tolist(), windows.start_ns, windows.end_ns, strict=True):
         alone, window = times[device].exposed_communication, (np.array([start]), np.array([end]))
         total = int(intersect(waiting.on(device), alone).within(*window)[0])
@@ -118,8 +118,8 @@ def _sum_exposed_waits(times: dict[int, GpuTime], windows: Windows, waiting: Wai
             waiting.rank_of.get(last): int(intersect(when, alone).within(*window)[0])
             for last, when in waiting.by_last.get(device, {}).items()
         }
-        found.append((total, max(sums, key=lambda rank: sums[rank]) if total else None))
-    return found
+        waits.append((total, max(sums, key=lambda rank: sums[rank]) if total else None))
+    return waits
 
 
 def _measure_communication(
@@ -128,16 +128,16 @@ def _measure_communication(
     """Return for each window its communication, the waiting in it, and the part for which waiting is unknown, in ns."""
     trace = attribution.trace
     talks = communication_rows(trace)
-    found: list[tuple[int, int | None, int]] = [(0, 0, 0)] * len(windows.member)
+    measured: list[tuple[int, int | None, int]] = [(0, 0, 0)] * len(windows.member)
     for device in set(windows.device.tolist()):
         mine = np.flatnonzero(windows.device == device)
         here = talks & (trace.work.device == device)
         sets = (_kernels(attribution, here), waits.on(device), _kernels(attribution, here & ~waits.is_known))
-        columns = [one.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for one in sets]
+        columns = [stretches.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for stretches in sets]
         for row, talking, waiting, unknown in zip(mine.tolist(), *columns, strict=True):
             known = talking > unknown or not talking
-            found[row] = (talking, waiting if known else None, unknown)
-    return found
+            measured[row] = (talking, waiting if known else None, unknown)
+    return measured
 
 
 def _kernels(attribution: Attribution, rows: Bools) -> Stretches:

@@ -127,14 +127,16 @@ class GpuTime:
     def parts_within(self, start_ns: Ints, end_ns: Ints) -> Ints:
         """Return the parts of each window, in the order of `GpuParts`: ``(windows, parts)``."""
         sets = (self.computing, self.exposed_communication, self.exposed_copies, self.launching, self.synchronising)
-        known = [one.within(start_ns, end_ns) for one in sets]
+        known = [stretches.within(start_ns, end_ns) for stretches in sets]
         span = end_ns - start_ns
-        overlapped = [one.within(start_ns, end_ns) for one in (self.overlapped_communication, self.overlapped_copies)]
+        overlapped = [
+            stretches.within(start_ns, end_ns) for stretches in (self.overlapped_communication, self.overlapped_copies)
+        ]
         return np.stack([span, *known, span - np.sum(known, axis=0), *overlapped], axis=1)
 
-    def outside_cuda(self, some: Stretches) -> Stretches:
+    def outside_cuda(self, when: Stretches) -> Stretches:
         """Return when, of the given time, the GPU is idle and the host is outside CUDA."""
-        return subtract(some, unite_all([self.busy, self.launching, self.synchronising]))
+        return subtract(when, unite_all([self.busy, self.launching, self.synchronising]))
 
     def last_end_before(self, time_ns: Ints) -> Ints:
         """Return when all work that began before each time had ended; -2⁶² if there was none."""
@@ -208,51 +210,51 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
                 members, np.where(here, rows.start_ns, NEVER), np.where(here, rows.end_ns, -NEVER)
             )
             first, last = np.minimum(first, begun), np.maximum(last, ended)
-        some = np.flatnonzero(first < NEVER)
-        extents[device] = some, first[some], last[some]
+        worked = np.flatnonzero(first < NEVER)
+        extents[device] = worked, first[worked], last[worked]
         np.maximum(last_of_all, last, out=last_of_all)
-    found = []
+    columns = []
     for device, time in times.items():
-        some, first, last = extents[device]
-        opened, closed = ranges.start_ns[members[some]], ranges.end_ns[members[some]]
+        worked, first, last = extents[device]
+        opened, closed = ranges.start_ns[members[worked]], ranges.end_ns[members[worked]]
         start = np.minimum(first, np.maximum(opened, time.last_end_before(first)))
         end = np.maximum(closed, last)
-        end = np.maximum(end, np.minimum(last_of_all[some], time.next_start_from(end)))
-        found.append((some, np.full(len(some), device, dtype=np.int64), start, end))
-    if not found:
+        end = np.maximum(end, np.minimum(last_of_all[worked], time.next_start_from(end)))
+        columns.append((worked, np.full(len(worked), device, dtype=np.int64), start, end))
+    if not columns:
         return Windows(*(np.empty(0, dtype=np.int64) for _ in range(4)))
-    return Windows(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return Windows(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def sum_parts(
     trace_times: dict[int, GpuTime], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints
 ) -> dict[int, GpuParts]:
     """Return the parts of each group of windows; windows of one group that overlap on a device count once."""
-    found: dict[int, Ints] = {}
-    for number, one in trace_times.items():
+    totals: dict[int, Ints] = {}
+    for number, time in trace_times.items():
         mine = device == number
         groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
-        _add_by_group(found, groups, one.parts_within(starts, ends))
-    return {key: GpuParts(*map(int, total)) for key, total in found.items()}
+        _add_by_group(totals, groups, time.parts_within(starts, ends))
+    return {key: GpuParts(*map(int, total)) for key, total in totals.items()}
 
 
 def sum_within(sets: dict[int, Stretches], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
     """Return how much of each group of windows lies in the set of its device, in ns; see `sum_parts`."""
-    found: dict[int, Ints] = {}
-    for number, one in sets.items():
+    totals: dict[int, Ints] = {}
+    for number, stretches in sets.items():
         mine = device == number
         groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
-        _add_by_group(found, groups, one.within(starts, ends)[:, None])
-    return {key: int(total[0]) for key, total in found.items()}
+        _add_by_group(totals, groups, stretches.within(starts, ends)[:, None])
+    return {key: int(total[0]) for key, total in totals.items()}
 
 
-def _add_by_group(found: dict[int, Ints], groups: Ints, values: Ints) -> None:
+def _add_by_group(totals: dict[int, Ints], groups: Ints, values: Ints) -> None:
     """Add the rows of ``values`` to the sums of their groups; ``groups`` are sorted."""
     if not len(groups):
         return
     first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
     for key, total in zip(groups[first].tolist(), np.add.reduceat(values, first, axis=0), strict=True):
-        found[key] = found[key] + total if key in found else total
+        totals[key] = totals[key] + total if key in totals else total
 
 
 def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTime:
@@ -283,21 +285,21 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
     """Return what the host was doing for each device of the trace."""
     calls = trace.calls
     threads = threads_by_device(trace)
-    wanted = {thread for some in threads.values() for thread in some}
+    wanted = {thread for members in threads.values() for thread in members}
     waits = synchronising_calls(trace)
     rows_of = rows_by_value(calls.thread)
-    each = {
+    by_thread = {
         thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows])
         for thread, rows in rows_of.items()
         if thread in wanted
     }
-    found = {}
-    for device, some in threads.items():
-        parts = [each[thread] for thread in some if thread in each]
+    by_device = {}
+    for device, members in threads.items():
+        parts = [by_thread[thread] for thread in members if thread in by_thread]
         launching = unite_all([part.launching for part in parts])
         synchronising = unite_all([part.synchronising for part in parts])
-        found[device] = HostTime(launching, subtract(synchronising, launching))
-    return found
+        by_device[device] = HostTime(launching, subtract(synchronising, launching))
+    return by_device
 
 
 def synchronising_calls(trace: Trace) -> Bools:
@@ -319,9 +321,9 @@ def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
 
 def threads_by_device(trace: Trace) -> dict[int, set[int]]:
     """Return the threads that launched work or copies on each GPU."""
-    found: dict[int, set[int]] = {}
+    by_device: dict[int, set[int]] = {}
     for table in (trace.work, trace.copies):
         for thread, rows in rows_by_value(table.launch_thread).items():
             for device in distinct_values(table.device[rows]).tolist():
-                found.setdefault(device, set()).add(thread)
-    return found
+                by_device.setdefault(device, set()).add(thread)
+    return by_device

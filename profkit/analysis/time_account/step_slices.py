@@ -83,7 +83,7 @@ def _find_median(attribution: Attribution, steps: Sequence[GpuStep]) -> int | No
     ranges, trace = attribution.trace.ranges, attribution.trace
     if not steps:
         return None
-    chosen = sorted(steps, key=lambda one: (one.gpu.span_ns, one.start_ns))[(len(steps) - 1) // 2]
+    chosen = sorted(steps, key=lambda step: (step.gpu.span_ns, step.start_ns))[(len(steps) - 1) // 2]
     for index in measured_ranges(attribution)[STEP].tolist():
         process = int(ranges.process[index])
         if ranges.start_ns[index] == chosen.start_ns and trace.process_ids.get(process, process) == chosen.process:
@@ -104,7 +104,7 @@ def _host_lanes(attribution: Attribution, index: int, kernels: Ints) -> Iterator
     called = (calls.start_ns >= start) & (calls.end_ns <= end) & (calls.process == ranges.process[index])
     launching = distinct_values(trace.work.launch_thread[kernels]).tolist()
     own = int(ranges.thread[index])
-    threads = [own, *(one for one in launching if one != own and one >= 0)]
+    threads = [own, *(thread_id for thread_id in launching if thread_id != own and thread_id >= 0)]
     depth = _depths(attribution.parent)
     for thread in threads:
         name = "Python thread" if thread == own else trace.thread_names.get(thread) or "another thread"

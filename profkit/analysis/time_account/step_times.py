@@ -41,11 +41,9 @@ _LABELS: dict[Twin, str] = {"clean": "own process", "attached": "same process"}
 class SampleStatistics:
     """Location and spread of samples, in their own unit.
 
-    ``median_absolute_deviation`` is the median distance from the median. It is not multiplied by 1.4826, which would
-    estimate the standard deviation of a normal distribution: step times have a floor and a tail instead. Percentiles
-    interpolate linearly between neighbours (definition 7 of Hyndman and Fan 1996). ``standard_deviation`` divides by
-    n − 1; a single sample has none. Medians and percentiles hardly move with one slow sample, mean and standard
-    deviation do, so both are kept.
+    ``median_absolute_deviation`` is the median distance from the median, without a factor. Percentiles interpolate
+    linearly between neighbours (definition 7 of Hyndman and Fan 1996). ``standard_deviation`` divides by n − 1; a
+    single sample has none.
     """
 
     count: int
@@ -145,17 +143,6 @@ class PhaseTimes:
         return self.profiled_ns / self.clean_ns - 1
 
 
-@dataclass(frozen=True)
-class ProfilingCost:
-    """What a phase (or step) takes with a profiler and without one, in ns; ``cost`` is the share that it added."""
-
-    phase: str
-    context: int | None
-    clean_ns: float
-    profiled_ns: float
-    cost: float
-
-
 @dataclass(frozen=True, repr=False)
 class StepTimes(NotebookResult):
     """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another."""
@@ -173,13 +160,9 @@ class StepTimes(NotebookResult):
         return next((times for times in self.phases if (times.phase, times.context) == (phase, context)), None)
 
     @property
-    def costs(self) -> tuple[ProfilingCost, ...]:
-        """Return what profiling cost each phase that was timed with a profiler too."""
-        return tuple(
-            ProfilingCost(times.phase, times.context, times.clean_ns, times.profiled_ns, times.cost)
-            for times in self.phases
-            if times.profiled_ns is not None and times.cost is not None
-        )
+    def inflated(self) -> tuple[PhaseTimes, ...]:
+        """Return the phases of which it is known what profiling cost them."""
+        return tuple(times for times in self.phases if times.cost is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers unrounded."""
@@ -232,6 +215,16 @@ def read_unprofiled_steps(manifest: Manifest) -> UnprofiledSteps | None:
         for phase, times in samples_by_phase(unprofiled, context).items():
             samples[phase if context is None else f"{context_range(context)}, {phase}"] = times
     return UnprofiledSteps(_LABELS[_twin_of(manifest)], samples)
+
+
+def measure_memory_cost(manifest: Manifest) -> float | None:
+    """Return what recording the allocator added to the step time, as a fraction of it; None if either is unknown."""
+    if manifest.memory is None or manifest.unprofiled is None:
+        return None
+    recorded, unprofiled = (
+        samples_by_phase(samples, None).get(STEP) for samples in (Samples(manifest.memory.steps), manifest.unprofiled)
+    )
+    return None if recorded is None or unprofiled is None else recorded.time_ns / unprofiled.time_ns - 1
 
 
 def is_whole_step(name: str) -> bool:

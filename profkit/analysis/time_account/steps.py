@@ -39,18 +39,18 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
         is_step, parent = measured & (label == labels.index(STEP)), attribution.parent
         measured &= ~(is_step & (parent != NO_RANGE) & mark_nested(parent, is_step)[parent])
         measured[_unfinished_steps(attribution, is_step)] = False
-    found = {name: np.flatnonzero(measured & (label == index)) for index, name in enumerate(labels)}
-    return {name: found[name] for name in (STEP, *PHASES) if name in found}
+    by_label = {name: np.flatnonzero(measured & (label == index)) for index, name in enumerate(labels)}
+    return {name: by_label[name] for name in (STEP, *PHASES) if name in by_label}
 
 
 def _unfinished_steps(attribution: Attribution, is_step: Bools) -> list[int]:
-    names, found = attribution.trace.names, []
+    names, unfinished = attribution.trace.names, []
     for mark in np.flatnonzero(attribution.trace.ranges.name == names.index(UNFINISHED)) if UNFINISHED in names else ():
         around = int(attribution.parent[mark])
         while around != NO_RANGE and not is_step[around]:
             around = int(attribution.parent[around])
-        found += [around] if around != NO_RANGE else []
-    return found
+        unfinished += [around] if around != NO_RANGE else []
+    return unfinished
 
 
 def count_steps(attribution: Attribution, rows: Bools) -> int | None:
@@ -117,8 +117,8 @@ def is_step(name: str) -> bool:
 
 def context_of(names: Iterable[str]) -> int | None:
     """Return the context length that a range lies in, from the names above it, if the run has several."""
-    found = (_CONTEXT.fullmatch(name) for name in names)
-    return next((int(match[1]) for match in found if match), None)
+    matches = (_CONTEXT.fullmatch(name) for name in names)
+    return next((int(match[1]) for match in matches if match), None)
 
 
 def is_warmup(name: str) -> bool:

@@ -69,7 +69,7 @@ class DataWaits:
         """Return what waiting for data took of each group of windows; those of one group may overlap."""
         edges = (group, windows.device, windows.start_ns, windows.end_ns)
         sums = [sum_within(part, *edges) for part in self.by_part]
-        return {key: DataWait(*(one.get(key, 0) for one in sums)) for key in {key for one in sums for key in one}}
+        return {key: DataWait(*(part.get(key, 0) for part in sums)) for key in {key for part in sums for key in part}}
 
 
 def is_data_wait(trace: Trace) -> Bools:
@@ -120,15 +120,15 @@ def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
 def _input_copies(trace: Trace, waits: Bools) -> Bools:
     ranges, copies = trace.ranges, trace.copies
     is_phase = np.array([text.lower() in PHASES for text in trace.names], dtype=np.bool_)[ranges.name]
-    found = np.zeros(len(copies), dtype=np.bool_)
+    is_input = np.zeros(len(copies), dtype=np.bool_)
     for thread in distinct_values(ranges.thread[waits]).tolist():
         phases = is_phase & (ranges.thread == thread)
         begins, ends = np.sort(ranges.start_ns[phases]), np.sort(ranges.end_ns[phases])
         rows = np.flatnonzero(copies.from_host & (copies.launch_thread == thread))
         waited_in, _ = _between(ranges.start_ns[waits & (ranges.thread == thread)], begins, ends)
         launched_in, is_between = _between(copies.launch_ns[rows], begins, ends)
-        found[rows] = is_between & np.isin(launched_in, waited_in)
-    return found
+        is_input[rows] = is_between & np.isin(launched_in, waited_in)
+    return is_input
 
 
 def _between(time_ns: Ints, begins: Ints, ends: Ints) -> tuple[Ints, Bools]:

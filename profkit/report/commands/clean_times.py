@@ -27,35 +27,35 @@ _WHERE = {"clean": "unprofiled, own process: {}", "attached": "unprofiled, same 
 def clean_times_parts(manifest: Manifest) -> list[Table | Lines]:
     """Return the tables of unprofiled beside profiled times per phase, and what they mean; none without both times."""
     times = summarize_step_times(manifest)
-    if times is None or not any(one.profiled for one in times.phases):
+    if times is None or not any(phase.profiled for phase in times.phases):
         return []
     parts: list[Table | Lines] = []
-    for context in dict.fromkeys(one.context for one in times.phases):
-        phases = [one for one in times.phases if one.context == context]
+    for context in dict.fromkeys(phase.context for phase in times.phases):
+        phases = [phase for phase in times.phases if phase.context == context]
         title = "" if context is None else f"context {context}"
-        parts += [Table(_COLUMNS, [_row(one) for one in phases], title), Lines([_spread(phases)])]
+        parts += [Table(_COLUMNS, [_row(phase) for phase in phases], title), Lines([_spread(phases)])]
     return [*parts, Lines([*_notes(times), *_drain_note(manifest)])]
 
 
-def _row(one: PhaseTimes) -> dict[str, Any]:
+def _row(times: PhaseTimes) -> dict[str, Any]:
     return {
-        "phase": one.phase,
-        "clean_ns": one.clean_ns,
-        "clean_mad_ns": one.clean.median_absolute_deviation,
-        "clean_p10_ns": one.clean.p10,
-        "clean_p90_ns": one.clean.p90,
-        "profiled_ns": one.profiled_ns,
-        "cost": one.cost,
+        "phase": times.phase,
+        "clean_ns": times.clean_ns,
+        "clean_mad_ns": times.clean.median_absolute_deviation,
+        "clean_p10_ns": times.clean.p10,
+        "clean_p90_ns": times.clean.p90,
+        "profiled_ns": times.profiled_ns,
+        "cost": times.cost,
     }
 
 
 def _spread(phases: list[PhaseTimes]) -> str:
     """Return the mean and the standard deviation of the whole step, or of the last phase where it was not timed."""
-    one = next((phase for phase in phases if phase.phase == STEP), phases[-1])
-    text = f"{one.phase}: mean {format_ns(round(one.clean.mean))}"
-    if one.clean.standard_deviation is not None and one.clean.relative_deviation is not None:
-        deviation = format_ns(round(one.clean.standard_deviation))
-        text += f" ± {deviation} (standard deviation, {format_share(one.clean.relative_deviation)})"
+    step = next((phase for phase in phases if phase.phase == STEP), phases[-1])
+    text = f"{step.phase}: mean {format_ns(round(step.clean.mean))}"
+    if step.clean.standard_deviation is not None and step.clean.relative_deviation is not None:
+        deviation = format_ns(round(step.clean.standard_deviation))
+        text += f" ± {deviation} (standard deviation, {format_share(step.clean.relative_deviation)})"
     return text
 
 
@@ -71,16 +71,16 @@ def _drain_note(manifest: Manifest) -> list[str]:
 
 
 def _notes(times: StepTimes) -> list[str]:
-    clean = min(one.clean.count for one in times.phases)
-    profiled = min(one.profiled.count for one in times.phases if one.profiled)
+    clean = min(phase.clean.count for phase in times.phases)
+    profiled = min(phase.profiled.count for phase in times.phases if phase.profiled)
     lines = [
         _WHERE[times.twin].format(format_count(clean, "step")),
         f"profiled: {format_count(profiled, 'recorded step')}",
     ]
-    waits = any(one.clean_rate_ns is not None for one in times.phases)
+    waits = any(phase.clean_rate_ns is not None for phase in times.phases)
     lines.append(
         "times are medians" + ("; of data the mean wait, of the step this and the median of the rest" if waits else "")
     )
-    if any(one.clock == "cuda-events" for one in times.phases):
+    if any(phase.clock == "cuda-events" for phase in times.phases):
         lines.append("phases: by CUDA events around them; the step: by the host's clock")
     return lines

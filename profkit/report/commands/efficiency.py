@@ -11,7 +11,7 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.step_times import ProfilingCost
+from profkit.analysis.time_account.step_times import PhaseTimes
 from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.findings import Finding
@@ -96,7 +96,7 @@ def build_efficiency_document(
         for row in result.ranges:
             lines = _explain(row, evidence.get(row.path), full_names=full_names)
             parts.append(Lines(lines, title=_verdict_line(row)))
-        data["evidence"] = [{"path": path, **asdict(one)} for path, one in evidence.items()]
+        data["evidence"] = [{"path": path, **asdict(reasons)} for path, reasons in evidence.items()]
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
@@ -261,7 +261,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     if any(limit_words(row) == _DATA for row in result.ranges):
         yield "data loading: the GPU is idle while Python waits for the next batch, or only receives it."
     yield from _host_wait_line(result)
-    yield from (_cost_words(one) for one in result.inflation if one.phase == STEP)
+    yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
     if any(step.communication_ns for step in result.steps):
         yield "comm.: communication = not hidden + hidden behind computing. waiting: until the last rank arrived."
         if any(step.communication_ns and step.waiting_ns is None for step in result.steps):
@@ -288,8 +288,8 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
         return
     paths = [split_path(row.path) for row in result.ranges]
     named = [
-        f"{_name_among(paths, one.path)} {format_share(one.share)} ({_DATA if one.loads_data else LIMITS[one.cause]})"
-        for one in waits[:_WAITS_NAMED]
+        f"{_name_among(paths, row.path)} {format_share(row.share)} ({_DATA if row.loads_data else LIMITS[row.cause]})"
+        for row in waits[:_WAITS_NAMED]
     ]
     more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
     yield f"Also idle for more than {MUCH * 100:.0f} %: {', '.join(named)}{more}"
@@ -305,10 +305,10 @@ def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
     return path
 
 
-def _cost_words(one: ProfilingCost) -> str:
-    where = "" if one.context is None else f" at context {one.context}"
-    clean, profiled = (format_ns(round(value)) for value in (one.clean_ns, one.profiled_ns))
-    return f"step time{where}: {clean} unprofiled, {profiled} with the profiler ({one.cost:+.0%})"
+def _cost_words(step: PhaseTimes) -> str:
+    where = "" if step.context is None else f" at context {step.context}"
+    unprofiled, profiled = (format_ns(round(time_ns or 0)) for time_ns in (step.clean_ns, step.profiled_ns))
+    return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler ({step.cost:+.0%})"
 
 
 def _verdict_line(row: EfficiencyRow) -> str:
@@ -326,8 +326,9 @@ def _explain(row: EfficiencyRow, evidence: Evidence | None, *, full_names: bool)
     if row.verdict in ("launch-bound", "host-bound"):
         return [*lines, *(_gap_words(gap, full_names) for gap in evidence.gaps)]
     return lines + [
-        f"{_name(one.name, full_names)}: {one.count:,} times, {one.total_ns:,} together, first at {one.first_ns:,}"
-        for one in evidence.kernels
+        f"{_name(kernel.name, full_names)}: {kernel.count:,} times, {kernel.total_ns:,} together, first at"
+        f" {kernel.first_ns:,}"
+        for kernel in evidence.kernels
     ]
 
 

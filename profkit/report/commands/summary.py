@@ -50,9 +50,9 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
         *_lines(summary),
         *_tries(summary, advice),
         *(
-            ("Care", one.message)
-            for one in summary.findings
-            if one.verdict == "warning" and not (for_run and one.code == RUN_WARNING)
+            ("Care", finding.message)
+            for finding in summary.findings
+            if finding.verdict == "warning" and not (for_run and finding.code == RUN_WARNING)
         ),
         *_closed(summary),
         *([] if for_run else _more(summary)),
@@ -61,7 +61,7 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
     labelled = [(label if label != before[at] else "", text) for at, (label, text) in enumerate(lines)]
     data = summary.to_dict()
     data["head"]["command"] = _words(summary.head)
-    data = {**data, "advice": [_advice_data(one) for one in advice]}
+    data = {**data, "advice": [_advice_data(proposal) for proposal in advice]}
     figures = Table((Column("figure", "figure", TEXT), Column("value", "value", TEXT)), list(_flatten(data)))
     return Document(
         "summary",
@@ -73,8 +73,12 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
     )
 
 
-def _advice_data(one: Advice) -> dict[str, Any]:
-    return {**asdict(one), "reason": _fill(one.reason, one), "cost": one.cost and _fill(one.cost, one)}
+def _advice_data(advice: Advice) -> dict[str, Any]:
+    return {
+        **asdict(advice),
+        "reason": _fill(advice.reason, advice),
+        "cost": advice.cost and _fill(advice.cost, advice),
+    }
 
 
 def _head(summary: Summary) -> str:
@@ -260,17 +264,17 @@ def _with_shared_as_one(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
     return [*(row for row in modules if not is_shared(row.module)), *sums]
 
 
-def _module(summary: Summary, one: ModuleTime, above: str) -> str:
-    name = shorten(one.module.removeprefix(f"{above}."), _NAME_WIDTH)
-    return f"{name} {_time(summary.per_step(one.total_ns))} ({_passes(summary, one)})"
+def _module(summary: Summary, module: ModuleTime, above: str) -> str:
+    name = shorten(module.module.removeprefix(f"{above}."), _NAME_WIDTH)
+    return f"{name} {_time(summary.per_step(module.total_ns))} ({_passes(summary, module)})"
 
 
-def _passes(summary: Summary, one: ModuleTime) -> str:
+def _passes(summary: Summary, module: ModuleTime) -> str:
     passes = {
-        "forward": one.forward_ns,
-        "backward": one.backward_ns,
-        "computed again": one.recompute_ns,
-        "inference": one.inference_ns,
+        "forward": module.forward_ns,
+        "backward": module.backward_ns,
+        "computed again": module.recompute_ns,
+        "inference": module.inference_ns,
     }
     return ", ".join(f"{name} {_time(summary.per_step(ns))}" for name, ns in passes.items() if ns)
 
@@ -279,7 +283,7 @@ def _memory(memory: MemoryUse) -> str:
     text = f"peak {format_bytes(memory.peak_bytes)}" + ("" if memory.exact else " or more")
     text += f" in {memory.phase}" if memory.phase else ""
     whole = memory.peak_bytes or 1
-    shown = sorted(memory.by_category.items(), key=lambda one: -one[1])
+    shown = sorted(memory.by_category.items(), key=lambda item: -item[1])
     parts: list[str] = []
     for category, size in shown:
         if size < 2 * _PART * whole or len(parts) == _MODULES:
@@ -341,27 +345,27 @@ def _ranks(summary: Summary) -> str:
 
 
 def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, str]]:
-    for number, one in enumerate(advice[:_TRIED], 1):
+    for number, proposal in enumerate(advice[:_TRIED], 1):
         yield (
             "Try",
-            f"{number} {one.action}: {_fill(one.reason, one)}{_SEPARATOR}{_effect(one)}"
-            + (f"{_SEPARATOR}cost: {_fill(one.cost, one)}" if one.cost else ""),
+            f"{number} {proposal.action}: {_fill(proposal.reason, proposal)}{_SEPARATOR}{_effect(proposal)}"
+            + (f"{_SEPARATOR}cost: {_fill(proposal.cost, proposal)}" if proposal.cost else ""),
         )
-    proofs = dict.fromkeys(one.proof for one in advice[:_TRIED])
+    proofs = dict.fromkeys(proposal.proof for proposal in advice[:_TRIED])
     if proofs:
         commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
         meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
         yield "", f"proof: {commands}{meaning}"
 
 
-def _fill(text: str, one: Advice) -> str:
+def _fill(text: str, advice: Advice) -> str:
     """Return a text with its figures, each in the unit that its name ends with."""
 
     def show(match: re.Match[str]) -> str:
         name = match[1]
-        if name not in one.figures:
+        if name not in advice.figures:
             return match[0]
-        value = one.figures[name]
+        value = advice.figures[name]
         if name.endswith("_ns"):
             return _time(value)
         return format_bytes(round(value)) if name.endswith("_bytes") else _number(value)
@@ -374,12 +378,12 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
 
 
-def _effect(one: Advice) -> str:
-    of_time = "at most" if one.is_bound else "about"
-    of_bytes = "at most" if one.is_bytes_bound or (one.is_bound and one.is_bytes_bound is None) else "about"
-    saved = [f"{of_time} −{_time(one.saves_ns)} a step"] if one.saves_ns else []
-    if one.saves_bytes:
-        saved.append(f"{'' if saved and of_bytes == of_time else of_bytes + ' '}−{format_bytes(one.saves_bytes)}")
+def _effect(advice: Advice) -> str:
+    of_time = "at most" if advice.is_bound else "about"
+    of_bytes = "at most" if advice.is_bytes_bound or (advice.is_bound and advice.is_bytes_bound is None) else "about"
+    saved = [f"{of_time} −{_time(advice.saves_ns)} a step"] if advice.saves_ns else []
+    if advice.saves_bytes:
+        saved.append(f"{'' if saved and of_bytes == of_time else of_bytes + ' '}−{format_bytes(advice.saves_bytes)}")
     return " and ".join(saved)
 
 

@@ -158,7 +158,7 @@ def _dots(steps: Sequence[GpuStep], manifest: Manifest | None) -> Iterator[dict[
     longest = max((value for times in rows.values() for value in times), default=1)
     for name, times in rows.items():
         if times:
-            dots = [{"left": round(98 * one / longest, 2), "text": format_ns(one)} for one in times]
+            dots = [{"left": round(98 * time_ns / longest, 2), "text": format_ns(time_ns)} for time_ns in times]
             span = f"{format_ns(min(times))} to {format_ns(max(times))}" if len(times) > 1 else format_ns(times[0])
             yield {"name": name, "dots": dots, "words": f"{format_count(len(times), 'step')}, {span}"}
 
@@ -223,12 +223,12 @@ def _pack_lane(attribution: Attribution, lane: Lane, zero_ns: int, texts: Intern
         known = table.launch_thread[lane.row] >= 0
         gaps = np.where(known, table.start_ns[lane.row] - table.launch_ns[lane.row], -1)
         packed |= {
-            "place": [texts.number(paths[one]) if one >= 0 else -1 for one in innermost],
+            "place": [texts.number(paths[number]) if number >= 0 else -1 for number in innermost],
             "gap": gaps.tolist(),
-            "evidence": [texts.number(EVIDENCE[one]) for one in placed.verdict[lane.row].tolist()],
+            "evidence": [texts.number(EVIDENCE[number]) for number in placed.verdict[lane.row].tolist()],
         }
     if lane.kind == "kernels":
-        packed["category"] = [texts.number(one) for one in _categories(attribution, lane)]
+        packed["category"] = [texts.number(number) for number in _categories(attribution, lane)]
     return packed
 
 
@@ -262,7 +262,7 @@ def _picture(attribution: Attribution, lane: Lane, step: StepSlices) -> dict[str
     """Return a lane as bars in per cent of the step: neighbours of one kind that nobody could tell apart are one."""
     kinds = ["range"] * len(lane.row)
     if lane.kind == "kernels":
-        kinds = [_KINDS.get(one, "other") for one in _categories(attribution, lane)]
+        kinds = [_KINDS.get(category, "other") for category in _categories(attribution, lane)]
     elif lane.kind == "copies":
         kinds = ["copies"] * len(lane.row)
     unit = (step.end_ns - step.start_ns) / _COLUMNS or 1

@@ -46,11 +46,11 @@ def build_verdict(document: Document, name: str, against: str = "") -> dict[str,
     return {"lines": [line for line in lines if line["label"] not in _ELSEWHERE]}
 
 
-def _say_bound(one: Mapping[str, Any]) -> str:
-    word = "at most" if one["is_bound"] else "about"
-    if one["is_bytes_bound"] is None or one["is_bytes_bound"] == one["is_bound"] or not one["saves_bytes"]:
+def _say_bound(advice: Mapping[str, Any]) -> str:
+    word = "at most" if advice["is_bound"] else "about"
+    if advice["is_bytes_bound"] is None or advice["is_bytes_bound"] == advice["is_bound"] or not advice["saves_bytes"]:
         return word
-    return f"{word}; memory at most" if one["is_bytes_bound"] else f"{word}; memory about"
+    return f"{word}; memory at most" if advice["is_bytes_bound"] else f"{word}; memory about"
 
 
 def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any
     )
     rows = [
         {
-            **one,
-            "bound": _say_bound(one),
-            "proof": str(one["proof"]).replace("RUN", shlex.quote(run), 1),
+            **column,
+            "bound": _say_bound(column),
+            "proof": str(column["proof"]).replace("RUN", shlex.quote(run), 1),
         }
-        for one in advice
+        for column in advice
     ]
-    known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
+    known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     return {"table": view_table(Table(known, rows))}

@@ -132,15 +132,15 @@ def _phase_of(row: EfficiencyRow) -> str:
 
 
 def _legend(points: list[EfficiencyRow]) -> list[Artist]:
-    found: list[Artist] = []
+    handles: list[Artist] = []
     for word in dict.fromkeys(row.verdict for row in points):
         label = "limit unknown" if word is None else f"limited by {LIMITS[word]}"
-        found.append(Patch(color=_COLOURS[word], label=label))
+        handles.append(Patch(color=_COLOURS[word], label=label))
     for phase in dict.fromkeys(map(_phase_of, points)):
         shape = _MARKERS.get(phase, _OTHER_MARKER)
-        found.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))
+        handles.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))
     label = f"area: GPU time, the largest {format_ns(max(row.busy_ns for row in points))}"
-    return [*found, Line2D([], [], linestyle="", label=label)]
+    return [*handles, Line2D([], [], linestyle="", label=label)]
 
 
 def _title(result: EfficiencyResult) -> str:
@@ -190,13 +190,13 @@ def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list
 
 def _groups(peaks: Peaks) -> list[list[str]]:
     """Return the dtypes, the fastest first; those whose roofs are too close for separate labels form one group."""
-    found: list[list[str]] = []
-    for dtype in sorted(peaks.flops_per_s, key=lambda one: -peaks.flops_per_s[one]):
-        if found and peaks.flops_per_s[found[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
-            found[-1].append(dtype)
+    groups: list[list[str]] = []
+    for dtype in sorted(peaks.flops_per_s, key=lambda dtype: -peaks.flops_per_s[dtype]):
+        if groups and peaks.flops_per_s[groups[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
+            groups[-1].append(dtype)
         else:
-            found.append([dtype])
-    return found
+            groups.append([dtype])
+    return groups
 
 
 def _label(figure: Figure, axes: Axes, points: list[EfficiencyRow]) -> None:
