@@ -20,8 +20,7 @@ def observe(cell: Cell, device: Device) -> Row:
     """Run one training step of the toy model, then each operator, then LayerNorm in the cell's dtype alone."""
     import torch
 
-    from recipes.precision.layer_norm import find_limits
-    from recipes.precision.observe import classify_operators, observe_step
+    from recipes.precision.observe import classify_operators, find_limits, observe_step
 
     torch.manual_seed(0)
     dtype = getattr(torch, str(cell["dtype"]))

@@ -72,7 +72,6 @@ RECIPE = Recipe(
 
 
 def _require_checkpoints(cells: Sequence[Cell], wanted: Sequence[object]) -> None:
-    """Raise a `UsageError` if no cell has one of the wanted numbers of layers to a checkpoint."""
     there = {cell["checkpoint_layers"] for cell in cells}
     for layers in wanted:
         if layers not in there:

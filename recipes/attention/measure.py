@@ -117,7 +117,6 @@ class Passes:
 
 
 def _measure_forward(passes: Passes, found: Row) -> None:
-    """Make the inputs, warm forward up, read its memory and what it saves."""
     passes.make_inputs()
     for _ in range(WARMUP):
         passes.forward()
@@ -129,7 +128,6 @@ def _measure_forward(passes: Passes, found: Row) -> None:
 
 
 def _measure_backward(passes: Passes, found: Row, *, pass_count: int) -> None:
-    """Warm backward up, read its memory, time the passes."""
     for _ in range(WARMUP):
         passes.backward(passes.forward())
     passes.drop_gradients()
@@ -143,7 +141,6 @@ def _measure_backward(passes: Passes, found: Row, *, pass_count: int) -> None:
 
 
 def _time_forward_alone(passes: Passes, pass_count: int) -> None:
-    """Time forward where backward does not fit."""
     passes.samples_ms.clear()
     passes.drop_gradients()
     for _ in range(pass_count):

@@ -210,7 +210,6 @@ def round_down(value: int, digits: int) -> int:
 
 
 def _draw(rows: Sequence[Row], title: str, keys: Sequence[str], unit: str) -> Figure:
-    """Draw columns over the sequence length, for the smallest width."""
     least = min(whole(row["d_model"]) for row in rows)
     sizes = sorted({whole(row["seq_len"]) for row in rows})
     figure = new_figure(f"{title}, d_model {least}", width=5.0 * len(keys) + 1.5)
@@ -257,7 +256,6 @@ def _peaks(series: Sequence[Row]) -> Iterator[tuple[int, list[float]]]:
 
 
 def _by_series(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
-    """Return the rows by implementation, dtype and d_model, each series by rising length."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in sorted(rows, key=lambda row: whole(row["seq_len"])):
         key = (str(row["implementation"]), str(row["dtype"]), whole(row["d_model"]))

@@ -68,7 +68,6 @@ def describe_end(cells: Sequence[Cell], store: Store) -> str:
 
 
 def _group(cells: Sequence[Cell], recipe: Recipe) -> list[list[Cell]]:
-    """Return the cells that are measured at once, each group where its first cell stands."""
     keys = recipe.measure.keys if isinstance(recipe.measure, Together) else recipe.cell_keys
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
@@ -116,7 +115,6 @@ def measure_cells(
 
 
 def _refuse(needed: int | None, free: int | None) -> Row | None:
-    """Return the row of a cell that is known not to fit, or None."""
     if needed is None or free is None or needed <= free:
         return None
     reason = f"predicted {show_bytes(needed)}, free {show_bytes(free)}"

@@ -103,7 +103,6 @@ def _total_bytes(device: Device) -> int | None:
 
 
 def _host_bytes(name: str) -> int | None:
-    """Return a line of Linux's /proc/meminfo in bytes."""
     try:
         text = Path("/proc/meminfo").read_text()
     except FileNotFoundError:

@@ -133,7 +133,6 @@ def listed(sentences: Iterable[str]) -> str:
 
 
 def _right_aligned(table: Table, cells: Sequence[Sequence[str]]) -> list[bool]:
-    """Return for each column whether its first known value reads as a number."""
     columns = list(zip(*cells, strict=True)) or [() for _ in table.headings]
     firsts = [next((cell for cell in column if cell not in (DASH, "", "not run")), "") for column in columns]
     return [_NUMBER_LIKE.match(first) is not None for first in firsts]

@@ -178,7 +178,6 @@ def list_fused(pair: Pair, phase: str) -> list[Fused]:
 
 
 def _by_operator(row: Mapping[str, Any], phase: str) -> dict[str, Totals]:
-    """Return what each operator launched in a phase; an in-place operator counts as its other form."""
     found: dict[str, Totals] = {}
     for each in launchers_of(row):
         if each.phase == phase:

@@ -40,7 +40,6 @@ def draw_speedups(pairs: Sequence[Pair]) -> Figure:
 
 
 def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
-    """Draw a bar for each size and kind of step."""
     sizes = sorted({str(pair.eager["size"]) for pair in pairs}, key=SIZES.index)
     series = list(dict.fromkeys(_series(pair) for pair in pairs))
     width = 0.8 / max(len(series), 1)
@@ -69,7 +68,6 @@ def _draw_model(panel: Any, pairs: Sequence[Pair]) -> None:
 
 
 def _draw_attention(panel: Any, pairs: Sequence[Pair]) -> None:
-    """Draw a line for each width and kind of pass, over the sequence length."""
     names = list(dict.fromkeys((pair.eager["d_model"], _series(pair)) for pair in pairs))
     lengths = sorted({pair.eager["length"] for pair in pairs})
     # Shifted a little, so that points at one length do not overlap.
@@ -99,7 +97,6 @@ def _draw_attention(panel: Any, pairs: Sequence[Pair]) -> None:
 
 
 def _draw_kernel_times(panel: Any, places: Sequence[float], pairs: Sequence[Pair], colour: str) -> None:
-    """Draw how many times as fast the kernels alone are, where that is known."""
     found = [
         (place, times) for place, pair in zip(places, pairs, strict=True) if (times := measure_kernel_speedup(pair))
     ]
@@ -159,7 +156,6 @@ def _speedup(pair: Pair) -> Speedup:
 
 
 def _errors(speedups: Sequence[Speedup]) -> list[list[float]]:
-    """Return how far the intervals reach below and above the medians; 0 without an interval."""
     return [
         [max(each.times - (each.low or each.times), 0.0) for each in speedups],
         [max((each.high or each.times) - each.times, 0.0) for each in speedups],

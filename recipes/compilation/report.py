@@ -122,7 +122,6 @@ def _phases(pair: Pair) -> list[str]:
 
 
 def _fusions(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield the tables of one pair of attention and one of the model: the first of each with a backward pass."""
     for what in (ATTENTION, MODEL):
         own = [pair for pair in pairs if pair.eager["what"] == what]
         pair = next((pair for pair in own if pair.eager["passes"] != FORWARD_ONLY), next(iter(own), None))

@@ -62,7 +62,6 @@ def find_wrong_exponents(table: BenchmarkTable) -> Iterator[str]:
 
 
 def _named(table: BenchmarkTable, words: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the measured columns that a sentence names, each with the axis that it names."""
     axes = [axis for quantity in _AXES if words & _AXES[quantity] for axis in table.columns(quantity)[:1]]
     for axis in axes:
         for heading in (*table.columns("time"), *table.columns("memory")):
@@ -175,7 +174,6 @@ def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Across:
 
 
 def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:
-    """Return backward over forward by width and length."""
     found = {}
     for width_heading, length_heading in zip(table.columns("width")[:1], table.columns("length")[:1], strict=False):
         widths, lengths = table.values(width_heading), table.values(length_heading)

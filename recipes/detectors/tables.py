@@ -291,7 +291,6 @@ def parse_number(cell: str) -> Number | None:
 
 
 def _split(line: str) -> list[str] | None:
-    """Return the cells of a line of a table, or None for other lines."""
     stripped = line.strip()
     if not _CELL_END.search(stripped):
         return None

@@ -210,7 +210,6 @@ def _kind_of_step(cell: str) -> str | None:
 
 
 def _apart(mine: dict[Phase, float], theirs: dict[Phase, float]) -> list[tuple[float, str]]:
-    """Return for each phase that differs the ratio of the longer to the shorter time, and both times in words."""
     found = []
     for phase in _SAME:
         shorter, longer = sorted((mine.get(phase, 0.0), theirs.get(phase, 0.0)))
@@ -238,13 +237,11 @@ def differs_at_first(samples: Sequence[float]) -> bool:
 
 
 def _relative(table: BenchmarkTable, heading: str, row: int) -> float | None:
-    """Return a standard deviation over its mean."""
     value, deviation = table.values(heading)[row], table.deviation_of(heading, row)
     return None if not value or value < 0 or deviation is None else deviation / value
 
 
 def _is_difference(table: BenchmarkTable, row: int) -> bool:
-    """Return whether backward = forward+backward - forward within rounding."""
     headings = [table.columns("time", phase)[:1] for phase in ("forward", "backward", "forward+backward")]
     numbers = [table.numbers[heading][row] for found in headings for heading in found]
     one, two, both = [*numbers, None, None, None][:3]

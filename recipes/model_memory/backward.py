@@ -101,7 +101,6 @@ class BackwardPass:
         self._tape.drop(*saved * (not self._is_again))
 
     def _enter_branch(self, stream: Block, output: str) -> Block:
-        """Return the gradient of a branch's output: that of the stream, in the branch's width."""
         return self._tape.new(f"gradient of {output}, bf16", STREAM, 2) if self._is_bf16 else stream
 
     def _loss(self, loss: Loss) -> Block:
@@ -114,7 +113,6 @@ class BackwardPass:
         return result
 
     def _cast(self, block: Block, name: str, shape: str, width_bytes: int) -> Block:
-        """Return the block in another width and free it; itself if it has that width."""
         if block.width_bytes == width_bytes:
             return block
         cast = self._tape.new(name, shape, width_bytes)
@@ -175,7 +173,6 @@ class BackwardPass:
         return self._add(stream, parts[2])
 
     def _add(self, first: Block | None, second: Block) -> Block:
-        """Add the second gradient into the first, in place."""
         if first is None:
             return second
         self._tape.drop(second)
@@ -232,7 +229,6 @@ class BackwardPass:
         return normed
 
     def _softmax(self, of: Attention, weights: Block) -> Block:
-        """Return the gradient of the scores, from that of the weights."""
         tape = self._tape
         parts = [tape.new("the quotient's derivative", SCORES, 4) for _ in range(4)]
         tape.drop(parts[2], parts[1], parts[0])
@@ -250,7 +246,6 @@ class BackwardPass:
         return scaled
 
     def _rotate(self, gradient: Block, name: str) -> Block:
-        """Return the gradient of the tensor that was rotated."""
         tape, low = self._tape, self._low
         even, odd = self._half(name), self._half(name)
         negative = tape.new(f"gradient of half of {name}", HALF_STREAM, 4)

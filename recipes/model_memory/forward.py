@@ -176,7 +176,6 @@ class ForwardPass:
         return layers
 
     def _layers(self, hidden: Block, count: int, *, ends_early: bool = False) -> tuple[Block | None, tuple[Layer, ...]]:
-        """Record layers one after the other; the caller keeps ``hidden``."""
         layers: list[Layer] = []
         after: Block | None = hidden
         while len(layers) < count:

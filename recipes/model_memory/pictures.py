@@ -125,6 +125,5 @@ def _layers(row: Row) -> int:
 
 
 def _points(series: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
-    """Return the layers and the GiB of those rows that have them."""
     there = [row for row in series if row.get(key) is not None]
     return [_layers(row) for row in there], [whole(row[key]) / _GIB for row in there]

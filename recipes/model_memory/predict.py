@@ -120,7 +120,6 @@ class StepAccount:
             self._eager_step()
 
     def _parameters(self, category: str, suffix: str = "") -> list[Block]:
-        """Allocate the size of the parameters, one block per tensor."""
         outside = [("embedding", "v d"), ("final norm gain", "d"), ("head weight", "v d")]
         layer = [(f"{name} weight", "d d") for name in ("query", "key", "value", "output")]
         layer += [(f"{name} weight", "d f") for name in ("w1", "w2", "w3")]

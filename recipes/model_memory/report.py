@@ -115,7 +115,6 @@ def phase_of(row: Row) -> str:
 
 
 def _saved(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what a block saves in each setting, and its largest parts at the longest context of each dtype."""
     which = ("size", "context", "dtype", "batch")
     settings: dict[tuple[object, ...], Row] = {}
     for row in rows:
@@ -160,7 +159,6 @@ def _residual(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _largest(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the largest allocations of the two most informative rows, and the stacks that hold most of the peak."""
     telling = sorted(rows, key=lambda row: (-whole(row["context"]), -whole(row["parameters"])))
     recorded = [cast("Row", row) for row in choose_timelines(cast("Any", telling)) if row.get("largest")]
     if not recorded:
@@ -193,7 +191,6 @@ def group_alike(largest: Sequence[Row]) -> list[Row]:
 
 
 def _predicted(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield every row's predicted peak by kind, next to the measured one and the usual sum, and phases that differ."""
     yield (
         "The usual sum is, for N parameters, 4 N bytes of parameters, as much of gradients and twice as much for "
         "AdamW, as far as the step has them, and all that is saved for backward, as if it existed at once; without "
@@ -228,7 +225,6 @@ def _predicted(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the warnings that profkit gave when it read the recordings, each once."""
     found: dict[str, int] = {}
     for row in rows:
         for message in cast("list[str]", row.get("warnings") or ()):

@@ -182,7 +182,6 @@ def read_kernels(opened: Any, context: int | None) -> Row:
 
 
 def _keep(result: Any) -> dict[str, Any]:
-    """Return what a row keeps of a table: its range, its total, and the lines that matter."""
     return {
         "range": result.range,
         "exclude": result.filters.exclude,

@@ -121,7 +121,6 @@ def rank_categories(pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
 def _draw_pairs(
     panel: Any, pairs: Sequence[tuple[Measured, Measured]], sizes: Sequence[str], names: Sequence[str]
 ) -> None:
-    """Draw the bars of one context; a size keeps its place where another has none."""
     for pair in pairs:
         for row in pair:
             at = 2.5 * sizes.index(row["size"]) + (row["passes"] == TRAIN)

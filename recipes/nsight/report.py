@@ -233,7 +233,6 @@ def change_shares(inference: Measured, training: Measured) -> list[tuple[str, fl
 
 
 def _points(difference: float) -> str:
-    """Return a difference of shares in percentage points, signed; a rounded zero is +0.0."""
     return f"{round(100 * difference, 1) + 0.0:+.1f}"
 
 
@@ -252,7 +251,6 @@ def _attention(rows: Sequence[Measured]) -> Iterator[str]:
 
 
 def _commands(rows: Sequence[Measured]) -> Iterator[str]:
-    """Yield how to make the captures and show the figures, for the directory of results."""
     yield "In the directory of results; SIZE, CONTEXT and PASSES (`forward` for inference) are those of a row:"
     made: dict[str, None] = {}
     for row in rows:

@@ -166,7 +166,6 @@ def _draw_series(panel: Any, rows: Sequence[Row], series: tuple[object, ...], ke
 
 
 def _add_legend(panel: Any, rows: Sequence[Row]) -> None:
-    """Add a colour for each size and a line for each setting."""
     sizes = dict.fromkeys(row["size"] for row in rows)
     handles = [Line2D([], [], color=_colour(size), linewidth=3, label=str(size)) for size in sizes]
     for setting, (line, marker) in _STYLES.items():

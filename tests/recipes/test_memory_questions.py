@@ -29,10 +29,9 @@ from recipes.model_memory.cells import (
     name_of,
     work_of,
 )
-from recipes.model_memory.measure import compare_phases, group_parts, measure_cell, read_recorded
+from recipes.model_memory.measure import Part, compare_phases, count_saved, group_parts, measure_cell, read_recorded
 from recipes.model_memory.predict import describe_prediction, predict_memory
 from recipes.model_memory.report import add_columns, group_alike, phase_of, report
-from recipes.model_memory.saved import Part, count_saved
 from recipes.whole_model import training
 from recipes.whole_model.cells import Work
 from tests.captures import capture

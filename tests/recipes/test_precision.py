@@ -9,8 +9,7 @@ import torch
 
 from recipes.autocast_dtypes import CELLS, observe
 from recipes.precision import FLOAT32, KEEPS, LOWER, MIXED
-from recipes.precision.layer_norm import layer_norm
-from recipes.precision.observe import classify, classify_operators
+from recipes.precision.observe import classify, classify_operators, layer_norm
 from recipes.precision.report import limits_table, report
 
 _EPSILONS = ("1e-5", "1e-8")
