@@ -53,6 +53,11 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
         ToolError: a report needs an export, and nsys is not here or failed.
         UsageError: there is no such rank.
     """
+    path = choose_run(Path(path), rank)
+    return _open_trace(path, find_run(path), rank=rank, thread_only=thread_only)
+
+
+def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
     from profkit.analysis.kernels.compiled_code import name_compiled_kernels
     from profkit.analysis.opened import OpenedTrace
@@ -62,8 +67,6 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
     from profkit.trace.first_steps import begin_at
     from profkit.trace.processes import separate_gpus
 
-    path = choose_run(Path(path), rank)
-    run = find_run(path)
     if run is not None and path.is_dir():
         trace = _read_run(run, rank)
         known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
@@ -99,14 +102,20 @@ def open_snapshot(
         RunError: the directory is no run, or a file of it is damaged.
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
+    path = choose_run(Path(path), rank)
+    return _open_snapshot(path, Run(path) if path.is_dir() else None, phases=phases, rank=rank)
+
+
+def _open_snapshot(
+    path: Path, run: Run | None, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.run.owners import read_owners
     from profkit.snapshot.reader import read_snapshot
 
-    path, recorded = choose_run(Path(path), rank), None
+    recorded = None
     compiled: tuple[CompiledGraph, ...] = ()
-    if path.is_dir():
-        run = Run(path)
+    if run is not None and path.is_dir():
         path = run.find_snapshot(rank)
         compiled = tuple(run.compiled_code.values())
         recorded = read_owners(owners_of(path)) if owners_of(path).exists() else None
@@ -132,12 +141,12 @@ def open_capture(path: str | Path) -> OpenedCapture:
     path = choose_run(Path(path))
     run = find_run(path)
     if run is not None and path.is_dir():
-        trace = open_trace(path) if run.traces else None
-        return OpenedCapture(path, run, trace, open_snapshot(path) if run.snapshots else None)
+        trace = _open_trace(path, run) if run.traces else None
+        return OpenedCapture(path, run, trace, _open_snapshot(path, run) if run.snapshots else None)
     if path.is_file() and _is_pickle(path):
-        return OpenedCapture(path, run, None, open_snapshot(path))
+        return OpenedCapture(path, run, None, _open_snapshot(path, run))
     is_the_runs = run is not None and run.find_trace() == path and not run.rank_traces
-    return OpenedCapture(path, run, open_trace(path.parent if is_the_runs else path), None)
+    return OpenedCapture(path, run, _open_trace(path.parent if is_the_runs else path, run), None)
 
 
 def compare(

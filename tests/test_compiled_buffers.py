@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from profkit.capture.compiled.generated_file import BufferOwner, read_generated_code, with_memory
+from profkit.capture.compiled.generated_file import GeneratedFile, describe_memory, read_generated_file
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch
 from tests.empty_kernels import empty_kernels
 
@@ -77,8 +77,7 @@ def graph_of(*launches: Launch) -> CompiledGraph:
 
 
 def test_memory_is_followed_from_its_allocation_through_reuse_to_its_end() -> None:
-    code = read_generated_code(TRITON)
-    assert code is not None
+    code = read_generated_file(TRITON)
     held = {one.holders[0][1]: one for one in code.memory}
     assert [name for _, name in held["buf0"].holders] == ["buf0", "buf1", "buf8"]
     assert held["buf0"].line == line_of("buf0 = empty")
@@ -92,8 +91,7 @@ def test_memory_is_followed_from_its_allocation_through_reuse_to_its_end() -> No
 
 
 def test_what_a_call_returns_was_allocated_on_its_line() -> None:
-    code = read_generated_code(TRITON)
-    assert code is not None
+    code = read_generated_file(TRITON)
     held = {one.holders[0][1]: one for one in code.memory}
     assert "buf2" not in held, "the name of several results holds no memory of its own"
     assert held["buf3"].line == held["buf4"].line == line_of("buf2 = torch")
@@ -102,8 +100,7 @@ def test_what_a_call_returns_was_allocated_on_its_line() -> None:
 
 
 def test_memory_that_the_code_is_given_may_be_reused() -> None:
-    code = read_generated_code(TRITON)
-    assert code is not None
+    code = read_generated_file(TRITON)
     (held,) = (one for one in code.memory if one.line is None)
     assert held.holders == [(line_of("buf10 = saved"), "buf10")]
     assert code.inputs == ("arg0_1", "arg1_1", "saved")
@@ -111,9 +108,8 @@ def test_memory_that_the_code_is_given_may_be_reused() -> None:
 
 
 def test_launches_stand_in_the_order_in_which_they_run() -> None:
-    code = read_generated_code(TRITON)
-    assert code is not None
-    kernels = [one.function for one in code.launches]
+    code = read_generated_file(TRITON)
+    kernels = [one.function for one in code.calls]
     assert kernels == [
         "extern_kernels.mm",
         "triton_poi_fused_gelu_0.run",
@@ -128,15 +124,14 @@ def test_launches_stand_in_the_order_in_which_they_run() -> None:
 
 
 def test_a_holder_is_whose_result_it_is_or_else_its_launchs_only_module() -> None:
-    code = read_generated_code(TRITON)
-    assert code is not None
+    code = read_generated_file(TRITON)
     product, gelu, last = line_of("extern_kernels.mm"), line_of("run(buf1, buf9"), line_of("run(buf6, buf8")
     launches = (
         Launch(product, "extern_kernels.mm", True, ("fc",), ("model.py:3 forward",)),
         Launch(gelu, "triton_poi_fused_gelu_0", False, ("gelu", "out"), ("model.py:4 forward",)),
         Launch(last, "triton_poi_fused_gelu_0", False, ("gelu", "out")),
     )
-    graph = with_memory(graph_of(*launches), code, {"buf1": BufferOwner("gelu", "model.py:5 forward")})
+    graph = describe_memory(graph_of(*launches), code, {"buf1": ("gelu", "model.py:5 forward")})
     assert graph.spans == code.spans
     allocation = next(one for one in graph.allocations if one.line == line_of("buf0 = empty"))
     assert allocation == Allocation(
@@ -153,7 +148,7 @@ def test_a_holder_is_whose_result_it_is_or_else_its_launchs_only_module() -> Non
 
 
 def test_a_file_without_a_call_is_none_of_inductors_wrappers() -> None:
-    assert read_generated_code("def triton_(in_ptr0):\n    pass\n") is None
+    assert read_generated_file("def triton_(in_ptr0):\n    pass\n") == GeneratedFile()
 
 
 class _Block(nn.Module):
@@ -175,11 +170,11 @@ def test_every_buffer_of_code_that_torch_generates_has_a_launch_that_writes_it(
     model = torch.compile(nn.Sequential(_Block(16), _Block(16)))
     with empty_kernels():
         model(torch.randn(8, 16)).sum().backward()
-    codes = [code for path in tmp_path.rglob("c*.py") if (code := read_generated_code(path.read_text())) is not None]
+    codes = [code for path in tmp_path.rglob("c*.py") if (code := read_generated_file(path.read_text())).calls]
     assert len(codes) == 2
     for code in codes:
-        described = with_memory(graph_of(), code, {}).allocations
+        described = describe_memory(graph_of(), code, {}).allocations
         assert described
-        launches = {launch.line for launch in code.launches}
+        launches = {launch.line for launch in code.calls}
         assert all(holder.launch in launches for one in described for holder in one.holders)
     assert any(len(one.holders) > 1 for code in codes for one in code.memory), "Inductor reuses memory"

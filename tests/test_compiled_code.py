@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError
+from profkit.run import compiled_code
 from profkit.run.compiled_code import (
     CapturedGraph,
+    CompiledCode,
     CompiledGraph,
     Launch,
     LaunchPlace,
@@ -20,6 +22,8 @@ from profkit.run.compiled_code import (
     read_graph_range,
     read_launch_range,
 )
+from profkit.run.manifest import Manifest, write_manifest
+from tests.in_process import run_command
 
 LAUNCH = Launch(
     123, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), (118,), 7
@@ -93,3 +97,22 @@ def test_the_range_around_a_replay_leads_to_the_graph_that_was_captured() -> Non
     assert graph.id != CapturedGraph.of([NodeRun(2, "kernel")]).id
     assert read_graph_range("CUDA graph 12") is None
     assert read_graph_range("step 3") is None
+
+
+@pytest.mark.parametrize("command", ["summary", "report"])
+def test_a_command_reads_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    trace = Path(__file__).parent.parent / "traces" / "small-train.kineto.json.gz"
+    (folder / "trace.json.gz").write_bytes(trace.read_bytes())
+    write_manifest(folder / "manifest.json", Manifest(status="complete"))
+    append_records(folder / "compiled.jsonl", [GRAPH])
+    read: list[Path] = []
+
+    def counted(path: Path) -> CompiledCode:
+        read.append(path)
+        return read_compiled_code(path)
+
+    monkeypatch.setattr(compiled_code, "read_compiled_code", counted)
+    assert run_command(command, folder, "-o", tmp_path / "out.html").returncode == 0
+    assert read == [folder / "compiled.jsonl"]

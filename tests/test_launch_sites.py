@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.virtualized import V
 
-from profkit.capture.compiled.generated_file import read_launches
+from profkit.capture.compiled.generated_file import read_generated_file
 from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, translate
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.compiled.watch import CompiledCode, match
@@ -54,11 +54,11 @@ def benchmark_compiled_module(times=10):
 
 
 def _launches(text: str) -> list[tuple[int, str]]:
-    return [(site.line, site.kernel) for site in read_launches(text).sites]
+    return [(site.line, site.kernel) for site in read_generated_file(text).sites]
 
 
 def test_launches_are_read_in_the_order_in_which_they_run() -> None:
-    file = read_launches(CODE)
+    file = read_generated_file(CODE)
     assert [(site.kernel, site.called, site.is_extern) for site in file.sites] == [
         ("torch.ops.aten.sort.default", "torch.ops.aten.sort.default", True),
         ("extern_kernels.mm", "extern_kernels.mm", True),
@@ -80,7 +80,7 @@ def _record(kernel: str, module: str = "") -> Record:
 
 
 def test_a_launch_has_the_record_of_its_name_and_turn() -> None:
-    sites = read_launches(CODE).sites
+    sites = read_generated_file(CODE).sites
     records = [
         _record("aten.sort", "s"),
         _record("extern_kernels.mm", "first"),
@@ -92,7 +92,7 @@ def test_a_launch_has_the_record_of_its_name_and_turn() -> None:
 
 
 def test_of_a_name_that_stands_in_the_file_more_often_than_recorded_nothing_is_said() -> None:
-    found = match(read_launches(CODE).sites, [_record("extern_kernels.mm"), _record("triton_poi_0")])
+    found = match(read_generated_file(CODE).sites, [_record("extern_kernels.mm"), _record("triton_poi_0")])
     assert [site.kernel for site, record in found if record is not None] == ["triton_poi_0"]
 
 
@@ -234,7 +234,7 @@ def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:
         around.append(frame.f_lineno)
         return function(*args, **kwargs)
 
-    file = read_launches("triton_0 = async_compile.triton('')\n" + text)
+    file = read_generated_file("triton_0 = async_compile.triton('')\n" + text)
     stand_in(module, file, switch, launch)
     expected = ("product", 2, "other", "config")
     assert vars(module)["call"]([]) == expected
@@ -271,7 +271,7 @@ call = runner.call
 
 
 def test_a_reduction_in_two_directions_ends_with_methods_of_a_tensor() -> None:
-    file = read_launches(MIXED)
+    file = read_generated_file(MIXED)
     assert [(site.kernel, site.workspace, site.result) for site in file.sites] == [
         ("aten.copy_", "", ""),
         ("triton_per_0", "workspace_0", ""),
@@ -301,7 +301,7 @@ def test_methods_that_launch_are_called_at_their_line_with_the_same_result() -> 
     stand_in_for_methods(module, MIXED, switch, launch)
     after = vars(module)["call"]([x])
     assert all(map(torch.equal, before, after))
-    at = {site.kernel: site.line for site in read_launches(MIXED).sites}
+    at = {site.kernel: site.line for site in read_generated_file(MIXED).sites}
     assert lines == [
         (at["aten.copy_"], "copy_"),
         (at["aten.sum"], "sum"),

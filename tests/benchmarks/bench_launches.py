@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from profkit.annotation import RangeObserver
-from profkit.capture.compiled.generated_file import read_launches
+from profkit.capture.compiled.generated_file import read_generated_file
 from profkit.capture.compiled.places import LoadedGraph
 from profkit.capture.compiled.stand_ins import stand_in
 from profkit.capture.compiled.watch import _Ranges
@@ -46,7 +46,7 @@ def generated(launches: int, hooks: Any) -> Any:
     exec(compile(text.partition("\n")[2], "generated", "exec"), vars(module))
     vars(module)["triton_0"] = SimpleNamespace(run=lambda *_: None)
     if hooks is not None:
-        file = read_launches(text.partition("\n")[2])
+        file = read_generated_file(text.partition("\n")[2])
         graph = LoadedGraph("3f9a1c22e0", None, {site.line: () for site in file.sites})
         stand_in(module, file, hooks, _Ranges(graph, SimpleNamespace(module=None), hooks, [], _fail).around)
     return vars(module)["call"]

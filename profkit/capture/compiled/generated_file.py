@@ -4,6 +4,9 @@ Inductor writes straight-line Python: ``buf0 = empty_strided_cuda(…)`` allocat
 it, ``buf5 = buf0; del buf0  # reuse`` hands the memory on, ``del buf5`` frees it. A buffer that a call returns was
 allocated on the call's own line. Code for CUDA graphs is cut into partitions, functions which stand before the one that
 calls them. Nothing here needs torch, and nothing runs the code.
+
+A call gets a range only if it surely launches (`LaunchSite`). For memory any call counts that is not known to launch
+nothing (`WritingCall`): what is given a buffer may write it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 
 _NAMESPACES = ("extern_kernels", "aten", "torch.ops", "inductor_ops", "_quantized")
 # They give a tensor another shape, or memory: nothing is launched.
-_NO_LAUNCH = re.compile(r".*\b(_reinterpret_tensor|_alloc_from_pool|set_source_tensor|as_strided)(\.\w+)?")
+_NO_LIBRARY_CALL = re.compile(r".*\b(_reinterpret_tensor|_alloc_from_pool|set_source_tensor|as_strided)(\.\w+)?")
+_ALLOCATES = ("empty_strided", "tracked_empty_strided", "empty(", "torch.empty")
+_VIEWS = ("reinterpret_tensor", "alloc_from_pool", "torch.ops.inductor._alloc_from_pool")
+_PARTS = ("partition_", "subgraph_")
+_WRITES_NOTHING = (
+    *("assert_size_stride", "assert_alignment", "args.clear", "get_raw_stream", "torch.cuda.set_device"),
+    *("torch.cuda._DeviceGuard", "print", "len", "int", "start_graph", "end_graph"),
+)
+_REUSE = "# reuse"
+_WORKSPACE = "workspace_"
+_REDUCTIONS = frozenset({"sum", "amin", "amax", "prod", "any", "max", "min", "mean", "to"})
 
 
 @dataclass(frozen=True)
@@ -38,182 +51,13 @@ class LaunchSite:
 
 
 @dataclass(frozen=True)
-class GeneratedFile:
-    """The launches of a generated file in the order in which they run, and what else its functions need.
-
-    ``values`` are the dotted names that occur other than as what is called: they may not be replaced.
-    """
-
-    sites: tuple[LaunchSite, ...]
-    values: frozenset[str]
-
-
-def read_launches(text: str) -> GeneratedFile:
-    """Return what a generated file launches.
-
-    Raises:
-        SyntaxError: it is no Python.
-    """
-    tree = ast.parse(text)
-    kernels = {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and _dotted(getattr(node.value, "func", None)).startswith("async_compile.")
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    functions = find_functions(tree)
-    call = functions.get("call")
-    if call is None:
-        return GeneratedFile((), frozenset())
-    reader = _Reader(kernels, functions)
-    reader.read(call)
-    for function in functions.values():  # what no call reaches: control flow has functions of its own
-        reader.read(function)
-    return GeneratedFile(tuple(reader.sites), frozenset(reader.values))
-
-
-def find_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
-    """Return the functions of a generated file that run the compiled code, by name; it begins with ``call``."""
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
-            found[node.name] = node
-        elif isinstance(node, ast.ClassDef) and node.name == "Runner":
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name == "call":
-                    found["call"] = method
-    return found
-
-
-class _Reader(ast.NodeVisitor):
-    def __init__(self, kernels: set[str], functions: dict[str, ast.FunctionDef]) -> None:
-        self._kernels = kernels
-        self._functions = functions
-        self._seen: set[str] = set()
-        self.sites: list[LaunchSite] = []
-        self.values: set[str] = set()
-
-    def read(self, function: ast.FunctionDef) -> None:
-        if function.name not in self._seen:
-            self._seen.add(function.name)
-            for statement in function.body:
-                self.visit(statement)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        workspace = workspace_of(node.value)
-        if workspace:
-            result = _dotted(node.targets[0])
-            self.sites.append(LaunchSite(node.lineno, "aten.sum", "", True, workspace, result))
-
-    def visit_Call(self, node: ast.Call) -> None:
-        for part in (*node.args, *node.keywords):
-            self.visit(part)
-        called = _dotted(node.func)
-        if not called:
-            self.visit(node.func)
-        if is_copy(node):
-            self.sites.append(LaunchSite(node.lineno, "aten.copy_", "", is_extern=True))
-            return
-        site = self._site(node.lineno, called)
-        if site is not None and not site.is_extern:
-            given = (_dotted(argument) for argument in node.args)
-            site = replace(site, workspace=next((name for name in given if name.startswith(_WORKSPACE)), ""))
-        if site is not None:
-            self.sites.append(site)
-            return
-        inner = self._functions.get(partition_of(node.func) or called)
-        if inner is not None:
-            self.read(inner)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = _dotted(node)
-        if name:
-            self.values.add(name)
-        else:
-            self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        self.values.add(node.id)
-
-    def _site(self, line: int, called: str) -> LaunchSite | None:
-        first, _, rest = called.partition(".")
-        if first in self._kernels and rest in ("", "run", first):
-            return LaunchSite(line, first, called, is_extern=False)
-        is_library = any(called.startswith(f"{name}.") for name in _NAMESPACES)
-        if is_library and not _NO_LAUNCH.fullmatch(called):
-            return LaunchSite(line, called, called, is_extern=True)
-        return None
-
-
-_WORKSPACE = "workspace_"
-_REDUCTIONS = frozenset({"sum", "amin", "amax", "prod", "any", "max", "min", "mean", "to"})
-
-
-def workspace_of(node: ast.expr) -> str:
-    """Return the workspace whose parts an expression adds up by a tensor's methods; "" if it does not."""
-    is_reduced = False
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        is_reduced |= node.func.attr in _REDUCTIONS
-        node = node.func.value
-    name = _dotted(node.value) if isinstance(node, ast.Subscript) else ""
-    return name if is_reduced and name.startswith(_WORKSPACE) else ""
-
-
-def is_copy(node: ast.Call) -> bool:
-    """Return whether a call copies one tensor into another by its method."""
-    return isinstance(node.func, ast.Attribute) and node.func.attr == "copy_" and _dotted(node.func) != "aten.copy_"
-
-
-def partition_of(called: ast.expr) -> str | None:
-    """Return the function that ``self.partitions[N]`` calls; None for another expression."""
-    if isinstance(called, ast.Subscript) and _dotted(called.value) == "self.partitions":
-        index = called.slice
-        return f"partition_{index.value!r}" if isinstance(index, ast.Constant) else None
-    return None
-
-
-def _dotted(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` of an expression that is nothing but names, "" for another."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        around = _dotted(node.value)
-        return f"{around}.{node.attr}" if around else ""
-    return ""
-
-
-_ALLOCATES = ("empty_strided", "tracked_empty_strided", "empty(", "torch.empty")
-_VIEWS = ("reinterpret_tensor", "alloc_from_pool", "torch.ops.inductor._alloc_from_pool")
-_PARTS = ("partition_", "subgraph_")
-# Calls that neither launch nor allocate.
-_LAUNCHES_NOTHING = (
-    "assert_size_stride",
-    "assert_alignment",
-    "args.clear",
-    "get_raw_stream",
-    "torch.cuda.set_device",
-    "torch.cuda._DeviceGuard",
-    "print",
-    "len",
-    "int",
-    "start_graph",
-    "end_graph",
-)
-_REUSE = "# reuse"
-
-
-@dataclass(frozen=True)
-class LaunchLine:
-    """One call that launches: a kernel's name with its ``run``, a library's function, an operator of torch."""
+class WritingCall:
+    """A call that may write memory: the buffers and inputs that it is ``given``, and those that it returns."""
 
     line: int
     function: str
     given: tuple[str, ...]
-    """The buffers and inputs in its arguments."""
     made: tuple[str, ...]
-    """What it returns: memory that it allocated."""
 
 
 @dataclass
@@ -231,126 +75,143 @@ class HeldMemory:
 
 
 @dataclass(frozen=True)
-class GeneratedCode:
-    """What a generated file does when it is called."""
+class GeneratedFile:
+    """What a generated file does when it is called, each list in the order in which it runs.
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    """The names in what it returns, in order; "" for anything else than memory."""
-    launches: tuple[LaunchLine, ...]
-    """In the order in which they run."""
-    memory: tuple[HeldMemory, ...]
-    spans: tuple[tuple[int, int], ...]
-    """First and last lines of the parts of the file, in the order in which they run."""
+    ``values`` are the dotted names that occur other than as what is called: they may not be replaced. ``outputs`` are
+    the names in what it returns, "" for anything else than memory; ``spans`` the first and last lines of its parts.
+    """
 
-
-@dataclass(frozen=True)
-class BufferOwner:
-    """Whose result a buffer is, as Inductor knows it: module (by `named_modules` of the compiled one) and line."""
-
-    module: str | None
-    source: str | None
+    sites: tuple[LaunchSite, ...] = ()
+    values: frozenset[str] = frozenset()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    calls: tuple[WritingCall, ...] = ()
+    memory: tuple[HeldMemory, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
-def with_memory(graph: CompiledGraph, code: GeneratedCode, owners: Mapping[str, BufferOwner]) -> CompiledGraph:
+def read_generated_file(text: str) -> GeneratedFile:
+    """Return what a generated file does; of one that is no graph's code, nothing.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    walker = _Walker(ast.parse(text), text.splitlines())
+    return walker.walk() if "call" in walker.functions else GeneratedFile()
+
+
+def describe_memory(
+    graph: CompiledGraph, file: GeneratedFile, owners: Mapping[str, tuple[str | None, str | None]]
+) -> CompiledGraph:
     """Return the record of a graph with the memory that its generated code holds.
 
     Args:
         graph: the record, with its launches.
-        code: what `read_generated_code` found in the generated file.
-        owners: whose result each buffer is, by its name. A buffer that is not in it belongs to the module and the line
-            of the launch that writes it, if those are one.
+        file: the generated file.
+        owners: module (by `named_modules` of the compiled one) and line whose result each buffer is, by its name. A
+            buffer that is not in it belongs to the module and the line of the launch that writes it, if those are one.
     """
     launches = {launch.line: launch for launch in graph.launches}
     used: dict[str, int] = {}
-    for one in code.launches:
-        for name in (*one.given, *one.made):
-            used.setdefault(name, one.line)
-    own_lines = {one.line for one in code.launches}
+    for call in file.calls:
+        for name in (*call.given, *call.made):
+            used.setdefault(name, call.line)
+    own_lines = {call.line for call in file.calls}
 
     def describe(held: HeldMemory) -> Iterator[Holder]:
-        # Nothing uses memory under a name before it is written: the first launch that uses a name is its writer. Where
+        # Nothing uses memory under a name before it is written: the first call that uses a name is its writer. Where
         # none does, that is the next name's: one fused kernel computes both.
-        launch_line = None
+        writer = None
         for number, (line, name) in reversed(list(enumerate(held.holders))):
-            launch_line = used.get(name, launch_line)
+            writer = used.get(name, writer)
             if number == 0 and held.line is not None and held.line in own_lines:
-                launch_line = held.line
-            launch = launches.get(launch_line) if launch_line is not None else None
+                writer = held.line
+            launch = launches.get(writer) if writer is not None else None
             modules, lines = (launch.modules, launch.lines) if launch is not None else ((), ())
-            owner = owners.get(name, BufferOwner(None, None))
+            module, source = owners.get(name, (None, None))
             yield Holder(
                 line,
-                launch_line,
-                owner.module if owner.module is not None or len(modules) != 1 else modules[0],
-                owner.source if owner.source is not None or len(lines) != 1 else lines[0],
+                writer,
+                module if module is not None or len(modules) != 1 else modules[0],
+                source if source is not None or len(lines) != 1 else lines[0],
                 name,
             )
         if held.given:
             yield Holder(0, name=held.given)
 
-    allocations = [Allocation(held.line, tuple(describe(held))[::-1], held.freed) for held in code.memory]
-    return replace(graph, allocations=tuple(allocations), spans=code.spans, inputs=code.inputs, outputs=code.outputs)
+    allocations = [Allocation(held.line, tuple(describe(held))[::-1], held.freed) for held in file.memory]
+    return replace(graph, allocations=tuple(allocations), spans=file.spans, inputs=file.inputs, outputs=file.outputs)
 
 
-def read_generated_code(text: str) -> GeneratedCode | None:
-    """Return what a generated file does; None if it is no file of Inductor's that launches from Python.
-
-    Raises:
-        SyntaxError: it is no Python.
-    """
-    tree = ast.parse(text)
-    functions = find_functions(tree)
-    if "call" not in functions:
-        return None
-    reader = _MemoryReader(text.splitlines(), functions)
-    reader.read_function("call")
-    reader.end_span()
-    return GeneratedCode(
-        tuple(reader.inputs),
-        tuple(reader.outputs),
-        tuple(reader.launches),
-        tuple(one for one in reader.memory if one.holders),
-        tuple(reader.spans),
-    )
+def workspace_of(node: ast.expr) -> str:
+    """Return the workspace whose parts an expression adds up by a tensor's methods; "" if it does not."""
+    is_reduced = False
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_reduced |= node.func.attr in _REDUCTIONS
+        node = node.func.value
+    name = _dotted(node.value) if isinstance(node, ast.Subscript) else ""
+    return name if is_reduced and name.startswith(_WORKSPACE) else ""
 
 
-class _MemoryReader:
+def is_copy(node: ast.Call) -> bool:
+    """Return whether a call copies one tensor into another by its method."""
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "copy_" and _dotted(node.func) != "aten.copy_"
+
+
+class _Walker(ast.NodeVisitor):
     """Walks the statements in the order in which they run, with the memory that each name holds."""
 
-    def __init__(self, lines: list[str], functions: dict[str, ast.FunctionDef]) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
+        self.functions = _find_functions(tree)
+        self._kernels = set(_find_kernels(tree))
         self._lines = lines
-        self._functions = functions
+        self._seen: set[str] = set()
+        self._depth = 0
+        self._sites: list[LaunchSite] = []
+        self._values: set[str] = set()
         self._by_name: dict[str, HeldMemory] = {}
         self._alive: dict[int, set[str]] = {}
         self._results: dict[str, int] = {}
-        self._open: list[str] = []
         self._span: tuple[int, int] | None = None
-        self.inputs: list[str] = []
-        self.outputs: list[str] = []
-        self.launches: list[LaunchLine] = []
-        self.memory: list[HeldMemory] = []
-        self.spans: list[tuple[int, int]] = []
+        self._inputs: list[str] = []
+        self._outputs: list[str] = []
+        self._calls: list[WritingCall] = []
+        self._memory: list[HeldMemory] = []
+        self._spans: list[tuple[int, int]] = []
 
-    def read_function(self, name: str) -> None:
-        self._open.append(name)
-        self._read_body(self._functions[name].body)
-        self._open.pop()
+    def walk(self) -> GeneratedFile:
+        self._read("call")
+        self._end_span()
+        result = GeneratedFile(
+            inputs=tuple(self._inputs),
+            outputs=tuple(self._outputs),
+            calls=tuple(self._calls),
+            memory=tuple(held for held in self._memory if held.holders),
+            spans=tuple(self._spans),
+        )
+        for name in self.functions:  # what no call reaches launches too: control flow has functions of its own
+            self._read(name)
+        return replace(result, sites=tuple(self._sites), values=frozenset(self._values))
 
-    def end_span(self) -> None:
-        if self._span is not None:
-            self.spans.append(self._span)
-        self._span = None
+    def _read(self, function: str) -> None:
+        if function not in self._seen:
+            self._seen.add(function)
+            self._depth += 1
+            self._read_body(self.functions[function].body)
+            self._depth -= 1
 
     def _read_body(self, body: list[ast.stmt]) -> None:
         for statement in body:
             line = statement.lineno
             self._span = (self._span[0] if self._span else line, line)
-            nested = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
-            if any(nested):
-                for inner in filter(None, nested):
-                    self._read_body(inner)
-            elif isinstance(statement, ast.Delete):
+            nested = [inner for name in ("body", "orelse", "finalbody") if (inner := getattr(statement, name, None))]
+            for part in ast.iter_child_nodes(statement) if nested else [statement]:
+                if not isinstance(part, ast.stmt) or not nested:
+                    self.visit(part)
+            for inner in nested:
+                self._read_body(inner)
+            if isinstance(statement, ast.Delete):
                 for name in _names(statement):
                     self._delete(name, line)
             elif isinstance(statement, ast.Return):
@@ -359,6 +220,63 @@ class _MemoryReader:
                 self._assign(statement)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
                 self._call(statement.value, ())
+
+    def _enter(self, function: str) -> None:
+        after = self._span
+        self._end_span()
+        self._read(function)
+        self._end_span()
+        self._span = after and (after[1] + 1, after[1] + 1)
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._spans.append(self._span)
+        self._span = None
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        workspace = workspace_of(node.value)
+        if workspace:
+            result = _dotted(node.targets[0])
+            self._sites.append(LaunchSite(node.lineno, "aten.sum", "", True, workspace, result))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for part in (*node.args, *node.keywords):
+            self.visit(part)
+        called = _dotted(node.func)
+        if not called:
+            self.visit(node.func)
+        if is_copy(node):
+            self._sites.append(LaunchSite(node.lineno, "aten.copy_", "", is_extern=True))
+            return
+        site = self._site(node.lineno, called)
+        if site is not None and not site.is_extern:
+            given = (_dotted(argument) for argument in node.args)
+            site = replace(site, workspace=next((name for name in given if name.startswith(_WORKSPACE)), ""))
+        function = _partition_of(node.func) or called
+        if site is not None:
+            self._sites.append(site)
+        elif function in self.functions and function not in self._seen:
+            self._enter(function)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = _dotted(node)
+        if name:
+            self._values.add(name)
+        else:
+            self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._values.add(node.id)
+
+    def _site(self, line: int, called: str) -> LaunchSite | None:
+        first, _, rest = called.partition(".")
+        if first in self._kernels and rest in ("", "run", first):
+            return LaunchSite(line, first, called, is_extern=False)
+        is_library = any(called.startswith(f"{name}.") for name in _NAMESPACES)
+        if is_library and not _NO_LIBRARY_CALL.fullmatch(called):
+            return LaunchSite(line, called, called, is_extern=True)
+        return None
 
     def _assign(self, statement: ast.Assign) -> None:
         target, value, line = statement.targets[0], statement.value, statement.lineno
@@ -381,33 +299,26 @@ class _MemoryReader:
             if self._lines[line - 1].rstrip().endswith(_REUSE):
                 held.holders.append((line, made[0]))
         elif isinstance(value, ast.Call):
-            function = ast.unparse(_outermost(value).func)
-            if function.startswith(_ALLOCATES) and made:
+            if ast.unparse(_without_as_strided(value).func).startswith(_ALLOCATES) and made:
                 self._hold(made[0], HeldMemory(line), line)
             else:
                 self._call(value, made)
 
     def _call(self, call: ast.Call, made: tuple[str, ...]) -> None:
         function = ast.unparse(call.func)
-        partition = partition_of(call.func) or (function if function.startswith(_PARTS) else "")
-        if partition in self._functions and partition not in self._open:
-            after = self._span
-            self.end_span()
-            self.read_function(partition)
-            self.end_span()
-            self._span = after and (after[1] + 1, after[1] + 1)
+        is_part = _partition_of(call.func) is not None or (function.startswith(_PARTS) and function in self.functions)
+        if is_part or function.startswith(_WRITES_NOTHING):
             return
-        if function.startswith(_LAUNCHES_NOTHING):
-            return
-        given = dict.fromkeys(name for one in (*call.args, *call.keywords) for name in _names(one))
-        self.launches.append(LaunchLine(call.lineno, function, tuple(n for n in given if n in self._by_name), made))
+        given = dict.fromkeys(name for part in (*call.args, *call.keywords) for name in _names(part))
+        known = tuple(name for name in given if name in self._by_name)
+        self._calls.append(WritingCall(call.lineno, function, known, made))
         for name in made:
             self._results[name] = call.lineno
             self._hold(name, HeldMemory(call.lineno), call.lineno)
 
     def _hold(self, name: str, held: HeldMemory, line: int) -> None:
         held.holders.append((line, name))
-        self.memory.append(held)
+        self._memory.append(held)
         self._by_name[name] = held
         self._alive[id(held)] = {name}
 
@@ -415,28 +326,27 @@ class _MemoryReader:
         if name in self._by_name:  # a partition is given what another made, in a list that it empties
             self._alive[id(self._by_name[name])] = {name}
             return
-        self.inputs.append(name)
+        self._inputs.append(name)
         held = self._by_name[name] = HeldMemory(None, given=name)
         self._alive[id(held)] = {name}
-        self.memory.append(held)
+        self._memory.append(held)
 
     def _delete(self, name: str, line: int) -> None:
         held = self._by_name.get(name)
-        if held is None:
-            return
-        alive = self._alive[id(held)]
-        alive.discard(name)
-        if not alive:
-            held.freed = line
+        if held is not None:
+            alive = self._alive[id(held)]
+            alive.discard(name)
+            if not alive:
+                held.freed = line
 
     def _return(self, statement: ast.Return) -> None:
-        if len(self._open) > 1 or statement.value is None:
-            return
         value = statement.value
-        found = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
-        self.outputs = [self._held_by(_viewed(one)) for one in found]
-        for held in self.memory:  # what it neither deletes nor returns ends with the call
-            if held.freed is None and held.holders and held.holders[-1][1] not in self.outputs:
+        if self._depth > 1 or value is None:
+            return
+        returned = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+        self._outputs = [self._held_by(_viewed(part)) for part in returned]
+        for held in self._memory:  # what it neither deletes nor returns ends with the call
+            if held.freed is None and held.holders and held.holders[-1][1] not in self._outputs:
                 held.freed = statement.lineno
 
     def _held_by(self, name: str) -> str:
@@ -447,22 +357,55 @@ class _MemoryReader:
         return held.holders[-1][1] if held.holders else held.given or name
 
 
+def _find_kernels(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and _dotted(getattr(node.value, "func", None)).startswith("async_compile."):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def _find_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Return the functions that run the compiled code, by name; it begins with ``call``."""
+    functions = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
+            functions[node.name] = node
+        elif isinstance(node, ast.ClassDef) and node.name == "Runner":
+            methods = (method for method in node.body if isinstance(method, ast.FunctionDef))
+            functions.update({method.name: method for method in methods if method.name == "call"})
+    return functions
+
+
+def _partition_of(called: ast.expr) -> str | None:
+    """Return the function that ``self.partitions[N]`` calls; None for another expression."""
+    if isinstance(called, ast.Subscript) and _dotted(called.value) == "self.partitions":
+        index = called.slice
+        return f"partition_{index.value!r}" if isinstance(index, ast.Constant) else None
+    return None
+
+
 def _viewed(value: ast.expr) -> str:
     """Return the name that an expression is, or a view of; "" if it is neither."""
     if isinstance(value, ast.Name):
         return value.id
-    if isinstance(value, ast.Call):
-        function = ast.unparse(value.func)
-        if function in _VIEWS and value.args and isinstance(value.args[0], ast.Name):
-            return value.args[0].id
-    return ""
+    is_view = isinstance(value, ast.Call) and ast.unparse(value.func) in _VIEWS
+    first = value.args[0] if is_view and isinstance(value, ast.Call) and value.args else None
+    return first.id if isinstance(first, ast.Name) else ""
 
 
-def _outermost(call: ast.Call) -> ast.Call:
-    """Return the call that an ``.as_strided(…)`` is applied to."""
+def _without_as_strided(call: ast.Call) -> ast.Call:
     inner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "as_strided" else None
     return inner if isinstance(inner, ast.Call) else call
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    return (one.id for one in ast.walk(node) if isinstance(one, ast.Name))
+    return (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+
+
+def _dotted(node: ast.AST | None) -> str:
+    """Return ``a.b.c`` of an expression that is nothing but names, "" for another."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        around = _dotted(node.value)
+        return f"{around}.{node.attr}" if around else ""
+    return ""

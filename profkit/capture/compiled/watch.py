@@ -26,13 +26,7 @@ from torch.autograd import profiler
 
 from profkit.annotation import Range, observers_but
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
-from profkit.capture.compiled.generated_file import (
-    BufferOwner,
-    LaunchSite,
-    read_generated_code,
-    read_launches,
-    with_memory,
-)
+from profkit.capture.compiled.generated_file import GeneratedFile, LaunchSite, describe_memory, read_generated_file
 from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, line_of
 from profkit.capture.compiled.places import Entries, LoadedGraph, places_in
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
@@ -122,13 +116,13 @@ class CompiledCode:
             self._sidecars.keep(path, text, Known(*taken, operators))
         else:
             known = self._sidecars.find(path, text, operators)
-        file = read_launches(text)
+        file = read_generated_file(text)
         self._graphs += 1
         self._unknown += known is None and bool(file.sites)
         self._in_cpp += "CppWrapperCodeCache" in text
         matched = match(file.sites, () if known is None else known.records)
         graph = _describe(path, traced, known, matched, linemap)
-        graph = self._with_memory(graph, text, traced, matched)
+        graph = self._describe_memory(graph, file, traced, matched)
         if self._records is not None and graph.id not in self._written:
             self._written.add(graph.id)
             append_records(self._records, [graph])
@@ -146,24 +140,22 @@ class CompiledCode:
         if any(not site.called for site in file.sites):
             stand_in_for_methods(module, text, self._hooks, around)
 
-    def _with_memory(
+    def _describe_memory(
         self,
         graph: CompiledGraph,
-        text: str,
+        file: GeneratedFile,
         traced: TracedGraph | None,
         matched: list[tuple[LaunchSite, Record | None]],
     ) -> CompiledGraph:
-        """Return the graph with the memory that its code holds; without, where that fails, its launches are kept."""
+        """Return the graph with the memory that its code holds; where that fails, its launches are kept without."""
+        buffers = (buffer for _, record in matched if record is not None for buffer in record.buffers.items())
         try:
-            code = read_generated_code(text)
             owners = {
-                name: BufferOwner(_name(one, traced), one.line or None)
-                for _, record in matched
-                if record is not None
-                for name, one in record.buffers.items()
-                if one.modules or one.line
+                name: (_name(origin, traced), origin.line or None)
+                for name, origin in buffers
+                if origin.modules or origin.line
             }
-            return graph if code is None else with_memory(graph, code, owners)
+            return describe_memory(graph, file, owners)
         except Exception as error:
             self._failed(error)
             return graph
