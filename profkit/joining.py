@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from profkit.analysis.opened import OpenedCapture, OpenedTrace
-from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, compare_ranks
-from profkit.analysis.ranks.matching import KnownColumns
-from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
+from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, join_ranks
+from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot, open_trace
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run
-from profkit.run.light_columns import LightColumns, columns_of, read_light, read_light_columns
-from profkit.run.light_record import LightRecord
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
-
-_NODE = re.compile(r"node(\d+)")
-"""The name of a machine's run within that of its job."""
 
 _WORTH_READING = 0.01
 """Two snapshots take seconds to read: a smaller difference between peaks is not explained."""
@@ -52,18 +44,6 @@ class RankSource:
     def folder(self) -> Path:
         """Return where it lies: the run's directory, or the one trace that was named."""
         return self.trace or self.light[0][1].parent
-
-
-@dataclass(frozen=True)
-class ReadRanks:
-    """What one worker hands back; ``lost`` says of a rank why its trace, or all of it, cannot be read.
-
-    ``written`` are the light records of ranks that also left a trace.
-    """
-
-    ranks: tuple[ReducedRank, ...]
-    lost: tuple[tuple[int | None, str], ...] = ()
-    written: tuple[ReducedRank, ...] = ()
 
 
 @collector_off()
@@ -117,47 +97,13 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
         raise UsageError(
             f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
         )
-    return _join(path, runs, found)
-
-
-@collector_off()
-def compare_opened(capture: OpenedCapture) -> RanksResult | None:
-    """Return what `read_ranks` returns of the same run, without reading its trace again; None of one rank.
-
-    GPUs have the numbers that they have in the opened trace, in which those of all ranks differ.
-
-    Raises:
-        CaptureError: a trace cannot be read as that of ranks.
-        RunError: a file of the run cannot be read.
-    """
-    opened, run = capture.trace, capture.run
-    light = () if run is None else tuple(run.light_records.items())
-    if len(light) < 2 and (opened is None or len(opened.ranks.members) < 2):
-        return None
-    if opened is None:
-        found = reduce_source(RankSource(None, None, light))
-    else:
-        found = _reduce(RankSource(capture.path, None, light), lambda: opened)
-    path, runs = (capture.path, []) if run is None else (run.path, [run])
-    return _join(path, runs, [found]) if len(found.ranks) > 1 else None
-
-
-def _join(path: Path, runs: Sequence[Run], found: Sequence[ReadRanks]) -> RanksResult:
-    """Return the comparison of all ranks that were read.
-
-    Raises:
-        CaptureError: a trace cannot be read, and nobody knows of which rank it is.
-    """
-    lost = [entry for one in found for entry in one.lost]
-    unknown = [reason for rank, reason in lost if rank is None]
-    if unknown:
-        raise CaptureError(unknown[0])
-    ranks = [rank for one in found for rank in one.ranks]
-    written = [rank for one in found for rank in one.written]
     links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
-    reasons = {rank: reason for rank, reason in lost if rank is not None}
-    result = compare_ranks(ranks, reasons, links, written)
-    return result if result.peaks is None else replace(result, peaks=_explain_peaks(path, result.peaks))
+    return explain_peaks(path, join_ranks(found, links))
+
+
+def explain_peaks(path: Path, result: RanksResult) -> RanksResult:
+    """Return the result with what the rank with the highest peak holds more, where its snapshots say it."""
+    return result if result.peaks is None else replace(result, peaks=_compare_snapshots(path, result.peaks))
 
 
 def find_sources(path: Path) -> list[RankSource]:
@@ -182,7 +128,7 @@ def _runs_in(path: Path) -> list[Run]:
     return [Run(one) for one in ([path] if (path / MANIFEST).exists() else []) + inner]
 
 
-def _explain_peaks(path: Path, peaks: PeakDifference) -> PeakDifference:
+def _compare_snapshots(path: Path, peaks: PeakDifference) -> PeakDifference:
     """Return the difference with its categories, where both ranks left a snapshot that can be read."""
     if peaks.peak_bytes - peaks.median_bytes < _WORTH_READING * peaks.median_bytes or not path.is_dir():
         return peaks
@@ -213,50 +159,8 @@ def _sources_of(run: Run) -> list[RankSource]:
 @collector_off()
 def reduce_source(source: RankSource) -> ReadRanks:
     """Return the ranks of one source; what cannot be read is said, and a light record stands in for a lost trace."""
-    return _reduce(source, None if source.trace is None else partial(open_trace, source.trace, rank=source.rank))
-
-
-def _reduce(source: RankSource, open_it: Callable[[], OpenedTrace] | None) -> ReadRanks:
-    """Return the ranks of one source; ``open_it`` opens its trace, None if it has none."""
-    lost: list[tuple[int | None, str]] = []
-    ranks: dict[int, ReducedRank] = {}
-    light: dict[int, LightRecord] = {}
-    written: dict[int, ReducedRank] = {}
-    known: KnownColumns = {}
-    for rank, path in source.light:
-        try:
-            if open_it is None:
-                ranks[rank] = reduce_columns(_check_rank(read_light_columns(path), rank, path), known)
-            else:
-                columns, record = read_light(path)
-                columns = _check_rank(columns, rank, path)
-                written[rank] = reduce_columns(columns)
-                light[rank] = replace(columns.record, steps=record.steps)
-        except ProfkitError as error:
-            lost.append((rank, str(error)))
-    if open_it is not None:
-        try:
-            for record in reduce_ranks(open_it(), light):
-                ranks[record.rank] = reduce_columns(columns_of(record))
-        except ProfkitError as error:
-            unread: list[int | None] = [source.rank] if source.rank is not None else [*light]
-            stands_in = "; its light record stands in for the trace"
-            lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
-    return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()))
-
-
-def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
-    """Return the columns, their record on the machine that its directory names.
-
-    Raises:
-        RunError: it is another rank's.
-    """
-    record = columns.record
-    if record.rank != rank:
-        raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")
-    # torchrun numbers machines in the order in which they join, the directory keeps their --node-rank.
-    node = _NODE.fullmatch(path.parent.name)
-    return columns if node is None else replace(columns, record=replace(record, node=int(node[1])))
+    open_it = None if source.trace is None else partial(open_trace, source.trace, rank=source.rank)
+    return read_and_reduce(dict(source.light), open_it, source.rank)
 
 
 def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> list[ReadRanks]:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.efficiency.waiting import find_waiting
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.placing.attribution import Attribution, attribute_work
+from profkit.analysis.ranks.matching import find_waiting
 from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     LONGEST_PAUSE_NS,
@@ -24,6 +24,7 @@ from profkit.analysis.time_account.gpu_time import (
     sum_parts,
 )
 from profkit.analysis.tree.selection import select_ranges
+from profkit.joining import read_ranks
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
@@ -367,19 +368,20 @@ def test_waiting_of_two_real_ranks_equals_all_reduce_by_all_reduce(captures: Pat
         assert step.untold_ns == 0
         assert step.gpu.exposed_communication_ns + step.gpu.overlapped_communication_ns == step.communication_ns
         assert step.waiting_ns == _slow_waiting(trace, step)
-    assert [step.waiting_ns for step in steps] == [24_510_591, 0, 27_110_419, 0]
+    assert [step.waiting_ns for step in steps] == [24_351_145, 0, 26_967_709, 0]
+    assert [row.waiting_ns for row in read_ranks(path).ranks] == [round((24_351_145 + 26_967_709) / 2), 0]
 
 
 def _slow_waiting(trace: Trace, step: GpuStep) -> int:
-    """Return the waiting in a step, all-reduce by all-reduce; both ranks' go through in order."""
+    """Return the waiting in a step, all-reduce by all-reduce: what this rank's took longer than the other's."""
     work, each = trace.work, []
     for device in (0, 1):
         rows = [i for i in range(len(work)) if "AllReduce" in trace.names[work.name[i]] and work.device[i] == device]
-        each.append(sorted((int(work.start_ns[i]), int(work.end_ns[i])) for i in rows))
+        each.append(sorted((int(work.start_ns[i]), int(work.duration_ns[i])) for i in rows))
     total = 0
     for mine, other in zip(each[step.device], each[1 - step.device], strict=True):
         if step.start_ns <= mine[0] < step.start_ns + step.wall_ns:
-            total += max(0, other[0] - mine[0])
+            total += max(0, mine[1] - other[1])
     return total
 
 

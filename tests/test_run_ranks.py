@@ -63,7 +63,6 @@ def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, pro
     done = run("--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")
     assert done.returncode == 0, done.stderr
     assert "profkit ranks run" in done.stdout
-    assert "slowest is rank" not in done.stdout, "how long each waited is unknown"
     processes = _manifest(tmp_path)["processes"]
     assert [(one["process"], one["rank"], one["local_rank"]) for one in processes] == [("rank0", 0, 0), ("rank1", 1, 1)]
     opened = read_trace(tmp_path / "run")

@@ -195,12 +195,12 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
     assert "recording made it 1.000 µs (+25%)" in lines["STEP"]
 
 
-def test_ranks_name_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_ranks_ends_with_the_verdict_of_profkit_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     summary = _summary(capture("ddp.nsys2025.sqlite"))
     lines = _lines(summary, monkeypatch, 120)
     assert "2 × H200 · 2 ranks" in lines[""]
     assert lines["RANKS"].startswith("own kernels a step: rank 0 33.90 ms, rank 1 29.44 ms")
-    assert "the others wait for rank 1 (rank 0 " in lines["RANKS"]
+    assert "No rank is late: rank 1 costs the others most, 10.03 ms in the median step (22.5% of it)" in lines["RANKS"]
     assert "communication not hidden " in lines["GPU"]
     assert "750,239 ns of them are in no range" in lines["Closed"]
 

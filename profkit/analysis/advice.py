@@ -271,9 +271,12 @@ def _communication(summary: Summary) -> Advice | None:
     exposed_ns = costs.exposed_communication_ns
     reason = "{exposed_ns} of communication are not hidden behind computing"
     action = "smaller buckets, so that communication begins sooner (DDP: bucket_cap_mb; FSDP: prefetching)"
-    if summary.waited_for is not None:
+    waiting_ns, talking_ns = (
+        sum(getattr(rank, name) or 0 for rank in summary.ranks) for name in ("waiting_ns", "communication_ns")
+    )
+    if summary.compared is not None and 2 * waiting_ns > talking_ns:
         action = "equal work for all ranks"
-        reason += f"; most communication is waiting for rank {summary.waited_for}"
+        reason += f"; most communication is waiting for rank {summary.compared.waited_for}"
     return Advice("communication", action, reason, saves_ns=exposed_ns, figures={"exposed_ns": exposed_ns})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from profkit.analysis.memory.parts import fold
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
+from profkit.analysis.ranks.comparison import compare_opened
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -73,7 +74,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         TraceError, RunError, SnapshotError: a file of it is damaged.
     """
     manifest = Manifest() if capture.run is None else capture.run.manifest
-    summary = Summary(str(capture.path), _head(capture, manifest))
+    compared = compare_opened(capture.trace, capture.run)
+    summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
         summary, told = _add_time(summary, capture.trace)
@@ -172,7 +174,7 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         passes=_passes(measured, account.steps),
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
-    return _add_ranks(summary, opened, result, rows), [*opened.self_check.findings, *doubts]
+    return _add_ranks(summary, opened, rows), [*opened.self_check.findings, *doubts]
 
 
 def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
@@ -345,28 +347,18 @@ def _is_measured(path: str) -> bool:
     return any(map(is_step, parts)) and not any(map(is_warmup, parts))
 
 
-def _add_ranks(summary: Summary, opened: OpenedTrace, result: EfficiencyResult | None, rows: Bools) -> Summary:
+def _add_ranks(summary: Summary, opened: OpenedTrace, rows: Bools) -> Summary:
     if len(opened.ranks.members) < 2 or not len(rows):
         return summary
     work = opened.trace.work
+    waits = {} if summary.compared is None else summary.compared.waited_ns
     talks = communication_rows(opened.trace)
-    waits: dict[int | None, list[int | None]] = {}
-    for step in () if result is None else result.steps:
-        waits.setdefault(step.rank, []).append(step.waiting_ns)
-    uses = []
+    ranks = []
     for rank, process in opened.ranks.members:
         mine = rows & (work.process == process)
-        own_ns, communication_ns = (int(work.duration_ns[mine & kind].sum()) for kind in (~talks, talks))
-        uses.append(RankUse(rank, own_ns, communication_ns, _sum_known(waits.get(rank, ()))))
-    slowest = max(uses, key=lambda row: row.own_ns).rank if sum(row.own_ns > 0 for row in uses) > 1 else None
-    ranges = () if result is None else result.ranges
-    waited_for = next((row.waiting_for for row in ranges if is_step(row.name)), None)
-    return replace(summary, ranks=tuple(uses), slowest_rank=slowest, waited_for=waited_for)
-
-
-def _sum_known(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+        own_ns, communication_ns = (int(work.duration_ns[mine & some].sum()) for some in (~talks, talks))
+        ranks.append(RankUse(rank, own_ns, communication_ns, waits.get(rank)))
+    return replace(summary, ranks=tuple(ranks))
 
 
 def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | None:

@@ -6,8 +6,8 @@ steps is taken whole. What was not recorded is None or empty.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
@@ -18,6 +18,9 @@ from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import SyncGaps
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.findings import Finding
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"
@@ -223,7 +226,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """One rank: its kernel time without communication, and how long it waited for others in collectives."""
+    """One rank: its kernel time without communication, and how long it waited in the collectives that are compared."""
 
     rank: int
     own_ns: int
@@ -237,7 +240,7 @@ class Summary:
 
     ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed;
     ``program_steps`` is how many steps the program made, over which things are counted. ``gpus`` is in no order.
-    ``waited_for`` is the rank for which most of the communication was waiting. ``findings`` are what a reader must know
+    ``compared`` are its ranks side by side. ``findings`` are what a reader must know
     before trusting the figures, each once. ``forward_count`` and ``backward_count`` are passes per step, by range.
     """
 
@@ -255,8 +258,7 @@ class Summary:
     passes: float | None = None
     memory: MemoryUse | None = None
     ranks: tuple[RankUse, ...] = ()
-    slowest_rank: int | None = None
-    waited_for: int | None = None
+    compared: RanksResult | None = None
     has_trace: bool = False
     ledger: Ledger | None = None
     findings: tuple[Finding, ...] = ()
@@ -295,8 +297,10 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
-        data = asdict(self)
-        del data["findings"]
+        data = asdict(replace(self, findings=(), compared=None))
+        del data["findings"], data["compared"]
+        data["slowest_rank"] = None if self.compared is None else self.compared.late_rank
+        data["waited_for"] = None if self.compared is None else self.compared.waited_for
         if self.gpu is not None:
             data["gpu"]["parts"] = self.gpu.parts.to_dict()
             data["gpu"] |= {"idle_share": self.gpu.idle.share, "is_estimate": self.gpu.idle.is_unprofiled}

@@ -84,7 +84,8 @@ def check(
     with shown_after_a_second("judging"):
         ranks = _compare_ranks(run) if budgets.of_ranks else ""
         result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
-    print_document(build_check_document(result), style, output, full_names=full_names)
+    document = build_check_document(result, None if isinstance(ranks, str) else ranks)
+    print_document(document, style, output, full_names=full_names)
     failed = [budget_label(line) for line in result.lines if not line.held]
     if failed:
         raise CheckError(f"{run}: {len(failed)} of {len(result.lines)} budgets failed: {', '.join(failed)}")

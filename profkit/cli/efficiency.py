@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.evidence import find_evidence
+from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
@@ -66,7 +67,14 @@ def efficiency(
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
         evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
-        document = build_efficiency_document(result, check.findings, evidence, totals=totals, full_names=full_names)
+        document = build_efficiency_document(
+            result,
+            check.findings,
+            evidence,
+            totals=totals,
+            full_names=full_names,
+            compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
+        )
         if plot is not None:
             from profkit.report.plots.roofline import plot_roofline
 

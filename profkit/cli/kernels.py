@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -19,6 +19,9 @@ from profkit.reading import open_trace
 from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.report.document import Format
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 _DEFAULT_TOP = 20
 _FOR_PEOPLE = ("table", "markdown", "latex")
@@ -116,6 +119,7 @@ def kernels(
         full_names=full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
+        compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
@@ -128,6 +132,12 @@ def kernels(
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     print_document(document, style, output, full_names=full_names)
     obey_strict(trace, check, strict=strict)
+
+
+def _compare_ranks(opened: OpenedTrace) -> RanksResult | None:
+    from profkit.analysis.ranks.comparison import compare_opened  # few captures are of several ranks
+
+    return compare_opened(opened, opened.run)
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:

@@ -10,12 +10,12 @@ import numpy as np
 
 from profkit.analysis.efficiency.facts import Peaks, RunFacts
 from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
-from profkit.analysis.efficiency.waiting import Waiting, find_waiting
 from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import mark_nested
+from profkit.analysis.ranks.matching import Waiting, find_waiting
 from profkit.analysis.time_account.account import TimeAccount, find_too_few_steps, scale_ranges
 from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (

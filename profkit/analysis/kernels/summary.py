@@ -20,7 +20,7 @@ from profkit.analysis.placing.attribution import (
     Ledger,
     warn_of_placement,
 )
-from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks, slowest_rank
+from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
 from profkit.analysis.tree.modules import modules_of_ranges
 from profkit.analysis.tree.range_tree import kind_paths
@@ -129,7 +129,6 @@ class KernelsResult(NotebookResult):
     outermost_instances: int | None = None
     ranks: tuple[RankRow, ...] = ()
     rank_evidence: str | None = None
-    slowest_rank: int | None = None
     steps: int | None = None
     shared: SharedKernels | None = None
     sources: tuple[KernelSource, ...] | None = None
@@ -183,7 +182,6 @@ def summarize_kernels(
     graphs = rows & work.is_graph
     outermost_count = None if instances is None else len(instances.outermost)
     compared = compare_ranks(trace, ranks, chosen)
-    slowest = slowest_rank(compared)
     return KernelsResult(
         trace=trace.path,
         measure=trace.measure,
@@ -210,7 +208,6 @@ def summarize_kernels(
         outermost_instances=outermost_count,
         ranks=compared,
         rank_evidence=ranks.evidence,
-        slowest_rank=None if slowest is None else slowest.rank,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),
         sources=None if compiled_code is None else find_kernel_sources(attribution, rows, compiled_code),
@@ -348,13 +345,13 @@ def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | 
     """Return how long the collectives of each group of rows waited; None of a group in which that is unknown."""
     if len(ranks.members) < 2 or trace.measure != "gpu-kernel":
         return [None] * len(first)
-    from profkit.analysis.efficiency.waiting import find_waiting  # few captures are of several ranks
+    from profkit.analysis.ranks.matching import find_waiting  # few captures are of several ranks
 
     waiting, work = find_waiting(trace, ranks), trace.work
     found = np.zeros(len(rows), dtype=np.int64)
     for device in waiting.by_last:
         mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
-        found[mine] = waiting.on(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
+        found[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
     sums, known = np.add.reduceat(found, first), np.logical_or.reduceat(waiting.is_known[rows], first)
     return [one if is_known else None for one, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 

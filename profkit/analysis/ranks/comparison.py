@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import ClockFit, count_steps, fit_clocks, match_collectives, sum_waits
-from profkit.analysis.ranks.reduce import ReducedRank, of_one_kind
-from profkit.errors import TraceError
+from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, of_one_kind, read_and_reduce
+from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
+from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN, StepColumns
 from profkit.run.light_record import Cause, LightRecord
 from profkit.run.links import GpuLink
@@ -125,6 +127,22 @@ class RanksResult:
         return round(sum(known) / len(known)) if known else 0
 
     @property
+    def late_rank(self) -> int | None:
+        """The rank that the others wait for, if one is late."""
+        return None if self.verdict.culprit is None else self.verdict.culprit.rank
+
+    @property
+    def waited_for(self) -> int | None:
+        """The rank that costs the others most, late or not; None if none costs them anything."""
+        return self.verdict.most_rank if self.verdict.most_ns else None
+
+    @property
+    def waited_ns(self) -> dict[int, int]:
+        """Rank → how long it waited in the collectives that are compared; without ranks of which that is unknown."""
+        sums = self.waits_ns.sum(axis=1).tolist()
+        return {one.rank: waited for one, waited in zip(self.ranks, sums, strict=True) if one.waiting_ns is not None}
+
+    @property
     def why_unknown(self) -> str | None:
         """Return why nobody can say whether a rank is late; None if somebody can."""
         if self.verdict.most_rank is not None:
@@ -205,6 +223,37 @@ def compare_ranks(
     )
 
 
+def join_ranks(found: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> RanksResult:
+    """Return the comparison of all ranks that were read; ``links`` are those between the GPUs of the first machine.
+
+    Raises:
+        CaptureError: a trace cannot be read, and nobody knows of which rank it is.
+    """
+    lost = [entry for read in found for entry in read.lost]
+    unknown = [reason for rank, reason in lost if rank is None]
+    if unknown:
+        raise CaptureError(unknown[0])
+    reasons = {rank: reason for rank, reason in lost if rank is not None}
+    written = [rank for read in found for rank in read.written]
+    return compare_ranks([rank for read in found for rank in read.ranks], reasons, links, written)
+
+
+@collector_off()
+def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult | None:
+    """Return the comparison of the ranks of a trace, and of the light records of its run; None of one rank.
+
+    Raises:
+        CaptureError: the trace cannot be read as that of ranks.
+        RunError: a file of the run cannot be read.
+    """
+    light = {} if run is None else run.light_records
+    if len(light) < 2 and (opened is None or len(opened.ranks.members) < 2):
+        return None
+    read = read_and_reduce(light, None if opened is None else lambda: opened)
+    gpus = None if run is None else run.manifest.gpus
+    return join_ranks([read], () if gpus is None else gpus.links) if len(read.ranks) > 1 else None
+
+
 def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
     """Return the ranks with fewer measured steps than the median rank, and how many each has."""
     counts = {one.record.rank: len(one.steps.named) for one in ranks}
@@ -263,8 +312,7 @@ def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
     """Return the rank that is late, then the others, those first whose own time is farthest from the median rank's."""
     own = {one.rank: sum(one.parts.values()) for one in result.ranks}
     middle = float(np.median(list(own.values()))) if own else 0.0
-    late = None if result.verdict.culprit is None else result.verdict.culprit.rank
-    return sorted(result.ranks, key=lambda one: (one.rank != late, -abs(own[one.rank] - middle), one.rank))
+    return sorted(result.ranks, key=lambda one: (one.rank != result.late_rank, -abs(own[one.rank] - middle), one.rank))
 
 
 def _summarize(one: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.intervals import disjoint_pieces
+from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unite, unite_all
+from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.run.light_columns import UNKNOWN, LightColumns, StepColumns
 from profkit.run.light_record import P2P, WAITS_FOR_ALL, Group, LightRecord
-from profkit.trace.columns import Bools, Ints
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
@@ -273,8 +275,8 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     length = np.where(at_end, exposed, duration) if at_end.any() else duration
     may_wait = np.array([kind in WAITS_FOR_ALL for kind, _ in names], dtype=np.bool_)
     waits = may_wait & (length >= 0).all(axis=0)
-    least = length.min(axis=0)
-    wait = np.where(waits, length - least, 0)
+    waited, last = wait_for_last(length)
+    wait = np.where(waits, waited, 0)
     is_late = wait.max(axis=0) >= LATE_NS
     return Matched(
         group=named,
@@ -288,13 +290,21 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
         end_ns=own("end_ns"),
         step=own("step"),
         wait_ns=wait,
-        wire_ns=np.where(waits & ~no_end & ~at_end, least, UNKNOWN),
+        wire_ns=np.where(waits & ~no_end & ~at_end, length.min(axis=0), UNKNOWN),
         called_ns=called,
         is_untimed=may_wait & ~waits,
         only_called=waits & no_end,
-        last=np.where(is_late, length.argmin(axis=0), _NOBODY),
+        last=np.where(is_late, last, _NOBODY),
         median_wait_ns=_median_of_others(wait),
     )
+
+
+def wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
+    """Return how long each rank waited in each collective, as (ranks, collectives), and who came last (its position).
+
+    A collective ends on all ranks at once: whoever's part is the shortest came last.
+    """
+    return length_ns - length_ns.min(axis=0), length_ns.argmin(axis=0)
 
 
 def _find_all(sequence: Ints, common: Ints) -> slice | Ints:
@@ -369,3 +379,81 @@ def fit_clocks(matched: Sequence[Matched]) -> ClockFit | None:
         residual = int(np.median(apart, overwrite_input=True))
         return ClockFit(int(known.sum()), int(np.abs(offset).max()), residual)
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """When each GPU waited in a collective: device → the device that arrived last → when.
+
+    ``is_known`` marks the communication kernels of which this is known; ``rank_of`` is device → rank.
+    """
+
+    by_last: dict[int, dict[int, Stretches]]
+    is_known: Bools
+    rank_of: dict[int, int]
+
+    def waits_of(self, device: int) -> Stretches:
+        """Return when the GPU ``device`` waited for another one."""
+        waits = list(self.by_last.get(device, {}).values())
+        return unite_all(waits) if waits else NOTHING
+
+    def sum_by_rank(self, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
+        """Return rank → how long GPUs waited for it in these windows, in ns; windows that overlap count once."""
+        sums: dict[int, int] = {}
+        for here, lasts in self.by_last.items():
+            mine = device == here
+            _, starts, ends = disjoint_pieces(np.zeros(int(mine.sum()), dtype=np.int64), start_ns[mine], end_ns[mine])
+            for last, when in lasts.items():
+                if last in self.rank_of and len(starts):
+                    rank = self.rank_of[last]
+                    sums[rank] = sums.get(rank, 0) + int(when.within(starts, ends).sum())
+        return sums
+
+
+def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
+    """Return when the GPUs of one trace waited in collectives for one another.
+
+    Ranks call their collectives in the same order: the n-th kernel of a name on one GPU is the partner of the n-th on
+    the others. A name counts only if each GPU has equally many of them and all partners run at one moment. (A broadcast
+    usually does not fit: its sender may finish before a receiver begins.) On one GPU alone nothing is known.
+    """
+    work, communicates = trace.work, communication_rows(trace)
+    is_known = np.zeros(len(work), dtype=np.bool_)
+    devices = distinct_values(work.device[communicates]).tolist()
+    waits: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
+    for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
+        partners = _match_partners(trace, communicates & (work.name == name), devices)
+        if partners is None:
+            continue
+        is_known[partners.reshape(-1)] = True
+        starts = work.start_ns[partners]
+        waited, last = wait_for_last(work.duration_ns[partners])
+        for here, device in enumerate(devices):
+            for there in distinct_values(last[last != here]).tolist():
+                which = last == there
+                begin = starts[here, which]
+                waits.setdefault((device, devices[there]), []).append((begin, begin + waited[here, which]))
+    by_last: dict[int, dict[int, Stretches]] = {}
+    for (device, other), pieces in waits.items():
+        by_last.setdefault(device, {})[other] = unite(*map(np.concatenate, zip(*pieces, strict=True)))
+    return Waiting(by_last, is_known, _ranks_by_device(trace, ranks))
+
+
+def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
+    """Return the kernels of one name as ``(devices, collectives)``, or None if they do not match."""
+    work = trace.work
+    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
+    if len({len(some) for some in each}) > 1:
+        return None
+    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
+    together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
+    return partners if together.all() else None
+
+
+def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
+    """Return the rank that launches work on each device; a device of several ranks is left out."""
+    found: dict[int, set[int]] = {}
+    for number, process in ranks.members:
+        for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
+            found.setdefault(device, set()).add(number)
+    return {device: numbers.pop() for device, numbers in found.items() if len(numbers) == 1}

@@ -150,11 +150,6 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
     return tuple(rows)
 
 
-def slowest_rank(rows: tuple[RankRow, ...]) -> RankRow | None:
-    """Return the rank with the most kernel time outside communication; None where no two ranks worked."""
-    return max(rows, key=lambda row: row.own_ns) if sum(row.own_ns > 0 for row in rows) > 1 else None
-
-
 def _is_one_to_one(pairs: list[tuple[int, int]]) -> bool:
     """Return whether no two processes are of one rank: pids of several machines, or of containers, may coincide."""
     return len({rank for rank, _ in pairs}) == len({process for _, process in pairs}) == len(pairs)

@@ -5,8 +5,10 @@ A full trace is first reduced to the form of a light record, so that one analysi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from profkit.analysis.ranks.matching import Calls, KnownColumns, tabulate_calls
 from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.errors import ProfkitError, RunError
 from profkit.names import DATA, PHASES, STEP
-from profkit.run.light_columns import LightColumns, StepColumns
+from profkit.run.light_columns import LightColumns, StepColumns, columns_of, read_light, read_light_columns
 from profkit.run.light_record import (
     CAUSES,
     NO_COLLECTIVE,
@@ -34,6 +37,9 @@ from profkit.run.light_record import (
     plain_kind,
 )
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
+
+_NODE = re.compile(r"node(\d+)")
+"""The name of a machine's run within that of its job."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,3 +399,66 @@ def _limit(one: ReducedRank, named: Set[str]) -> ReducedRank:
         sent=sent,
         on_gpu=one.on_gpu.within(numbers[one.steps.named] >= 0),
     )
+
+
+@dataclass(frozen=True)
+class ReadRanks:
+    """The ranks of one trace, or of some light records; ``lost`` says of a rank why its trace, or all of it, is lost.
+
+    ``written`` are the light records of ranks that also left a trace.
+    """
+
+    ranks: tuple[ReducedRank, ...]
+    lost: tuple[tuple[int | None, str], ...] = ()
+    written: tuple[ReducedRank, ...] = ()
+
+
+def read_and_reduce(
+    light_paths: Mapping[int, Path], open_it: Callable[[], OpenedTrace] | None, only: int | None = None
+) -> ReadRanks:
+    """Return what ranks hand over; of a trace that cannot be read the ranks' light records stand in.
+
+    Args:
+        light_paths: their light records.
+        open_it: opens their trace; None if they left light records alone.
+        only: the one rank of which the trace is, if it is known.
+    """
+    lost: list[tuple[int | None, str]] = []
+    ranks: dict[int, ReducedRank] = {}
+    light: dict[int, LightRecord] = {}
+    written: dict[int, ReducedRank] = {}
+    known: KnownColumns = {}
+    for rank, path in light_paths.items():
+        try:
+            if open_it is None:
+                ranks[rank] = reduce_columns(_check_rank(read_light_columns(path), rank, path), known)
+            else:
+                columns, record = read_light(path)
+                columns = _check_rank(columns, rank, path)
+                written[rank] = reduce_columns(columns)
+                light[rank] = replace(columns.record, steps=record.steps)
+        except ProfkitError as error:
+            lost.append((rank, str(error)))
+    if open_it is not None:
+        try:
+            for record in reduce_ranks(open_it(), light):
+                ranks[record.rank] = reduce_columns(columns_of(record))
+        except ProfkitError as error:
+            unread: list[int | None] = [only] if only is not None else [*light]
+            stands_in = "; its light record stands in for the trace"
+            lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
+    return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()))
+
+
+def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
+    """Return the columns, their record on the machine that its directory names.
+
+    Raises:
+        RunError: it is another rank's.
+    """
+    record = columns.record
+    if record.rank != rank:
+        raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")
+    # torchrun numbers machines in the order in which they join, the directory keeps their --node-rank.
+    node = _NODE.fullmatch(path.parent.name)
+    return columns if node is None else replace(columns, record=replace(record, node=int(node[1])))

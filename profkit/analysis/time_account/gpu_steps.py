@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from profkit.analysis.efficiency.waiting import Waiting
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.ranks.matching import Waiting
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, Windows, category_rows, communication_rows
 from profkit.analysis.time_account.waits import DataWait, sum_host_waits
@@ -23,7 +23,7 @@ class GpuStep:
     ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
     Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.time_account.gpu_time`).
     ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
-    before the last rank arrived (`profkit.analysis.efficiency.waiting`); ``untold_ns`` is the part for which this is
+    before the last rank arrived (`profkit.analysis.ranks.matching`); ``untold_ns`` is the part for which this is
     unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
     ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
 
@@ -113,7 +113,7 @@ def _sum_exposed_waits(times: dict[int, GpuTime], windows: Windows, waiting: Wai
     waits: list[tuple[int, int | None]] = []
     for device, start, end in zip(windows.device.tolist(), windows.start_ns, windows.end_ns, strict=True):
         alone, window = times[device].exposed_communication, (np.array([start]), np.array([end]))
-        total = int(intersect(waiting.on(device), alone).within(*window)[0])
+        total = int(intersect(waiting.waits_of(device), alone).within(*window)[0])
         sums = {
             waiting.rank_of.get(last): int(intersect(when, alone).within(*window)[0])
             for last, when in waiting.by_last.get(device, {}).items()
@@ -132,7 +132,7 @@ def _measure_communication(
     for device in set(windows.device.tolist()):
         mine = np.flatnonzero(windows.device == device)
         here = talks & (trace.work.device == device)
-        sets = (_kernels(attribution, here), waits.on(device), _kernels(attribution, here & ~waits.is_known))
+        sets = (_kernels(attribution, here), waits.waits_of(device), _kernels(attribution, here & ~waits.is_known))
         columns = [stretches.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for stretches in sets]
         for row, talking, waiting, unknown in zip(mine.tolist(), *columns, strict=True):
             known = talking > unknown or not talking

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
+from profkit.analysis.ranks.comparison import RanksResult
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Table
 from profkit.report.units import BYTES, NS, SHARE, TEXT, Unit
 
@@ -22,11 +24,15 @@ _COLUMNS = (
 _EXACT = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "detail")
 
 
-def build_check_document(check: BudgetCheck) -> Document:
-    """Return the verdict on each budget, and under the table each one's detail."""
+def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None) -> Document:
+    """Return the verdict on each budget, and under the table each one's detail.
+
+    ``ranks`` are the ranks that budgets were judged by: which of them is late is said too.
+    """
     table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT, is_wrong=lambda row: not row["held"])
     details = [f"{budget_label(line)}: {_why(line)}" for line in check.lines]
-    return Document("check", check.to_dict(), [table, Lines(details)], table)
+    late = [] if ranks is None else describe_verdict(ranks)[:1]
+    return Document("check", check.to_dict(), [table, Lines([*details, *late])], table)
 
 
 def budget_label(line: BudgetLine) -> str:

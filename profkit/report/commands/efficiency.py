@@ -8,6 +8,7 @@ from typing import Any
 
 from profkit.analysis.efficiency.evidence import MUCH, Evidence, IdleGap, find_host_waits
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
@@ -16,6 +17,7 @@ from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.ranges import tree_name
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shorten, simplify_name
@@ -70,6 +72,7 @@ def build_efficiency_document(
     *,
     totals: bool = False,
     full_names: bool = False,
+    compared: RanksResult | None = None,
 ) -> Document:
     """Return the tree of ranges.
 
@@ -79,6 +82,7 @@ def build_efficiency_document(
         evidence: by path; if given, the numbers behind each verdict are explained.
         totals: show sums over the recorded steps instead of averages.
         full_names: do not shorten kernels' names in explanations.
+        compared: the ranks side by side, for which of them is late.
     """
     steps = None if totals else result.step_count
     rows = [_row(row) for row in result.ranges]
@@ -86,6 +90,8 @@ def build_efficiency_document(
     parts: list[Table | Lines] = [Lines(_head(result), "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(Table(_step_columns(result), _step_rows(result)))
+    if compared is not None:
+        parts.append(Lines(describe_verdict(compared)[:1]))
     parts.append(Lines(_notes(result, steps)))
     data = result.to_dict()
     del data["warnings"]

@@ -1,13 +1,15 @@
-"""The ranks of a distributed run side by side: a table, which of them is slow, and how their times add up."""
+"""The ranks of a distributed run next to each other in `profkit kernels`, and how their times add up."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
-from profkit.analysis.ranks.members import RankRow
 from profkit.report.document import Column, Table
-from profkit.report.units import Unit, count_over, format_share, ns_over
+from profkit.report.units import Unit, count_over, ns_over
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 MOST_COLUMNS = 4
 """Up to this many ranks get a column each in the table of kernels; of more it shows the least, median and most."""
@@ -37,31 +39,14 @@ def rank_table(result: KernelsResult, steps: int | None) -> Table:
     return Table(columns, [{**vars(row), "own_ns": row.own_ns} for row in result.ranks])
 
 
-def rank_head(result: KernelsResult, steps: int | None) -> list[str]:
-    """Return which rank is slow and by which rule, and how the ranks are known if that was a guess."""
-    lines = []
-    if result.rank_evidence is not None and result.rank_evidence.startswith("guessed"):
-        lines.append(f"ranks are {result.rank_evidence}")
-    slowest = _slowest(result)
-    if slowest is None:
-        return lines
-    each = ns_over(steps).show
-    awaited = min(result.ranks, key=lambda row: row.communication_ns)
-    # A collective that waits slows the kernels that run next to it: a rank that lags less than it waits is no
-    # straggler.
-    if slowest.own_ns - awaited.own_ns < slowest.communication_ns - awaited.communication_ns:
-        shortest = each(awaited.communication_ns)
-        lines.append(
-            f"the others wait for rank {awaited.rank}, which spends the least time in communication: {shortest}"
-            " (`profkit ranks` says why)"
-        )
-        return lines
-    least = min(result.ranks, key=lambda row: row.own_ns)
-    more = f"{format_share(slowest.own_ns / least.own_ns - 1)} more" if least.own_ns else "more"
-    lines.append(
-        f"the slowest is rank {slowest.rank}: {each(slowest.own_ns)} computing, {more} than rank {least.rank}"
-        " (time in communication includes waiting for other ranks)"
-    )
+def rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
+    """Return which rank is late, and how the ranks are known if that was a guess."""
+    is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
+    lines = [f"ranks are {result.rank_evidence}"] * is_guess
+    if compared is not None:
+        from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+
+        lines += describe_verdict(compared)[:1]
     return lines
 
 
@@ -78,14 +63,13 @@ def sum_ranks(result: KernelsResult) -> list[str]:
     return [f"Ranks: {result.total_ns:,} ns = {' + '.join(parts)}"]
 
 
-def rank_columns(result: KernelsResult, steps: int | None) -> list[Column]:
-    """Return the columns of the table of kernels that compare ranks."""
+def rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
+    """Return the columns of the table of kernels that compare ranks; ``late`` is the rank that is, if one is."""
     unit = ns_over(steps)
     if len(result.ranks) <= MOST_COLUMNS:
         return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]
-    slowest = _slowest(result)
     some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
-    return some + ([Column(f"rank_{slowest.rank}_ns", f"rank {slowest.rank}", unit)] if slowest is not None else [])
+    return some + ([] if late is None else [Column(f"rank_{late}_ns", f"rank {late}", unit)])
 
 
 def rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
@@ -95,7 +79,3 @@ def rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
     each = row.per_rank_ns
     cells = {f"rank_{rank.rank}_ns": time for rank, time in zip(result.ranks, each, strict=True)}
     return {**cells, "rank_least_ns": min(each), "rank_median_ns": round(median(each)), "rank_most_ns": max(each)}
-
-
-def _slowest(result: KernelsResult) -> RankRow | None:
-    return next((row for row in result.ranks if row.rank == result.slowest_rank), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import KernelSource
@@ -22,6 +22,9 @@ from profkit.report.commands.kernel_ranks import (
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
@@ -44,6 +47,7 @@ def build_kernels_document(
     full_names: bool = False,
     explain: bool = False,
     phases: Mapping[str, Sequence[KernelsResult]] | None = None,
+    compared: RanksResult | None = None,
 ) -> Document:
     """Return the result with its books.
 
@@ -59,23 +63,26 @@ def build_kernels_document(
         full_names: show the names of kernels as they were recorded.
         explain: also show the rule that gave each kernel its category.
         phases: the phases to show first, by the title of their table (`OpenedTrace.phases`).
+        compared: its ranks side by side, for which of them is late.
     """
     rows = sort_rows(result.kernels, sort)
     shown, others = rows[:top], rows[top:] if top is not None else []
     rest = _sum_rows(result, others) if others else None
     steps = None if totals else result.steps
-    table = _kernel_table(result, shown, rest, steps, full_names=full_names, explain=explain)
+    late = None if compared is None else compared.late_rank
+    table = _kernel_table(result, shown, rest, steps, late, full_names=full_names, explain=explain)
     instances = [_instance_table(result)] if result.per_instance is not None else []
     parts: list[Table | Lines] = [
         _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
     ]
-    parts.append(Lines([*_head(result, steps), *rank_head(result, steps)], "head"))
+    parts.append(Lines([*_head(result, steps), *rank_head(result, compared)], "head"))
     parts += [rank_table(result, steps)] if are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
     parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
     parts.append(Lines(_books(result, steps)))
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
+    data["slowest_rank"] = late
     data["rest"] = None if rest is None else asdict(rest)
     del data["warnings"]
     return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
@@ -194,6 +201,7 @@ def _kernel_table(
     rows: Sequence[KernelRow],
     rest: KernelRow | None,
     steps: int | None,
+    late: int | None,
     *,
     full_names: bool,
     explain: bool,
@@ -203,7 +211,7 @@ def _kernel_table(
         Column("share", "share", SHARE),
         Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
-        *(rank_columns(result, steps) if compared else _count_columns(result, steps)),
+        *(rank_columns(result, steps, late) if compared else _count_columns(result, steps)),
     ]
     if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))

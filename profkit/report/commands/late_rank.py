@@ -50,7 +50,7 @@ def describe_ranks(result: RanksResult) -> list[str]:
         "These waits are only as accurate as the machines' clocks: without a profiler, gloo's collectives have the time"
         " of the call alone, and a rank whose clock is ahead looks late"
     )
-    return [f"{step}; waiting in collectives: {waiting}", *_describe_verdict(result), *[clocks] * result.by_clocks]
+    return [f"{step}; waiting in collectives: {waiting}", *describe_verdict(result), *[clocks] * result.by_clocks]
 
 
 def name_culprit(culprit: Culprit) -> str:
@@ -58,7 +58,7 @@ def name_culprit(culprit: Culprit) -> str:
     return f"Rank {culprit.rank} is late: {_CAUSES[culprit.cause]}{_place(culprit)}"
 
 
-def _describe_verdict(result: RanksResult) -> list[str]:
+def describe_verdict(result: RanksResult) -> list[str]:
     """Return who is late, why and what it costs; else the figure that shows that nobody is."""
     verdict = result.verdict
     if verdict.culprit is not None:

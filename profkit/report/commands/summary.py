@@ -36,6 +36,9 @@ _MUCH = 0.05
 _PART = 0.005
 """A part of the time below this share has no place in a line."""
 
+_MOST_RANKS = 8
+"""The line of ranks shows the own time of this many."""
+
 
 def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_run: bool = False) -> Document:
     """Return the lines.
@@ -142,7 +145,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "MODULE", modules
     if summary.memory is not None:
         yield "MEMORY", _memory(summary.memory)
-    if summary.ranks:
+    if summary.ranks or summary.compared is not None:
         yield "RANKS", _ranks(summary)
 
 
@@ -324,24 +327,14 @@ def _holders(modules: Sequence[PartRow]) -> str:
 
 
 def _ranks(summary: Summary) -> str:
-    own = {row.rank: _time(summary.per_step(row.own_ns) * len(summary.ranks)) for row in summary.ranks}
-    text = ", ".join(f"rank {rank} {time}" for rank, time in list(own.items())[:8])
-    text = f"own kernels a step: {text}"
-    if len(own) > 8:
-        text += f", {len(own) - 8} more"
-    # Kernels next to a collective that waits are slower: without the waits nobody can be called slow.
-    is_timed = not any(row.communication_ns and row.waiting_ns is None for row in summary.ranks)
-    if is_timed and summary.slowest_rank is not None and summary.waited_for in (None, summary.slowest_rank):
-        text += f"{_SEPARATOR}slowest is rank {summary.slowest_rank}"
-    if summary.waited_for is not None:
-        waits = [row for row in summary.ranks if row.waiting_ns and row.rank != summary.waited_for]
-        each = ", ".join(
-            f"rank {row.rank} {_time(summary.per_step(row.waiting_ns or 0) * len(summary.ranks))}" for row in waits[:4]
-        )
-        text += f"{_SEPARATOR}the others wait for rank {summary.waited_for}" + (f" ({each} a step)" if each else "")
-    if any(row.communication_ns and row.waiting_ns is None for row in summary.ranks):
-        text += f"{_SEPARATOR}how long they waited for each other: profkit ranks {shlex.quote(summary.run)}"
-    return text
+    own = [f"rank {row.rank} {_time(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
+    more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
+    parts = [f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"] if own else []
+    if summary.compared is not None:
+        from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+
+        parts += describe_verdict(summary.compared)[:1]
+    return _SEPARATOR.join(parts)
 
 
 def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, str]]:

@@ -256,7 +256,7 @@ def _kernel_section(run: Results) -> Section:
     if run.kernels is None or trace is None:
         return Section("kernels", title, command, missing=_WITHOUT_GPU)
     phases = trace.phases()
-    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None)
+    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None, compared=run.ranks)
     content = {"parts": view_parts(document.parts)}
     return Section("kernels", title, command, content, findings=run.kernels.warnings)
 

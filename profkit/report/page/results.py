@@ -17,7 +17,7 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.findings import Finding
-from profkit.joining import compare_opened
+from profkit.joining import explain_peaks
 from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import view_parts, without_folders
@@ -58,7 +58,10 @@ class Results:
     @cached_property
     def ranks(self) -> RanksResult | None:
         """Its ranks side by side; None of a capture of one rank."""
-        return compare_opened(self.capture)
+        result, capture = self.summary.compared, self.capture
+        return (
+            None if result is None else explain_peaks(capture.path if capture.run is None else capture.run.path, result)
+        )
 
     @cached_property
     def device(self) -> DeviceMemory | None:
