@@ -175,17 +175,17 @@ def _read_run(run: Run, rank: int | None) -> Trace:
     from profkit.analysis.ranks.members import explain_no_rank
     from profkit.trace.processes import combine_traces
 
-    found = run.rank_traces
-    if not found:
+    files = run.rank_traces
+    if not files:
         return _read_trace(run.find_trace())
-    if rank is not None and rank not in found:
-        raise UsageError(explain_no_rank(rank, tuple(found)))
-    wanted = {rank: found[rank]} if rank is not None else found
+    if rank is not None and rank not in files:
+        raise UsageError(explain_no_rank(rank, tuple(files)))
+    wanted = {rank: files[rank]} if rank is not None else files
     # One file after the other: while it is parsed, each takes many times the memory of its columns.
     traces = {}
     for number, path in wanted.items():
         try:
-            traces[number] = _of_rank(_read_trace(path), number)
+            traces[number] = _set_rank(_read_trace(path), number)
         except TraceError as error:
             if rank is not None:
                 raise
@@ -198,7 +198,7 @@ def _read_run(run: Run, rank: int | None) -> Trace:
     return combine_traces(list(traces.values()), str(run.path))
 
 
-def _of_rank(trace: Trace, number: int) -> Trace:
+def _set_rank(trace: Trace, number: int) -> Trace:
     """Return the trace with its one process as rank ``number``, which stands in the file's name."""
     return replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
 
@@ -278,13 +278,11 @@ def _is_json(head: bytes) -> bool:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return whether a file begins as a trace of time does, unzipped."""
     head = _unzipped_head(path, len(_SQLITE))
     return head == _SQLITE or _is_json(head)
 
 
 def _is_pickle(path: Path) -> bool:
-    """Return whether a file begins as a pickle does, unzipped."""
     return _unzipped_head(path, 1) == _PICKLE
 
 

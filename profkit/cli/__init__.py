@@ -40,8 +40,6 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """A group that knows each command's name and help without importing it."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 

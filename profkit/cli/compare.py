@@ -57,7 +57,7 @@ def compare(
     refuse_other_measure(old, new)
     if not force or style == "csv":
         disturbances = compare_provenance(old, new).disturbances
-        write_warnings(f"changed: {describe_difference(one)}" for one in disturbances)
+        write_warnings(f"changed: {describe_difference(difference)}" for difference in disturbances)
     with shown_after_a_second("comparing"):
         has_ranks = by is None and name is None and _has_ranks(old) and _has_ranks(new)
         result = compare_captures(old, new, range=name, force=force, may_be_empty=has_ranks)

@@ -59,6 +59,6 @@ def _open(capture: Path, rank: int | None) -> tuple[OpenedTrace | None, dict[int
             return None, {None: open_snapshot(capture, rank=rank)}
         return open_trace(capture, rank=rank), {}
     run = Run(capture)
-    ranks = [one for one in run.snapshots if rank in (None, one)]
+    ranks = [number for number in run.snapshots if rank in (None, number)]
     trace = open_trace(capture, rank=rank) if run.traces or not ranks else None
-    return trace, {one if len(run.snapshots) > 1 else None: open_snapshot(capture, rank=one) for one in ranks}
+    return trace, {number if len(run.snapshots) > 1 else None: open_snapshot(capture, rank=number) for number in ranks}

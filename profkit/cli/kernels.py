@@ -144,5 +144,5 @@ def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
     """Return the phases; in a run of several contexts, each context's."""
     contexts = () if opened.run is None else opened.run.manifest.workload.contexts
     within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
-    found = {title: opened.phases(path) for title, path in within.items()}
-    return {title: results for title, results in found.items() if results} or None
+    phases = {title: opened.phases(path) for title, path in within.items()}
+    return {title: results for title, results in phases.items() if results} or None

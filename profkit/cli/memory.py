@@ -112,11 +112,6 @@ def memory(
 
 
 def _check_timeline(path: Path | None, by: Stacking) -> None:
-    """Refuse a timeline that is neither a page nor a picture.
-
-    Raises:
-        UsageError: the file has another ending, or a picture of single allocations was asked for.
-    """
     if path is not None and path.suffix.lower() not in (".html", ".png"):
         raise UsageError(f"--timeline {path}: name a page FILE.html or a picture FILE.png")
     if path is not None and path.suffix.lower() == ".png" and by in ("allocation", "module"):
@@ -143,11 +138,6 @@ def _capture(path: Path, opened: OpenedSnapshot) -> OpenedCapture:
 
 
 def _refuse_options_of_one_snapshot(context: click.Context) -> None:
-    """Refuse the options that a comparison of two peaks would ignore.
-
-    Raises:
-        UsageError: one was given.
-    """
     for name in _OF_ONE_SNAPSHOT:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
@@ -168,9 +158,8 @@ def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapsh
 
 
 def _show_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
-    """Say which rank is shown if there are several and none was named."""
     if rank is None and path.is_dir():
         ranks = Run(path).snapshots
         if len(ranks) > 1:
-            chosen = next(one for one, file in ranks.items() if str(file) == opened.snapshot.path)
+            chosen = next(number for number, file in ranks.items() if str(file) == opened.snapshot.path)
             click.echo(f"rank {chosen} of {len(ranks)}, the one with the highest peak; --rank for another", err=True)

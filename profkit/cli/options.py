@@ -113,10 +113,10 @@ def complete_ranges(context: click.Context, _: click.Parameter, incomplete: str)
     names = [trace.names[name] for name in trace.ranges.name[trace.ranges.start_ns.argsort(kind="stable")].tolist()]
     members = Counter(kind_of(name) for name in dict.fromkeys(names))
     kinds = [kind for kind, count in members.items() if count > 1]  # as in the tree: a single conv2 is no conv*
-    found = [name for name in dict.fromkeys([*kinds, *names]) if name.startswith(incomplete) and name.isprintable()]
+    offered = [name for name in dict.fromkeys([*kinds, *names]) if name.startswith(incomplete) and name.isprintable()]
     # Other shells escape what they insert.
     is_bash = os.environ.get("_PROFKIT_COMPLETE", "").startswith("bash")
-    return [_SPECIAL_IN_BASH.sub(r"\\\1", name) for name in found] if is_bash else found
+    return [_SPECIAL_IN_BASH.sub(r"\\\1", name) for name in offered] if is_bash else offered
 
 
 def parse_bytes(text: str) -> int:

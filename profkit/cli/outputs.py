@@ -96,7 +96,7 @@ def print_document(document: Document, style: Format, output: Path | None, *, fu
     text = render(document, style, full_names=full_names, with_warnings=output is not None, paint=paint)
     # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
     shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings
-    write_warnings(one.message for one in shown)
+    write_warnings(finding.message for finding in shown)
     if paint is _colour:
         print(text)  # every name in it is visible already, and the colours must stay
     else:
@@ -172,8 +172,8 @@ def quote_path(path: Path) -> str:
     text = str(path)
     if not text.isprintable():  # a control character, or what is not UTF-8
         escaped = "".join(
-            chr(one) if chr(one).isascii() and (chr(one).isalnum() or one in b"/._-") else f"\\x{one:02x}"
-            for one in os.fsencode(text)
+            chr(byte) if chr(byte).isascii() and (chr(byte).isalnum() or byte in b"/._-") else f"\\x{byte:02x}"
+            for byte in os.fsencode(text)
         )
         return f"$'{escaped}'"
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
@@ -202,8 +202,8 @@ def _files_of(capture: Path) -> list[Path]:
     return [capture, *(Run(folder).files if (folder / MANIFEST).exists() else [])]
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same(path: Path, other: Path) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
-        return one.resolve() == other.resolve()
+        return path.resolve() == other.resolve()

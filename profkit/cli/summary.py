@@ -30,6 +30,6 @@ def summary(capture: Path, style: Format, output: Path | None, full_names: bool)
     refuse_overwriting([capture], [output])
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
-        found = summarize_capture(open_capture(capture))
-        document = build_summary_document(found, find_advice(found))
+        result = summarize_capture(open_capture(capture))
+        document = build_summary_document(result, find_advice(result))
     print_document(document, style, output, full_names=full_names)

@@ -137,15 +137,15 @@ class Document:
     @property
     def failures(self) -> list[Finding]:
         """Return why the result must not be trusted as a whole."""
-        return [one for one in (*(self.self_check or ()), *self.findings) if one.verdict == "failed"]
+        return [finding for finding in (*(self.self_check or ()), *self.findings) if finding.verdict == "failed"]
 
     @property
     def warnings(self) -> list[Finding]:
         """Return what else a reader must know, each thing once, unless the parts say it."""
         if self.has_warnings:
             return []
-        found = [one for one in (*self.findings, *(self.self_check or ())) if one.verdict == "warning"]
-        return list({one.message: one for one in found}.values())
+        warnings = [finding for finding in (*self.findings, *(self.self_check or ())) if finding.verdict == "warning"]
+        return list({finding.message: finding for finding in warnings}.values())
 
 
 def render(
@@ -190,18 +190,20 @@ def without_formulas(table: Table) -> Table:
 
 def _to_json(document: Document, full_names: bool) -> dict[str, Any]:
     head = {"schema": SCHEMA, "profkit": __version__, "command": document.command}
-    warnings = [{"code": one.code, "message": one.message, "verdict": one.verdict} for one in document.findings]
+    warnings = [
+        {"code": finding.code, "message": finding.message, "verdict": finding.verdict} for finding in document.findings
+    ]
     body = document.data if full_names else {key: _shown(key, value) for key, value in document.data.items()}
     data = {**head, **body, "warnings": warnings}
     if document.self_check is None:
         return data
     data["warnings"] = warnings + [
-        {"code": f"self-check-{one.code}", "message": one.message, "verdict": one.verdict}
-        for one in document.self_check
-        if one.verdict != "note"
+        {"code": f"self-check-{finding.code}", "message": finding.message, "verdict": finding.verdict}
+        for finding in document.self_check
+        if finding.verdict != "note"
     ]
-    passed = all(one.verdict != "failed" for one in document.self_check)
-    return {**data, "self_check": {"passed": passed, "findings": [vars(one) for one in document.self_check]}}
+    passed = all(finding.verdict != "failed" for finding in document.self_check)
+    return {**data, "self_check": {"passed": passed, "findings": [vars(finding) for finding in document.self_check]}}
 
 
 def _shown(key: str, value: Any) -> Any:
@@ -214,7 +216,7 @@ def _shown(key: str, value: Any) -> Any:
 
 def _failure_lines(document: Document) -> list[str]:
     failures = document.failures
-    return [UNTRUSTED, *(f"  ✗ {make_visible(one.message)}" for one in failures)] if failures else []
+    return [UNTRUSTED, *(f"  ✗ {make_visible(finding.message)}" for finding in failures)] if failures else []
 
 
 def _render_screen(document: Document, full_names: bool, with_warnings: bool, paint: Paint) -> str:
@@ -229,7 +231,7 @@ def _render_screen(document: Document, full_names: bool, with_warnings: bool, pa
             title, indent = ([_painted(_wrap(part.title, width), "title", paint)], "  ") if part.title else ([], "")
             blocks.append("\n".join([*title, *(_wrap(indent + line, width) for line in part.lines)]))
     if with_warnings:
-        blocks.append("\n".join(_wrap(f"warning: {one.message}", width) for one in document.warnings))
+        blocks.append("\n".join(_wrap(f"warning: {finding.message}", width) for finding in document.warnings))
     return "\n\n".join(filter(None, blocks))
 
 
@@ -281,7 +283,7 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH, 
     ]
     headings = [shorten(column.heading, width) for column, width in zip(columns, widths, strict=True)]
     lines = [paint(_line(headings, widths, columns).rstrip(), "heading")]
-    lines += [paint("  ".join("─" * one for one in widths), "rule")]
+    lines += [paint("  ".join("─" * size for size in widths), "rule")]
     for at, row in enumerate(zip(*fitted, strict=True)):
         is_wrong = table.is_wrong is not None and at < len(table.rows) and table.is_wrong(table.rows[at])
         line = _line(row, widths, columns).rstrip()
@@ -332,7 +334,7 @@ def _render_markdown(document: Document) -> str:
         rule = "|" + "|".join("---:" if column.unit.right else "---" for column in part.columns) + "|"
         rows = ["| " + " | ".join(map(escape_markdown, cells)) + " |" for cells in _cells(part)]
         blocks.append(title + "\n".join([head, rule, *rows]))
-    blocks.append("\n".join(f"- warning: {escape_markdown(one.message)}" for one in document.warnings))
+    blocks.append("\n".join(f"- warning: {escape_markdown(finding.message)}" for finding in document.warnings))
     return "\n\n".join(filter(None, blocks))
 
 
@@ -356,5 +358,5 @@ def _render_latex(document: Document) -> str:
         rows = [" & ".join(map(escape_latex, cells)) + r" \\" for cells in _cells(part)]
         lines += [rf"\begin{{tabular}}{{{spec}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
         lines += [r"\end{tabular}", ""]
-    lines += [f"% warning: {make_visible(one.message)}" for one in document.warnings]
+    lines += [f"% warning: {make_visible(finding.message)}" for finding in document.warnings]
     return "\n".join(lines).rstrip("\n")

@@ -203,7 +203,7 @@ def simplify_name(name: str) -> str:
 
 def _first_difference(texts: set[str]) -> int:
     first, last = min(texts), max(texts)
-    return next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    return next((at for at, (left, right) in enumerate(zip(first, last, strict=False)) if left != right), len(first))
 
 
 def _shorten_around(text: str, at: int, width: int) -> str:
@@ -217,7 +217,6 @@ def _shorten_around(text: str, at: int, width: int) -> str:
 
 
 def _without_arguments(name: str) -> str:
-    """Return a name without the argument list at its end."""
     if not name.endswith(")"):
         return name
     depth = 0

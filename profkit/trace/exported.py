@@ -52,7 +52,9 @@ def read_exported(header: dict[str, Any]) -> Exported | None:
     ranks = said.get("ranks")
     pairs = ranks.items() if isinstance(ranks, dict) else ()
     known = {parse_integer(pid): parse_integer(rank) for pid, rank in pairs}
-    diagnostics = [one for one in _list(said, "diagnostics") if isinstance(one, list) and len(one) == 3]
+    diagnostics = [
+        diagnostic for diagnostic in _list(said, "diagnostics") if isinstance(diagnostic, list) and len(diagnostic) == 3
+    ]
     return Exported(
         product=f"{said.get('source')}, exported by profkit {said.get('version')}",
         measure="gpu-kernel" if said["measure"] == "gpu-kernel" else "cpu-operator",
@@ -88,8 +90,8 @@ def complete_ranges(ranges: Ranges, rows: HostRows, reading: Reading) -> Ranges:
 
 
 def _list(said: dict[str, Any], key: str) -> list[Any]:
-    found = said.get(key)
-    return found if isinstance(found, list) else []
+    items = said.get(key)
+    return items if isinstance(items, list) else []
 
 
 def _number(value: object) -> int | float | None:

@@ -83,7 +83,10 @@ def _header(opened: OpenedTrace, layout: Layout) -> Row:
         "measure": trace.measure,
         "has_kernel_table": trace.has_kernel_table,
         "ranks": {str(layout.pids[process]): number for number, process in known if process in layout.pids},
-        "diagnostics": [[one.severity, clean_text(one.text, None)[0], one.silent_pid] for one in trace.diagnostics],
+        "diagnostics": [
+            [diagnostic.severity, clean_text(diagnostic.text, None)[0], diagnostic.silent_pid]
+            for diagnostic in trace.diagnostics
+        ],
         "notes": [clean_text(note, None)[0] for note in trace.notes],
     }
     return {
@@ -103,8 +106,6 @@ def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[Me
 
 
 class _TimeRows:
-    """The rows of one trace of time, each a line of JSON."""
-
     def __init__(self, opened: OpenedTrace, layout: Layout, free: Iterator[int]) -> None:
         self._attribution, self._layout = opened.attribution, layout
         self._trace = trace = opened.trace
@@ -238,7 +239,6 @@ class _TimeRows:
         return of_row, names
 
     def _placed(self, placed: PlacedRows) -> list[str]:
-        """Return for each row the arguments that name its innermost range and say how that is known."""
         words = {verdict: f', "placed": {json.dumps(text)}' for verdict, text in EVIDENCE.items()}
 
         @cache
@@ -252,8 +252,8 @@ class _TimeRows:
             tid = next(self._free_tids)
             pid = self._layout.pids[idle.process]
             yield _metadata("thread_name", pid, tid, f"GPU {idle.device} idle, by cause")
-            for cause, some in idle.causes:
-                for start, end in _columns(some, "start_ns", "end_ns"):
+            for cause, stretches in idle.causes:
+                for start, end in _columns(stretches, "start_ns", "end_ns"):
                     yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
 
     def _launched_by(self, call: int, later_ns: int) -> str:
@@ -261,7 +261,6 @@ class _TimeRows:
         return f', "correlation": {self._correlation[call]}{node}' if call >= 0 else ""
 
     def _flow(self, call: int, where: str, start_ns: int) -> Iterator[str]:
-        """Return the arrow from a launch to what it launched."""
         if call >= 0:
             flow, calls = next(self._flows), self._trace.calls
             yield self._flow_end("s", "ac2g", flow, self._thread[int(calls.thread[call])], int(calls.start_ns[call]))
@@ -328,7 +327,6 @@ def _later(rows: Work | Copies) -> list[int]:
 
 
 def _columns(table: object, *names: str) -> Iterator[tuple[Any, ...]]:
-    """Return the rows of some columns of a table."""
     return zip(*(getattr(table, name).tolist() for name in names), strict=True)
 
 

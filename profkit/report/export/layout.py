@@ -61,9 +61,9 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
     )
     for process, thread in tables:
         known, first = np.unique(thread, return_index=True)
-        for one, row in zip(known.tolist(), first.tolist(), strict=True):
-            if one != NO_LAUNCH:
-                owners.setdefault(one, int(process[row]))
+        for number, row in zip(known.tolist(), first.tolist(), strict=True):
+            if number != NO_LAUNCH:
+                owners.setdefault(number, int(process[row]))
     processes = {*owners.values(), *distinct_values(trace.work.process).tolist()}
     processes |= set(distinct_values(trace.copies.process).tolist())
     pids = _numbered({process: trace.process_ids.get(process, 1) for process in sorted(processes)}, set())
@@ -91,18 +91,18 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
 
 def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
     """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
-    used, found = set(taken), dict[int, int]()
+    used, numbers = set(taken), dict[int, int]()
     free = max((number for number in (*wanted.values(), *taken) if number <= _LARGEST_ID), default=0) + 1
     for key, number in wanted.items():
-        found[key] = number if 0 < number <= _LARGEST_ID and number not in used else free
-        free += found[key] == free
-        used.add(found[key])
-    return found
+        numbers[key] = number if 0 < number <= _LARGEST_ID and number not in used else free
+        free += numbers[key] == free
+        used.add(numbers[key])
+    return numbers
 
 
 def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
     """Return the row in ``trace.calls`` that launched each row, or -1."""
-    calls, found = trace.calls, np.full(len(rows), -1, dtype=np.int64)
+    calls, launching = trace.calls, np.full(len(rows), -1, dtype=np.int64)
     calls_of = rows_by_value(calls.thread)
     for thread, mine in rows_by_value(rows.launch_thread).items():
         # Calls are sorted by start. Of two that begin together, the first recorded is the outer one, whose time it is.
@@ -110,8 +110,8 @@ def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
         at = np.searchsorted(calls.start_ns[theirs], rows.launch_ns[mine], side="left")
         inside = at < len(theirs)
         inside[inside] = calls.start_ns[theirs[at[inside]]] == rows.launch_ns[mine[inside]]
-        found[mine[inside]] = theirs[at[inside]]
-    return found
+        launching[mine[inside]] = theirs[at[inside]]
+    return launching
 
 
 def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
@@ -142,7 +142,7 @@ def find_idle_time(trace: Trace) -> list[IdleTime]:
     """Return each GPU's idle time in disjoint stretches, which sum to all of it between its first and last work."""
     if trace.measure != "gpu-kernel":
         return []
-    found = []
+    idle = []
     for device, time in build_gpu_times(trace).items():
         whole = Stretches(time.starts_ns[:1], time.reach_ns[-1:])
         causes = (
@@ -152,8 +152,8 @@ def find_idle_time(trace: Trace) -> list[IdleTime]:
         )
         users = np.concatenate([table.process[table.device == device] for table in (trace.work, trace.copies)])
         names, counts = np.unique(users, return_counts=True)
-        found.append(IdleTime(device, int(names[counts.argmax()]), causes))
-    return found
+        idle.append(IdleTime(device, int(names[counts.argmax()]), causes))
+    return idle
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,9 +185,9 @@ def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTr
     The ranks of one machine share a clock, so their tracks begin at the first event of all. A history without times
     has an event every microsecond, and its name says so.
     """
-    devices = [memory.device for one in snapshots.values() for memory in one.devices.values()]
+    devices = [memory.device for snapshot in snapshots.values() for memory in snapshot.devices.values()]
     first_us = min((device.zero_us for device in devices if device.events.has_times), default=0)
-    found = []
+    tracks = []
     for rank, snapshot in snapshots.items():
         counters: list[Counter] = []
         spans = snapshot.device().timeline
@@ -195,15 +195,15 @@ def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTr
             bins = bin_history(memory)
             zero_us = memory.device.zero_us - first_us if bins.has_times else 0
             times = (bins.times_us + zero_us) * 1000
-            named = [("allocated", bins.allocated), *((one.name, one.bytes) for one in bins.by_category)]
+            named = [("allocated", bins.allocated), *((category.name, category.bytes) for category in bins.by_category)]
             counters += [Counter(f"GPU {index} {name}", times, values) for name, values in named]
             counters.append(_reserved(f"GPU {index} reserved", bins.moments, times, memory.history.curves.reserved))
         label = "memory" if rank is None else f"rank {rank} memory"
         if not any(memory.device.events.has_times for memory in snapshot.devices.values()):
             label += ", no times recorded: an event every µs"
         peaks = {index: memory.history.allocated_peak_bytes for index, memory in snapshot.devices.items()}
-        found.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
-    return found
+        tracks.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
+    return tracks
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,9 @@ def place_memory(
     Perfetto, so no thread of the export may have one of them.
     """
     if layout is None:
-        return [(one, MemoryProcess(next(free), one.label, 0)) for one in memory]
+        return [(tracks, MemoryProcess(next(free), tracks.label, 0)) for tracks in memory]
     begin_ns = layout.end_ns + _GAP_NS
-    return [(one, MemoryProcess(next(free), f"{one.label} ({_ANOTHER_PROCESS})", begin_ns)) for one in memory]
+    return [(tracks, MemoryProcess(next(free), f"{tracks.label} ({_ANOTHER_PROCESS})", begin_ns)) for tracks in memory]
 
 
 def count_free_ids(layout: Layout | None) -> Iterator[int]:

@@ -152,7 +152,6 @@ def _add_source(table: Table, result: MemoryResult, folder: Path | None) -> Tabl
 
 
 def _find_source(stack: tuple[str, ...], folder: Path) -> str:
-    """Return the source line of the innermost frame if its file lies in the folder, else nothing."""
     match = _FRAME.match(stack[0]) if stack else None
     if match is None:
         return ""
@@ -171,7 +170,7 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
     texts = Interned()
     groups = {"category": bins.by_category, "module": bins.by_module, "stack": bins.by_stack}
     unit = _common_unit(
-        [bins.allocated, bins.lowest, bins.reserved, *(one.bytes for some in groups.values() for one in some)]
+        [bins.allocated, bins.lowest, bins.reserved, *(series.bytes for group in groups.values() for series in group)]
     )
     frames: dict[tuple[str, ...], int] = {}
     return {
@@ -185,7 +184,9 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
         "allocated": _deltas(bins.allocated, unit),
         "lowest": _deltas(bins.lowest, unit),
         "reserved": _deltas(bins.reserved, unit),
-        "series": {key: [_series(one, unit, texts, frames) for one in some] for key, some in groups.items() if some},
+        "series": {
+            key: [_series(part, unit, texts, frames) for part in group] for key, group in groups.items() if group
+        },
         "phases": _phases(memory, texts),
         "shapes": _shapes(bins.shapes, texts, frames),
         "stacks": [[texts.number(frame) for frame in stack[:_FRAMES_KEPT]] for stack in frames],
@@ -201,36 +202,35 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
     }
 
 
-def _series(one: Series, unit: int, texts: Interned, frames: dict[tuple[str, ...], int]) -> dict[str, Any]:
+def _series(series: Series, unit: int, texts: Interned, frames: dict[tuple[str, ...], int]) -> dict[str, Any]:
     return {
-        "name": texts.number(one.name),
-        "values": _deltas(one.bytes, unit),
-        "stack": frames.setdefault(one.stack, len(frames)),
-        "stack_count": one.stack_count,
+        "name": texts.number(series.name),
+        "values": _deltas(series.bytes, unit),
+        "stack": frames.setdefault(series.stack, len(frames)),
+        "stack_count": series.stack_count,
     }
 
 
 def _shapes(shapes: tuple[Shape, ...], texts: Interned, frames: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """Return the allocations as columns; each has the number of its own stack."""
-    columns: dict[str, Any] = {name: [getattr(one, name) for one in shapes] for name in _SHAPE_NUMBERS}
+    columns: dict[str, Any] = {name: [getattr(shape, name) for shape in shapes] for name in _SHAPE_NUMBERS}
     for name in _SHAPE_TEXTS:
-        columns[name] = [-1 if getattr(one, name) is None else texts.number(getattr(one, name)) for one in shapes]
-    columns["evidence"] = [texts.number(EVIDENCE_WORDS[one.evidence]) for one in shapes]
-    columns["stack"] = [frames.setdefault(one.stack, len(frames)) for one in shapes]
+        columns[name] = [-1 if getattr(shape, name) is None else texts.number(getattr(shape, name)) for shape in shapes]
+    columns["evidence"] = [texts.number(EVIDENCE_WORDS[shape.evidence]) for shape in shapes]
+    columns["stack"] = [frames.setdefault(shape.stack, len(frames)) for shape in shapes]
     return columns
 
 
 def _phases(memory: DeviceMemory, texts: Interned) -> list[dict[str, int]]:
     """Return the phases by time and by moment; if there are very many, only the longest."""
     timeline = memory.timeline
-    longest = sorted(timeline.phases, key=lambda one: one.start_us - one.end_us)[:_MAX_PHASES]
-    found = []
-    for phase in sorted(longest, key=lambda one: one.start_us):
+    longest = sorted(timeline.phases, key=lambda phase: phase.start_us - phase.end_us)[:_MAX_PHASES]
+    spans = []
+    for phase in sorted(longest, key=lambda phase: phase.start_us):
         first, last = timeline.moments_of(phase)
         start = memory.device.zero_us
         times = {"start_us": phase.start_us - start, "end_us": phase.end_us - start}
-        found.append({"name": texts.number(phase.name), "first": first, "last": last, **times})
-    return found
+        spans.append({"name": texts.number(phase.name), "first": first, "last": last, **times})
+    return spans
 
 
 def _picture(bins: Bins) -> dict[str, Any]:
@@ -242,16 +242,16 @@ def _picture(bins: Bins) -> dict[str, Any]:
     top = max(int(bins.reserved.max()), 1)
     below = np.zeros(len(picked), dtype=np.int64)
     layers: list[dict[str, Any]] = []
-    for one in bins.by_category:
-        above = below + one.bytes[picked]
-        if one.bytes.any():
+    for category in bins.by_category:
+        above = below + category.bytes[picked]
+        if category.bytes.any():
             layers.append(
                 {
-                    "name": one.name,
-                    "colour": CATEGORY_COLOURS[one.name],
+                    "name": category.name,
+                    "colour": CATEGORY_COLOURS[category.name],
                     "path": _path(x, 300 - 300 * above / top, 300 - 300 * below / top),
-                    "at_peak": int(one.bytes[bins.peak]),
-                    "shown": format_bytes(int(one.bytes[bins.peak])),
+                    "at_peak": int(category.bytes[bins.peak]),
+                    "shown": format_bytes(int(category.bytes[bins.peak])),
                 }
             )
         below = above
@@ -261,12 +261,11 @@ def _picture(bins: Bins) -> dict[str, Any]:
         "reserved": _line(x, 300 - 300 * bins.reserved[picked] / top),
         "peak_x": round(float(x[peak_at]), 1),
         "top": format_bytes(top),
-        "label": ", ".join(f"{make_visible(one['name'])} {one['shown']}" for one in layers),
+        "label": ", ".join(f"{make_visible(layer['name'])} {layer['shown']}" for layer in layers),
     }
 
 
 def _path(x: Any, upper: Any, lower: Any) -> str:
-    """Return the outline of an area that steps from sample to sample."""
     return f"M{_line(x, upper)[1:]}L{_line(x[::-1], lower[::-1])[1:]}Z"
 
 
@@ -280,8 +279,8 @@ def _common_unit(columns: list[Ints]) -> int:
 
 
 def _deltas(values: Ints, unit: int) -> list[int]:
-    found: list[int] = np.diff(values // unit, prepend=0).tolist()
-    return found
+    deltas: list[int] = np.diff(values // unit, prepend=0).tolist()
+    return deltas
 
 
 def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]:
@@ -290,12 +289,12 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
     A segment of both moments stands in one row. Widths are per cent of the largest segment.
     """
     layouts = [lay_out(memory.history, result.composition.moment), lay_out_end(memory.history)]
-    known = [one for one in layouts if one is not None]
+    known = [layout for layout in layouts if layout is not None]
     sizes: dict[int, int] = {}
     for layout in known:
         for address, size in zip(layout.segment_address.tolist(), layout.segment_bytes.tolist(), strict=True):
             sizes[address] = max(size, sizes.get(address, 0))
-    drawn = dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))[:_MOST_SEGMENTS])
+    drawn = dict(sorted(sizes.items(), key=lambda place: (-place[1], place[0]))[:_MOST_SEGMENTS])
     moments = (result.composition.moment, memory.history.replay.event_count)
     sides = [_draw(memory, layout, moment, drawn) for layout, moment in zip(layouts, moments, strict=True)]
     kinds = {bar["kind"] for side in sides for view in side.values() for bar in view["blocks"]}
@@ -327,7 +326,7 @@ def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[
     def name_of(row: int) -> str:
         return memory.owner_of(row, moment) or memory.stack_of(row, moment).label
 
-    found, longest = {}, max(sizes.values(), default=1)
+    segments, longest = {}, max(sizes.values(), default=1)
     number_at = {address: number for number, address in enumerate(layout.segment_address.tolist())}
     for address in sizes:
         if address not in number_at:
@@ -339,16 +338,19 @@ def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[
         blocks = zip(
             (layout.address[mine] - address).tolist(),
             layout.size_bytes[mine].tolist(),
-            [_kind(memory, *one) for one in zip(layout.state[mine].tolist(), layout.row[mine].tolist(), strict=True)],
+            [
+                _kind(memory, *block)
+                for block in zip(layout.state[mine].tolist(), layout.row[mine].tolist(), strict=True)
+            ],
             layout.row[mine].tolist(),
             strict=True,
         )
-        found[address] = {
+        segments[address] = {
             "label": f"{format_bytes(size)}, {unused} unused",
             "width": round(100 * size / longest, 2),
             "blocks": merge_blocks(blocks, longest, name_of),
         }
-    return found
+    return segments
 
 
 def _kind(memory: DeviceMemory, state: int, row: int) -> str:
@@ -370,7 +372,7 @@ def merge_blocks(blocks: Iterable[Block], longest: int, name_of: Callable[[int],
         else:
             bars.append([block])
             column = int(block[0] / unit)
-    return [_bar(some, longest, name_of) for some in bars]
+    return [_bar(merged, longest, name_of) for merged in bars]
 
 
 def _bar(blocks: list[Block], longest: int, name_of: Callable[[int], str]) -> dict[str, Any]:
@@ -390,18 +392,18 @@ def _bar(blocks: list[Block], longest: int, name_of: Callable[[int], str]) -> di
 
 def _table(memory: DeviceMemory, result: MemoryResult, layouts: list[Layout | None]) -> Table:
     """Return what PyTorch held at both moments: the first row is the sum of the next three."""
-    some, blocks = result.fragmentation, memory.device.blocks
+    unused, blocks = result.fragmentation, memory.device.blocks
     used = blocks.state == ALLOCATED
     at, end = ({} if layout is None else _sums(layout) for layout in layouts)
     # What the snapshot says of its own blocks holds even where they do not fit together.
-    at = {"held": some.reserved_bytes, "allocated": some.allocated_bytes, "unused": some.free_bytes, **at}
-    at["padding"] = some.padding_bytes
+    at = {"held": unused.reserved_bytes, "allocated": unused.allocated_bytes, "unused": unused.free_bytes, **at}
+    at["padding"] = unused.padding_bytes
     totals = result.totals
     end = {
         "held": totals.reserved_end_bytes,
         "allocated": totals.allocated_end_bytes,
-        "unused": some.end_free_bytes,
-        "largest": some.end_largest_free_bytes,
+        "unused": unused.end_free_bytes,
+        "largest": unused.end_largest_free_bytes,
         "padding": int((blocks.size_bytes - blocks.requested_bytes)[used].sum()),
         **end,
     }

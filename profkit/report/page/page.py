@@ -107,7 +107,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     before = None if against is None else Results(against)
     ten_lines = build_summary_document(run.summary, find_advice(run.summary))
     compared = [] if before is None else [_comparison_section(before, run)]
-    headline = "".join(one.content["headline"] for one in compared)
+    headline = "".join(section.content["headline"] for section in compared)
     sections = [
         Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(ten_lines, run.name, headline)),
         _step_section(run),
@@ -125,7 +125,6 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
 
 
 def _render_sections(title: str, run: Results, sections: Sequence[Section]) -> str:
-    """Return a page of some sections, with the head of what was run."""
     page: str = (
         _environment()
         .get_template("page.html")
@@ -274,7 +273,6 @@ def _trust_section(run: Results) -> Section:
 
 
 def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
-    """Return the options that name the rank, of a run of several, and the device."""
     ranks = {} if capture.run is None else capture.run.snapshots
     rank = next((number for number, file in ranks.items() if str(file) == result.snapshot), None)
     named = "" if rank is None or len(ranks) < 2 else f" --rank {rank}"
@@ -303,5 +301,4 @@ def _read(name: str) -> str:
 
 
 def _asset(name: str) -> Markup:
-    """Return a style or a script of the page as it is."""
     return Markup(_read(name).strip())

@@ -102,8 +102,10 @@ def compare_runs(before: OpenedCapture, after: OpenedCapture) -> tuple[CaptureCo
     """
     result = compare_captures(before, after, force=True)
     cautions = [
-        Finding("provenance", f"compared with another {describe_difference(one)}: this may change times by itself")
-        for one in result.provenance.disturbances
+        Finding(
+            "provenance", f"compared with another {describe_difference(difference)}: this may change times by itself"
+        )
+        for difference in result.provenance.disturbances
     ]
     return result, [*cautions, *result.warnings]
 
@@ -119,7 +121,6 @@ def build_comparison(result: CaptureComparison) -> dict[str, Any]:
 
 
 def _with_percent(table: Table) -> Table:
-    """Return a table of changes with a column that says what part of the value before each is."""
     keys = [column.key for column in table.columns]
     pairs = {"change_ns": "before_ns", "change_bytes": "before_bytes"}
     change = next((key for key in pairs if key in keys and pairs[key] in keys), None)

@@ -47,7 +47,6 @@ def find_missing(results: Results) -> Iterator[tuple[str, str]]:
 
 
 def _verdict_line(check: SelfCheck) -> str:
-    """Return the verdict in one line."""
     failed, warned = len(check.of("failed")), len(check.of("warning"))
     if failed:
         return f"self-check FAILED ({format_count(failed, 'check')})"
@@ -55,7 +54,6 @@ def _verdict_line(check: SelfCheck) -> str:
 
 
 def _compilations(known: RunCompilations) -> Table:
-    """Return what torch.compile did in recorded steps, and each line that breaks a graph or was not compiled."""
     columns = (
         Column("when", "when", TEXT),
         Column("what", "what", TEXT),
@@ -65,22 +63,24 @@ def _compilations(known: RunCompilations) -> Table:
     )
     rows: list[Row] = []
     for step in known.steps:
-        for what, some in (("compiled again", step.again), ("compiled", step.first_time)):
+        for what, compiled in (("compiled again", step.again), ("compiled", step.first_time)):
             rows += [
-                _compilation(f"step {step.step}", what, one.line or "a backward pass", one.reason, one.duration_ns)
-                for one in some
-                if one.what != "at run time"
+                _compilation(
+                    f"step {step.step}", what, graph.line or "a backward pass", graph.reason, graph.duration_ns
+                )
+                for graph in compiled
+                if graph.what != "at run time"
             ]
     for place in known.breaks:
         when = "recorded steps too" if place.in_recorded_steps else "before them"
         rows.append(
             _compilation(when, "graph break", place.line, place.hint or place.explanation or place.reason, None)
         )
-    for one in known.not_compiled:
-        rows.append(_compilation("", "not compiled", one.line or one.failed_line or "", one.failure, None))
-    for one in known.without_graphs:
+    for graph in known.not_compiled:
+        rows.append(_compilation("", "not compiled", graph.line or graph.failed_line or "", graph.failure, None))
+    for graph in known.without_graphs:
         rows.append(
-            _compilation("", "without CUDA graphs", one.line or "a backward pass", one.cudagraphs_skipped, None)
+            _compilation("", "without CUDA graphs", graph.line or "a backward pass", graph.cudagraphs_skipped, None)
         )
     return Table(columns, rows)
 

@@ -153,7 +153,6 @@ def _label(result: KernelsResult, row: KernelRow) -> str:
 
 
 def _title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> list[str]:
-    """Return which run and GPUs, then what the bars are of."""
     name = opened.run.path.name if opened.run is not None else Path(result.trace).name
     counted = f"{subject(result)}: {count_line(result, steps)}, {ns_over(steps).show(result.total_ns)}"
     work, known = opened.trace.work, opened.trace.gpus
@@ -163,7 +162,6 @@ def _title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> lis
 
 
 def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
-    """Say which colour is which category, where there are several."""
     categories = {bar.category for bar in bars}
     present = [category for category in _COLOURS if category in categories]
     if len(present) < 2:

@@ -108,7 +108,6 @@ def _legend_label(name: str) -> str:
 
 
 def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
-    """Shade each phase over the whole height and name it above the plot where there is room."""
     timeline = memory.timeline
     if not timeline.phases:
         return

@@ -30,7 +30,7 @@ def _draw(figure: Figure, axes: Axes, result: RanksResult) -> None:
     axes.spines[:].set_visible(True)
     waits = result.waits_ns / max(result.step_count, 1) / 1e6
     picture = axes.imshow(waits, cmap="Reds", vmin=0.0, interpolation="nearest")
-    numbers = [one.rank for one in result.ranks]
+    numbers = [rank.rank for rank in result.ranks]
     every = max(1, -(-len(numbers) // 16))
     where = list(range(0, len(numbers), every))
     axes.set_xticks(where, [str(numbers[at]) for at in where])

@@ -40,11 +40,11 @@ def _draw(axes: Axes, result: WhatIf) -> None:
     x = _shares(today)
     axes.fill_between(x, today.allocated / _GIB, color=_TODAY, linewidth=0, label=_label(today, "today"))
     axes.plot(x, today.reserved / _GIB, color=_INK, linewidth=0.8, linestyle="--")
-    for one, colour in zip([one for one in others if one.case in shown], _COLOURS, strict=False):
-        x = _shares(one)
-        axes.plot(x, one.allocated / _GIB, color=colour, linewidth=1.1, label=_label(one, name_case(one.case)))
-        axes.plot(x, one.reserved / _GIB, color=colour, linewidth=0.8, linestyle="--")
-    highest = max(int(one.reserved.max()) for one in result.curves)
+    for curve, colour in zip([curve for curve in others if curve.case in shown], _COLOURS, strict=False):
+        x = _shares(curve)
+        axes.plot(x, curve.allocated / _GIB, color=colour, linewidth=1.1, label=_label(curve, name_case(curve.case)))
+        axes.plot(x, curve.reserved / _GIB, color=colour, linewidth=0.8, linestyle="--")
+    highest = max(int(curve.reserved.max()) for curve in result.curves)
     if result.capacity_bytes is not None and result.capacity_bytes < 2 * highest:
         axes.axhline(result.capacity_bytes / _GIB, color=_INK, linewidth=0.8, linestyle=":", label="capacity")
     axes.set_xlim(0, 100)
@@ -56,10 +56,10 @@ def _draw(axes: Axes, result: WhatIf) -> None:
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
 
 
-def _shares(one: CaseCurve) -> Floats:
-    return np.linspace(0, 100, len(one.allocated))
+def _shares(curve: CaseCurve) -> Floats:
+    return np.linspace(0, 100, len(curve.allocated))
 
 
-def _label(one: CaseCurve, name: str) -> str:
-    allocated, reserved = int(one.allocated.max()), int(one.reserved.max())
+def _label(curve: CaseCurve, name: str) -> str:
+    allocated, reserved = int(curve.allocated.max()), int(curve.reserved.max())
     return make_visible(f"{name}: {format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved")
