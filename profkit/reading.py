@@ -71,7 +71,7 @@ def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_
         trace = _read_run(run, rank)
         known, rank_of_pid = know_run(run.manifest), run.manifest.rank_of_pid
     else:
-        trace, known, rank_of_pid = _read_trace(path), UNKNOWN_RUN, {}
+        trace, known, rank_of_pid = read_trace_file(path), UNKNOWN_RUN, {}
     trace = nest_compiled_launches(place_graph_nodes(trace, () if run is None else run.captured_graphs))
     if run is not None:
         trace = name_compiled_kernels(trace, run)
@@ -177,7 +177,7 @@ def _read_run(run: Run, rank: int | None) -> Trace:
 
     files = run.rank_traces
     if not files:
-        return _read_trace(run.find_trace())
+        return read_trace_file(run.find_trace())
     if rank is not None and rank not in files:
         raise UsageError(explain_no_rank(rank, tuple(files)))
     wanted = {rank: files[rank]} if rank is not None else files
@@ -185,7 +185,7 @@ def _read_run(run: Run, rank: int | None) -> Trace:
     traces = {}
     for number, path in wanted.items():
         try:
-            traces[number] = _set_rank(_read_trace(path), number)
+            traces[number] = _set_rank(read_trace_file(path), number)
         except TraceError as error:
             if rank is not None:
                 raise
@@ -203,7 +203,7 @@ def _set_rank(trace: Trace, number: int) -> Trace:
     return replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
 
 
-def _read_trace(path: Path) -> Trace:
+def read_trace_file(path: Path) -> Trace:
     """Return the columns of one file, by the reader that its content calls for."""
     if path.suffix == _REPORT and path.is_file():
         path = _find_export(path)

@@ -18,7 +18,7 @@ from profkit.reading import open_trace
 from profkit.report.commands.ranges import build_ranges_document
 from profkit.report.export.chrome_trace import write_chrome_trace
 from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, append_records, graph_range, launch_range
-from profkit.sharing import scrub
+from profkit.sharing import share
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests.captures import capture
@@ -271,7 +271,7 @@ def test_a_scrubbed_run_keeps_the_modules_of_its_graphs(tmp_path: Path) -> None:
     (run / "manifest.json").write_text('{"schema": 1, "status": "complete", "command": ["python"], "argv": []}')
     two_steps().write(run / "trace.sqlite")
     append_records(run / "compiled.jsonl", [GRAPH])
-    scrub(run, tmp_path / "scrubbed")
+    share(run, tmp_path / "scrubbed")
     before, after = (tree(open_trace(folder).trace) for folder in (run, tmp_path / "scrubbed"))
     assert after == before
     assert after["step 1/backward/model/h.1"] == (1, 50)

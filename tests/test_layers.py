@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "profkit"
 
 # Who may import whom; the design's arrows. Each layer may also import itself.
-BASE = {"errors", "files", "findings", "names", "run", "version"}
+BASE = {"errors", "files", "findings", "names", "run", "text_kinds", "version"}
 ALLOWED = {
     "errors": set(),
     "version": set(),
@@ -22,7 +22,8 @@ ALLOWED = {
     "files": set(),
     "annotation": set(),
     "guides": set(),
-    "run": {"errors", "files", "names"},
+    "text_kinds": {"names"},
+    "run": {"errors", "files", "names", "text_kinds"},
     "models": {"errors", "names", "annotation"},
     "capture": {"models", "annotation", *BASE},
     "launch": {"models", *BASE},
@@ -32,8 +33,8 @@ ALLOWED = {
     "analysis": {"allocator", "trace", "snapshot", *BASE},
     "reading": {"analysis", "allocator", "trace", "snapshot", "launch", *BASE},
     "joining": {"reading", "analysis", *BASE},
-    "sharing": {"reading", "trace", "snapshot", *BASE},
-    "report": {"analysis", "reading", "joining", "allocator", "trace", "snapshot", *BASE},
+    "sharing": {"reading", "analysis", "trace", "snapshot", *BASE},
+    "report": {"analysis", "reading", "joining", "sharing", "allocator", "trace", "snapshot", *BASE},
     "cli": {
         "guides",
         "report",

@@ -11,7 +11,7 @@ from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_
 from profkit.errors import UsageError
 from profkit.report.commands.scrub import build_scrub_document
 from profkit.report.document import Format
-from profkit.sharing import scrub as scrub_to
+from profkit.sharing import share
 
 _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 
@@ -20,13 +20,16 @@ _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The copy to write.")
 @click.option("--force", is_flag=True, help="Replace the copy if it exists and is a file.")
+@click.option("--keep-frames", is_flag=True, help="Keep the file's name, line and function of source lines.")
+@click.option("--rename-ranges", is_flag=True, help="Number the words in names of ranges, modules and tensors.")
 @format_option
-def scrub(source: Path, output: Path, force: bool, style: Format) -> None:
-    """Copy a capture without environment, host and user name, paths, command line, and other processes.
+def scrub(source: Path, output: Path, force: bool, keep_frames: bool, rename_ranges: bool, style: Format) -> None:
+    """Copy a capture to share it: numbers, and the names of kernels, operators, ranges and modules.
 
-    SOURCE is an nsys export (.sqlite), a torch.profiler trace, a memory snapshot, or a run directory. It is only read;
-    the copy holds the same recorded events. The copy of a run directory is a directory too; with -o NAME.sqlite it
-    is the nsys export alone. The command prints what it removed. Names of ranges stay: check what you wrote into them.
+    SOURCE is an nsys export (.sqlite), a torch.profiler trace, a memory snapshot, or a run directory. It is only read.
+    The copy holds what profkit's commands read and nothing else: no environment, command line, message, path or source
+    line. The copy of a run directory is a directory too; with -o NAME.sqlite it is the nsys export alone. The command
+    prints the names that stay: look whether you wrote into one what nobody should read.
     """
     if source.suffix in _REPORTS:
         raise UsageError(
@@ -37,5 +40,5 @@ def scrub(source: Path, output: Path, force: bool, style: Format) -> None:
     if output.is_dir() or (output.exists() and not (force and output.is_file())):
         raise UsageError(f"{output}: exists; name another file with -o, or replace a file with --force")
     with shown_after_a_second(f"scrubbing {source.name}"):
-        result = scrub_to(source, output)
-    print_document(build_scrub_document(result), style, None)
+        copy = share(source, output, keep_frames=keep_frames, rename_ranges=rename_ranges)
+    print_document(build_scrub_document(copy), style, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from profkit.errors import RunError
 from profkit.files import write_json
 from profkit.run.records import read_record
+from profkit.text_kinds import GpuName, Message, Moment, Version, Word
 
 VERSION = 1
 
@@ -18,8 +19,8 @@ class MeasuredDevice:
     """What was measured. ``clock_mhz`` is the SMs' clock seen under load and ``clock_max_mhz`` what the device allows;
     None where the device does not report it."""
 
-    name: str
-    uuid: str | None = None
+    name: GpuName
+    uuid: Message | None = None
     clock_mhz: int | None = None
     clock_max_mhz: int | None = None
 
@@ -28,7 +29,7 @@ class MeasuredDevice:
 class Gemm:
     """Products of ``(m, k)`` by ``(k, n)`` in ``dtype``: "fp32", "tf32", "bf16" or "fp16"."""
 
-    dtype: str
+    dtype: Word
     m: int
     n: int
     k: int
@@ -57,9 +58,9 @@ class Ceilings:
 
     version: int
     device: MeasuredDevice
-    torch: str
-    driver: str | None
-    measured_utc: str
+    torch: Version
+    driver: Version | None
+    measured_utc: Moment
     gemm: tuple[Gemm, ...]
     copy: Copy
 

@@ -35,6 +35,17 @@ from urllib.parse import quote, unquote
 
 from profkit.names import SHARED, name_shared
 from profkit.run.records import decode, read_lines
+from profkit.text_kinds import (
+    CodeId,
+    KernelName,
+    Message,
+    ModuleName,
+    OperatorName,
+    RangeName,
+    SourceLine,
+    Version,
+    Word,
+)
 
 PREFIX = "compiled "
 SEPARATOR = " / "
@@ -67,15 +78,15 @@ class Launch:
     """
 
     line: int
-    kernel: str
+    kernel: KernelName
     is_extern: bool
-    modules: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    operators: tuple[str, ...] = ()
+    modules: tuple[ModuleName, ...] = ()
+    lines: tuple[SourceLine, ...] = ()
+    operators: tuple[OperatorName, ...] = ()
     buffers: tuple[int, ...] = ()
     flops: int | None = None
     """Of its matrix products, attention and convolutions; None where they are not known."""
-    dtype: str | None = None
+    dtype: Word | None = None
     """The type in which the products are done, as in ``work.json``; None without products."""
     masked_flops: int = 0
     recomputed_flops: int = 0
@@ -91,9 +102,9 @@ class Holder:
 
     line: int
     launch: int | None = None
-    module: str | None = None
-    source: str | None = None
-    name: str = ""
+    module: ModuleName | None = None
+    source: SourceLine | None = None
+    name: Word = ""
     """The buffer's name in the generated file."""
 
 
@@ -119,18 +130,18 @@ class CompiledGraph:
     generated file's name without its suffix; two graphs whose modules differ may share it.
     """
 
-    id: str
-    code: str
-    torch: str
-    name: str
+    id: Word
+    code: Word
+    torch: Version
+    name: SourceLine
     is_backward: bool
     launches: tuple[Launch, ...]
     allocations: tuple[Allocation, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     """First and last lines of the parts of the generated file, in the order in which they run."""
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Word, ...] = ()
     """The names of what the code is given. A backward pass is given what the forward pass saved, in its order."""
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[Word, ...] = ()
     """The names in what the code returns, "" for what is no memory."""
 
 
@@ -164,7 +175,7 @@ class NodeRun:
 
     count: int
     kind: NodeKind
-    ranges: tuple[str, ...] = ()
+    ranges: tuple[RangeName, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ class CapturedGraph:
     order.
     """
 
-    id: str
+    id: Word
     runs: tuple[NodeRun, ...]
     is_chain: bool = False
 
@@ -205,19 +216,19 @@ class Compilation:
     runs without CUDA graphs though they were asked for.
     """
 
-    id: str
+    id: Word
     pid: int
-    compile_id: str | None
+    compile_id: CodeId | None
     what: Literal["forward", "backward", "at run time"]
-    line: str | None
+    line: SourceLine | None
     step: int | None
     is_recorded: bool
     is_again: bool
     duration_ns: int | None
-    reason: str | None = None
-    failure: str | None = None
-    failed_line: str | None = None
-    cudagraphs_skipped: str | None = None
+    reason: Message | None = None
+    failure: Message | None = None
+    failed_line: SourceLine | None = None
+    cudagraphs_skipped: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -228,13 +239,13 @@ class GraphBreak:
     ``lines`` are the program's, innermost first, as ``file:line function``. The rest is as in `Compilation`.
     """
 
-    id: str
+    id: Word
     pid: int
-    compile_id: str | None
-    reason: str
-    explanation: str | None
-    hint: str | None
-    lines: tuple[str, ...]
+    compile_id: CodeId | None
+    reason: Message
+    explanation: Message | None
+    hint: Message | None
+    lines: tuple[SourceLine, ...]
     step: int | None
     is_recorded: bool
 

@@ -43,7 +43,7 @@ PARTIAL = "partial."
 DEFAULT_PARENT = Path("runs")
 
 CEILINGS = "ceilings.json"
-_FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, COMPILED, WORK, CEILINGS, LOG)
+FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, COMPILED, WORK, CEILINGS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _KINDS = [name.partition(".")[2] for name in _TRACES]
 _RANK_TRACE = re.compile(r"trace(?:\.rank(\d+))?\.(sqlite|nsys-rep|json\.gz)")
@@ -188,7 +188,7 @@ class Run:
     @property
     def files(self) -> list[Path]:
         """Return every file that belongs to a run by its name, whether or not it is there."""
-        return [*(self.path / name for name in _FILES), *self.path.glob("*.rank*.*")]
+        return [*(self.path / name for name in FILES), *self.path.glob("*.rank*.*")]
 
     def _by_rank(self, name: re.Pattern[str]) -> dict[int, Path]:
         """Return the files whose names match, by rank; the plain name is rank 0's."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from profkit.errors import RunError
 from profkit.files import write_new_json
 from profkit.run.records import read_record
+from profkit.text_kinds import Message, Word
 
 JOB = "job.json"
 
@@ -72,10 +73,10 @@ class Job:
     ``node`` or ``rank``.
     """
 
-    id: str | None = None
+    id: Message | None = None
     count: int | None = None
     number: int | None = None
-    unit: str = "node"
+    unit: Word = "node"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class _SharedJob:
     """What ``job.json`` holds."""
 
     version: int = 1
-    id: str | None = None
+    id: Message | None = None
     count: int | None = None
 
 

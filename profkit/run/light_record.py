@@ -62,6 +62,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from profkit.text_kinds import Backend, GroupName, ModuleName, RangeName, Reason, Word
+
 VERSION = 3
 
 Source = Literal["light", "nsys", "kineto"]
@@ -106,10 +108,10 @@ class Group:
     """
 
     number: int
-    name: str
+    name: GroupName
     ranks: tuple[int, ...]
-    dimension: str | None = None
-    backend: str | None = None
+    dimension: Word | None = None
+    backend: Backend | None = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class Collectives:
 
     group: list[int] = field(default_factory=list)
     sequence: list[int] = field(default_factory=list)
-    kind: list[str] = field(default_factory=list)
-    dtype: list[str | None] = field(default_factory=list)
+    kind: list[Word] = field(default_factory=list)
+    dtype: list[Word | None] = field(default_factory=list)
     bytes: list[int | None] = field(default_factory=list)
     called_ns: list[int | None] = field(default_factory=list)
     start_ns: list[int | None] = field(default_factory=list)
@@ -135,20 +137,20 @@ class Collectives:
 class StepRecord:
     """One step of one rank; ``name`` is None for what ran outside every step."""
 
-    name: str | None
+    name: RangeName | None
     start_ns: int
     end_ns: int
-    phases: tuple[tuple[str, int, int], ...] = ()
-    gpu_phases: tuple[tuple[str, int, int], ...] = ()
+    phases: tuple[tuple[RangeName, int, int], ...] = ()
+    gpu_phases: tuple[tuple[RangeName, int, int], ...] = ()
     launch_wait_ns: int | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     sm_mhz: int | None = None
-    throttle: tuple[str, ...] = ()
+    throttle: tuple[Reason, ...] = ()
     """Why the GPU held its clock down."""
     collectives: Collectives = field(default_factory=Collectives)
-    since: tuple[tuple[int, Cause, str, str, int], ...] = ()
-    outside_cuda: tuple[tuple[str, str, int], ...] = ()
+    since: tuple[tuple[int, Cause, RangeName, ModuleName, int], ...] = ()
+    outside_cuda: tuple[tuple[RangeName, ModuleName, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from profkit.names import DATA, PHASES, STEP
 from profkit.run.job import Job
 from profkit.run.links import GpuLink
 from profkit.run.records import Plain, read_record
+from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Version, Word
 
 Status = Literal["complete", "incomplete", "failed"]
 Kind = Literal["model", "callable", "command"]
@@ -42,8 +43,8 @@ class Samples:
     out-of-memory errors. ``losses`` are those of a built-in model's or a callable's steps.
     """
 
-    steps: tuple[dict[str, int], ...] = ()
-    during: dict[str, int] = field(default_factory=dict)
+    steps: tuple[dict[Word, int], ...] = ()
+    during: dict[Word, int] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
 
     @property
@@ -96,13 +97,13 @@ class Workload:
     flops: bool | None = None
     stop: bool | None = None
     step_on: str | None = None
-    preset_name: str | None = None
+    preset_name: Word | None = None
     batch: int | None = None
     context: int | None = None
     contexts: tuple[int, ...] = ()
-    passes: str | None = None
-    dtype: str | None = None
-    compile_mode: str | None = None
+    passes: Word | None = None
+    dtype: Word | None = None
+    compile_mode: Word | None = None
     seed: int | None = None
     ranks: int | None = None
     checkpoint_layers: int | None = None
@@ -114,23 +115,23 @@ class Compiled:
     """How many graphs a process compiled, and by which backends with which options."""
 
     graphs: int
-    backends: tuple[dict[str, object], ...] = ()
+    backends: tuple[dict[Word, Word | bool | int | object], ...] = ()
 
 
 @dataclass(frozen=True)
 class Conditions:
     """How a process multiplied matrices, what it compiled, and on which GPU it ran; None if unknown."""
 
-    float32_matmul_precision: str | None = None
+    float32_matmul_precision: Word | None = None
     cuda_matmul_allow_tf32: bool | None = None
-    cuda_matmul_fp32_precision: str | None = None
+    cuda_matmul_fp32_precision: Word | None = None
     cudnn_allow_tf32: bool | None = None
     cudnn_benchmark: bool | None = None
     deterministic_algorithms: bool | None = None
     cpu_threads: int | None = None
-    autocast_dtypes: tuple[str, ...] = ()
+    autocast_dtypes: tuple[Word, ...] = ()
     compiled: Compiled | None = None
-    gpu_uuid: str | None = None
+    gpu_uuid: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ class ProcessMemory:
     ``failed_allocations`` is how many found no memory; ``is_of_failure``: the last of them wrote the snapshot.
     """
 
-    snapshot: str | None = None
+    snapshot: RunFile | None = None
     allocated_peak_bytes: int = 0
-    failure: str | None = None
+    failure: Message | None = None
     script_records: bool = False
     failed_allocations: int = 0
     is_of_failure: bool = False
@@ -192,27 +193,27 @@ class Process:
     pid: int | None = None
     rank: int | None = None
     local_rank: int | None = None
-    state: str = "complete"
+    state: State = "complete"
     is_recorded: bool = True
     """False of a rank that ``--ranks`` leaves out: it has its light record alone."""
-    failure: str | None = None
+    failure: Message | None = None
     steps_seen: int | None = None
-    step: str | None = None
-    step_names: tuple[str, ...] = ()
-    seen: dict[str, int] = field(default_factory=dict)
-    step_changed_to: str | None = None
-    device: str | None = None
-    gpu: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
+    step: Word | None = None
+    step_names: tuple[ModuleName, ...] = ()
+    seen: dict[Word, int] = field(default_factory=dict)
+    step_changed_to: Word | None = None
+    device: Word | None = None
+    gpu: GpuName | None = None
+    torch: Version | None = None
+    cuda: Version | None = None
     conditions: Conditions | None = None
-    attached: tuple[dict[str, int], ...] = ()
-    profiled: tuple[dict[str, int], ...] = ()
-    during: dict[str, dict[str, int]] = field(default_factory=dict)
+    attached: tuple[dict[Word, int], ...] = ()
+    profiled: tuple[dict[Word, int], ...] = ()
+    during: dict[Word, dict[Word, int]] = field(default_factory=dict)
     memory: ProcessMemory | None = None
     loading: Loading | None = None
     left_out: RangesLeftOut | None = None
-    compiled_failure: str | None = None
+    compiled_failure: Message | None = None
     cached_graphs: int = 0
 
 
@@ -220,10 +221,10 @@ class Process:
 class MemoryPass:
     """The pass that recorded the allocator: how, its steps, and its processes."""
 
-    stacks: str | None = None
+    stacks: Word | None = None
     max_entries: int | None = None
     saved: bool | None = None
-    steps: tuple[dict[str, int], ...] = ()
+    steps: tuple[dict[Word, int], ...] = ()
     losses: tuple[float, ...] = ()
     processes: tuple[Process, ...] = ()
 
@@ -252,15 +253,15 @@ class Gpu:
     """
 
     index: int | None = None
-    uuid: str | None = None
-    name: str | None = None
-    power_state: str | None = None
+    uuid: Message | None = None
+    name: GpuName | None = None
+    power_state: Word | None = None
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     temperature_c: int | None = None
     memory_used_bytes: int | None = None
-    throttle_reasons: tuple[str, ...] | None = None
-    throttled_us: dict[str, int] = field(default_factory=dict)
+    throttle_reasons: tuple[Word, ...] | None = None
+    throttled_us: dict[Word, int] = field(default_factory=dict)
     process_count: int | None = None
     process_bytes: int | None = None
 
@@ -287,28 +288,28 @@ class Manifest:
     status: Status = "incomplete"
     job: Job | None = None
     """The job of several machines that this is a part of."""
-    target: str = ""
+    target: Message = ""
     kind: Kind | None = None
-    command: tuple[str, ...] = ()
+    command: tuple[Message, ...] = ()
     """profkit's own command line."""
-    argv: tuple[str, ...] = ()
+    argv: tuple[Message, ...] = ()
     """The command that was run."""
     workload: Workload = field(default_factory=Workload)
-    preset: dict[str, Plain] | None = None
+    preset: dict[Word, Plain] | None = None
     """The sizes of a built-in model."""
-    profiler: str | None = None
-    started_utc: str | None = None
-    finished_utc: str | None = None
+    profiler: Word | None = None
+    started_utc: Moment | None = None
+    finished_utc: Moment | None = None
     exit_status: int | None = None
-    reason: str | None = None
-    versions: dict[str, str | None] = field(default_factory=dict)
-    driver: str | None = None
-    git_revision: str | None = None
-    device: str | None = None
-    gpu: str | None = None
+    reason: Message | None = None
+    versions: dict[Word, Version | None] = field(default_factory=dict)
+    driver: Version | None = None
+    git_revision: Word | None = None
+    device: Word | None = None
+    gpu: GpuName | None = None
     parameter_count: int | None = None
     conditions: Conditions | None = None
-    float32_matmul_precision: str | None = None
+    float32_matmul_precision: Word | None = None
     environment: dict[str, str] = field(default_factory=dict)
     gpus: Gpus | None = None
     clean: Samples | None = None
@@ -316,7 +317,7 @@ class Manifest:
     profiled: Samples | None = None
     memory: MemoryPass | None = None
     processes: tuple[Process, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
 
     @property
     def ending(self) -> str:

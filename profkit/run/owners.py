@@ -30,12 +30,14 @@ just before the first event; only those of the moment ``start`` are older, from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from profkit.errors import SnapshotError
 from profkit.run.records import LARGEST_NUMBER, WrongRecord, read_lines
+from profkit.text_kinds import ModuleName, RangeName, Word
 
 VERSION = 1
 
@@ -61,8 +63,8 @@ class Owned:
     device: int
     address: int
     size_bytes: int
-    role: str
-    name: str
+    role: Word
+    name: ModuleName
     step: int | None
     offset_bytes: int | None = None
     own_bytes: int | None = None
@@ -77,7 +79,7 @@ class Figures:
 
     time_us: int
     device: int
-    moment: str
+    moment: RangeName
     allocated_bytes: int
     allocated_peak_bytes: int
     requested_bytes: int
@@ -95,7 +97,7 @@ START = "start"
 class Step:
     """One step of the workload on the host's clock."""
 
-    name: str
+    name: RangeName
     start_us: int
     end_us: int
 
@@ -140,6 +142,22 @@ def read_owners(path: Path) -> Owners:
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
     return Owners(tuple(owned), tuple(figures), tuple(steps), sum(unread))
+
+
+def write_owners(path: Path, owners: Owners) -> None:
+    """Write a whole file of owners.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines: list[dict[str, Any]] = [{"kind": "header", "version": VERSION}]
+    lines += [{"kind": "step", **asdict(step)} for step in owners.steps]
+    for owned in owners.owned:
+        entry = asdict(owned)
+        lines.append({"kind": "owned", "bytes": entry.pop("size_bytes"), **entry})
+    lines += [{"kind": "figures", **asdict(figures)} for figures in owners.figures]
+    lines.append({"kind": "unread", "saved_tensors": owners.unread_saved_tensors})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _figures(entry: dict[str, Any]) -> Figures:

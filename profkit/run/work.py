@@ -23,6 +23,7 @@ from typing import Literal
 
 from profkit.files import write_json
 from profkit.run.records import read_record
+from profkit.text_kinds import OperatorName, RangeName, Word
 
 VERSION = 1
 
@@ -43,16 +44,16 @@ class RangeWork:
     else it is empty. Files of before 2027 know no ``recomputed_flops``: 0.
     """
 
-    path: tuple[str, ...]
+    path: tuple[RangeName, ...]
     flops: int
     other_flops: int
     needed_flops: int
     least_bytes: int
-    flops_by_dtype: dict[str, int]
+    flops_by_dtype: dict[Word, int]
     instances: int = 1
     varies: bool = False
     recomputed_flops: int = 0
-    flops_in_step: dict[str, int] = field(default_factory=dict)
+    flops_in_step: dict[Word, int] = field(default_factory=dict)
 
     def flops_of(self, count: int) -> dict[str, int]:
         """Return the FLOPs of ``count`` instances by type: exact for those of whole steps."""
@@ -77,10 +78,10 @@ class RunWork:
 
     version: int
     source: Source
-    dtype: str | None
+    dtype: Word | None
     ranges: tuple[RangeWork, ...]
     model_flops: int
-    missing: tuple[str, ...]
+    missing: tuple[OperatorName, ...]
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         """Return the work of the range at ``path``, or None."""

@@ -44,7 +44,7 @@ from profkit.trace.operators import OperatorForest
 
 _ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
-_THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
+THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 """How the operator begins in which the autograd engine runs one node of the graph."""
 
@@ -240,7 +240,7 @@ def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) 
             process_names[parse_integer(event.get("pid"))] = name
         if isinstance(name, str) and event.get("name") == "thread_name":
             place = reading.known_thread_of(event)
-            inner = _THREAD_NAME.match(name.strip())
+            inner = THREAD_NAME.match(name.strip())
             own = inner.group(1) if inner else name.strip()
             if place is not None and found.get(place[1]) in (None, process_names.get(place[0])):
                 found[place[1]] = own

@@ -35,9 +35,9 @@ TIME_LIMIT_NS = 2**62
 """Larger times are damaged values: this is 146 years, and sums of two would overflow."""
 
 Event = dict[str, Any]
-Kind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
+RowKind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, RowKind] = {
     "kernel": "kernel",
     "gpu_memcpy": "memcpy",
     "memcpy": "memcpy",
@@ -52,7 +52,7 @@ _KINDS: dict[str, Kind] = {
     "fwdbwd": "flow",
     "forward_backward": "flow",
 }
-Rows = defaultdict[Kind, list[Event]]
+Rows = defaultdict[RowKind, list[Event]]
 _EVENTS = "traceEvents"
 # All that is ever asked of an event: most hold more that is not.
 _KEYS = ("ph", "name", "pid", "tid", "ts", "dur", "id", "args")
@@ -270,7 +270,7 @@ def _sort_events(events: Iterable[Any]) -> Rows:
     return rows
 
 
-def _kind_of(event: Event) -> Kind | None:
+def _kind_of(event: Event) -> RowKind | None:
     phase = event.get("ph")
     if phase == "M":
         return "metadata"

@@ -40,7 +40,7 @@ COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 DEVICES = "TARGET_INFO_CUDA_DEVICE"
-_STARTED = "TARGET_INFO_SESSION_START_TIME"
+STARTED = "TARGET_INFO_SESSION_START_TIME"
 _FAR_NS = 2**62
 
 # A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process.
@@ -87,7 +87,7 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _refuse_foreign(path: Path, tables: dict[str, frozenset[str]]) -> None:
-    known = {"StringIds", "META_DATA_EXPORT", "ANALYSIS_DETAILS", _STARTED}
+    known = {"StringIds", "META_DATA_EXPORT", "ANALYSIS_DETAILS", STARTED}
     if "StringIds" not in tables or not (tables.keys() & (known - {"StringIds"} | {CALLS, KERNELS, "NVTX_EVENTS"})):
         raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
 
@@ -301,9 +301,9 @@ class _Reader:
 
     def _started_ns(self) -> int:
         """Return when the capture's clock began, in nanoseconds since 1970; 0 if it does not say so."""
-        if "utcEpochNs" not in self.tables.get(_STARTED, ()):
+        if "utcEpochNs" not in self.tables.get(STARTED, ()):
             return 0
-        found = [number for (number,) in self.file.rows(f"SELECT utcEpochNs FROM {_STARTED}")]
+        found = [number for (number,) in self.file.rows(f"SELECT utcEpochNs FROM {STARTED}")]
         return found[0] if len(found) == 1 and isinstance(found[0], int) and 0 <= found[0] < _FAR_NS else 0
 
     def _thread_names(self) -> dict[int, str]:

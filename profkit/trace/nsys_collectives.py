@@ -25,7 +25,7 @@ COMMUNICATOR = "communicator "
 
 _COLUMNS = {"start", "globalTid", "textId", "domainId", "binaryData"}
 _ID, _SIZE, _RANKS, _PEER = "NCCL communicator ID", "Message size [bytes]", "No. of ranks", "Peer rank"
-_WANTED = (_ID, _SIZE, _RANKS, _PEER)
+ENTRIES_READ = (_ID, _SIZE, _RANKS, _PEER)
 _HEADER = struct.Struct("<QQQQ")
 # nvtx3/nvToolsExtPayload.h: NVTX_PAYLOAD_ENTRY_TYPE_INT, _UINT64, _SIZE.
 _FORMATS = {5: "<i", 18: "<Q", 22: "<Q"}
@@ -85,12 +85,7 @@ def read_collectives(
 
 def _read_calls(file: SqliteFile, names: Names) -> Iterator[_Call]:
     """Yield NCCL's calls that have a payload, in order of time."""
-    schemas: dict[tuple[int, int], dict[str, tuple[str, int]]] = {}
-    for domain, schema, kind, name, offset in file.rows(
-        f"SELECT domainId, schemaId, type, name, offset FROM {ENTRIES}"
-    ):
-        if name in _WANTED and kind in _FORMATS and isinstance(offset or 0, int):
-            schemas.setdefault((domain, schema), {})[name] = _FORMATS[kind], offset or 0
+    schemas = read_schemas(file)
     if not schemas:
         return
     rows = file.rows(
@@ -104,7 +99,35 @@ def _read_calls(file: SqliteFile, names: Names) -> Iterator[_Call]:
             yield _Call(start, thread & POSITIVE, known.get(text, ""), numbers)
 
 
-def _decode(payload: bytes, schemas: Mapping[tuple[int, int], Mapping[str, tuple[str, int]]]) -> dict[str, int]:
+Schemas = dict[tuple[int, int], dict[str, tuple[str, int]]]
+"""Domain and schema → the wanted numbers of such a payload, each with its form and where it stands."""
+
+
+def read_schemas(file: SqliteFile) -> Schemas:
+    """Return how NCCL's payloads are laid out."""
+    schemas: Schemas = {}
+    for domain, schema, kind, name, offset in file.rows(
+        f"SELECT domainId, schemaId, type, name, offset FROM {ENTRIES}"
+    ):
+        if name in ENTRIES_READ and kind in _FORMATS and isinstance(offset or 0, int):
+            schemas.setdefault((domain, schema), {})[name] = _FORMATS[kind], offset or 0
+    return schemas
+
+
+def keep_wanted(payload: bytes, schemas: Schemas) -> bytes | None:
+    """Return a payload with the wanted numbers where they were and zeros elsewhere; None if it has none."""
+    numbers = _decode(payload, schemas)
+    if not numbers:
+        return None
+    domain, schema, *_ = _HEADER.unpack_from(payload)
+    places = [(*schemas[domain, schema][name], number) for name, number in numbers.items()]
+    data = bytearray(max(offset + struct.calcsize(form) for form, offset, _ in places))
+    for form, offset, number in places:
+        struct.pack_into(form, data, offset, number)
+    return _HEADER.pack(domain, schema, len(data), _HEADER.size) + data
+
+
+def _decode(payload: bytes, schemas: Schemas) -> dict[str, int]:
     """Return the wanted numbers of a payload; none if it is of another schema or cut short."""
     if len(payload) < _HEADER.size:
         return {}

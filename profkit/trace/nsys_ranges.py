@@ -14,9 +14,10 @@ TABLE = "NVTX_EVENTS"
 _RANGE_TYPES = (59, 60, 70, 71)
 _START_END_TYPES = (60, 71)
 _DOMAIN_TYPES = (75, 76)
+TYPES_READ = (*_RANGE_TYPES, *_DOMAIN_TYPES)
 _DOMAIN_CREATE = 75
 
-_PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
+PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
 
 _UNNAMED = "(unnamed)"
 NO_TIME = -(1 << 62)
@@ -114,7 +115,7 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
 
 def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Ints) -> dict[int, int | float]:
     """Return the number that a range carries, by range index."""
-    there = [name for name in _PAYLOADS if name in columns]
+    there = [name for name in PAYLOADS if name in columns]
     if not there:
         return {}
     value = f"coalesce({', '.join(there)})" if len(there) > 1 else there[0]

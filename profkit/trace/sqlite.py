@@ -149,6 +149,13 @@ class SqliteFile:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self.error(error) from None
 
+    def each_row(self, sql: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query one by one, as there may be millions."""
+        try:
+            yield from self._connection.execute(sql)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise self.error(error) from None
+
     def tables(self, without: str | None = None) -> dict[str, frozenset[str]]:
         """Return the columns of every table, except those whose names begin with ``without``."""
         found: dict[str, list[str]] = {}

@@ -35,9 +35,9 @@ from profkit.report.export.layout import (
     place_memory,
 )
 from profkit.report.page.step import EVIDENCE
+from profkit.text_kinds import keep_profilers_words
 from profkit.trace.columns import Copies, Ints, Trace, Work, rows_by_value
 from profkit.trace.exported import EXPORTED
-from profkit.trace.scrub import clean_text
 from profkit.version import __version__
 
 Row = dict[str, Any]
@@ -84,10 +84,10 @@ def _header(opened: OpenedTrace, layout: Layout) -> Row:
         "has_kernel_table": trace.has_kernel_table,
         "ranks": {str(layout.pids[process]): number for number, process in known if process in layout.pids},
         "diagnostics": [
-            [diagnostic.severity, clean_text(diagnostic.text, None)[0], diagnostic.silent_pid]
+            [diagnostic.severity, keep_profilers_words(diagnostic.text), diagnostic.silent_pid]
             for diagnostic in trace.diagnostics
         ],
-        "notes": [clean_text(note, None)[0] for note in trace.notes],
+        "notes": list(trace.notes),
     }
     return {
         "displayTimeUnit": "ms",

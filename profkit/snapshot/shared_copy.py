@@ -1,0 +1,248 @@
+"""A copy of a memory snapshot to share: what profkit reads of it, written anew.
+
+Commands ask whose code a frame is and which allocations share one, so a frame stays even where its text does not: of
+its path the words of `_PATH_WORDS` that a rule looks for, of its name the beginnings in `_NAMES`, and for its line a
+number of its own. With frames kept the file's last name, the function and the line are the recorded ones.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from profkit.files import collector_off, whole_file
+from profkit.snapshot.reader import build_snapshot
+from profkit.snapshot.unpickler import load_data
+from profkit.text_kinds import (
+    ALLOCATOR,
+    LABEL,
+    LEFT_OUT,
+    MODULE,
+    RANGE,
+    WORD,
+    Keeper,
+    Kind,
+    base_name,
+)
+
+OWN_TEXT = "profkit:"
+"""How the text begins that profkit writes into allocations."""
+MOST_FRAMES = 2000
+"""Twice as deep as Python calls itself."""
+
+_LONGEST_TEXT = 4096
+_LONGEST_TRACE = 2**16
+_NUMBER = (int, float)
+
+# Which folders and files of torch, profkit and Python the rules for stacks look for (`profkit.analysis.memory`).
+_PATH_WORD = re.compile(
+    r"""site-packages | dist-packages | lib | torch | nn | optim | modules | linear | conv | sparse | normalization |
+    parameter | parallel | distributed | distributed_c10d | _functional_collectives | _fully_shard | _fsdp_collectives |
+    module | _dynamo | _inductor | models | profkit | capture | launch | cli | annotation | ranges | """
+    r"c[a-z2-7]{51} |",
+    re.VERBOSE,
+)
+_PYTHON = re.compile(r"python3[\d.]{0,4}t?")
+_FROZEN = "<frozen"
+_ENDING = re.compile(r"\.(?:py|cpp|cu|cuh|h|hpp|cc|c|so)$")
+_INDUCTORS_FILE = re.compile(r"c[a-z2-7]{51}")
+_ANY_WORD = "…"
+_NAMES = (
+    *("_init_group", "__init__", "_make_grads", "_ddp_init_helper", "_apply", "_call_impl", "empty_cache"),
+    *("torch::autograd::AccumulateGrad", "c10d::", "at::cuda::getCUDABlas", "at::cuda::getCurrentCUDABlas"),
+    *("at::cuda::setWorkspaceForHandle", "at::autocast::cached_cast"),
+    *("torch::unwind", "torch::CapturedTraceback", "torch::cuda::", "c10::cuda::CUDACachingAllocator", "at::detail"),
+)
+_MADE_LINE = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d{1,9}), in (?P<name>.*)')
+
+
+def write_shared_snapshot(path: Path, output: Path, keeper: Keeper) -> None:
+    """Write what profkit reads of the snapshot ``path`` to ``output``, gzipped if its name says so.
+
+    Raises:
+        SnapshotError: it cannot be read, or is no snapshot.
+        OSError: the copy cannot be written.
+    """
+    data = load_data(path)
+    build_snapshot(path, data)  # refuses what no command reads
+    if isinstance(data, list):
+        data = {"segments": data}
+    with collector_off():
+        copy = _SnapshotCopy(keeper).take(_SNAPSHOT, data)
+    opened: Callable[..., IO[bytes]] = gzip.open if output.suffix == ".gz" else open  # type: ignore[assignment]
+    with whole_file(output) as partial, opened(partial, "wb") as file:
+        pickle.dump(copy, file, protocol=4)
+
+
+class _SnapshotCopy:
+    """Copies records by what is declared of them; frames that many stacks share stay shared."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self._frames: dict[int, dict[str, Any]] = {}
+        self._lists: dict[int, list[dict[str, Any]]] = {}
+
+    def take(self, declared: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the declared entries of a record, each by its kind."""
+        copy = {}
+        for key, kind in declared.items():
+            value = record.get(key)
+            if isinstance(kind, Kind):
+                value = self.keeper.text_or_none(kind, value)
+            elif isinstance(kind, type | tuple):
+                value = value if isinstance(value, kind) else None
+            else:
+                value = kind(self, value)
+            if value is not None:
+                copy[key] = value
+        return copy
+
+    def frames(self, frames: object) -> list[dict[str, Any]]:
+        """Return the frames of one stack."""
+        if not isinstance(frames, list):
+            return []
+        if id(frames) not in self._lists:
+            some = frames[:MOST_FRAMES]
+            self._lists[id(frames)] = [self._frame(frame) for frame in some if isinstance(frame, dict)]
+        return self._lists[id(frames)]
+
+    def _frame(self, frame: dict[str, Any]) -> dict[str, Any]:
+        place = id(frame)
+        if place not in self._frames:
+            name, file, line = (frame.get(key) for key in ("name", "filename", "line"))
+            copy = self._place(_text(name), _text(file), line if isinstance(line, int) else 0)
+            made_from = frame.get("fx_original_trace")
+            if isinstance(made_from, str):
+                copy["fx_original_trace"] = self._made_from(made_from[:_LONGEST_TRACE])
+            self._frames[place] = copy
+        return self._frames[place]
+
+    def _made_from(self, trace: str) -> str:
+        places = (self._place(match["name"], match["file"], int(match["line"])) for match in _lines_in(trace))
+        return "\n".join(f'File "{one["filename"]}", line {one["line"]}, in {one["name"]}' for one in places)
+
+    def _place(self, name: str, file: str, line: int) -> dict[str, Any]:
+        folders, _, last = file.rpartition("/")
+        if self.keeper.keep_frames:
+            kept = "/".join([*_known_words(folders), base_name(last)]) if last not in ("", "??") else last
+            return {"name": name, "filename": kept, "line": line}
+        known = next((beginning for beginning in _NAMES if name.startswith(beginning)), LEFT_OUT)
+        is_inductors = _INDUCTORS_FILE.fullmatch(last.removesuffix(".py")) is not None
+        number = line if is_inductors else self.keeper.number_of_line(file, line, name)
+        return {"name": known, "filename": _known_path(file), "line": number}
+
+
+def _lines_in(trace: str) -> list[re.Match[str]]:
+    return [match for line in trace.splitlines() if (match := _MADE_LINE.match(line))]
+
+
+def _known_path(file: str) -> str:
+    if file in ("", "??"):
+        return file
+    ending = _ENDING.search(file)
+    stem = file[: ending.start()] if ending else file
+    return "/".join(_known_words(stem)) + (ending[0] if ending else "")
+
+
+def _known_words(path: str) -> list[str]:
+    """Return the folders of a path, ``…`` for those that no rule looks for."""
+    found: list[str] = []
+    for word in path.split("/"):
+        known = _known_word(word)
+        if known != _ANY_WORD or found[-1:] != [_ANY_WORD]:
+            found.append(known)
+    return found
+
+
+def _known_word(word: str) -> str:
+    if _PATH_WORD.fullmatch(word):
+        return word
+    if _PYTHON.fullmatch(word):
+        return "python3"
+    beginnings = (_FROZEN, "fx_generated_", "<eval_with_key>", "_")
+    return next((beginning for beginning in beginnings if word.startswith(beginning)), _ANY_WORD)
+
+
+def _text(value: object) -> str:
+    return value[:_LONGEST_TEXT] if isinstance(value, str) else "?"
+
+
+def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None:
+    """Return the text that an allocation carries: profkit's own names a phase and a module."""
+    keeper = copy.keeper
+    if isinstance(value, dict):
+        pairs = ((key, text) for key, text in value.items() if isinstance(key, str) and isinstance(text, str))
+        return {keeper.text(LABEL, key): keeper.text(LABEL, text) for key, text in pairs}
+    if not isinstance(value, str):
+        return None
+    if not value.startswith(OWN_TEXT):
+        return keeper.text(LABEL, value)
+    phase, colon, module = value.removeprefix(OWN_TEXT).partition(":")
+    return f"{OWN_TEXT}{keeper.text(RANGE, phase)}{colon}{keeper.text(MODULE, module)}"
+
+
+def _pair(_: _SnapshotCopy, value: object) -> tuple[int, int] | None:
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int) for one in value):
+        return value[0], value[1]
+    return None
+
+
+def _divisions(_: _SnapshotCopy, value: object) -> dict[str, int]:
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {key: count for key, count in pairs if isinstance(key, str) and key.isdecimal() and isinstance(count, int)}
+
+
+def _records(declared: Mapping[str, Any]) -> Callable[[_SnapshotCopy, Any], list[dict[str, Any]]]:
+    return lambda copy, records: [copy.take(declared, record) for record in records or ()]
+
+
+def _histories(copy: _SnapshotCopy, traces: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    return [_records(_EVENT)(copy, trace) for trace in traces or ()]
+
+
+def _forward_frames(copy: _SnapshotCopy, value: object) -> list[dict[str, Any]] | None:
+    """Return the frames of the forward pass, which anomaly mode records."""
+    return copy.frames(value) or None
+
+
+# Key → the kind of its text, the type of its number, or what makes the copy of anything else.
+_STACKS: Mapping[str, Any] = {"frames": _SnapshotCopy.frames, "forward_frames": _forward_frames}
+_EVENT: Mapping[str, Any] = {
+    "action": WORD,
+    **dict.fromkeys(("addr", "device_free", "size", "stream", "time_us"), int),
+    "pool_id": _pair,
+    "user_metadata": _metadata,
+    **_STACKS,
+}
+_BLOCK: Mapping[str, Any] = {
+    **dict.fromkeys(("address", "size", "requested_size"), int),
+    "state": WORD,
+    "history": lambda copy, value: _records({"real_size": int})(copy, value) or None,
+    "user_metadata": _metadata,
+    **_STACKS,
+}
+_SEGMENT: Mapping[str, Any] = {
+    **dict.fromkeys(("device", "address", "total_size", "stream"), int),
+    "segment_type": WORD,
+    "is_expandable": bool,
+    "segment_pool_id": _pair,
+    "blocks": _records(_BLOCK),
+}
+_SETTINGS: Mapping[str, Any] = {
+    **dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ALLOCATOR),
+    "expandable_segments": _NUMBER,
+    "max_split_size": int,
+    "garbage_collection_threshold": _NUMBER,
+    "roundup_power2_divisions": _divisions,
+}
+_MARK: Mapping[str, Any] = {"stage": WORD, "name": RANGE, "time_us": int, "device": int}
+_SNAPSHOT: Mapping[str, Any] = {
+    "segments": _records(_SEGMENT),
+    "device_traces": _histories,
+    "allocator_settings": lambda copy, value: copy.take(_SETTINGS, value) if isinstance(value, dict) else None,
+    "external_annotations": _records(_MARK),
+}
