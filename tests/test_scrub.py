@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import Nsys, find_nsys
-from profkit.launch.nsys_session import export_to, record_program
+from profkit.launch.nsys_session import open_session
 from profkit.sharing import share
 from profkit.text_kinds import (
     ANY_FILE,
@@ -412,9 +412,9 @@ def test_the_copy_of_a_fresh_export_holds_its_ranges_and_no_environment(nsys: Ns
     code = "import nvtx, sys\nwith nvtx.annotate('forward'):\n    print('the loss is', 3.1, file=sys.stderr)\n"
     environment = {**os.environ, "MY_TOKEN": "hunter2-of-mine", "MY_PLACE": "/home/somebody/else"}
     report, raw, copied = tmp_path / "a.nsys-rep", tmp_path / "a.sqlite", tmp_path / "copy.sqlite"
-    with (tmp_path / "log").open("w+b") as log:
-        record_program(nsys, [sys.executable, "-P", "-c", code], environment, report, log)
-        export_to(nsys, report, raw, log)
+    with (tmp_path / "log").open("w+b") as log, open_session(nsys, report, log) as session:
+        session.start([sys.executable, "-P", "-c", code], environment)
+        session.collect()
     assert b"hunter2-of-mine" in raw.read_bytes()
     share(raw, copied)
     data = copied.read_bytes()
