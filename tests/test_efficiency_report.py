@@ -127,21 +127,6 @@ def test_every_format_but_csv_holds_every_finding(style: str, tmp_path: Path, ca
     assert "slows each kernel launch" in text
 
 
-def test_attention_is_printed_in_every_format() -> None:
-    text = run_command("efficiency", SMALL, "--attention").stdout
-    assert max(map(len, text.splitlines()[:20])) <= 80
-    data = json.loads(run_command("efficiency", SMALL, "--attention", "--format", "json").stdout)
-    assert len(data["parts"]) == 39
-    csv = run_command("efficiency", SMALL, "--attention", "--format", "csv").stdout.splitlines()
-    assert csv[2] == ",computing softmax,24,1168652,,2.1268945736208376,"
-    for style in ("markdown", "latex"):
-        assert "softmax ratio" in run_command("efficiency", SMALL, "--attention", "--format", style).stdout
-    layer = run_command("efficiency", SMALL, "--attention", "--range", "layer 3").stdout
-    assert [line.split()[0] for line in layer.splitlines() if line[:5].strip().isdecimal()] == ["3"]
-    assert "Kernel time of the forward pass within 'layer 3', all steps" in layer
-    assert run_command("efficiency", SMALL, "--attention", "--explain").returncode == 2
-
-
 def _measure(folder: Path, range: str | None = None, *, numbered: bool = False) -> EfficiencyResult:
     """Two steps of 10 ms: in layer 0 the GPU is idle while the host launches, in the optimizer outside CUDA."""
     builder = NsysBuilder()

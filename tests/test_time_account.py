@@ -144,6 +144,24 @@ def test_what_communication_costs_at_most_is_the_most_of_any_rank(tmp_path: Path
     assert advice["communication"].saves_ns == 36 * MS
 
 
+def test_rows_follow_one_another_in_time_with_the_ranks_of_their_processes(tmp_path: Path) -> None:
+    account = read_trace(_write_ranks(tmp_path, (4 * MS, 36 * MS))).account
+    assert account.windows.device.tolist() == [0, 1, 0, 1]
+    assert account.rank.tolist() == [0, 1, 0, 1]
+    assert account.parts[:, 2].tolist() == [4 * MS, 36 * MS] * 2
+
+
+@pytest.mark.parametrize(
+    ("timed", "recorded_ns"), [({"profiled": _steps(120 * MS, 140 * MS)}, 130 * MS), ({}, 100 * MS)]
+)
+def test_a_recorded_step_takes_what_the_host_timed_else_its_time_on_the_gpus(
+    tmp_path: Path, profiled: tuple[int, ...], recorded_ns: int
+) -> None:
+    run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS), profiled=_steps(*profiled))
+    assert read_trace(run).account.recorded_step_ns() == recorded_ns
+    assert _summarize(run).steps[0].recorded_ns == recorded_ns
+
+
 def test_the_gpu_line_has_one_whole(tmp_path: Path) -> None:
     """Unprofiled steps of 80 ms: busy for 60 ms on average, 20 of them communication, and idle for 20."""
     run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS, 80 * MS))

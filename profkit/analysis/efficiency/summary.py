@@ -28,7 +28,7 @@ from profkit.analysis.time_account.gpu_time import (
     sum_parts,
 )
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
-from profkit.analysis.time_account.steps import context_of, is_step, measured_ranges
+from profkit.analysis.time_account.steps import context_of, count_steps, is_step
 from profkit.analysis.time_account.waits import DataWait, find_data_waits
 from profkit.analysis.tree.range_tree import (
     NodePath,
@@ -42,8 +42,7 @@ from profkit.analysis.tree.range_tree import (
 from profkit.analysis.tree.selection import select_ranges, split_path
 from profkit.errors import TraceError
 from profkit.findings import Finding
-from profkit.names import STEP
-from profkit.trace.columns import Ints, Trace, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Trace, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,12 +128,12 @@ class EfficiencyResult(NotebookResult):
          "model_flops", "mfu", "hardware_flops", "hfu",
          "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
 
-    ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of them lie; None if
-    some lie outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were timed
-    without a profiler: those of an own process (``clean``), or those of the same process before its recording began
-    (``attached``). ``model_flops`` are what the model asks for in a step, ``hardware_flops`` all that a step does, what
-    is computed again included; ``mfu``, ``hfu`` and ``idle_share`` cover all steps, None if unknown.
-    ``clean_idle_share`` is the idle share without a profiler, None if unknown.
+    ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of their work ran;
+    None if some ran outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were
+    timed without a profiler: those of an own process (``clean``), or of the same process before its recording began
+    (``attached``). ``model_flops`` are what the model asks for in a step, ``hardware_flops`` all that a step does, with
+    what is computed again; ``mfu``, ``hfu`` and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share``
+    is the idle share without a profiler, None if unknown.
     """
 
     trace: str
@@ -232,6 +231,7 @@ def measure_efficiency(
         rows.append(row)
     steps, idle = describe_steps(account, waiting), account.idle_time()
     model, hardware = step_flops.model(), step_flops.hardware()
+    under = attribution.work.under(members).rows
     return EfficiencyResult(
         trace=trace.path,
         gpu=facts.gpu,
@@ -241,7 +241,7 @@ def measure_efficiency(
         capture=_whole_capture(trace, times),
         ranges=tuple(rows),
         steps=steps,
-        step_count=None if numbered else _count_steps(attribution, members),
+        step_count=None if numbered else count_steps(attribution, mark_members(len(trace.work), under)),
         twin=None if timed is None else timed.twin,
         inflation=() if timed is None else timed.inflated,
         model_flops=model.flops,
@@ -266,24 +266,6 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
             )
         )
     return [*doubts, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
-
-
-def _count_steps(attribution: Attribution, members: Ints) -> int | None:
-    """Return in how many measured steps the ranges began; of several processes each must have made equally many.
-
-    Time decides, not the tree: an autograd thread's ranges belong to the step that is open on the main thread.
-    """
-    ranges = attribution.trace.ranges
-    steps = measured_ranges(attribution).get(STEP, empty_ints())
-    steps = steps[np.argsort(ranges.start_ns[steps], kind="stable")]
-    counts = set()
-    for process, which in rows_by_value(ranges.process[members]).items():
-        own, began = steps[ranges.process[steps] == process], ranges.start_ns[members[which]]
-        step = np.searchsorted(ranges.start_ns[own], began, side="right") - 1
-        if (step < 0).any() or (began >= ranges.end_ns[own][step]).any():
-            return None
-        counts.add(len(np.unique(step)))
-    return counts.pop() if len(counts) == 1 else None
 
 
 def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
