@@ -63,11 +63,13 @@ def compare(
         result = compare_captures(old, new, range=name, force=force, may_be_empty=has_ranks)
     document = build_compare_document(result, by=by, top=top)
     if has_ranks:
-        from profkit.joining import read_ranks
+        from profkit.joining import compare_opened, read_ranks
         from profkit.report.commands.ranks import compare_groups
 
         with shown_after_a_second("comparing ranks"):
-            groups, lines, data = compare_groups(read_ranks(before), read_ranks(after))
+            # What is opened is not read again; why ranks that were lost cannot be compared, `read_ranks` says.
+            sides = (compare_opened(old) or read_ranks(before), compare_opened(new) or read_ranks(after))
+            groups, lines, data = compare_groups(*sides)
         csv = document.csv if document.csv.rows else groups
         document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
     print_document(document, style, output, full_names=full_names)
