@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,9 @@ from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_
 from profkit.reading import open_capture
 from profkit.report.commands.compare import TOP, VIEWS, View, build_compare_document, describe_difference
 from profkit.report.document import Format
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 
 @click.command()
@@ -63,13 +67,10 @@ def compare(
         result = compare_captures(old, new, range=name, force=force, may_be_empty=has_ranks)
     document = build_compare_document(result, by=by, top=top)
     if has_ranks:
-        from profkit.joining import compare_opened, read_ranks
         from profkit.report.commands.ranks import compare_groups
 
         with shown_after_a_second("comparing ranks"):
-            # What is opened is not read again; why ranks that were lost cannot be compared, `read_ranks` says.
-            sides = (compare_opened(old) or read_ranks(before), compare_opened(new) or read_ranks(after))
-            groups, lines, data = compare_groups(*sides)
+            groups, lines, data = compare_groups(_compare_ranks(old), _compare_ranks(new))
         csv = document.csv if document.csv.rows else groups
         document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
     print_document(document, style, output, full_names=full_names)
@@ -78,6 +79,14 @@ def compare(
 def _has_ranks(capture: OpenedCapture) -> bool:
     light = () if capture.run is None else capture.run.light_records
     return len(light) > 1 or (capture.trace is not None and len(capture.trace.ranks.members) > 1)
+
+
+def _compare_ranks(capture: OpenedCapture) -> RanksResult:
+    """Compare the ranks from what is opened already; of ranks that are lost, `read_ranks` says why."""
+    from profkit.analysis.ranks.comparison import compare_opened
+    from profkit.joining import read_ranks
+
+    return compare_opened(capture.trace, capture.run) or read_ranks(capture.path)
 
 
 def _open(path: Path) -> OpenedCapture:
