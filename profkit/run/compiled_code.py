@@ -57,7 +57,6 @@ COMPILED_KERNEL = "compiled kernel"
 """What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
 _MOST_NODES = 2**22
 FIRST_TORCH = (2, 10)
-"""The first torch that says, at each launch that Inductor writes, what it was made of."""
 KNOWN_CODE = "compiled-2"
 """The folder in profkit's cache for what is known of generated code, and the form in which it is written."""
 COMPILING = "compiling"
@@ -248,6 +247,12 @@ class GraphBreak:
     lines: tuple[SourceLine, ...]
     step: int | None
     is_recorded: bool
+
+
+def says_origins(torch: str) -> bool:
+    """Return whether this version of torch says, at each launch that Inductor writes, what it was made of."""
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", torch)
+    return version is not None and (int(version[1]), int(version[2])) >= FIRST_TORCH
 
 
 def graph_range(id: str) -> str:

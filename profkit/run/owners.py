@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import SnapshotError
-from profkit.run.records import LARGEST_NUMBER, WrongRecord, read_lines
+from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_lines
 from profkit.text_kinds import ModuleName, RangeName, Word
 
 VERSION = 1
@@ -88,6 +88,10 @@ class Figures:
     reserved_peak_bytes: int
     capacity_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if min(value for name, value in vars(self).items() if name.endswith("_bytes") and value is not None) < 0:
+            raise ValueError("a negative size")
+
 
 START = "start"
 """``moment`` of the figures from before the recording."""
@@ -129,9 +133,9 @@ def read_owners(path: Path) -> Owners:
         if kind == "owned":
             owned.append(_owned(entry))
         elif kind == "figures":
-            figures.append(_figures(entry))
+            figures.append(decode(Figures, entry))
         elif kind == "step":
-            steps.append(Step(_text(entry, "name"), _number(entry, "start_us"), _number(entry, "end_us")))
+            steps.append(decode(Step, entry))
         elif kind == "unread":
             unread.append(_number(entry, "saved_tensors"))
         elif kind == "header" and _number(entry, "version") > VERSION:
@@ -160,17 +164,8 @@ def write_owners(path: Path, owners: Owners) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _figures(entry: dict[str, Any]) -> Figures:
-    sizes = {
-        key: _number(entry, key) for key in Figures.__dataclass_fields__ if key not in ("moment", "capacity_bytes")
-    }
-    for key, value in sizes.items():
-        if value < 0:
-            raise WrongRecord(f"{key} is negative")
-    return Figures(**sizes, moment=_text(entry, "moment"), capacity_bytes=_number_or_none(entry, "capacity_bytes"))
-
-
 def _owned(entry: dict[str, Any]) -> Owned:
+    """Return what `decode` would, in a third of the time: a long run leaves a million of these lines."""
     return Owned(
         _number(entry, "time_us"),
         _number(entry, "device") if "device" in entry else 0,

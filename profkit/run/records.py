@@ -128,9 +128,10 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
 def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  one return a kind
     """Return ``value``, as JSON has it, as ``kind``.
 
-    A kind is a dataclass, a plain type, ``tuple[X, ...]``, a mapping by text, a `Literal`, or a union of these with
-    None. Keys that a dataclass does not know are passed over, those that it has a default for may be missing: files of
-    other versions are read as far as they go. A whole number may stand for a float; nothing else is converted.
+    A kind is a dataclass, a plain type, ``tuple[X, ...]``, ``tuple[X, Y]``, a mapping by text, a `Literal`, or a union
+    of these with None. Keys that a dataclass does not know are passed over, those that it has a default for may be
+    missing: files of other versions are read as far as they go. A whole number may stand for a float; nothing else is
+    converted.
 
     Raises:
         WrongRecord: a value is not of its type, or a key is missing.
@@ -145,14 +146,7 @@ def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  
     if is_dataclass(kind):
         return _decode_dataclass(kind, value, where)
     if origin is tuple:
-        items = value if isinstance(value, list) else _refuse(where, value, "a list")
-        if is_dataclass(get_args(kind)[0]) and len(items) > MOST_RECORDS:
-            raise WrongRecord(f"{where} holds {len(items):,} records; more than {MOST_RECORDS:,} are not read")
-        if get_args(kind)[0] is float and _are_possible_numbers(items):
-            return tuple(map(float, items))
-        if get_args(kind)[0] is int and set(map(type, items)) <= {int} and _are_possible_numbers(items):
-            return tuple(items)
-        return tuple(decode(get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(items))
+        return _decode_tuple(get_args(kind), value, where)
     if origin in (Mapping, dict):
         pairs = value if isinstance(value, dict) else _refuse(where, value, "an object")
         return {key: decode(get_args(kind)[1], item, _below(where, key)) for key, item in pairs.items()}
@@ -187,6 +181,23 @@ def _decode_dataclass(kind: Any, value: object, where: str) -> Any:
         return kind(**found)
     except ValueError as error:  # a check of the dataclass's own
         raise WrongRecord(f"{where}: {error}" if where else str(error)) from None
+
+
+def _decode_tuple(kinds: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+    items = value if isinstance(value, list) else _refuse(where, value, "a list")
+    if kinds[-1] is not Ellipsis:
+        if len(items) != len(kinds):
+            _refuse(where, value, f"a list of {len(kinds)}")
+        return tuple(
+            decode(kind, item, f"{where}[{at}]") for at, (kind, item) in enumerate(zip(kinds, items, strict=True))
+        )
+    if is_dataclass(kinds[0]) and len(items) > MOST_RECORDS:
+        raise WrongRecord(f"{where} holds {len(items):,} records; more than {MOST_RECORDS:,} are not read")
+    if kinds[0] is float and _are_possible_numbers(items):
+        return tuple(map(float, items))
+    if kinds[0] is int and set(map(type, items)) <= {int} and _are_possible_numbers(items):
+        return tuple(items)
+    return tuple(decode(kinds[0], item, f"{where}[{at}]") for at, item in enumerate(items))
 
 
 def _are_possible_numbers(items: list[Any]) -> bool:

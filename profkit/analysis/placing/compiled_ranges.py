@@ -16,7 +16,6 @@ is what the program called.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ import numpy as np
 
 from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
 from profkit.errors import TraceError
-from profkit.run.compiled_code import FIRST_TORCH, LaunchPlace, read_launch_range
+from profkit.run.compiled_code import FIRST_TORCH, LaunchPlace, read_launch_range, says_origins
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
     Bools,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 INDUCTOR = "inductor"
 """What Dynamo calls the backend whose launches are known."""
-
-_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 def nest_compiled_launches(trace: Trace) -> Trace:
@@ -95,8 +92,7 @@ def explain_no_modules(run: Run, trace: Trace) -> str | None:
     if backends and INDUCTOR not in backends:
         return f"{what} modules are only known of code that Inductor made, not {', '.join(sorted(backends))}"
     torch = manifest.versions.get("torch") or ""
-    version = _VERSION.match(torch)
-    if version is not None and (int(version[1]), int(version[2])) < FIRST_TORCH:
+    if torch and not says_origins(torch):
         needed = ".".join(map(str, FIRST_TORCH))
         return f"{what} torch {torch} does not say which modules they compute for; torch {needed} does"
     # Each launch of code that the run knows has a range: none ran in the recorded steps.

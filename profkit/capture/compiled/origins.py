@@ -33,7 +33,8 @@ from profkit.capture.node_work import NodeWork, called, work_of_launches
 from profkit.capture.patches import outside_dynamo
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
-from profkit.run.compiled_code import FIRST_TORCH, KNOWN_CODE
+from profkit.run.compiled_code import KNOWN_CODE, says_origins
+from profkit.run.records import decode
 
 Operator = tuple[tuple[str, ...], str]
 """The modules around an operator, as `Origin.modules` has them, and its line."""
@@ -100,7 +101,7 @@ class CodeGeneration:
         if plain is None:
             return
         # Earlier ones have the function, and call it if a setting says so.
-        self.is_possible = _torch_version() >= FIRST_TORCH
+        self.is_possible = says_origins(torch.__version__)
 
         @functools.wraps(plain)
         def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -246,10 +247,6 @@ def line_of(stack_trace: str | None) -> str:
         return ""
     file, number, function = own[-1]
     return program_line(file, number, function)
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2] if part.isdecimal())
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -402,7 +399,9 @@ class Sidecars:
             with suppress(OSError):
                 for path in (_sidecar(place, operators), *sorted(place.parent.glob(f"{place.name}.profkit-*.json"))):
                     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                        yield _decode(json.loads(path.read_text()))
+                        content = json.loads(path.read_text())
+                        if content["version"] == KNOWN_CODE:
+                            yield decode(Known, content)
 
 
 _KERNELS_PLACE = re.compile(r"^# kernel path: .*\n", re.MULTILINE)
@@ -453,27 +452,3 @@ def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
 def _sidecar(place: Path, operators: tuple[Operator, ...]) -> Path:
     which = sha256(json.dumps(operators).encode()).hexdigest()[:10]
     return place.with_name(f"{place.name}.profkit-{which}.json")
-
-
-def _decode(content: dict[str, object]) -> Known:
-    if content["version"] != KNOWN_CODE:
-        raise ValueError(content["version"])
-    return Known(
-        tuple(map(_record, content["records"])),  # type: ignore[call-overload]
-        bool(content["is_backward"]),
-        tuple((tuple(modules), line) for modules, line in content["operators"]),  # type: ignore[attr-defined]
-    )
-
-
-def _record(content: dict[str, object]) -> Record:
-    return Record(
-        str(content["kernel"]),
-        bool(content["is_extern"]),
-        tuple(map(_origin, content["origins"])),  # type: ignore[call-overload]
-        {name: _origin(origin) for name, origin in content["buffers"].items()},  # type: ignore[attr-defined]
-        None if content["work"] is None else NodeWork(**content["work"]),  # type: ignore[arg-type]
-    )
-
-
-def _origin(content: dict[str, object]) -> Origin:
-    return Origin(tuple(content["modules"]), str(content["line"]), str(content["operator"]))  # type: ignore[arg-type]
