@@ -36,6 +36,43 @@ def test_help_of_a_command_is_the_commands_own() -> None:
     )
 
 
+def test_help_of_run_fits_a_screen_or_two_and_all_options_are_one_word_away() -> None:
+    runner = CliRunner()
+    short, whole = (
+        runner.invoke(cli, ["run", option], terminal_width=80).output for option in ("--help", "--help-all")
+    )
+    assert len(short.splitlines()) <= 60
+    assert "--cuda-graph-trace" not in short
+    context = click.Context(cli)
+    command = cli.get_command(context, "run")
+    assert command is not None
+    assert all(parameter.opts[0] in whole for parameter in command.params if isinstance(parameter, click.Option))
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (["train.py", "--lr", "1"], ("python", "train.py", "--lr", "1")),
+        (
+            ["--steps", "2", "-o", "x.py", "train.py", "--steps", "9", "--"],
+            ("python", "train.py", "--steps", "9", "--"),
+        ),
+        (["./program.py", "--help"], ("./program.py", "--help")),
+        (["--", "python", "train.py", "-x"], ("python", "train.py", "-x")),
+        (["model.tiny", "--steps", "2"], ("model.tiny",)),
+    ],
+)
+def test_all_that_follows_a_script_is_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], target: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("train.py", 0o644), ("program.py", 0o755)):
+        Path(name).touch(mode)
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    assert command.make_context("run", words).params["target"] == target
+
+
 def test_an_unknown_topic_names_those_that_exist() -> None:
     result = CliRunner().invoke(cli, ["help", "atribution"])
     assert result.exit_code != 0

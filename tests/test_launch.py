@@ -80,7 +80,9 @@ class TestKinds:
         assert target_kind(words) == kind
 
     def test_a_script_without_python_is_refused_with_the_command_to_type(self) -> None:
-        with pytest.raises(UsageError, match=r"put python before it: profkit run -- python train.py --lr 1"):
+        with pytest.raises(
+            UsageError, match=r"put python before it, or leave out --: profkit run -- python train.py --lr 1"
+        ):
             target_kind(["train.py", "--lr", "1"])
 
     @pytest.mark.parametrize("words", [["model.tiny", "x"], ["a:b", "x"]])

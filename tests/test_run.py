@@ -215,7 +215,8 @@ def test_missing_torch_is_one_line_and_nothing_is_made(tmp_path: Path) -> None:
     ("arguments", "status", "line"),
     [
         (["model.smal"], 2, "profkit: model.smal: no such model; did you mean model.small?"),
-        (["train.py"], 2, "profkit: put python before it: profkit run -- python train.py"),
+        (["train.py"], 2, "profkit: train.py: no such file"),
+        (["--", "train.py"], 2, "profkit: put python before it, or leave out --: profkit run -- python train.py"),
         ([*FAST, "-o", "taken"], 1, "profkit: taken: exists and is not empty"),
         ([*FAST, "-o", "taken/file/run"], 1, "profkit: taken/file/run: Not a directory"),
         ([*FAST, "--nsys", "-o", "run"], 1, "profkit: $NSYS is /no/nsys, which cannot be run"),

@@ -13,18 +13,13 @@ import click
 from profkit.cli.ceilings import measure_to
 from profkit.cli.outputs import print_line, quote_path, say, shown_after_a_second
 from profkit.cli.run_options import (
-    ceiling_options,
-    command_options,
-    hook_options,
-    memory_options,
-    model_options,
+    RunCommand,
+    add_options,
     names_recorder,
-    recorder_options,
     refuse_options_of_other_kinds,
     require_nsys,
     require_rank_choice,
     require_step_choice,
-    step_options,
 )
 from profkit.errors import CaptureError, UsageError
 from profkit.launch.nsys import GraphTrace
@@ -66,29 +61,13 @@ _KILLED = 128 + signal.SIGKILL
 
 
 @click.command(
-    epilog="TARGET is a built-in model: model.tiny, model.small, model.medium, model.large, model.xl or model.2.7B; "
-    "package.module:name, a callable that returns one step as a callable without arguments; "
-    "or, after --, any command that starts Python: profkit run --nsys -- python train.py --lr 1e-3, "
-    "-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py."
+    cls=RunCommand,
+    epilog="TARGET is a script with its arguments (train.py --lr 1e-3); or, after --, any command that starts Python "
+    "(-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py); package.module:name, a callable that returns "
+    "one step as a callable without arguments; or a built-in model: model.tiny, small, medium, large, xl or 2.7B.",
 )
 @click.argument("target", nargs=-1, required=True)
-@recorder_options
-@step_options
-@model_options
-@memory_options
-@hook_options
-@command_options
-@ceiling_options
-@click.option(
-    "--redact",
-    metavar="GLOB",
-    multiple=True,
-    help="Leave the values of options whose names match GLOB out of the manifest. Those of *token, *key, *secret, "
-    "*password, *passwd and *credential* are always left out.",
-)
-@click.option(
-    "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
-)
+@add_options
 def run(
     target: tuple[str, ...],
     output: Path | None,
@@ -117,23 +96,14 @@ def run(
 ) -> int:
     """Run TARGET under a profiler and keep what it recorded in a run directory.
 
-    The steps of a built-in model, or of a callable of yours, run twice, in separate processes: unprofiled, to be timed,
-    and recorded. With --memory a third process records the allocator before the other two.
+    A script or command needs no edit: profkit opens the ranges for phases and modules. It runs once: the first --warmup
+    steps run unprofiled and are timed, the next --steps are recorded, and then it finishes. One with too few steps, or
+    none, runs a second time unless it wrote a file. With --memory it runs twice: first to record the allocator.
 
-    A command runs once: the first --warmup steps run unprofiled (profkit times all but the first of them), the next
-    --steps are recorded, and then the command finishes, unless --stop. With --memory the command runs twice: the first
-    run records the allocator, from the first use of CUDA to the last measured step.
+    A built-in model, or a callable, runs in processes of its own: unprofiled, to be timed, and recorded.
 
     A step ends when the last of its optimizers has made a step. Without an optimizer it ends with a backward pass, else
     with a replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate.
-    The last lines say which it was, and --step-on chooses. A command with fewer steps than --warmup runs a second time
-    with fewer warm-up steps. One without any step runs a second time to be recorded as a whole. Neither runs again if
-    it wrote a file.
-
-    With --memory or --oom a command that runs out of memory, at whatever step, is explained when it ends: what was
-    asked for, what was free, and who held the rest.
-
-    Callables and commands need no edit: profkit opens the ranges for phases and modules.
 
     The exit status is the command's, also where nothing was recorded: the last line then says why.
     """

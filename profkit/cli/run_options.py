@@ -1,10 +1,12 @@
-"""The options of ``profkit run``, in groups, and which kinds of target each is for."""
+"""The options of ``profkit run``: which of them most people use, and which kinds of target each is for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
@@ -26,8 +28,7 @@ from profkit.run.manifest import Kind
 from profkit.run.rank_choice import RankChoice
 from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Option = Callable[[Command], Command]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 AT_LEAST_ONE = click.IntRange(min=1)
 
@@ -48,6 +49,8 @@ _KIND_NAMES = {
     "command": "commands (-- python train.py)",
 }
 _FOR_NSYS = ("traces", "graph_trace", "nsys_args", "keep_report")
+_COMMON = ("output", "with_nsys", "memory", "oom", "warmup", "steps", "step_on", "depth", "flops", "ranks", "help_all")
+"""What ``--help`` shows; ``--help-all`` shows the others too."""
 
 
 class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
@@ -64,181 +67,203 @@ class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some v
         return contexts
 
 
-def recorder_options(command: Command) -> Command:
-    """Add the choice of recorder and the options of nsys."""
-    return _with(
-        command,
-        click.option(
-            "--nsys/--kineto",
-            "with_nsys",
-            default=False,
-            help="Record with Nsight Systems, or with torch.profiler (the default). Nsight Systems copies the whole "
-            "process environment into its report: remove secrets from the environment first.",
-        ),
-        click.option(
-            "--trace",
-            "traces",
-            default=",".join(NsysOptions().traces),
-            show_default=True,
-            help="With --nsys: the APIs to trace, as nsys names them (osrt, cublas, cudnn, …); nvtx must be one.",
-        ),
-        click.option(
-            "--cuda-graph-trace",
-            "graph_trace",
-            type=click.Choice(get_args(GraphTrace)),
-            default=NsysOptions().cuda_graph_trace,
-            show_default=True,
-            help="With --nsys: node traces each kernel of a CUDA graph, so ranges and tables see it, but every graph "
-            "launch becomes slower; graph traces a whole launch as one row at little cost.",
-        ),
-        click.option("--nsys-args", default="", help='More flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
-        click.option(
-            "--keep-report/--no-keep-report",
-            default=True,
-            help="With --nsys: keep the .nsys-rep next to its export. It holds the environment and cannot be scrubbed.",
-        ),
-    )
+class RunCommand(click.Command):
+    """``profkit run``: all that follows a script is the script's, and few of the options fill its help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; a script that is no program is started by the Python on PATH."""
+        at = self._first_word(args)
+        if at < len(args) and args[at].endswith(".py"):
+            is_program = shutil.which(args[at]) is not None
+            if not is_program and not Path(args[at]).is_file():
+                raise UsageError(f"{args[at]}: no such file")
+            args = [*args[:at], "--", *([] if is_program else ["python"]), *args[at:]]
+        return super().parse_args(ctx, args)
+
+    def _first_word(self, args: Sequence[str]) -> int:
+        """Return where the first word stands that is neither an option nor the value of one."""
+        takes_value = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and not option.is_flag
+            for name in option.opts
+        }
+        at = 0
+        while at < len(args) and args[at].startswith("-"):
+            at += 2 if args[at] in takes_value else 1
+        return at if "--" not in args[:at] else len(args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options that most people use, or all."""
+        shown = [option for option in self.get_params(ctx) if ctx.meta.get(_ALL) or option.name in (*_COMMON, "help")]
+        with formatter.section("Options"):
+            formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
 
 
-def ceiling_options(command: Command) -> Command:
-    """Add whether the device itself is measured too."""
-    return _with(
-        command,
-        click.option(
-            "--ceilings",
-            is_flag=True,
-            help="After the run also measure the device's peaks (`profkit ceilings`) and keep them in the run.",
-        ),
-    )
+_ALL = "profkit shows all options"
 
 
-def step_options(command: Command) -> Command:
-    """Add how many steps are run and measured."""
-    return _with(
-        command,
-        click.option(
-            "--warmup",
-            type=click.IntRange(min=0),
-            help="Steps before the measured ones  [default: 2 for built-in models and callables, 5 for commands]",
-        ),
-        click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
-        click.option(
-            "--nproc-per-node",
-            "ranks",
-            type=AT_LEAST_ONE,
-            default=1,
-            metavar="N",
-            help="Start N processes on this machine with torch's launcher. A built-in model is then trained with "
-            "DistributedDataParallel; each rank has its own batch.",
-        ),
-    )
+def _show_all(ctx: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
-def model_options(command: Command) -> Command:
-    """Add what describes a built-in model's step."""
-    return _with(
-        command,
-        click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences per batch."),
-        click.option(
-            "--context",
-            "contexts",
-            type=_Contexts(),
-            default="256",
-            show_default=True,
-            help="Tokens per sequence. With several (128,256,512) each length runs its own steps, under 'context N'.",
-        ),
-        _choice("--passes", Passes, "train", "What a step does."),
-        _choice("--dtype", Dtype, "fp32", "tf32: fp32 with matrix products in TF32; bf16: autocast with fp32 weights."),
-        click.option(
-            "--compile",
-            "compile_mode",
-            type=click.Choice(get_args(CompileMode)),
-            default="none",
-            show_default=True,
-            help="torch.compile's mode. Compiled layers, attention and ffn keep their ranges.",
-        ),
-        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the tokens."),
-        _choice("--device", Device, "auto", "auto: CUDA if there is a GPU, otherwise the CPU."),
-    )
+def _choice(name: str, values: Any, default: str, text: str) -> Callable[[Function], Function]:
+    return click.option(name, type=click.Choice(get_args(values)), default=default, show_default=True, help=text)
 
 
-def memory_options(command: Command) -> Command:
-    """Add whether and how the allocator is recorded."""
-    return _with(
-        command,
-        click.option(
-            "--memory", is_flag=True, help="Also record the CUDA allocator in a separate process: who held the memory."
-        ),
-        click.option(
-            "--memory-only",
-            is_flag=True,
-            help="Record a command's allocator and no trace. The command then runs once; with --memory it runs twice.",
-        ),
-        click.option(
-            "--oom",
-            is_flag=True,
-            help="Keep the allocator's last events to the end of a command, at about 2 µs an allocation, and save them "
-            "only if an allocation fails. It records nothing else unless you add --kineto or --nsys (then in the same "
-            "run) or --memory (which does this anyway).",
-        ),
-        _choice(
-            "--memory-stacks", Stacks, "python", "Stack of each allocation: Python frames, or all with C++ (slower)."
-        ),
-        click.option(
-            "--memory-entries",
-            type=AT_LEAST_ONE,
-            default=MEMORY_ENTRIES,
-            show_default=True,
-            help="Keep at most this many allocator events (300 B to 1 KB of host memory each); older ones are lost.",
-        ),
-    )
+_OPTIONS = (
+    click.option(
+        "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
+    ),
+    click.option(
+        "--nsys/--kineto",
+        "with_nsys",
+        default=False,
+        help="Record with Nsight Systems, or with torch.profiler (the default). Nsight Systems copies the whole "
+        "process environment into its report: remove secrets from the environment first.",
+    ),
+    click.option(
+        "--memory", is_flag=True, help="Also record the CUDA allocator in a separate process: who held the memory."
+    ),
+    click.option(
+        "--oom",
+        is_flag=True,
+        help="Keep the allocator's last events, at about 2 µs an allocation, and save them only if one fails. "
+        "Nothing else is recorded unless you add --kineto, --nsys or --memory.",
+    ),
+    click.option(
+        "--warmup",
+        type=click.IntRange(min=0),
+        help="Steps before the measured ones  [default: 2 for built-in models and callables, 5 for commands]",
+    ),
+    click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
+    click.option(
+        "--step-on",
+        metavar="KIND",
+        help="What a step is, if profkit finds the wrong one: optimizer:NAME, call:NAME (class, variable "
+        "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
+    ),
+    click.option(
+        "--depth",
+        type=click.IntRange(min=0),
+        help="A module of your model gets a range if its dotted name has at most this many parts  [default: the "
+        "block that the model repeats, its parts and their parts]",
+    ),
+    click.option(
+        "--flops",
+        is_flag=True,
+        help="Count each range's FLOPs and the bytes it must move, in the last step before the measured ones, which is "
+        "slower then and not timed. Built-in models do not need this.",
+    ),
+    click.option(
+        "--nproc-per-node",
+        "ranks",
+        type=AT_LEAST_ONE,
+        default=1,
+        metavar="N",
+        help="Start N processes on this machine with torch's launcher. A built-in model is then trained with "
+        "DistributedDataParallel; each rank has its own batch.",
+    ),
+    click.option(
+        "--trace",
+        "traces",
+        default=",".join(NsysOptions().traces),
+        show_default=True,
+        help="With --nsys: the APIs to trace, as nsys names them (osrt, cublas, cudnn, …); nvtx must be one.",
+    ),
+    click.option(
+        "--cuda-graph-trace",
+        "graph_trace",
+        type=click.Choice(get_args(GraphTrace)),
+        default=NsysOptions().cuda_graph_trace,
+        show_default=True,
+        help="With --nsys: node traces each kernel of a CUDA graph, so ranges and tables see it, but every graph "
+        "launch becomes slower; graph traces a whole launch as one row at little cost.",
+    ),
+    click.option("--nsys-args", default="", help='More flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
+    click.option(
+        "--keep-report/--no-keep-report",
+        default=True,
+        help="With --nsys: keep the .nsys-rep next to its export. It holds the environment and cannot be scrubbed.",
+    ),
+    click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences per batch."),
+    click.option(
+        "--context",
+        "contexts",
+        type=_Contexts(),
+        default="256",
+        show_default=True,
+        help="Tokens per sequence. With several (128,256,512) each length runs its own steps, under 'context N'.",
+    ),
+    _choice("--passes", Passes, "train", "What a step does."),
+    _choice("--dtype", Dtype, "fp32", "tf32: fp32 with matrix products in TF32; bf16: autocast with fp32 weights."),
+    click.option(
+        "--compile",
+        "compile_mode",
+        type=click.Choice(get_args(CompileMode)),
+        default="none",
+        show_default=True,
+        help="torch.compile's mode. Compiled layers, attention and ffn keep their ranges.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the tokens."),
+    _choice("--device", Device, "auto", "auto: CUDA if there is a GPU, otherwise the CPU."),
+    click.option(
+        "--memory-only",
+        is_flag=True,
+        help="Record a command's allocator and no trace. The command then runs once; with --memory it runs twice.",
+    ),
+    _choice("--memory-stacks", Stacks, "python", "Stack of each allocation: Python frames, or all with C++ (slower)."),
+    click.option(
+        "--memory-entries",
+        type=AT_LEAST_ONE,
+        default=MEMORY_ENTRIES,
+        show_default=True,
+        help="Keep at most this many allocator events (300 B to 1 KB of host memory each); older ones are lost.",
+    ),
+    click.option(
+        "--annotate/--no-annotate",
+        default=True,
+        help="Open ranges for phases and modules automatically, or not. Your own ranges always show.",
+    ),
+    click.option("--stop", is_flag=True, help="End the command after the measured steps instead of letting it finish."),
+    click.option(
+        "--ranks",
+        "full_ranks",
+        metavar="LIST|first-per-node|slowest",
+        help="Of several ranks record these in full (0,7,8-15; the first of each machine; the one that the others "
+        "wait for in the warm-up steps). All others leave only their light record.",
+    ),
+    click.option(
+        "--ceilings",
+        is_flag=True,
+        help="After the run also measure the device's peaks (`profkit ceilings`) and keep them in the run.",
+    ),
+    click.option(
+        "--redact",
+        metavar="GLOB",
+        multiple=True,
+        help="Leave the values of options whose names match GLOB out of the manifest. Those of *token, *key, *secret, "
+        "*password, *passwd and *credential* are always left out.",
+    ),
+    click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+        help="Show all options: of nsys, ranks, the allocator and the built-in models too.",
+    ),
+)
 
 
-def hook_options(command: Command) -> Command:
-    """Add what ranges appear by themselves in a callable's and a command's code."""
-    return _with(
-        command,
-        click.option(
-            "--depth",
-            type=click.IntRange(min=0),
-            help="A module of your model gets a range if its dotted name has at most this many parts  [default: the "
-            "block that the model repeats, its parts and their parts]",
-        ),
-        click.option(
-            "--annotate/--no-annotate",
-            default=True,
-            help="Open ranges for phases and modules automatically, or not. Your own ranges always show.",
-        ),
-        click.option(
-            "--flops",
-            is_flag=True,
-            help="Count each range's FLOPs and the bytes it must move, in the last step before the measured ones. That "
-            "step is slower and is not timed. Built-in models do not need this.",
-        ),
-    )
-
-
-def command_options(command: Command) -> Command:
-    """Add the options that only make sense for a command."""
-    return _with(
-        command,
-        click.option(
-            "--stop", is_flag=True, help="End the command after the measured steps instead of letting it finish."
-        ),
-        click.option(
-            "--ranks",
-            "full_ranks",
-            metavar="LIST|first-per-node|slowest",
-            help="Of several ranks record these in full (0,7,8-15; the first of each machine; the one that the others "
-            "wait for in the warm-up steps). All others leave only their light record.",
-        ),
-        click.option(
-            "--step-on",
-            metavar="KIND",
-            help="What a step is, if profkit finds the wrong one: optimizer:NAME, call:NAME (class, variable "
-            "or decorated function), backward, replay (of a CUDA graph), generate, or whole (the whole program).",
-        ),
-    )
+def add_options(function: Function) -> Function:
+    """Add the options of ``profkit run``, to be shown in their order."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
 
 
 def require_rank_choice(text: str) -> None:
@@ -301,14 +326,3 @@ def require_nsys(traces: str, graph_trace: GraphTrace, nsys_args: str, keep_repo
     abilities = read_abilities(nsys.path)
     check_abilities(options, abilities, nsys.version)
     return replace(nsys, abilities=abilities, options=options)
-
-
-def _choice(name: str, values: Any, default: str, text: str) -> Option[Any]:
-    return click.option(name, type=click.Choice(get_args(values)), default=default, show_default=True, help=text)
-
-
-def _with(command: Command, *options: Option[Any]) -> Command:
-    """Add the options, to be shown in this order."""
-    for option in reversed(options):
-        command = option(command)
-    return command

@@ -50,7 +50,7 @@ def parse_target(text: str) -> str:
     known = ", ".join(PREFIX + preset for preset in PRESETS)
     if not text.startswith(PREFIX) and name not in PRESETS:
         raise UsageError(
-            f"{text}: only built-in models can be run: {known}; your own: profkit run -- python {text}, or "
+            f"{text}: only built-in models can be run: {known}; your own: profkit run train.py, or "
             "package.module:name, a callable that returns a step"
         )
     by_folded_name = {preset.casefold(): preset for preset in PRESETS}
@@ -67,7 +67,7 @@ def target_kind(words: Sequence[str]) -> Kind:
     """
     first, *more = words
     if first.endswith(".py") and shutil.which(first) is None:
-        raise UsageError(f"put python before it: profkit run -- python {' '.join(words)}")
+        raise UsageError(f"put python before it, or leave out --: profkit run -- python {' '.join(words)}")
     kind: Kind = "command" if more or (first not in PRESETS and shutil.which(first) is not None) else "model"
     if _CALLABLE.fullmatch(first):
         kind = "callable"
