@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.efficiency.evidence import find_evidence
+from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import FORMATS, Lines

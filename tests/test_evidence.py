@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit import read_trace
-from profkit.analysis.efficiency.evidence import find_evidence
+from profkit.analysis.efficiency.limits import find_evidence
 from tests.efficiency_runs import SMALL
 from tests.nsys_builder import NsysBuilder
 

@@ -15,7 +15,6 @@ import pytest
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.parts import PartRow
-from profkit.analysis.time_account.step_slices import MOST_SLICES, slice_median_step
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table
@@ -23,6 +22,7 @@ from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.memory import build_segments, merge_blocks
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
+from profkit.report.page.step import MOST_SLICES, slice_median_step
 from profkit.report.units import format_bytes
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 from profkit.snapshot.reader import build_snapshot

@@ -9,8 +9,8 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.efficiency.facts import Peaks
+from profkit.analysis.efficiency.limits import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.efficiency.summary import count_launches
-from profkit.analysis.efficiency.verdicts import MOVERS, Roofline, build_roofline, judge
 from profkit.analysis.efficiency.work import Amount
 from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.time_account.gpu_time import GpuParts

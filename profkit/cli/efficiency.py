@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.efficiency.evidence import find_evidence
+from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.efficiency.facts import Peaks, RunFacts
-from profkit.analysis.efficiency.verdicts import MOVERS, build_roofline, judge, product_ns
+from profkit.analysis.efficiency.limits import MOVERS, build_roofline, chosen_ranges, judge, product_ns
 from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
-from profkit.analysis.placing.nesting import mark_nested
 from profkit.analysis.ranks.matching import Waiting, find_waiting
 from profkit.analysis.time_account.account import TimeAccount, find_too_few_steps, scale_ranges
 from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
@@ -39,7 +38,7 @@ from profkit.analysis.tree.range_tree import (
     sum_work,
     work_by_node,
 )
-from profkit.analysis.tree.selection import select_ranges, split_path
+from profkit.analysis.tree.selection import split_path
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import Ints, Trace, rows_by_value
@@ -266,15 +265,6 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
             )
         )
     return [*doubts, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
-
-
-def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:
-    """Return the ranges to report: all, or those asked for and those within them."""
-    trace = attribution.trace
-    if range is None:
-        return np.arange(len(trace.ranges))
-    chosen = mark_members(len(trace.ranges), select_ranges(attribution, range))
-    return np.flatnonzero(mark_nested(attribution.parent, chosen))
 
 
 def _refuse_without_work(trace: Trace) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from profkit.analysis.efficiency.evidence import MUCH, Evidence, IdleGap, find_host_waits
+from profkit.analysis.efficiency.limits import Evidence, IdleGap
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.time_account.account import recorded_idle
@@ -62,6 +62,8 @@ _UNEVEN = 1.5
 """Waits for data of which the longest is this many times their mean come in bursts,"""
 _WORTH = 0.1
 """which is worth a word where it is this share of a step."""
+_MUCH = 0.2
+"""The share of a range's time on the GPU from which a wait for the host is worth naming."""
 _WAITS_NAMED = 3
 
 
@@ -289,16 +291,30 @@ def _peak_words(result: EfficiencyResult) -> str:
 
 
 def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
-    waits = find_host_waits(result.ranges)
-    if not waits:
+    """Name the ranges that wait much for the host although something else limits them, the longest wait first.
+
+    A range within one that is named for the same cause is not named again.
+    """
+    waits: list[tuple[float, str, str, str]] = []
+    for row in result.ranges:
+        for cause, share in _host_waits(row):
+            if share >= _MUCH and not any(cause == of and row.path.startswith(f"{path}/") for _, of, path, _ in waits):
+                words = _DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
+                span_ns = 0 if row.gpu is None else row.gpu.span_ns_at(row.best_idle_factor)
+                waits.append((share * span_ns, cause, row.path, f"{format_share(share)} ({words})"))
+    if waits:
+        waits.sort(key=lambda wait: -wait[0])
+        paths = [split_path(row.path) for row in result.ranges]
+        named = [f"{_name_among(paths, path)} {words}" for _, _, path, words in waits[:_WAITS_NAMED]]
+        more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
+        yield f"Also idle for more than {_MUCH * 100:.0f} %: {', '.join(named)}{more}"
+
+
+def _host_waits(row: EfficiencyRow) -> Iterator[tuple[str, float]]:
+    if row.verdict in ("launch-bound", "host-bound"):
         return
-    paths = [split_path(row.path) for row in result.ranges]
-    named = [
-        f"{_name_among(paths, row.path)} {format_share(row.share)} ({_DATA if row.loads_data else LIMITS[row.cause]})"
-        for row in waits[:_WAITS_NAMED]
-    ]
-    more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
-    yield f"Also idle for more than {MUCH * 100:.0f} %: {', '.join(named)}{more}"
+    shares = {"launch-bound": row.launching_share, "host-bound": row.host_share}
+    yield from ((cause, share) for cause, share in shares.items() if share is not None)
 
 
 def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:

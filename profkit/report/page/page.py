@@ -17,7 +17,6 @@ from profkit.analysis.advice import find_advice
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.time_account.step_slices import slice_median_step
 from profkit.files import write_whole
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
@@ -27,7 +26,7 @@ from profkit.report.page.memory import Stacking, build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results, build_comparison, compare_runs
-from profkit.report.page.step import build_step_bar, build_timeline
+from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
 from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.text import make_visible
