@@ -137,8 +137,10 @@ def test_what_torch_compile_did_in_recorded_steps_stands_with_its_line_and_reaso
         ],
     )
     text = " ".join(re.sub(r"<[^>]*>", " ", render_report(open_capture(folder))).split())
-    assert "step 1 compiled again model.py:3 forward size mismatch 2.000 ms" in text
-    assert "before them graph break model.py:9 forward Do not call it." in text
+    assert (
+        "torch.compile compiled again, which took 0.00 s of recorded step 1: model.py:3 forward (size mismatch)" in text
+    )
+    assert "graphs break at 1 place, where Python runs instead: model.py:9 forward: Tensor.item()" in text
 
 
 def test_columns_that_were_not_recorded_stay_and_name_the_command_that_records_them(run: Path, tmp_path: Path) -> None:

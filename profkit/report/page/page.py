@@ -14,10 +14,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from profkit.analysis.advice import find_advice
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.files import write_whole
+from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.whatif import build_whatif_document
@@ -27,7 +29,6 @@ from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results, build_comparison, compare_runs
 from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
-from profkit.report.page.trust import build_trust
 from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.text import make_visible
 from profkit.report.units import format_count
@@ -267,8 +268,37 @@ def _advice_section(run: Results, advice: Sequence[Mapping[str, Any]]) -> Sectio
 
 
 def _trust_section(run: Results) -> Section:
-    content = build_trust(run)
+    check = None if run.capture.trace is None else run.capture.trace.self_check
+    content = {
+        "verdict": "" if check is None else _verdict_line(check),
+        "findings": [] if check is None else [(finding.verdict, finding.message) for finding in check.findings],
+        "costs": view_parts(clean_times_parts(run.manifest)),
+        "missing": [{"what": what, "command": command} for what, command in _find_missing(run)],
+    }
     return Section("trust", "How far to trust this", f"profkit kernels {run.name} --strict", content)
+
+
+def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
+    """Yield what was not recorded and the command that records it."""
+    capture, again = run.capture, run.record_again
+    directory, trace = capture.run, capture.trace
+    if trace is None:
+        yield "time: kernels, ranges, steps", again("--nsys")
+    if capture.snapshot is None:
+        yield "memory", again("--memory")
+    if run.manifest.unprofiled is None:
+        yield "step times without a profiler", again("--nsys")
+    if trace is not None and (directory is None or directory.work is None):
+        yield "FLOPs of each module", again("--flops")
+    if trace is not None and (directory is None or directory.ceilings is None):
+        yield "what this GPU reaches at most (a datasheet is used if one is known)", "profkit ceilings"
+
+
+def _verdict_line(check: SelfCheck) -> str:
+    failed, warned = len(check.of("failed")), len(check.of("warning"))
+    if failed:
+        return f"self-check FAILED ({format_count(failed, 'check')})"
+    return "self-check passed" + (f" with {format_count(warned, 'warning')}" if warned else "")
 
 
 def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
