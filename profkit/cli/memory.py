@@ -122,9 +122,9 @@ def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, by: Stacking
     assert capture.snapshot is not None
     memory = capture.snapshot.device(result.totals.device)
     if by in ("category", "stack") and path.suffix.lower() == ".png":
-        from profkit.report.plots.timeline_picture import write_picture  # loads Matplotlib
+        from profkit.report.plots.memory_plots import plot_timeline  # loads Matplotlib
 
-        write_picture(path, memory, result, by=by, wanted=wanted)
+        plot_timeline(path, memory, result, by=by, wanted=wanted)
         return
     from profkit.report.page.page import render_memory_page, write_page  # loads Jinja2
 

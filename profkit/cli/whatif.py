@@ -92,7 +92,7 @@ def whatif(
             cost=_cost_of(snapshot) if edits or fit else None,
         )
     if plot is not None:
-        from profkit.report.plots.whatif_plot import plot_whatif  # loads Matplotlib
+        from profkit.report.plots.memory_plots import plot_whatif  # loads Matplotlib
 
         plot_whatif(result, plot)
     print_document(build_whatif_document(result), style, output, full_names=full_names)
