@@ -85,8 +85,6 @@ def test_a_delay_is_named_from_traces_of_torch_profiler_whose_clocks_differ(tmp_
     run = write_kineto_run(tmp_path / "run", simulate(2, delays=[Delay(1, place, 12 * MS)]), shift_ns=-(10**9))
     result = read_ranks(run, workers=1)
     _assert_found(result, 1, place, 12 * MS)
-    assert result.clocks is not None
-    assert result.clocks.largest_offset_ns >= 10**9 > 1000 >= result.clocks.residual_ns
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from profkit.joining import read_ranks
-from profkit.run.rank_choice import RankChoice
+from profkit.run.job import RankChoice
 from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 

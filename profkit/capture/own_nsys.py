@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from profkit.run.directory import LOG
-from profkit.run.job import local_rank_number, rank_of_command
-from profkit.run.rank_choice import RankChoice
+from profkit.run.job import RankChoice, local_rank_number, rank_of_command
 from profkit.run.recording import NSYS_STARTS, RANK_NSYS, Order, RankNsys, RankReport, behind_nsys, rank_report
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -37,9 +37,8 @@ from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, LOG, WORK, name_of_rank
-from profkit.run.job import local_rank_number, rank_of_command
+from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
-from profkit.run.rank_choice import SLOWEST, RankChoice
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,

@@ -24,8 +24,8 @@ from profkit.launch.nsys import (
     read_abilities,
 )
 from profkit.models.options import CompileMode, Device, Dtype, Passes
+from profkit.run.job import RankChoice
 from profkit.run.manifest import Kind
-from profkit.run.rank_choice import RankChoice
 from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
 
 Function = TypeVar("Function", bound=Callable[..., Any])

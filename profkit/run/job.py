@@ -1,4 +1,5 @@
-"""A job of several machines: what its launcher says of them, and how their runs come to lie in one directory.
+"""A job of several ranks: what its launcher says of them and their machines, where their runs lie, and which ranks
+are recorded in full (``--ranks``).
 
 Each machine runs ``profkit run`` by itself, and none waits for another. With one ``-o`` on a disk that all share each
 makes a run of its own within it: ``node0``, ``node1``, …; or ``rank5``, where each rank has a ``profkit run`` of its
@@ -61,6 +62,11 @@ _OPTIONS = {
 """The options of torch's and accelerate's launchers that say something of machines."""
 
 _TORCH = ("torchrun", "accelerate", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+
+FIRST_PER_NODE = "first-per-node"
+SLOWEST = "slowest"
+
+_SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -259,3 +265,36 @@ def _options(words: Sequence[str]) -> dict[str, str]:
             value = value if equals else next(iter(words[at + 1 : at + 2]), "")
             said.setdefault(known, value)
     return said
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """The ranks to record in full: those in some spans, both ends included, or those that a word stands for."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    word: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> RankChoice:
+        """Return the choice that a text makes.
+
+        Raises:
+            ValueError: it makes none.
+        """
+        if text in (FIRST_PER_NODE, SLOWEST):
+            return cls(word=text)
+        parts = [_SPAN.fullmatch(part.strip()) for part in text.split(",")]
+        spans = tuple((int(part[1]), int(part[2] or part[1])) for part in parts if part is not None)
+        if len(spans) < len(parts) or any(first > last for first, last in spans):
+            raise ValueError(f"{text}: name ranks (0,7,8-15), {FIRST_PER_NODE} or {SLOWEST}")
+        return cls(spans)
+
+    def includes(self, rank: int | None, local_rank: int | None) -> bool | None:
+        """Return whether a rank is one of them; None if only its steps will show. A process without ranks always is."""
+        if rank is None:
+            return True
+        if self.word == SLOWEST:
+            return None
+        if self.word == FIRST_PER_NODE:
+            return not local_rank
+        return any(first <= rank <= last for first, last in self.spans)

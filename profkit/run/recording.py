@@ -203,7 +203,7 @@ class Order:
     ``depth`` of the modules' ranges, `BY_TREE` or None: modules have none; ``annotate`` False opens no range at all;
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.recording.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
-    range `profkit.names.COUNTED`. ``ranks`` says which ranks are recorded (`profkit.run.rank_choice.RankChoice`), None:
+    range `profkit.names.COUNTED`. ``ranks`` says which ranks are recorded (`profkit.run.job.RankChoice`), None:
     all; ``rank_nsys`` how each of them starts its Nsight Systems. ``own_steps``: the target's own ranges
     `profkit.names.WARMUP` and ``step N`` are its steps.
     """

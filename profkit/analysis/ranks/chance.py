@@ -29,6 +29,7 @@ import math
 import numpy as np
 
 from profkit.analysis.ranks.costs import Cost, Floats
+from profkit.analysis.students_t import chance_beyond
 from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools
 
@@ -47,7 +48,6 @@ ms for each backward pass and the other 14.5, in 24 steps of 30 ms; its GPU was 
 In the next ones both took 18."""
 _TRIMMED = 0.2
 _MOST_ALIKE = 0.98
-_POINTS = 400
 _OF_DEVIATION = 1.4826
 _EFFICIENCY = 0.37
 _MANY = 15
@@ -106,16 +106,7 @@ def chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN
     spread = squares / (count * (1 - of_mean)) / (kept / count) ** 2 if count > 1 else 0.0
     freedom = SPREAD_STEPS + seen
     spread = (SPREAD_STEPS * known_spread**2 + seen * spread) / freedom
-    return _beyond(typical(late) / math.sqrt(spread * of_mean), freedom)
-
-
-def _beyond(quantile: float, freedom: float) -> float:
-    """Return how often Student's t exceeds a quantile: the integral over t = √ν tan θ, where it is smooth."""
-    angle = math.atan2(abs(quantile), math.sqrt(freedom))
-    at = angle + (math.pi / 2 - angle) * (np.arange(_POINTS) + 0.5) / _POINTS
-    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
-    beyond = float(np.mean(np.cos(at) ** (freedom - 1))) * (math.pi / 2 - angle) * math.exp(scale)
-    return beyond if quantile >= 0 else 1 - beyond
+    return chance_beyond(typical(late) / math.sqrt(spread * of_mean), freedom)
 
 
 def chance_of_stalls(count: int, of_all: int, rank_count: int, share: float) -> float:
@@ -165,7 +156,7 @@ def chance_beside(late_ns: Floats, others_ns: Floats, step_ns: float) -> float:
     apart = max(_OF_DEVIATION * float(np.median(np.abs(usual - middle))), _LEAST_APART * step_ns)
     own_ns, kept = _winsorized(late_ns)
     own = float(own_ns.var(ddof=1)) / count / (kept / count) ** 2
-    return _beyond((typical(late_ns) - middle) / math.sqrt(apart**2 + own), _EFFICIENCY * (len(usual) - 1))
+    return chance_beyond((typical(late_ns) - middle) / math.sqrt(apart**2 + own), _EFFICIENCY * (len(usual) - 1))
 
 
 def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> Bools | None:

@@ -12,7 +12,7 @@ from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
-from profkit.analysis.ranks.matching import ClockFit, count_steps, fit_clocks, match_collectives, sum_waits
+from profkit.analysis.ranks.matching import count_steps, match_collectives, sum_waits
 from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, of_one_kind, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
@@ -83,7 +83,6 @@ class RanksResult:
     groups: tuple[GroupRow, ...]
     waits_ns: Ints
     verdict: Verdict
-    clocks: ClockFit | None
     lost: Mapping[int, str]
     step_count: int
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
@@ -202,7 +201,6 @@ def compare_ranks(
         groups=tuple(sum_groups(matched, reduced, world_size)),
         waits_ns=waits,
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
-        clocks=fit_clocks(matched),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
         recorded_step_count=max((len(one.steps.named) for one in reduced), default=0),

@@ -27,8 +27,6 @@ by some microseconds (2 × H200, NVLink)."""
 _NCCL = "nccl"
 _NOBODY = -1
 _LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-_TOGETHER = 256
-"""This many collectives are compared at once, where a second table of all ranks would be made."""
 _ENDS_EARLY = 0.5
 """A rank that has fewer of a group's collectives than this share of the median rank's is left out of the group."""
 
@@ -348,37 +346,6 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
             _, start, end = disjoint_pieces(np.zeros(len(order), dtype=np.int64), begin[order], (begin + wait)[order])
             np.add.at(sums[rank], to[order], end - start)
     return sums
-
-
-@dataclass(frozen=True)
-class ClockFit:
-    """How well the clocks of ranks agree once each is shifted so that collectives end together."""
-
-    count: int
-    largest_offset_ns: int
-    residual_ns: int
-    """The median distance of a collective's end on one rank from the median rank's, after the shift."""
-
-
-def fit_clocks(matched: Sequence[Matched]) -> ClockFit | None:
-    """Return the fit on the largest group's collectives; None where no ends are known."""
-    for one in matched:
-        may_wait = np.array([kind in WAITS_FOR_ALL for kind in one.kind], dtype=np.bool_)
-        known = may_wait
-        for ends in one.end_ns:
-            known = known & (ends > 0)
-        if known.sum() < 2:
-            continue
-        apart = np.stack([ends[known] for ends in one.end_ns])
-        # In place, and some collectives at a time: no second table of all ranks is made.
-        for part in np.array_split(apart, -(-apart.shape[1] // _TOGETHER), axis=1):
-            np.subtract(part, np.partition(part, len(part) // 2, axis=0)[len(part) // 2], out=part)
-        offset = np.array([np.median(mine) for mine in apart]).astype(np.int64)
-        apart -= offset[:, None]
-        np.abs(apart, out=apart)
-        residual = int(np.median(apart, overwrite_input=True))
-        return ClockFit(int(known.sum()), int(np.abs(offset).max()), residual)
-    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,6 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
             for one in result.pipelines
         ],
         "peaks": None if result.peaks is None else asdict(result.peaks),
-        "clocks": None if result.clocks is None else asdict(result.clocks),
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
 
@@ -284,12 +283,6 @@ def _notes(result: RanksResult) -> Sequence[str]:
         lines.append(
             f"which ranks share the collectives of {', '.join(result.assumed_groups)} is not recorded: all"
             f" {result.world_size} are assumed to (the light record that `profkit run` leaves says it)"
-        )
-    if result.clocks is not None:
-        lines.append(
-            f"clocks: shifted by at most {format_ns(result.clocks.largest_offset_ns)}, the ends of"
-            f" {result.clocks.count:,} collectives agree to {format_ns(result.clocks.residual_ns)} (median); no figure"
-            " above depends on it"
         )
     if any(row.kind in P2P for row in result.groups) and not result.pipelines:
         lines.append(
