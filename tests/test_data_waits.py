@@ -172,6 +172,17 @@ def test_one_ranks_wait_is_not_anothers(tmp_path: Path) -> None:
     assert waits == {0: (10 * MS, 10 * MS), 1: (0, 0)}
 
 
+def test_each_rank_waits_for_its_own_data(tmp_path: Path) -> None:
+    """Two ranks at the same time: one waits for 5 ms of a step, the other for 1."""
+    builder = NsysBuilder()
+    for rank, wait in ((0, 5), (1, 1)):
+        thread = 100 * (rank + 1)
+        builder.range("step 0", 0, 20 * MS, tid=thread, pid=thread)
+        builder.range("data", MS, (1 + wait) * MS, tid=thread, pid=thread)
+        builder.kernel(10 * MS, MS, tid=thread, pid=thread, device=rank)
+    assert {one.device: one.data_wait_ns for one in _efficiency(builder, tmp_path).steps} == {0: 5 * MS, 1: MS}
+
+
 @pytest.mark.parametrize(
     ("at", "kind", "thread", "expected"),
     [
