@@ -188,6 +188,22 @@ def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path)
     assert advice["synchronising"].figures["count"] == 2
 
 
+def test_what_a_fused_optimizer_saves_at_most_is_the_most_of_any_gpu(tmp_path: Path) -> None:
+    """The optimizer works for 10 ms on one rank and for 30 on the other: the mean, 20 ms, would be no bound."""
+    builder = NsysBuilder()
+    for rank, (pid, each) in enumerate(((100, 10 * MS), (200, 30 * MS))):
+        builder.range("step 0", 0, 100 * MS, tid=pid, pid=pid)
+        builder.range("optimizer", 10 * MS, 10 * MS + 1_000, tid=pid, pid=pid)
+        for launch in (0, 1):
+            at = 10 * MS + launch * each // 2
+            builder.kernel(10 * MS + launch, each // 2, start=at, tid=pid, pid=pid, device=rank, name=FOREACH)
+    summary = _summarize(_open_run(tmp_path, builder))
+    assert summary.optimizer is not None
+    assert summary.per_step(summary.optimizer.span_ns) == 20 * MS
+    (advice,) = [one for one in find_advice(summary) if one.code == "fused-optimizer"]
+    assert advice.saves_ns == 30 * MS
+
+
 @pytest.mark.parametrize(("count", "said"), [(1_150, "1,150 launches take"), (1, "1 launch takes")])
 def test_a_count_is_written_out(tmp_path: Path, count: int, said: str) -> None:
     builder = NsysBuilder()

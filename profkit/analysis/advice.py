@@ -155,7 +155,8 @@ def _optimizer(summary: Summary) -> Advice | None:
     optimizer, memory, work = summary.optimizer, summary.memory, summary.work
     if optimizer is None or optimizer.kind not in ("foreach", "single tensor") or work is None:
         return None
-    span_ns, launches = summary.per_step(optimizer.span_ns), optimizer.launch_count / summary.program_steps
+    costs, launches = summary.find_costliest("optimizer_ns"), optimizer.launch_count / summary.program_steps
+    span_ns = summary.per_step(optimizer.span_ns) if costs is None else costs.optimizer_ns
     if optimizer.unprofiled_ns is not None:
         span_ns = optimizer.unprofiled_ns
     least_ns, temporary = 0.0, 0

@@ -35,7 +35,7 @@ from profkit.analysis.summary import (
     WrittenAttention,
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
-from profkit.analysis.time_account.gpu_time import category_rows, communication_rows
+from profkit.analysis.time_account.gpu_time import category_rows, communication_rows, find_windows
 from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
 from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
@@ -220,10 +220,13 @@ def _costs(account: TimeAccount, use: GpuUse, rows: Bools) -> Iterator[GpuCosts]
     process = attribution.trace.ranges.process[account.steps[account.step]]
     optimizers = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
     optimized = mark_members(len(work), attribution.work.under(optimizers).rows)
+    spans = find_windows(attribution, optimizers, account.gpu_times)
+    optimizes = attribution.trace.ranges.process[optimizers[spans.member]]
     small = category_rows(attribution.trace, SMALL)
     for owner, device in sorted(set(zip(process.tolist(), account.windows.device.tolist(), strict=True))):
         mine = (process == owner) & (account.windows.device == device)
         count, idle = int(mine.sum()), account.idle_time(mine)
+        span_ns = (spans.end_ns - spans.start_ns)[(optimizes == owner) & (spans.device == device)]
         own = rows & small & ~optimized & (work.device == device) & (work.process == owner)
         gap_ns = 0 if use.syncs is None else use.syncs.by_device.get(device, 0)
         rank = int(account.rank[mine][0])
@@ -235,6 +238,7 @@ def _costs(account: TimeAccount, use: GpuUse, rows: Bools) -> Iterator[GpuCosts]
             sync_gap_ns=gap_ns * use.sync_factor / count,
             exposed_communication_ns=account.sum_parts(mine)[0].exposed_communication_ns / count,
             small_ns=int(work.duration_ns[own].sum()) / count,
+            optimizer_ns=int(span_ns.sum()) / count,
         )
 
 

@@ -122,6 +122,7 @@ class GpuCosts:
     sync_gap_ns: float
     exposed_communication_ns: float
     small_ns: float
+    optimizer_ns: float
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,9 @@ class Summary:
     """Everything the ten lines state.
 
     ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed;
-    ``program_steps`` is how many steps the program made, over which things are counted. ``gpus`` is in no order.
-    ``compared`` are its ranks side by side. ``findings`` are what a reader must know
-    before trusting the figures, each once. ``forward_count`` and ``backward_count`` are passes per step, by range.
+    ``program_steps`` is how many steps the program made, over which things are counted. ``compared`` are its ranks side
+    by side. ``findings`` are what a reader must know before trusting the figures, each once. ``passes`` are the
+    backward passes of a step, on average.
     """
 
     run: str
