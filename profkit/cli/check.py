@@ -19,7 +19,7 @@ from profkit.report.document import Format
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--max-step-ms", type=MILLISECONDS, help="Longest median unprofiled step, in milliseconds.")
+@click.option("--max-step-ms", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
 @click.option("--max-peak", type=SIZE, help="Highest peak of allocated memory: 40GiB, 40GB or bytes.")
 @click.option(
     "--max-idle",

@@ -212,7 +212,7 @@ def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
 def _judge_mfu(efficiency: EfficiencyResult, limit: float) -> BudgetLine:
     if efficiency.mfu is None:
         return not_judged(MIN_MFU, "share", limit, _explain_no_mfu(efficiency))
-    detail = f"{efficiency.model_flops:,} model FLOPs per step over the median unprofiled step and the datasheet's peak"
+    detail = f"{efficiency.model_flops:,} model FLOPs per step over the unprofiled step and the datasheet's peak"
     return BudgetLine(MIN_MFU, None, efficiency.mfu, limit, "share", efficiency.mfu >= limit, detail)
 
 
