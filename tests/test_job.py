@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.errors import RunError, UsageError
+from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
-from profkit.run.gathering import gather
 from profkit.run.job import Job, find_job, launched_rank, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import run_command
 from tests.launched import started

@@ -13,7 +13,7 @@ from profkit.analysis.ranks.groups import bus_factor
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from profkit.run.links import GpuLink, describe_links
+from profkit.run.manifest import GpuLink, describe_links
 from tests.rank_builder import BYTES, MS, WIRE_NS, compare_records, light_records, simulate, write_light_run
 
 NVLINK = GpuLink((0, 1), "nvlink", 18, 4, 478_116_000_000)

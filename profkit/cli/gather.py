@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from profkit.cli.outputs import print_line, quote_path, shown_after_a_second
+from profkit.joining import gather as gather_to
 from profkit.report.units import format_count
-from profkit.run.gathering import gather as gather_to
 
 
 @click.command()

@@ -9,8 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from profkit.launch.nsys import numbers
-from profkit.run.links import GpuLink, Way
-from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
+from profkit.run.manifest import THROTTLE_REASONS, Gpu, GpuLink, Gpus, Process, Way
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
 _COUNTERS = {

@@ -19,7 +19,7 @@ from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN, StepColumns
 from profkit.run.light_record import Cause, LightRecord
-from profkit.run.links import GpuLink
+from profkit.run.manifest import GpuLink
 from profkit.trace.columns import Ints
 from profkit.trace.nsys_collectives import COMMUNICATOR
 

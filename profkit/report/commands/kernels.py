@@ -11,14 +11,6 @@ from profkit.analysis.kernels.compiled_code import KernelSource
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree.selection import split_path
 from profkit.findings import Finding
-from profkit.report.commands.kernel_ranks import (
-    are_compared,
-    rank_cells,
-    rank_columns,
-    rank_head,
-    rank_table,
-    sum_ranks,
-)
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
@@ -33,6 +25,10 @@ _EXACT = tuple(key for key in KernelRow.__dataclass_fields__ if key != "per_rank
 _MOST_LINES = 3
 """As many shared lines are named (`profkit ranges` lists all), and lines of the program."""
 _MOST_SOURCES = 20
+_MOST_RANK_COLUMNS = 4
+"""Up to this many ranks get a column each in the table of kernels; of more it shows the least, median and most."""
+_PLAIN = Unit(str)
+"""For numbers that count nothing: ranks, devices, process ids."""
 _RANKS_BESIDE_CATEGORY = 2
 """With more ranks than these a screen has no room for the category."""
 
@@ -75,8 +71,8 @@ def build_kernels_document(
     parts: list[Table | Lines] = [
         _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
     ]
-    parts.append(Lines([*_head(result, steps), *rank_head(result, compared)], "head"))
-    parts += [rank_table(result, steps)] if are_compared(result) else []
+    parts.append(Lines([*_head(result, steps), *_rank_head(result, compared)], "head"))
+    parts += [_rank_table(result, steps)] if _are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
     parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
@@ -170,7 +166,7 @@ def _books(result: KernelsResult, steps: int | None) -> list[str]:
     parts += [("no launch record", ledger.no_launch_ns)] if ledger.no_launch_ns else []
     of_rank = "" if result.filters.rank is None else f" of rank {result.filters.rank}"
     lines.append(f"All {noun} time{of_rank} {_sum_line(parts, ledger.total_ns)}")
-    lines += sum_ranks(result)
+    lines += _sum_ranks(result)
     copies = result.copies
     if copies.memcpy_count or copies.memset_count:
         count, time = count_over(steps).show, ns_over(steps).show
@@ -206,12 +202,12 @@ def _kernel_table(
     full_names: bool,
     explain: bool,
 ) -> Table:
-    compared, by_name = are_compared(result), result.by == "kernel"
+    compared, by_name = _are_compared(result), result.by == "kernel"
     columns = [
         Column("share", "share", SHARE),
         Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
-        *(rank_columns(result, steps, late) if compared else _count_columns(result, steps)),
+        *(_rank_columns(result, steps, late) if compared else _count_columns(result, steps)),
     ]
     if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))
@@ -239,7 +235,7 @@ def _row(result: KernelsResult, row: KernelRow, explain: bool) -> Row:
     each = row.per_instance_count
     per_instance_ns = round(row.total_ns * each / row.count) if each is not None else None
     cells = _exact_row(result, row, explain) | {"per_instance_ns": per_instance_ns}
-    return cells | (rank_cells(result, row) if are_compared(result) else {})
+    return cells | (_rank_cells(result, row) if _are_compared(result) else {})
 
 
 def _exact_row(result: KernelsResult, row: KernelRow, explain: bool) -> dict[str, Any]:
@@ -275,7 +271,7 @@ def _instance_table(result: KernelsResult) -> Table:
         Column("busy_ns", "GPU busy", NS),
         Column("kernel_count", "kernels"),
     ]
-    columns += [Column("rank", "rank")] if are_compared(result) else []
+    columns += [Column("rank", "rank")] if _are_compared(result) else []
     return Table(columns, [vars(row) for row in result.per_instance or ()])
 
 
@@ -359,3 +355,66 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
         Column("kernels", "operators" if on_cpu else "kernels", count_over(steps)),
     )
     return Table(columns, rows, heading)
+
+
+def _are_compared(result: KernelsResult) -> bool:
+    """Return whether there are several ranks to compare."""
+    return len(result.ranks) > 1
+
+
+def _rank_table(result: KernelsResult, steps: int | None) -> Table:
+    """Return one line per rank; times are per step if ``steps`` is given."""
+    on_gpu = result.measure == "gpu-kernel"
+    columns = (
+        Column("rank", "rank", _PLAIN),
+        Column("device", "GPU", _PLAIN) if on_gpu else Column("process", "pid", _PLAIN),
+        Column("wall_ns", "recorded" if result.range is None else "Python time", ns_over(steps)),
+        Column("kernel_time_ns", "kernel time" if on_gpu else "self time", ns_over(steps)),
+        Column("busy_ns", "GPU busy" if on_gpu else "busy", ns_over(steps)),
+        Column("communication_ns", "communicating", ns_over(steps)),
+        Column("own_ns", "computing", ns_over(steps)),
+        Column("kernel_count", "kernels" if on_gpu else "operators", count_over(steps)),
+    )
+    return Table(columns, [{**vars(row), "own_ns": row.own_ns} for row in result.ranks])
+
+
+def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
+    """Return which rank is late, and how the ranks are known if that was a guess."""
+    is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
+    lines = [f"ranks are {result.rank_evidence}"] * is_guess
+    if compared is not None:
+        from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+
+        lines += describe_verdict(compared)[:1]
+    return lines
+
+
+def _sum_ranks(result: KernelsResult) -> list[str]:
+    """Return the line that adds up the ranks, in nanoseconds."""
+    if not _are_compared(result):
+        return []
+    total = sum(row.kernel_time_ns for row in result.ranks)
+    parts = [f"rank {row.rank} {row.kernel_time_ns:,}" for row in result.ranks]
+    if len(parts) > _MOST_RANK_COLUMNS:
+        parts = [f"{len(parts)} ranks {total:,}"]
+    if result.total_ns > total:
+        parts.append(f"other processes {result.total_ns - total:,}")
+    return [f"Ranks: {result.total_ns:,} ns = {' + '.join(parts)}"]
+
+
+def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
+    """Return the columns of the table of kernels that compare ranks; ``late`` is the rank that is, if one is."""
+    unit = ns_over(steps)
+    if len(result.ranks) <= _MOST_RANK_COLUMNS:
+        return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]
+    some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
+    return some + ([] if late is None else [Column(f"rank_{late}_ns", f"rank {late}", unit)])
+
+
+def _rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
+    """Return the values of a line that `_rank_columns` may show."""
+    from statistics import median  # slow to load, and needed only where there are ranks
+
+    each = row.per_rank_ns
+    cells = {f"rank_{rank.rank}_ns": time for rank, time in zip(result.ranks, each, strict=True)}
+    return {**cells, "rank_least_ns": min(each), "rank_median_ns": round(median(each)), "rank_most_ns": max(each)}

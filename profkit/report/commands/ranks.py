@@ -26,7 +26,7 @@ from profkit.report.units import (
     ns_over,
 )
 from profkit.run.light_record import P2P
-from profkit.run.links import describe_links
+from profkit.run.manifest import describe_links
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
