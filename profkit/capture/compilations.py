@@ -232,7 +232,6 @@ def program_line(file: str, line: int | str | None, function: str | None) -> str
 
 
 def _describe_running(frame: FrameType | None) -> str:
-    """Return the name of the range around the compilation that begins above ``frame``."""
     while frame is not None:
         if frame.f_globals.get("__name__") == f"{_DYNAMO}.convert_frame" and "code" in frame.f_locals:
             code = frame.f_locals["code"]

@@ -183,7 +183,6 @@ def _unpadded(node: fx.Node, number: int, value: Any) -> Any:
 
 
 def _is_of_forward(meta: dict[str, Any]) -> bool:
-    """Return whether a node of a backward pass is one of the forward pass, computed again."""
     tag = meta.get("partitioner_tag")
     return tag == "is_forward" or (tag is None and "nn_module_stack" in meta and "fwd_nn_module_stack" not in meta)
 

@@ -42,7 +42,6 @@ def run_under_own_nsys(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _run(nsys: RankNsys, report: RankReport, words: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """Run ``words`` under nsys, which leaves ``report``; return the status, None if nsys did not start them."""
     scratch = Path(nsys.scratch, report.path.stem)
     scratch.mkdir(parents=True, exist_ok=True)
     outputs = os.dup(1), os.dup(2)

@@ -290,7 +290,6 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
 
 
 def _show(recorded: Recorded) -> None:
-    """Print the run in ten lines; the tables come with the commands that are named after them."""
     if not (recorded.has_trace or recorded.has_snapshot):
         return
     from profkit.analysis.advice import find_advice

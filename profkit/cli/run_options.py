@@ -299,7 +299,6 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
 
 
 def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:
-    """Return the name of an option as it was given; of an on/off pair, the one that was used."""
     said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
     return (parameter.secondary_opts if said_no else parameter.opts)[0]
 

@@ -231,7 +231,6 @@ def why_not_twice(words: Sequence[str], since: Path, run: Path) -> str | None:
 
 
 def _folders(words: Sequence[str]) -> list[Path]:
-    """Return the working directory and the folders that the arguments name, none of which lies in another."""
     found = {Path.cwd()}
     for word in words[1:]:
         path = Path(word.rpartition("=")[2]).absolute()
@@ -247,7 +246,6 @@ def _folders(words: Sequence[str]) -> list[Path]:
 
 
 def _files(folders: Iterable[Path], passed_over: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files in the folders and below, those that lie high first."""
     waiting, count = deque(str(folder) for folder in folders), 0
     while waiting:
         try:

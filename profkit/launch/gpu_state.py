@@ -107,7 +107,6 @@ class _Device:
         )
 
     def mig_devices(self) -> dict[str, str]:
-        """Return MIG device → this GPU, by UUID."""
         nvml = self._nvml
         own = _text(self._ask(nvml.nvmlDeviceGetUUID))
         found = {}
@@ -135,7 +134,6 @@ class _Device:
         return _NVLINK_VERSIONS.get(version or 0), speed * 1_000_000 or None
 
     def _nvlinks(self, wanted: Callable[[int], bool]) -> tuple[int, ...]:
-        """Return the active links that are wanted."""
         ask, state = self._ask, self._nvml.nvmlDeviceGetNvLinkState
         return tuple(link for link in range(self._nvml.NVML_NVLINK_MAX_LINKS) if ask(state, link) == 1 and wanted(link))
 
@@ -150,7 +148,6 @@ class _Device:
         return _text(getattr(self._ask(self._nvml.nvmlDeviceGetPciInfo), "busId", None)) or "unknown"
 
     def level_to(self, other: _Device) -> int:
-        """Return where the PCIe paths of this GPU and another one meet, -1 if unknown."""
         level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, other._handle)
         return -1 if level is None else int(level)
 
@@ -180,7 +177,6 @@ class _Device:
 
 
 def _link(devices: list[_Device], one: int, other: int) -> GpuLink | None:
-    """Return how two GPUs reach each other; None where NVML does not say."""
     first, second = devices[one], devices[other]
     links = first.nvlinks_to(second)
     if links:
@@ -244,7 +240,6 @@ def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
 
 
 def _warn_of_others(first: Gpu, last: Gpu) -> str | None:
-    """Say that other processes use the GPU: before and after the run, no process on it is the run's own."""
     count = max(first.process_count or 0, last.process_count or 0)
     held = max(first.process_bytes or 0, last.process_bytes or 0)
     if not count:

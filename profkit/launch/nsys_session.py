@@ -331,7 +331,6 @@ def _copies_of(outputs: tuple[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_full(folder: Path) -> bool:
-    """Return whether the disk is almost full: the file written last may be cut off."""
     return shutil.disk_usage(folder).free < _FULL_BYTES
 
 

@@ -176,7 +176,6 @@ def _end_all(child: subprocess.Popen[bytes] | None, mark: str) -> None:
 
 @contextmanager
 def _guarded(started: Family) -> Iterator[None]:
-    """Within the block a process of our own ends ``started`` if we are killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", family.__file__, started.mark, str(started.pid)],
         stdin=subprocess.PIPE,

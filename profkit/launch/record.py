@@ -183,7 +183,6 @@ class _Recording:
         """Which ranks' reports of the last pass could not be collected, and why."""
 
     def make_passes(self) -> None:
-        """Run the target as often as its passes say, and again where that records more."""
         passes, tried = list(self._target.passes), None
         while passes:
             last = passes.pop(0)
@@ -205,7 +204,6 @@ class _Recording:
         self._say_plainly(f"{self._target.name}: {line}")
 
     def conclude(self, gpus: GpuWatch) -> Recorded:
-        """Write the last manifest and return what there is to say."""
         last = self._done[-1]
         has_failed = last.exit_status != 0
         counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
@@ -227,7 +225,6 @@ class _Recording:
         return Recorded(self._run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
 
     def _what_lacks(self, counted: Sequence[Outcome]) -> list[str]:
-        """Return what was not recorded although it was asked for, and which ranks failed."""
         last = self._done[-1]
         # Of a job's runs, many hold light records alone where --ranks chooses some ranks.
         judged = [outcome for outcome in counted if self._is_alone or not are_left_out(outcome.processes)]
@@ -243,7 +240,6 @@ class _Recording:
         return warn_of_run(manifest, knows_compilations=knows_compilations)
 
     def _make_pass(self, one: Pass) -> Outcome:
-        """Run the target once."""
         if self._done and self._target.reads_input and self._input_start is not None:
             os.lseek(_STDIN, self._input_start, os.SEEK_SET)
         order = replace(one.order, run=str(self._run.resolve()))
@@ -268,7 +264,6 @@ class _Recording:
         return outcome
 
     def _run_in_nsys(self, words: list[str], environment: Mapping[str, str], nsys: Nsys, *, by_rank: bool) -> int:
-        """Run the target in nsys, export what was recorded, and return the target's exit status."""
         run = self._run
         with (
             open_log(run) as log,
@@ -330,7 +325,6 @@ class _Recording:
         return bool(again.caches) or self._done[-1].order.recorder != "memory"
 
     def _why_not(self, again: AnotherTry) -> str | None:
-        """Return what speaks against another run, in a clause; None if nothing does."""
         if not self._is_alone:
             return "the job's other machines do not run it again"
         return self._why_not_by_itself() or why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
@@ -344,7 +338,6 @@ class _Recording:
             self._done[-1] = replace(last, reason=f"nothing was recorded: {why}")
 
     def _clear_last(self) -> None:
-        """Remove what the last pass recorded."""
         self._made_anew.append(self._done[-1])
         recorded = _OF_MEMORY if self._done[-1].order.recorder == "memory" else ("trace.*", WORK)
         for path in [path for pattern in recorded for path in self._run.glob(pattern)]:
@@ -381,7 +374,6 @@ def _take_losses(run: Path) -> tuple[float, ...]:
 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
-    """Mark a run that did not finish."""
     interrupted = isinstance(error, KeyboardInterrupt | Stopped)
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     manifest = replace(manifest, status="failed", reason=reason, finished_utc=utc_now())
@@ -401,7 +393,6 @@ def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:
 
 
 def _mark_failed(run: Path, manifest: Manifest) -> None:
-    """Write the last manifest of a run that failed, and clear away what was half written."""
     for partial in run.glob(f"{PARTIAL}*"):
         partial.unlink()
     clear_partial_files(run)

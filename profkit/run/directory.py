@@ -191,7 +191,6 @@ class Run:
         return [*(self.path / name for name in FILES), *self.path.glob("*.rank*.*")]
 
     def _by_rank(self, name: re.Pattern[str]) -> dict[int, Path]:
-        """Return the files whose names match, by rank; the plain name is rank 0's."""
         named = {path: name.fullmatch(path.name) for path in self.path.iterdir()}
         return dict(sorted((int(match[1] or 0), path) for path, match in named.items() if match))
 

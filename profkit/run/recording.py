@@ -107,7 +107,6 @@ def describe_step(word: str, names: tuple[str, ...] = ()) -> str:
 
 
 def _joined(names: tuple[str, ...], kind: str = "") -> str:
-    """Return the names as one list, or how many there are; with ``kind``, after that word."""
     if len(names) > _MOST_NAMED:
         return f"{len(names)} {kind or 'module'}s"
     listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

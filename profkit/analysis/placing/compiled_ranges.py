@@ -101,7 +101,6 @@ def explain_no_modules(run: Run, trace: Trace) -> str | None:
 
 
 def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
-    """Return each row's innermost range on its launching thread."""
     found = np.full(len(rows), NO_RANGE, dtype=np.int64)
     for thread, members in rows_by_value(rows.launch_thread).items():
         if thread in timelines:
@@ -110,7 +109,6 @@ def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Int
 
 
 def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
-    """Return the launch range that is innermost around each row, -1 for none."""
     # One more entry, so that a row in no range (-1) finds none.
     above, is_one = np.append(parent, NO_RANGE), np.append(is_launch, False)
     found = innermost
@@ -120,7 +118,6 @@ def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
 
 
 def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Ints]:
-    """Return thread and moment of what was launched outside of all launch ranges."""
     return rows.launch_thread[in_launch < 0], rows.placed_ns[in_launch < 0]
 
 
@@ -144,7 +141,6 @@ def _continues(ranges: Ranges, lead: Ints, parent: Ints, others: Ranges, between
 
 
 def _none_between(moments: Ints, ranges: Ranges, lead: Ints, rows: Ints) -> Bools:
-    """Return for which rows of ``lead`` none of the moments lies between the row before them and them."""
     moments = np.sort(moments)
     before, after = ranges.end_ns[lead[np.maximum(rows - 1, 0)]], ranges.start_ns[lead[rows]]
     nothing: Bools = np.searchsorted(moments, after, side="right") <= np.searchsorted(moments, before, side="left")

@@ -159,7 +159,6 @@ def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None
 
 
 def _name_in_their_models(found: dict[str, TracedModule]) -> None:
-    """Name modules within the outermost module that the graph calls them in, where all lie in one."""
     outer = next(iter(found.values()), None)
     model = None if outer is None else outer.module()
     if model is None:

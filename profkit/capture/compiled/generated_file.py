@@ -364,7 +364,6 @@ def _find_kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def _find_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
-    """Return the functions that run the compiled code, by name; it begins with ``call``."""
     functions = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):

@@ -317,7 +317,6 @@ def _owner(ir_node: Any) -> Any | None:
 
 
 def _in_order(nodes: Iterable[Any]) -> list[Any]:
-    """Return the nodes of a graph in its order, each once."""
     found = set(nodes)
     if len(found) < 2 or hasattr(next(iter(found)), "_sort_key"):
         return sorted(found)  # nodes of one graph compare by their place in it
@@ -333,7 +332,6 @@ def _is_template(ir_node: Any) -> bool:
 
 
 def _ir_nodes(schedule: Any) -> list[Any]:
-    """Return the nodes of Inductor's program that a launch computes, from what it reports."""
     if not isinstance(schedule, Sequence):
         return [schedule]
     return [node for one in schedule for node in _of_scheduled(one)]
@@ -348,7 +346,6 @@ def _of_scheduled(one: Any) -> list[Any]:
 
 
 def _current_graph() -> Any | None:
-    """Return the graph that Inductor compiles on this thread, the outermost one; None if it compiles none."""
     virtualized = sys.modules.get("torch._inductor.virtualized")
     graph: Any = getattr(getattr(virtualized, "V", None), "graph", None)
     if not hasattr(graph, "wrapper_code"):
@@ -409,7 +406,6 @@ _KERNELS_PLACE = re.compile(r"^# kernel path: .*\n", re.MULTILINE)
 
 
 def _places(code: Path, text: str) -> tuple[Path, Path]:
-    """Return where what is known of a generated file lies, but for the end of the names."""
     content = sha256(_KERNELS_PLACE.sub("", text).encode()).hexdigest()
     return code.with_suffix(""), user_cache(KNOWN_CODE, "known", content[:2], content[:32])
 

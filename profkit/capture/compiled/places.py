@@ -113,7 +113,6 @@ def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
 
 
 def _called_modules(call: Call | None) -> set[nn.Module]:
-    """Return the modules that are being called, and those that they wrap."""
     found: set[nn.Module] = set()
     while call is not None:
         module = None if call.module is None else call.module()
@@ -124,7 +123,6 @@ def _called_modules(call: Call | None) -> set[nn.Module]:
 
 
 def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Module | None) -> nn.Module | None:
-    """Return the module on whose behalf a graph runs; None if it is of another function, or cannot be told."""
     if traced is None or traced.root is None:
         return None
     if given is not None and shape_of(given) == traced.shape:
@@ -260,7 +258,6 @@ def _function(traced: TracedGraph) -> tuple[FrameType | None, bool]:
 
 
 def _is_called(call: Call | None, kind: type[nn.Module]) -> bool:
-    """Return whether a module of this class is being called, compiled or not."""
     while call is not None:
         module = None if call.module is None else call.module()
         if module is not None and kind in (type(module), type(unwrap(module))):
@@ -270,7 +267,6 @@ def _is_called(call: Call | None, kind: type[nn.Module]) -> bool:
 
 
 def _given_to(function: FrameType | None, traced: TracedGraph) -> ref[nn.Module] | None:
-    """Return the module that a function was called with; None if it has none now."""
     module = None if function is None else variable_of(function, traced.variable)
     if not isinstance(module, nn.Module):
         return None
@@ -281,7 +277,6 @@ def _given_to(function: FrameType | None, traced: TracedGraph) -> ref[nn.Module]
 
 
 def _given_before(inputs: Sequence[Any]) -> ref[nn.Module] | None:
-    """Return the module whose parameters a backward pass is given."""
     known = (_by_parameter.get(one) for one in inputs if isinstance(one, nn.Parameter))
     return next((one for one in known if one is not None), None)
 

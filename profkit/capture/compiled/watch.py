@@ -194,7 +194,6 @@ class _Ranges:
     def around(
         self, function: Callable[..., Any], frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make the call of a launch within its range."""
         opened = self._hooks.on_thread.ranges
         call = opened.call or opened.backward_call
         given = self._entries.module
@@ -248,7 +247,6 @@ class _Sites(dict[tuple[int, int], Range | None]):
         self._by_line = by_line
 
     def find(self, site: tuple[int, int], frame: FrameType) -> Range | None:
-        """Return the range of a launch that is made for the first time; None if it has none."""
         self[site] = self._by_line.get(frame.f_lineno)
         return self[site]
 

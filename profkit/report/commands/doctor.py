@@ -43,7 +43,6 @@ def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_scr
 
 
 def _lines(row: Row) -> list[Row]:
-    """Return a check as rows of a screen, nothing left out."""
     text = TextWrapper(screen_width() - _BESIDE_FOUND, break_long_words=False, break_on_hyphens=False)
     wrapped = text.wrap(row["found"])
     if row["advice"] is not None:
