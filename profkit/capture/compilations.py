@@ -80,9 +80,9 @@ class CompilationRecorder:
     def _look(self) -> None:
         try:
             with self._lock:
-                found: list[Compilation | GraphBreak] = [*self._new_breaks(), *self._new_compilations()]
-            if found:
-                append_records(self._path, found)
+                records: list[Compilation | GraphBreak] = [*self._new_breaks(), *self._new_compilations()]
+            if records:
+                append_records(self._path, records)
         except Exception as error:
             self._has_failed = True
             say(f"what torch.compile does is not recorded from here on ({describe_error(error)})")
@@ -195,14 +195,14 @@ class CompilationRecorder:
         new = list(reasons[self._breaks_seen :])
         self._breaks_seen += len(new)
         compile_id = _running_compile_id() if new else None
-        found: dict[tuple[str, tuple[str, ...]], GraphBreak] = {}
-        for one in new:
-            lines = tuple(program_line(at.filename, at.lineno, at.name) for at in reversed(one.user_stack))
-            text = str(one.reason).strip() or "unknown"
+        places: dict[tuple[str, tuple[str, ...]], GraphBreak] = {}
+        for break_ in new:
+            lines = tuple(program_line(at.filename, at.lineno, at.name) for at in reversed(break_.user_stack))
+            text = str(break_.reason).strip() or "unknown"
             reason = text.splitlines()[0]
             # Dynamo begins a function anew after each break, and meets those before it again.
-            if (reason, lines) not in found:
-                found[reason, lines] = GraphBreak(
+            if (reason, lines) not in places:
+                places[reason, lines] = GraphBreak(
                     id=self._next_id(),
                     pid=os.getpid(),
                     compile_id=compile_id,
@@ -213,7 +213,7 @@ class CompilationRecorder:
                     step=self._step[0],
                     is_recorded=self._step[1],
                 )
-        return list(found.values())
+        return list(places.values())
 
     def _next_id(self) -> str:
         self._count += 1

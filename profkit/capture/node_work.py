@@ -83,7 +83,7 @@ def called(node: fx.Node) -> Called:
     if base_name(node.target) not in _KEEP_RANDOM_STATE:
         return Called(node.target, node.args, node.kwargs, node.meta)
     at = next(number for number, arg in enumerate(node.args) if callable(arg) and not isinstance(arg, fx.Node))
-    known = [one.meta for one in _parts(node) if "stack_trace" in one.meta or "nn_module_stack" in one.meta]
+    known = [part.meta for part in _parts(node) if "stack_trace" in part.meta or "nn_module_stack" in part.meta]
     value = node.meta.get("val")
     if base_name(node.target) == "run_and_save_rng_state" and isinstance(value, tuple):
         value = value[1]  # the state is the first
@@ -140,7 +140,7 @@ def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
     name = base_name(target)
     if getattr(target, "namespace", "") in _OTHER_LIBRARIES or name in _TRITON:
         return None
-    operands = [one for one in (_value(arg) for arg in node.all_input_nodes) if isinstance(one, Tensor)]
+    operands = [operand for operand in (_value(arg) for arg in node.all_input_nodes) if isinstance(operand, Tensor)]
     given: dict[str, Any] = {}
     try:
         if product_formula(target) is not None:
@@ -170,7 +170,9 @@ def _is_left_of_product(node: fx.Node) -> bool:
     """Return whether a multiplication is what Inductor made of a product, not its factor ``alpha`` or ``beta``."""
     was = node.meta.get("original_aten")
     factors = [_value(arg) for arg in node.args if isinstance(arg, fx.Node)]
-    return was is not None and base_name(was) in _PRODUCTS and sum(isinstance(one, Tensor) for one in factors) == 2
+    return (
+        was is not None and base_name(was) in _PRODUCTS and sum(isinstance(factor, Tensor) for factor in factors) == 2
+    )
 
 
 def _unpadded(node: fx.Node, number: int, value: Any) -> Any:
@@ -203,13 +205,10 @@ def _stand_in(arg: Any) -> Any:
         with _disable_current_modes():
             return torch.empty(sizes, dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
-        return (
-            type(value)(_stand_in(one) for one in value)
-            if type(value) in (list, tuple)
-            else tuple(map(_stand_in, value))
-        )
+        kind = type(value) if type(value) in (list, tuple) else tuple
+        return kind(map(_stand_in, value))
     if isinstance(value, dict):
-        return {key: _stand_in(one) for key, one in value.items()}
+        return {key: _stand_in(inner) for key, inner in value.items()}
     return _number(value) if isinstance(value, torch.SymInt) else value
 
 

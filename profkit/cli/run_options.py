@@ -291,7 +291,7 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
         name = _given_name(parameter, ctx)
         kinds = _MEANT_FOR.get(parameter.name or "", (kind,))
         if kind not in kinds:
-            raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[one] for one in kinds)}; leave it out")
+            raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[kind] for kind in kinds)}; leave it out")
         if parameter.name in _FOR_NSYS and not ctx.params["with_nsys"]:
             raise UsageError(f"{name} goes with --nsys")
         if parameter.name == "with_nsys" and ctx.params["memory_only"]:

@@ -60,23 +60,25 @@ class AnotherTry:
         """Return what to do when this ended the program, which had ended well before."""
         return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
-    def adjust(self, one: Pass) -> Pass:
+    def adjust(self, planned: Pass) -> Pass:
         """Return a pass with what is recorded, and from which caches, changed to this."""
-        mine, one = self.order, replace(one, environment={**one.environment, **self.caches})
-        if mine is None:
-            return one
-        flops = mine.flops and one.order.flops
-        order = replace(one.order, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on, flops=flops)
-        return replace(one, order=order)
+        order, planned = self.order, replace(planned, environment={**planned.environment, **self.caches})
+        if order is None:
+            return planned
+        flops = order.flops and planned.order.flops
+        order = replace(
+            planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on, flops=flops
+        )
+        return replace(planned, order=order)
 
     def describe(self, workload: Workload) -> Workload:
         """Return what the manifest says was asked for, with this."""
-        mine = self.order
+        order = self.order
         if self.caches:
             workload = replace(workload, own_caches=True)
-        if mine is None:
+        if order is None:
             return workload
-        return replace(workload, warmup_steps=mine.warmup_steps, steps=mine.steps, step_on=mine.step_on)
+        return replace(workload, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
 
 
 def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: float = 0) -> AnotherTry | None:
@@ -92,7 +94,7 @@ def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: fl
     better = _better_order(order, processes[0])
     # An allocator's recording that holds nothing would hold nothing again, and steps not found stay unfound.
     is_worth = outcome.reason is None or (better is not None and order.recorder != "memory")
-    cached = max((one.cached_graphs for one in processes if one.is_recorded), default=0)
+    cached = max((process.cached_graphs for process in processes if process.is_recorded), default=0)
     if own_cache is None or not cached or not is_worth or not _can_make(own_cache):
         return better
     return _compiled_anew(cached, own_cache, took_s, better)
@@ -148,11 +150,10 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
     if order.own_steps or order.step_on == _WHOLE:
         return None
     if first.step_changed_to in _WORTH_ANOTHER:
-        found = describe_step(first.step_changed_to)
         return AnotherTry(
             replace(order, step_on=first.step_changed_to),
             "steps of another kind came after the recording had begun",
-            f"and records them: {found}",
+            f"and records them: {describe_step(first.step_changed_to)}",
             f"--step-on {first.step_changed_to}",
         )
     if first.profiled or first.state not in (NOT_REACHED, CUT_SHORT):
@@ -231,16 +232,16 @@ def why_not_twice(words: Sequence[str], since: Path, run: Path) -> str | None:
 
 
 def _folders(words: Sequence[str]) -> list[Path]:
-    found = {Path.cwd()}
+    folders = {Path.cwd()}
     for word in words[1:]:
         path = Path(word.rpartition("=")[2]).absolute()
         try:
-            found.update(one for one in (path, path.parent) if one.is_dir() and one != Path("/"))
+            folders.update(folder for folder in (path, path.parent) if folder.is_dir() and folder != Path("/"))
         except OSError:  # a word that can be no path
             continue
     outer: list[Path] = []
-    for folder in sorted(found):
-        if not any(folder.is_relative_to(one) for one in outer):
+    for folder in sorted(folders):
+        if not any(folder.is_relative_to(around) for around in outer):
             outer.append(folder)
     return outer
 

@@ -66,15 +66,15 @@ class Package:
 def installed_package(name: str) -> Package | None:
     """Return the installed package, without importing it."""
     try:
-        found = distribution(name)
+        installed = distribution(name)
     except PackageNotFoundError:
         return None
 
     def read(file: str) -> str | None:
-        path = Path(str(found.locate_file(file)))
+        path = Path(str(installed.locate_file(file)))
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
-    return Package(found.version, read)
+    return Package(installed.version, read)
 
 
 def output_of(argv: Sequence[str]) -> str | None:
@@ -216,9 +216,9 @@ def _short(nsys: Nsys) -> str:
 
 def driver_version(machine: Machine) -> str | None:
     """Return the NVIDIA driver's version, from the kernel module or from nvidia-smi."""
-    found = driver_in(machine.text("proc/driver/nvidia/version") or "")
-    if found is not None:
-        return found
+    version = driver_in(machine.text("proc/driver/nvidia/version") or "")
+    if version is not None:
+        return version
     said = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return said.strip().splitlines()[0].strip() if said and said.strip() else None
 

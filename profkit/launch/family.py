@@ -47,7 +47,7 @@ class Family:
 
     def members(self) -> set[int]:
         """Return the processes of the family that run now."""
-        parents, found = {}, set()
+        parents, members = {}, set()
         wanted = f"{self.variable}={self.mark}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -58,27 +58,27 @@ class Family:
                 process = int(folder.name)
                 parents[process] = int(parent)
                 if self.pid in (process, int(session)) or wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.add(process)
+                    members.add(process)
             except OSError:  # it has ended by now, or is another user's
                 continue
         grown = True
         while grown:
-            children = {process for process, parent in parents.items() if parent in found} - found
-            found |= children
+            children = {process for process, parent in parents.items() if parent in members} - members
+            members |= children
             grown = bool(children)
-        return found - {os.getpid()}
+        return members - {os.getpid()}
 
     def send(self, number: int, *, but: Path | None = None) -> None:
         """Send the signal to every member, except those whose executable lies in the folder ``but``."""
-        _send((one for one in self.members() if but is None or not _lies_in(one, but)), number)
+        _send((process for process in self.members() if but is None or not _lies_in(process, but)), number)
 
     def send_to_first(self, number: int, *, but: Path | None = None) -> None:
         """Send the signal to the child, or to what it started first if its executable lies in the folder ``but``."""
         if but is None:
             _send(filter(None, [self.pid]), number)
             return
-        own = {one for one in self.members() if not _lies_in(one, but)}
-        _send((one for one in own if _parent_of(one) not in own), number)
+        own = {process for process in self.members() if not _lies_in(process, but)}
+        _send((process for process in own if _parent_of(process) not in own), number)
 
     def end(self, *, look: Callable[[], object] = lambda: None, looks: int = 1) -> None:
         """Ask every member to end, force what is left after `GRACE_S`, and return when none is left.

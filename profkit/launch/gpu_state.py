@@ -68,8 +68,8 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
         gpus = tuple(device.describe(index) for index, device in enumerate(devices))
         links = tuple(
             link
-            for one, other in combinations(range(len(devices)), 2)
-            if (link := _link(devices, one, other)) is not None
+            for first, second in combinations(range(len(devices)), 2)
+            if (link := _link(devices, first, second)) is not None
         )
         parents = {mig: gpu for device in devices for mig, gpu in device.mig_devices().items()}
     except nvml.NVMLError as error:
@@ -103,19 +103,19 @@ class _Device:
             throttle_reasons=self._throttle_reasons(),
             throttled_us=self._throttled_us(),
             process_count=None if processes is None else len(processes),
-            process_bytes=None if processes is None else _sum_if_known(one.usedGpuMemory for one in processes),
+            process_bytes=None if processes is None else _sum_if_known(process.usedGpuMemory for process in processes),
         )
 
     def mig_devices(self) -> dict[str, str]:
         nvml = self._nvml
         own = _text(self._ask(nvml.nvmlDeviceGetUUID))
-        found = {}
+        devices = {}
         for index in range(self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
             handle = self._ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, index)
             uuid = None if handle is None else _text(_Device(nvml, handle)._ask(nvml.nvmlDeviceGetUUID))
             if uuid is not None and own is not None:
-                found[uuid] = own
-        return found
+                devices[uuid] = own
+        return devices
 
     def nvlinks_to(self, other: _Device) -> tuple[int, ...]:
         """Return the NVLinks of this GPU that lead to another one: straight, or through a switch that both are at."""
@@ -176,20 +176,20 @@ class _Device:
         return {name: value.value.ullVal // 1000 for name, value in counted if value.nvmlReturn == 0}
 
 
-def _link(devices: list[_Device], one: int, other: int) -> GpuLink | None:
-    first, second = devices[one], devices[other]
+def _link(devices: list[_Device], index: int, other_index: int) -> GpuLink | None:
+    first, second = devices[index], devices[other_index]
     links = first.nvlinks_to(second)
     if links:
         count = min(len(links), len(second.nvlinks_to(first)) or len(links))
         version, rate = first.nvlink_facts(links[0])
-        return GpuLink((one, other), "nvlink", count, version, None if rate is None else rate * count)
+        return GpuLink((index, other_index), "nvlink", count, version, None if rate is None else rate * count)
     way = _LEVELS.get(first.level_to(second))
     if way is None:
         return None
     slots = first.pcie(), second.pcie()
     generation, lanes = (None if None in values else min(filter(None, values)) for values in zip(*slots, strict=True))
     rate = _LANE_RATES.get(generation or 0)
-    return GpuLink((one, other), way, lanes, generation, rate * lanes if rate and lanes else None)
+    return GpuLink((index, other_index), way, lanes, generation, rate * lanes if rate and lanes else None)
 
 
 def used_gpus(state: GpuState, uuids: Iterable[str | None], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -201,9 +201,9 @@ def used_gpus(state: GpuState, uuids: Iterable[str | None], environment: Mapping
     parents = state.mig_parents or {}
     # CUDA reports a MIG device's own UUID, without what kind of device it is.
     reported = {parents.get(f"MIG-{uuid.removeprefix('GPU-')}", uuid) for uuid in uuids if uuid is not None}
-    found = tuple(gpu for gpu in state.gpus if gpu.uuid in reported)
-    if found:
-        return found
+    reported_gpus = tuple(gpu for gpu in state.gpus if gpu.uuid in reported)
+    if reported_gpus:
+        return reported_gpus
     by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     wanted = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     wanted = [parents.get(word, word) for word in wanted]
@@ -225,9 +225,9 @@ def _text(value: Any) -> str | None:
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return sum(known) if len(known) == len(found) else None
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return sum(known) if len(known) == len(listed) else None
 
 
 def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
@@ -284,8 +284,8 @@ class GpuWatch:
 
     def warnings(self, processes: Iterable[Process]) -> list[str]:
         """Return what disturbed the GPUs that these processes of the run used."""
-        on_gpu = [one for one in processes if one.device == "cuda"]
-        uuids = [one.conditions.gpu_uuid for one in on_gpu if one.conditions is not None]
+        on_gpu = [process for process in processes if process.device == "cuda"]
+        uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
         if not on_gpu:
             return []
         return warn_of_gpus(*(used_gpus(state, uuids, self._environment) for state in (self._before, self._after)))
@@ -319,8 +319,8 @@ _BRANCHES = (
 
 def driver_in(text: str) -> str | None:
     """Return the driver's version from the text of NVIDIA's kernel module, or None."""
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return found[0] if found else None
+    version = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return version[0] if version else None
 
 
 def cuda_of_driver(driver: str) -> str | None:

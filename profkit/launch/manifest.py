@@ -70,19 +70,19 @@ def redact(words: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     the difference of ``-`` and ``_`` do not matter.
     """
     patterns = [_plain(name) for name in names]
-    found: list[str] = []
+    shown: list[str] = []
     takes_next = False
     for word in words:
         name, equals, _value = word.partition("=")
         is_secret = any(fnmatchcase(_plain(name), pattern) for pattern in patterns)
         if takes_next and not word.startswith("-"):
-            found.append(REDACTED)
+            shown.append(REDACTED)
         elif is_secret and equals:
-            found.append(f"{name}={REDACTED}")
+            shown.append(f"{name}={REDACTED}")
         else:
-            found.append(word)
+            shown.append(word)
         takes_next = is_secret and not equals and word.startswith("-")
-    return tuple(found)
+    return tuple(shown)
 
 
 def _plain(name: str) -> str:
@@ -157,7 +157,7 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
     """Return the manifest with what a pass found; of several ranks the first one that was recorded counts."""
     manifest = replace(manifest, exit_status=outcome.exit_status, finished_utc=utc_now())
     order = outcome.order
-    first = min(outcome.processes, key=lambda one: not one.is_recorded, default=None)
+    first = min(outcome.processes, key=lambda process: not process.is_recorded, default=None)
     recorded = Samples()
     if first is not None:
         recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)
@@ -170,7 +170,7 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
             float32_matmul_precision=first.conditions.float32_matmul_precision if first.conditions else None,
         )
     if order.memory is not None:
-        processes = tuple(replace(one, attached=(), profiled=(), during={}) for one in outcome.processes)
+        processes = tuple(replace(process, attached=(), profiled=(), during={}) for process in outcome.processes)
         remembered = MemoryPass(processes=processes, **asdict(order.memory))
         if order.recorder in ("memory", "oom"):
             return replace(manifest, memory=replace(remembered, steps=recorded.steps, losses=outcome.losses))
@@ -218,30 +218,30 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
         during: how often each thing that makes a step slow happened in them (`profkit.capture.steps.conditions`).
         where: what these steps are called, such as ``unprofiled``.
     """
-    found = []
+    warnings = []
     for context in dict.fromkeys(step.get("context") for step in steps):
-        mine = [step for step in steps if step.get("context") == context]
+        of_context = [step for step in steps if step.get("context") == context]
         called = f"{where} steps" + ("" if context is None else f" (context {context})")
-        found += _warn_of_first(mine, called)
-    return [*found, *warn_of_counted(during, where)]
+        warnings += _warn_of_first(of_context, called)
+    return [*warnings, *warn_of_counted(during, where)]
 
 
 def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
     """Warn if steps took less time while they were recorded, by their medians: then the others were disturbed."""
-    found = []
+    warnings = []
     for context in dict.fromkeys(step.get("context") for step in steps):
         alone, with_it = (
-            [_without_data(step) for step in some if step.get("context") == context] for some in (steps, recorded)
+            [_without_data(step) for step in timed if step.get("context") == context] for timed in (steps, recorded)
         )
         if not with_it or median(with_it) >= _FASTER * median(alone):
             continue
         called = f"{where} ones" + ("" if context is None else f" (context {context})")
-        found.append(
+        warnings.append(
             f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
             f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}):"
             " a profiler never speeds a step up, so something slowed the others down; measure again"
         )
-    return found
+    return warnings
 
 
 def _without_data(step: Mapping[str, int]) -> int:
@@ -251,12 +251,12 @@ def _without_data(step: Mapping[str, int]) -> int:
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
     """Return warnings about events within the steps called ``where`` that spoil a measurement."""
-    found = []
-    for name, (one, many, advice) in _COUNTED.items():
+    warnings = []
+    for name, (singular, plural, advice) in _COUNTED.items():
         count = during.get(name, 0)
         if count:
-            found.append(f"{count:,} {one if count == 1 else many} within the {where} steps; {advice}")
-    return found
+            warnings.append(f"{count:,} {singular if count == 1 else plural} within the {where} steps; {advice}")
+    return warnings
 
 
 def _warn_of_first(steps: Steps, where: str) -> list[str]:
@@ -269,9 +269,9 @@ def _warn_of_first(steps: Steps, where: str) -> list[str]:
         return []
     later = times[len(times) // 2 :]
     usual = median(later)
-    spread = median(abs(one - usual) for one in later)
+    spread = median(abs(time_ns - usual) for time_ns in later)
     limit = max(_LONGER * usual, usual + _SPREADS * spread, *later)
-    first = next((number for number, one in enumerate(times) if one <= limit), len(times))
+    first = next((number for number, time_ns in enumerate(times) if time_ns <= limit), len(times))
     if not first:
         return []
     what = "first" if first == 1 else f"first {first}"
@@ -288,15 +288,15 @@ def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list
         manifest: the run's.
         knows_compilations: whether the run's own records say what was compiled in recorded steps, and why.
     """
-    found = []
+    warnings = []
     profiled = manifest.profiled or Samples()
     for timed, where in ((manifest.clean, "unprofiled"), (manifest.attached, "unrecorded")):
         if timed is not None:
-            found += warn_of_times(timed.steps, timed.during, where)
-            found += warn_of_gain(timed.steps, profiled.steps, where)
+            warnings += warn_of_times(timed.steps, timed.during, where)
+            warnings += warn_of_gain(timed.steps, profiled.steps, where)
     said = {"compiled_graphs"} if knows_compilations else set()
-    found += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")
-    return found + warn_of_full_queue(manifest.loading)
+    warnings += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")
+    return warnings + warn_of_full_queue(manifest.loading)
 
 
 def warn_of_full_queue(loading: Loading | None) -> list[str]:

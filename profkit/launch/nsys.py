@@ -176,10 +176,10 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | 
     """
     named = environment.get("NSYS")
     if named is not None:
-        found = shutil.which(named, path=environment.get("PATH"))
-        if found is None:
+        program = shutil.which(named, path=environment.get("PATH"))
+        if program is None:
             raise ToolError(f"$NSYS is {named}, which cannot be run; correct it or unset it")
-        return _started(Path(found))
+        return _started(Path(program))
     on_path = shutil.which("nsys", path=environment.get("PATH", os.defpath))
     if on_path is not None:
         return _started(Path(on_path))
@@ -189,11 +189,11 @@ def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | 
 
 def list_installed(root: Path = Path("/")) -> list[Path]:
     """Return every nsys in the usual places under ``root``, the one to use first."""
-    found: list[Path] = []
+    installed: list[Path] = []
     for place in _PLACES:
         candidates = [path for path in root.glob(place) if os.access(path, os.X_OK)]
-        found += sorted(candidates, key=_version_in_path, reverse=True)
-    return found
+        installed += sorted(candidates, key=_version_in_path, reverse=True)
+    return installed
 
 
 def build_nsys_argv(
@@ -242,8 +242,8 @@ def build_export_argv(nsys: Path, report: Path, export: Path, options: Container
 
 def parse_version(text: str) -> str | None:
     """Return the version in the answer to ``nsys --version``, or None if there is none."""
-    found = re.search(r"version (\d[\w.\-]*)", text)
-    return found[1] if found else None
+    version = re.search(r"version (\d[\w.\-]*)", text)
+    return version[1] if version else None
 
 
 def _started(path: Path) -> Nsys:
@@ -275,8 +275,8 @@ def cupti_of(nsys: Path) -> str | None:
 
 def numbers(version: str) -> list[int]:
     """Return the leading numbers of a version: ``2023.4.4.54-23v0`` is [2023, 4, 4, 54]."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return [int(number) for number in found[0].split(".")] if found else [0]
+    leading = re.match(r"\d+(?:\.\d+)*", version)
+    return [int(number) for number in leading[0].split(".")] if leading else [0]
 
 
 def is_before(version: str, other: str) -> bool:

@@ -190,13 +190,15 @@ class Outcome:
     @property
     def out_of_memory(self) -> OutOfMemory | None:
         """Return what is known of allocations that failed in this pass; None if none did, or nobody watched."""
-        failed = [(one, one.memory) for one in self.processes if one.memory is not None]
+        failed = [(process, process.memory) for process in self.processes if process.memory is not None]
         count = sum(memory.failed_allocations for _, memory in failed)
         if not count:
             return None
         # A script that prints its error and leaves with a status of its own has left no exception.
-        is_fatal = self.exit_status != 0 and (not self.failures or any(one.out_of_memory for one in self.failures))
-        ranks = [one.rank or 0 for one, memory in failed if memory.is_of_failure]
+        is_fatal = self.exit_status != 0 and (
+            not self.failures or any(failure.out_of_memory for failure in self.failures)
+        )
+        ranks = [process.rank or 0 for process, memory in failed if memory.is_of_failure]
         return OutOfMemory(count, ranks[0] if ranks else None, is_fatal=is_fatal)
 
     @property
@@ -216,8 +218,8 @@ class Outcome:
     @property
     def what_failed(self) -> str | None:
         """Return the target's own error, with the rank if there are several; None if it left none."""
-        ranks = [f"rank {one.rank}: {one.error}" for one in self.failures if one.rank is not None]
-        alone = [one.error for one in self.failures if one.rank is None]
+        ranks = [f"rank {failure.rank}: {failure.error}" for failure in self.failures if failure.rank is not None]
+        alone = [failure.error for failure in self.failures if failure.rank is None]
         return "; ".join(ranks) or next(iter(alone), None)
 
 
@@ -235,7 +237,7 @@ def command_passes(
         orders.append(replace(watched, recorder="memory", flops=False))
     if with_trace:
         orders.append(order if with_memory else watched)
-    return [Pass(tuple(words), one) for one in orders or [replace(watched, recorder="oom", flops=False)]]
+    return [Pass(tuple(words), order) for order in orders or [replace(watched, recorder="oom", flops=False)]]
 
 
 def model_passes(
@@ -253,11 +255,11 @@ def model_passes(
     clean = (replace(options, rounds=rounds, count=True), replace(order, recorder="none", steps=None, flops=True))
     wanted = [(options, replace(order, recorder="memory", memory=memory))] if memory is not None else []
     recorded = (options, order)
-    found = []
-    for one, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
-        words = _python("profkit.models", *replace(one, losses=Path("{run}", LOSSES)).to_argv())
-        found.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
-    return found
+    passes = []
+    for trained, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
+        words = _python("profkit.models", *replace(trained, losses=Path("{run}", LOSSES)).to_argv())
+        passes.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
+    return passes
 
 
 def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> list[Pass]:
@@ -275,15 +277,15 @@ def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> 
                 _python(
                     "profkit.capture.steps.call_steps",
                     target,
-                    str(one.warmup_steps),
-                    str(one.steps),
-                    "count" if one.flops else "-",
+                    str(asked.warmup_steps),
+                    str(asked.steps),
+                    "count" if asked.flops else "-",
                     str(Path("{run}", LOSSES)),
                 )
             ),
-            one,
+            asked,
         )
-        for one in orders
+        for asked in orders
     ]
 
 
@@ -299,7 +301,7 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
     if order.recorder == "memory":
         return None if Run(run).snapshots else _why_no_snapshot(processes)
     if order.recorder == "oom":
-        is_watched = any(one.memory is not None and one.memory.failure is None for one in processes)
+        is_watched = any(process.memory is not None and process.memory.failure is None for process in processes)
         return None if is_watched or Run(run).snapshots else _why_no_snapshot(processes)
     why = why_no_step(processes, order)
     if why is not None or order.recorder == "none":
@@ -311,7 +313,7 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
 
 def are_left_out(processes: Sequence[Process]) -> bool:
     """Return whether ``--ranks`` leaves out all ranks here."""
-    return bool(processes) and not any(one.is_recorded for one in processes)
+    return bool(processes) and not any(process.is_recorded for process in processes)
 
 
 def why_no_process(run: Path, attached: Attached, exit_status: int) -> str | None:
@@ -378,19 +380,23 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
     if are_left_out(outcome.processes):
         return ["--ranks names no rank that ran here: this run has their light records alone"]
     first = outcome.processes[0]
-    found = _memory_shortfalls(outcome)
-    failed = [one for one in outcome.processes if one.failure and (one is first or one.is_recorded)]
+    lacking = _memory_shortfalls(outcome)
+    failed = [process for process in outcome.processes if process.failure and (process is first or process.is_recorded)]
     if failed and outcome.reason is None:
-        ranks = [f"rank {one.rank}: " if one.rank is not None else "" for one in failed]
-        found += [f"{rank}the recording is not whole: {one.failure}" for rank, one in zip(ranks, failed, strict=True)]
+        ranks = [f"rank {process.rank}: " if process.rank is not None else "" for process in failed]
+        lacking += [
+            f"{rank}the recording is not whole: {process.failure}" for rank, process in zip(ranks, failed, strict=True)
+        ]
     elif first.state == CUT_SHORT:
         wanted = f"{len(first.profiled)} complete steps of the {outcome.order.steps} requested"
-        found.append(f"the script ended while it was recorded: {wanted}")
-    return found
+        lacking.append(f"the script ended while it was recorded: {wanted}")
+    return lacking
 
 
 def _why_no_snapshot(processes: Sequence[Process]) -> str:
-    failures = [one.memory.failure for one in processes if one.memory is not None and one.memory.failure]
+    failures = [
+        process.memory.failure for process in processes if process.memory is not None and process.memory.failure
+    ]
     if failures:
         return f"no memory was recorded: {failures[0]}"
     return "no memory was recorded: no process of the target used a CUDA GPU (with torch and profkit installed)"
@@ -399,8 +405,12 @@ def _why_no_snapshot(processes: Sequence[Process]) -> str:
 def _memory_shortfalls(outcome: Outcome) -> list[str]:
     if outcome.reason is not None:
         return []
-    found = [(one.process, one.memory) for one in outcome.processes if one.memory is not None]
-    said = [f"the memory of {name} was recorded only in part: {part.failure}" for name, part in found if part.failure]
-    if any(part.script_records for _, part in found):
-        said.append("the script switches the allocator's recording on or off itself, so the snapshot may lack events")
-    return said
+    remembered = [(process.process, process.memory) for process in outcome.processes if process.memory is not None]
+    lacking = [
+        f"the memory of {name} was recorded only in part: {part.failure}" for name, part in remembered if part.failure
+    ]
+    if any(part.script_records for _, part in remembered):
+        lacking.append(
+            "the script switches the allocator's recording on or off itself, so the snapshot may lack events"
+        )
+    return lacking

@@ -239,13 +239,13 @@ class _Recording:
             knows_compilations = bool(read_compiled_code(self._run / COMPILED).compilations)
         return warn_of_run(manifest, knows_compilations=knows_compilations)
 
-    def _make_pass(self, one: Pass) -> Outcome:
+    def _make_pass(self, planned: Pass) -> Outcome:
         if self._done and self._target.reads_input and self._input_start is not None:
             os.lseek(_STDIN, self._input_start, os.SEEK_SET)
-        order = replace(one.order, run=str(self._run.resolve()))
-        words = [word.replace("{run}", order.run) for word in one.argv]
-        environment = build_environment({**os.environ, **one.environment}, order)
-        self._has_own_caches = bool(one.environment)
+        order = replace(planned.order, run=str(self._run.resolve()))
+        words = [word.replace("{run}", order.run) for word in planned.argv]
+        environment = build_environment({**os.environ, **planned.environment}, order)
+        self._has_own_caches = bool(planned.environment)
         self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
         began = monotonic()
         if order.recorder == "nsys" and self._nsys is not None:

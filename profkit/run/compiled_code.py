@@ -288,7 +288,7 @@ def read_launch_range(name: str) -> LaunchPlace | None:
 
 
 def _encoded(name: str) -> str:
-    return _SPECIAL.sub(lambda found: quote(found[0], safe=""), name)
+    return _SPECIAL.sub(lambda special: quote(special[0], safe=""), name)
 
 
 def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:
@@ -318,18 +318,18 @@ def read_compiled_code(path: Path) -> CompiledCode:
     Raises:
         RunError: it cannot be read, or a line other than the last is damaged.
     """
-    found: dict[type, dict[str, Any]] = {kind: {} for kind in _KINDS}
+    records_of: dict[type, dict[str, Any]] = {kind: {} for kind in _KINDS}
     kinds = {name: kind for kind, name in _KINDS.items()}
 
     def take(entry: dict[str, Any]) -> None:
         kind = kinds.get(entry["kind"])
         if kind is not None:
             record = decode(kind, entry)
-            found[kind][record.id] = record
+            records_of[kind][record.id] = record
 
     with suppress(FileNotFoundError):  # a run without compiled code has none
         read_lines(path, take, "a line about compiled code")
-    return CompiledCode(*(tuple(records.values()) for records in found.values()))
+    return CompiledCode(*(tuple(records.values()) for records in records_of.values()))
 
 
 _KINDS: dict[type[CompiledGraph | CapturedGraph | Compilation | GraphBreak], str] = {

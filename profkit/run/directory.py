@@ -98,7 +98,7 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        return {graph.id: graph for one in self._compiled for graph in one.graphs}
+        return {graph.id: graph for code in self._compiled for graph in code.graphs}
 
     @cached_property
     def ceilings(self) -> Ceilings | None:
@@ -118,7 +118,7 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        return tuple((one.compilations, one.breaks) for one in self._compiled)
+        return tuple((code.compilations, code.breaks) for code in self._compiled)
 
     @cached_property
     def captured_graphs(self) -> tuple[CapturedGraph, ...]:
@@ -127,7 +127,7 @@ class Run:
         Raises:
             RunError: a file cannot be read.
         """
-        return tuple({graph.id: graph for one in self._compiled for graph in one.captured}.values())
+        return tuple({graph.id: graph for code in self._compiled for graph in code.captured}.values())
 
     @cached_property
     def _compiled(self) -> list[CompiledCode]:
@@ -152,19 +152,19 @@ class Run:
 
         Of one kind the first rank's comes first.
         """
-        found = [(path, _RANK_TRACE.fullmatch(path.name)) for path in self.path.iterdir()]
-        ranked = [(_KINDS.index(match[2]), int(match[1] or 0), path) for path, match in found if match]
+        matches = [(path, _RANK_TRACE.fullmatch(path.name)) for path in self.path.iterdir()]
+        ranked = [(_KINDS.index(match[2]), int(match[1] or 0), path) for path, match in matches if match]
         return [path for _, _, path in sorted(ranked)]
 
     @property
     def rank_traces(self) -> dict[int, Path]:
         """Return the traces by rank where ranks left one each; none for one process, or one nsys around all."""
-        found: dict[int, Path] = {}
+        by_rank: dict[int, Path] = {}
         for path in self.traces:
             match = _RANK_TRACE.fullmatch(path.name)
             assert match is not None
-            found.setdefault(int(match[1] or 0), path)
-        return {} if list(found) == [0] else dict(sorted(found.items()))
+            by_rank.setdefault(int(match[1] or 0), path)
+        return {} if list(by_rank) == [0] else dict(sorted(by_rank.items()))
 
     @property
     def snapshots(self) -> dict[int, Path]:
@@ -213,17 +213,17 @@ class Run:
             SnapshotError: there is none.
             UsageError: there is none of that rank.
         """
-        found = self.snapshots
-        if not found:
+        snapshots = self.snapshots
+        if not snapshots:
             if self.manifest.status != "complete":
                 raise SnapshotError(f"{self.path}: this run holds no snapshot: {self.ending}")
             raise SnapshotError(f"{self.path}: this run holds no {SNAPSHOT}; record one with `profkit run --memory`")
         if rank is None:
             peaks = self.manifest.recorded_peaks
-            return max(found.items(), key=lambda item: (peaks.get(item[1].name, 0), -item[0]))[1]
-        if rank not in found:
-            raise UsageError(f"no snapshot of rank {rank}: this run holds rank {', '.join(map(str, found))}")
-        return found[rank]
+            return max(snapshots.items(), key=lambda item: (peaks.get(item[1].name, 0), -item[0]))[1]
+        if rank not in snapshots:
+            raise UsageError(f"no snapshot of rank {rank}: this run holds rank {', '.join(map(str, snapshots))}")
+        return snapshots[rank]
 
 
 def find_run(path: Path) -> Run | None:
@@ -278,8 +278,8 @@ def runs_of_job(path: Path) -> list[Path]:
     """Return the runs within the directory of a job, by their numbers; none if it is no such directory."""
     if not path.is_dir() or (path / MANIFEST).exists():
         return []
-    found = [one for one in path.iterdir() if is_of_job(one) and (one / MANIFEST).exists()]
-    return sorted(found, key=lambda one: (one.name[:4], int(one.name[4:])))
+    runs = [folder for folder in path.iterdir() if is_of_job(folder) and (folder / MANIFEST).exists()]
+    return sorted(runs, key=lambda folder: (folder.name[:4], int(folder.name[4:])))
 
 
 def choose_run(path: Path, rank: int | None = None) -> Path:
@@ -292,7 +292,7 @@ def choose_run(path: Path, rank: int | None = None) -> Path:
     if len(runs) <= 1:
         return runs[0] if runs else path
     if rank is not None:
-        holding = [one for one in runs if rank in {process.rank for process in Run(one).manifest.processes}]
+        holding = [run for run in runs if rank in {process.rank for process in Run(run).manifest.processes}]
         if not holding:
             raise UsageError(f"no rank {rank}: none of the {len(runs)} runs in {path} holds it")
         return holding[0]

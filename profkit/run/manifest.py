@@ -103,12 +103,12 @@ class Samples:
 
     def times_ns(self, clock: Clock, context: int | None) -> dict[str, list[int]]:
         """Return phase → its times in the steps of one context length that have it, in order; the step comes last."""
-        found: dict[str, list[int]] = {}
+        by_phase: dict[str, list[int]] = {}
         for step in self.steps:
             if step.get(_CONTEXT) == context:
                 for phase, time_ns in _times_of(step, clock).items():
-                    found.setdefault(phase, []).append(time_ns)
-        return {phase: found[phase] for phase in sorted(found, key=phase_order)}
+                    by_phase.setdefault(phase, []).append(time_ns)
+        return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
 
     def step_ns(self, context: int | None = None) -> list[int]:
         """Return the time of each step of one context length."""
@@ -378,13 +378,13 @@ class Manifest:
     @property
     def unprofiled(self) -> Samples | None:
         """Return the steps that ran without a profiler, None where none was timed."""
-        found = self.clean or self.attached
-        return found if found is not None and found.steps else None
+        samples = self.clean or self.attached
+        return samples if samples is not None and samples.steps else None
 
     @property
     def loading(self) -> Loading | None:
         """Return the data loaders of the first process that has some."""
-        return next((one.loading for one in self.processes if one.loading is not None), None)
+        return next((process.loading for process in self.processes if process.loading is not None), None)
 
     @property
     def first_step(self) -> int | None:
@@ -396,13 +396,21 @@ class Manifest:
     def recorded_peaks(self) -> dict[str, int]:
         """Return each snapshot's allocated peak by its file name, as the processes that left them noted it."""
         processes = () if self.memory is None else self.memory.processes
-        left = [one.memory for one in processes if one.memory is not None and one.memory.snapshot is not None]
-        return {str(one.snapshot): one.allocated_peak_bytes for one in left}
+        left = [
+            process.memory
+            for process in processes
+            if process.memory is not None and process.memory.snapshot is not None
+        ]
+        return {str(memory.snapshot): memory.allocated_peak_bytes for memory in left}
 
     @property
     def rank_of_pid(self) -> dict[int, int]:
         """Return pid → rank of the recorded processes, as they themselves told."""
-        return {one.pid: one.rank for one in self.processes if one.pid is not None and one.rank is not None}
+        return {
+            process.pid: process.rank
+            for process in self.processes
+            if process.pid is not None and process.rank is not None
+        }
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -339,14 +339,22 @@ def take_processes(run: Path) -> tuple[Process, ...]:
     Raises:
         RunError: a file cannot be read.
     """
-    found = []
+    processes = []
     for path in sorted(run.glob(_PROCESS.format("*"))):
-        found.append(read_record(Process, path))
+        processes.append(read_record(Process, path))
         path.unlink()
     # One that showed no step, as a launcher of others, is of use only where none did.
-    used = [one for one in found if one.steps_seen is None or one.steps_seen >= 0 or one.memory is not None]
+    used = [
+        process
+        for process in processes
+        if process.steps_seen is None or process.steps_seen >= 0 or process.memory is not None
+    ]
     order = [COMPLETE, CUT_SHORT, NOT_REACHED]
-    return tuple(sorted(used or found, key=lambda one: (one.rank is None, one.rank or 0, order.index(one.state))))
+    return tuple(
+        sorted(
+            used or processes, key=lambda process: (process.rank is None, process.rank or 0, order.index(process.state))
+        )
+    )
 
 
 def take_failures(run: Path) -> tuple[Failure, ...]:
@@ -358,13 +366,13 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
     Raises:
         RunError: a file cannot be read.
     """
-    found = []
+    failures = []
     for path in sorted(run.glob(_FAILURE.format("*")), key=lambda path: path.stat().st_mtime_ns):
-        found.append(read_record(Failure, path))
+        failures.append(read_record(Failure, path))
         path.unlink()
     for path in run.glob(_MEETING.format("*")):
         path.unlink()
-    return tuple(sorted(found, key=lambda failure: (failure.rank is None, not failure.by_signal)))
+    return tuple(sorted(failures, key=lambda failure: (failure.rank is None, not failure.by_signal)))
 
 
 def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:

@@ -115,9 +115,9 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
             named.
     """
     content = read_json(path)
-    found = content.get("version") if isinstance(content, dict) else None
-    if version is not None and found != version:
-        raise RunError(f"{path}: has version {found}, and this profkit reads version {version}; record it again")
+    stated = content.get("version") if isinstance(content, dict) else None
+    if version is not None and stated != version:
+        raise RunError(f"{path}: has version {stated}, and this profkit reads version {version}; record it again")
     try:
         record: T = decode(kind, content)
         return record
@@ -170,15 +170,15 @@ def _hints(kind: type) -> dict[str, Any]:
 def _decode_dataclass(kind: Any, value: object, where: str) -> Any:
     if not isinstance(value, dict):
         _refuse(where, value, "an object")
-    found = {}
+    arguments = {}
     for field in fields(kind):
         key = _below(where, field.name)
         if field.name in value:
-            found[field.name] = decode(_hints(kind)[field.name], value[field.name], key)
+            arguments[field.name] = decode(_hints(kind)[field.name], value[field.name], key)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise WrongRecord(f"{key} is missing")
     try:
-        return kind(**found)
+        return kind(**arguments)
     except ValueError as error:  # a check of the dataclass's own
         raise WrongRecord(f"{where}: {error}" if where else str(error)) from None
 

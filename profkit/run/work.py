@@ -85,7 +85,7 @@ class RunWork:
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         """Return the work of the range at ``path``, or None."""
-        return next((one for one in self.ranges if one.path == path), None)
+        return next((work for work in self.ranges if work.path == path), None)
 
 
 def read_work(path: Path) -> RunWork:

@@ -79,7 +79,7 @@ def nest_compiled_launches(trace: Trace) -> Trace:
 def explain_no_modules(run: Run, trace: Trace) -> str | None:
     """Return why kernels of a run's compiled code lie under no modules; None if all do, or none ran."""
     manifest = run.manifest
-    failures = dict.fromkeys(one.compiled_failure for one in manifest.processes if one.compiled_failure)
+    failures = dict.fromkeys(process.compiled_failure for process in manifest.processes if process.compiled_failure)
     if failures:
         return f"not all kernels of compiled code lie under their modules: {'; '.join(failures)}"
     if trace.work.compiled_launch is not None:
@@ -88,7 +88,7 @@ def explain_no_modules(run: Run, trace: Trace) -> str | None:
     if compiled is None or not compiled.graphs or manifest.workload.annotate is False:
         return None
     what = "this run is compiled, and its kernels count for the phase or the compiled module:"
-    backends = {str(one.get("backend")) for one in compiled.backends}
+    backends = {str(backend.get("backend")) for backend in compiled.backends}
     if backends and INDUCTOR not in backends:
         return f"{what} modules are only known of code that Inductor made, not {', '.join(sorted(backends))}"
     torch = manifest.versions.get("torch") or ""
@@ -101,20 +101,20 @@ def explain_no_modules(run: Run, trace: Trace) -> str | None:
 
 
 def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
-    found = np.full(len(rows), NO_RANGE, dtype=np.int64)
+    innermost = np.full(len(rows), NO_RANGE, dtype=np.int64)
     for thread, members in rows_by_value(rows.launch_thread).items():
         if thread in timelines:
-            found[members] = timelines[thread].innermost_at(rows.placed_ns[members])
-    return found
+            innermost[members] = timelines[thread].innermost_at(rows.placed_ns[members])
+    return innermost
 
 
 def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
     # One more entry, so that a row in no range (-1) finds none.
     above, is_one = np.append(parent, NO_RANGE), np.append(is_launch, False)
-    found = innermost
-    while (climbing := (found != NO_RANGE) & ~is_one[found]).any():
-        found = np.where(climbing, above[found], found)
-    return found
+    reached = innermost
+    while (climbing := (reached != NO_RANGE) & ~is_one[reached]).any():
+        reached = np.where(climbing, above[reached], reached)
+    return reached
 
 
 def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Ints]:
@@ -135,8 +135,10 @@ def _continues(ranges: Ranges, lead: Ints, parent: Ints, others: Ranges, between
         same[rows] &= _none_between(moments[threads == thread], ranges, lead, rows)
         top = rows[is_top[rows]]
         if len(top):
-            mine = others.process == ranges.process[lead[top[0]]]
-            same[top] &= _none_between(np.concatenate([others.start_ns[mine], others.end_ns[mine]]), ranges, lead, top)
+            of_process = others.process == ranges.process[lead[top[0]]]
+            same[top] &= _none_between(
+                np.concatenate([others.start_ns[of_process], others.end_ns[of_process]]), ranges, lead, top
+            )
     return same
 
 
@@ -156,7 +158,7 @@ def _paths_below(
     lists: dict[tuple[str, ...], int] = {}
     modules = {module for place in places.values() for module in place.path}
     for_range = [
-        lists.setdefault(tuple(one for one in open_ if one in modules), len(lists))
+        lists.setdefault(tuple(name for name in open_ if name in modules), len(lists))
         for open_ in (_open_at(range_, ranges, parent, places, names) for range_ in ranges_around.tolist())
     ]
     around = list(lists)
@@ -192,7 +194,7 @@ def _nested(
     """Yield the ranges of each level of the paths, the outermost first; those that share a beginning are one range."""
     depth = 0
     while len(lead):
-        label = np.array([one[depth] if depth < len(one) else -1 for one in paths], dtype=np.int64)[path]
+        label = np.array([names[depth] if depth < len(names) else -1 for names in paths], dtype=np.int64)[path]
         # What differs here is apart at all levels below too.
         joined = joined & np.concatenate([[False], label[1:] == label[:-1]])
         kept = label >= 0

@@ -101,15 +101,15 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
     sources = dict.fromkeys(source for modules, _ in operators for source in modules)
     variable = _root(local, code.co_varnames[:1], sources)
     root: nn.Module | None = local.get(variable)
-    found: dict[str, TracedModule] = {}
+    modules: dict[str, TracedModule] = {}
     paths = {} if root is None else {id(module): path for path, module in root.named_modules()}
     for source in sources:
         module = _find(source, {"L": local, "G": global_})
         if isinstance(module, nn.Module):
             path = paths.get(id(module))
-            found[source] = TracedModule(source if path is None else plain_name(path), path, ref(module))
+            modules[source] = TracedModule(source if path is None else plain_name(path), path, ref(module))
     if root is None:
-        _name_in_their_models(found)
+        _name_in_their_models(modules)
     name = f"{getattr(code, 'co_qualname', code.co_name)} {code.co_filename}:{code.co_firstlineno}"
     return TracedGraph(
         name=name,
@@ -118,7 +118,7 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
         variable=variable,
         shape=_no_shape if root is None else shape_of(root),
         operators=operators,
-        modules=found,
+        modules=modules,
     )
 
 
@@ -137,18 +137,18 @@ def _find(source: str, scopes: dict[str, dict[str, Any]]) -> Any:
     scope, rest = scopes.get(source[:1]), source[1:]
     if scope is None or not _STEPS.fullmatch(rest):
         return None
-    found: Any = scope
+    value: Any = scope
     try:
         for attribute, key, index in _STEP.findall(rest):
             if key or index:
-                found = found[key or int(index)]
-            elif isinstance(found, nn.Module) and attribute in found._modules:
-                found = found._modules[attribute]
+                value = value[key or int(index)]
+            elif isinstance(value, nn.Module) and attribute in value._modules:
+                value = value._modules[attribute]
             else:
-                found = getattr(found, attribute)
+                value = getattr(value, attribute)
     except Exception:
         return None
-    return found
+    return value
 
 
 def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None]) -> str:
@@ -158,13 +158,13 @@ def _root(local: dict[str, Any], first: tuple[str, ...], sources: dict[str, None
     return next(modules, "")
 
 
-def _name_in_their_models(found: dict[str, TracedModule]) -> None:
-    outer = next(iter(found.values()), None)
+def _name_in_their_models(modules: dict[str, TracedModule]) -> None:
+    outer = next(iter(modules.values()), None)
     model = None if outer is None else outer.module()
     if model is None:
         return
     paths = {id(module): path for path, module in model.named_modules()}
-    for source, one in found.items():
-        path = paths.get(id(one.module()))
+    for source, traced in modules.items():
+        path = paths.get(id(traced.module()))
         if path is not None:
-            found[source] = TracedModule(plain_name(path), None, one.module)
+            modules[source] = TracedModule(plain_name(path), None, traced.module)

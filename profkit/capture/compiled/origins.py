@@ -190,15 +190,26 @@ class CodeGeneration:
             written.reported = kernel
             owners = [(node, owner) for node in ir_nodes if (owner := _owner(node)) is not None]
             owning = [owner for _, owner in owners]
-            computed = owning if is_extern else [one for node in ir_nodes for one in _computed(node)]
+            computed = (
+                owning if is_extern else [computed_node for node in ir_nodes for computed_node in _computed(node)]
+            )
             # A constant that many operators share says where the first of them is, not what this launch computes.
-            origins = tuple(map(origin_of, _in_order([one for one in computed if not _is_constant(one)] or computed)))
+            origins = tuple(
+                map(
+                    origin_of,
+                    _in_order(
+                        [computed_node for computed_node in computed if not _is_constant(computed_node)] or computed
+                    ),
+                )
+            )
             # A Triton kernel of the program's own writes into its arguments, and is no buffer.
             buffers = {
                 node.get_name(): origin_of(owner) for node, owner in owners if getattr(node, "name", "") is not None
             }
             written.records.append(Record(kernel, is_extern, origins, buffers))
-            written.nodes.append({one for node in ir_nodes for one in getattr(node, "origins", ())} | {*owning})
+            written.nodes.append(
+                {computed_node for node in ir_nodes for computed_node in getattr(node, "origins", ())} | {*owning}
+            )
             written.are_calls.append(is_extern or any(map(_is_template, ir_nodes)))
         except Exception as error:
             self._failed(error)
@@ -215,7 +226,11 @@ def origin_of(node: Any) -> Origin:
     modules, line = modules_of(meta), line_of(meta.get("stack_trace"))
     if not modules and _operator(target) in _PRODUCTS:
         # Inductor made one of a product and a sum, and kept what the sum came from: the product's input tells.
-        views = [one for one in args[-2:] if hasattr(one, "meta") and _is_view(one) and modules_of(one.meta)]
+        views = [
+            argument
+            for argument in args[-2:]
+            if hasattr(argument, "meta") and _is_view(argument) and modules_of(argument.meta)
+        ]
         if views:
             modules, line = modules_of(views[0].meta), line_of(views[0].meta.get("stack_trace"))
     return Origin(modules, line, _operator(target))
@@ -296,7 +311,7 @@ def _is_constant(node: Any, inputs: int = 4) -> bool:
         return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
     if "rand" in str(node.target) or "seed" in str(node.target):
         return False
-    return inputs > 0 and all(_is_constant(one, inputs - 1) for one in node.all_input_nodes)
+    return inputs > 0 and all(_is_constant(given, inputs - 1) for given in node.all_input_nodes)
 
 
 def _computed(ir_node: Any) -> Iterable[Any]:
@@ -317,10 +332,10 @@ def _owner(ir_node: Any) -> Any | None:
 
 
 def _in_order(nodes: Iterable[Any]) -> list[Any]:
-    found = set(nodes)
-    if len(found) < 2 or hasattr(next(iter(found)), "_sort_key"):
-        return sorted(found)  # nodes of one graph compare by their place in it
-    return [node for node in next(iter(found)).graph.nodes if node in found]
+    distinct = set(nodes)
+    if len(distinct) < 2 or hasattr(next(iter(distinct)), "_sort_key"):
+        return sorted(distinct)  # nodes of one graph compare by their place in it
+    return [node for node in next(iter(distinct)).graph.nodes if node in distinct]
 
 
 def _operator(target: Any) -> str:
@@ -334,14 +349,14 @@ def _is_template(ir_node: Any) -> bool:
 def _ir_nodes(schedule: Any) -> list[Any]:
     if not isinstance(schedule, Sequence):
         return [schedule]
-    return [node for one in schedule for node in _of_scheduled(one)]
+    return [node for scheduled in schedule for node in _of_scheduled(scheduled)]
 
 
-def _of_scheduled(one: Any) -> list[Any]:
-    parts = getattr(one, "snodes", None)
+def _of_scheduled(scheduled: Any) -> list[Any]:
+    parts = getattr(scheduled, "snodes", None)
     if parts:
         return [node for part in parts for node in _of_scheduled(part)]
-    node = getattr(one, "node", None)
+    node = getattr(scheduled, "node", None)
     return [] if node is None else [node]
 
 
@@ -387,8 +402,8 @@ class Sidecars:
 
     def find(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Known | None:
         """Return what is known of a generated file, for a graph with these operators; None if nothing is."""
-        found = (translate(known, operators) for known in self._all(code, text, operators))
-        return next((known for known in found if known is not None), None)
+        translated = (translate(known, operators) for known in self._all(code, text, operators))
+        return next((known for known in translated if known is not None), None)
 
     def _all(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Iterator[Known]:
         yield from sorted(self._here.get(code, ()), key=lambda known: known.operators != operators)
@@ -425,7 +440,7 @@ def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
     if any(now is not None and modules[before[0]] != now[0] for before, now in meaning.items()):
         return None
 
-    def one(origin: Origin) -> Origin:
+    def translate_origin(origin: Origin) -> Origin:
         now = meaning.get((origin.modules, origin.line))
         if now is not None:
             return replace(origin, modules=now[0], line=now[1])
@@ -437,8 +452,8 @@ def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
         records=tuple(
             replace(
                 record,
-                origins=tuple(map(one, record.origins)),
-                buffers={name: one(origin) for name, origin in record.buffers.items()},
+                origins=tuple(map(translate_origin, record.origins)),
+                buffers={name: translate_origin(origin) for name, origin in record.buffers.items()},
             )
             for record in known.records
         ),

@@ -62,7 +62,7 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Mo
     if running is not None and call is None and graph.traced is not None:
         hooks.name_model(running)
         part = hooks.names.part(running)
-        is_called_within = any(one.path == "" for one in graph.traced.modules.values())
+        is_called_within = any(module.path == "" for module in graph.traced.modules.values())
         if part is not None and part.range is not None and not is_called_within:
             around = (part.range,)  # nobody saw its call: backward work of what ran before anything was recorded
     called = _called_modules(call)
@@ -79,7 +79,9 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Mo
     paths: dict[Modules, tuple[str, ...]] = {(): around}
     for modules in {modules for owners in graph.owners.values() for modules in owners}:
         paths[modules] = _path(modules, around, find)
-    return {line: _place(graph.id, line, [paths[one] for one in owners]) for line, owners in graph.owners.items()}
+    return {
+        line: _place(graph.id, line, [paths[modules] for modules in owners]) for line, owners in graph.owners.items()
+    }
 
 
 def _place(graph: str, line: int, paths: Sequence[tuple[str, ...]]) -> LaunchPlace:
@@ -113,13 +115,13 @@ def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
 
 
 def _called_modules(call: Call | None) -> set[nn.Module]:
-    found: set[nn.Module] = set()
+    called: set[nn.Module] = set()
     while call is not None:
         module = None if call.module is None else call.module()
         if module is not None:
-            found |= {module, unwrap(module)}
+            called |= {module, unwrap(module)}
         call = call.around
-    return found
+    return called
 
 
 def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Module | None) -> nn.Module | None:
@@ -132,9 +134,9 @@ def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Mod
         return root
     while call is not None:
         module = None if call.module is None else call.module()
-        for one in () if module is None else dict.fromkeys((module, unwrap(module))):
-            if one is root or shape_of(one) == traced.shape:
-                return one
+        for candidate in () if module is None else dict.fromkeys((module, unwrap(module))):
+            if candidate is root or shape_of(candidate) == traced.shape:
+                return candidate
         call = call.around
     return None
 
@@ -150,13 +152,13 @@ def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Itera
 
 
 def _module(source: str, running: nn.Module | None, traced: TracedGraph | None, hooks: Hooks) -> nn.Module | None:
-    one = None if traced is None else traced.modules.get(source)
-    if one is None:
+    known = None if traced is None else traced.modules.get(source)
+    if known is None:
         return None
-    if one.path is not None:
-        return None if running is None else running.get_submodule(one.path)
-    module = one.module()
-    if module is not None and one.name == "":
+    if known.path is not None:
+        return None if running is None else running.get_submodule(known.path)
+    module = known.module()
+    if module is not None and known.name == "":
         hooks.name_model(module)
     return module
 
@@ -277,18 +279,18 @@ def _given_to(function: FrameType | None, traced: TracedGraph) -> ref[nn.Module]
 
 
 def _given_before(inputs: Sequence[Any]) -> ref[nn.Module] | None:
-    known = (_by_parameter.get(one) for one in inputs if isinstance(one, nn.Parameter))
-    return next((one for one in known if one is not None), None)
+    known = (_by_parameter.get(given) for given in inputs if isinstance(given, nn.Parameter))
+    return next((module for module in known if module is not None), None)
 
 
 def _outermost(traced: TracedGraph, given_with: ref[nn.Module] | None) -> list[nn.Module]:
     """Return the modules that a graph calls within no other, in order."""
     given = None if given_with is None else given_with()
     sources = dict.fromkeys(modules[0] for modules, _ in traced.operators if modules)
-    found = (traced.modules.get(source) for source in sources)
+    called = (traced.modules.get(source) for source in sources)
     root = None if traced.root is None else traced.root()
-    models = [module for one in found if one is not None and (module := one.module()) is not None]
-    return list(dict.fromkeys(given if given is not None and one is root else one for one in models))
+    models = [module for known in called if known is not None and (module := known.module()) is not None]
+    return list(dict.fromkeys(given if given is not None and model is root else model for model in models))
 
 
 class CompiledInstances:

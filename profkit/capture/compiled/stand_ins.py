@@ -165,9 +165,9 @@ def _method(switch: Switch, around: Around) -> Any:
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     runner = vars(module).get("Runner")
-    for one in (*vars(module).values(), *(() if runner is None else vars(runner).values())):
-        if isinstance(one, FunctionType) and one.__module__ == module.__name__:
-            yield one
+    for value in (*vars(module).values(), *(() if runner is None else vars(runner).values())):
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            yield value
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

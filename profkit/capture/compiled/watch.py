@@ -128,7 +128,9 @@ class CompiledCode:
             append_records(self._records, [graph])
         loaded[graph.id] = {launch.line: launch for launch in graph.launches}
         owners = {
-            site.line: tuple(dict.fromkeys(one.modules for one in record.origins if one.modules or one.line))
+            site.line: tuple(
+                dict.fromkeys(origin.modules for origin in record.origins if origin.modules or origin.line)
+            )
             for site, record in matched
             if record is not None
         }
@@ -202,20 +204,20 @@ class _Ranges:
             sites = outside_dynamo(self._sites_in, opened, call, given)
             self._last = call, given, sites
         site = id(frame.f_code), frame.f_lasti
-        one, shown_to = sites[site] if site in sites else sites.find(site, frame), self._shown_to
-        if one is None:
+        range_, shown_to = sites[site] if site in sites else sites.find(site, frame), self._shown_to
+        if range_ is None:
             return function(*args, **kwargs)
         if shown_to or profiler._is_profiler_enabled:
-            token = one.open(shown_to)
+            token = range_.open(shown_to)
             try:
                 return function(*args, **kwargs)
             finally:
-                one.close(token, shown_to)
-        one.push(one.attributes, one.domain)
+                range_.close(token, shown_to)
+        range_.push(range_.attributes, range_.domain)
         try:
             return function(*args, **kwargs)
         finally:
-            one.pop(one.domain)
+            range_.pop(range_.domain)
 
     def _sites_in(self, opened: OpenRanges, call: Call | None, given: ref[nn.Module] | None) -> _Sites:
         module = None if given is None else given()
@@ -258,21 +260,21 @@ def match(sites: Iterable[LaunchSite], records: Iterable[Record]) -> list[tuple[
     """
     sites = list(sites)
     recorded: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        recorded[_plain(record.kernel)].append(record)
+    for launched in records:
+        recorded[_plain(launched.kernel)].append(launched)
     times = Counter(_plain(site.kernel) for site in sites if not site.result)
-    in_order = {name: iter(found) for name, found in recorded.items() if len(found) == times[name]}
+    in_order = {name: iter(in_turn) for name, in_turn in recorded.items() if len(in_turn) == times[name]}
     matched: list[tuple[LaunchSite, Record | None]] = []
     writers: dict[str, Record | None] = {}
     for site in sites:
-        found = writers.get(site.workspace) if site.result else next(in_order.get(_plain(site.kernel), iter(())), None)
-        if site.result and found is not None:
-            owner = found.buffers.get(site.result)
-            origins = found.origins if owner is None else (owner,)
-            found = Record(site.kernel, is_extern=True, origins=origins, work=NodeWork())
+        record = writers.get(site.workspace) if site.result else next(in_order.get(_plain(site.kernel), iter(())), None)
+        if site.result and record is not None:
+            owner = record.buffers.get(site.result)
+            origins = record.origins if owner is None else (owner,)
+            record = Record(site.kernel, is_extern=True, origins=origins, work=NodeWork())
         elif site.workspace:
-            writers[site.workspace] = found
-        matched.append((site, found))
+            writers[site.workspace] = record
+        matched.append((site, record))
     return matched
 
 
@@ -311,9 +313,9 @@ def _launch(
         line=site.line,
         kernel=site.kernel,
         is_extern=site.is_extern,
-        modules=tuple(dict.fromkeys(_name(one, traced) for one in origins if one.modules or one.line)),
-        lines=tuple(dict.fromkeys(one.line for one in origins if one.line)),
-        operators=tuple(dict.fromkeys(one.operator for one in origins)),
+        modules=tuple(dict.fromkeys(_name(origin, traced) for origin in origins if origin.modules or origin.line)),
+        lines=tuple(dict.fromkeys(origin.line for origin in origins if origin.line)),
+        operators=tuple(dict.fromkeys(origin.operator for origin in origins)),
         flops=None if work is None else work.flops,
         dtype=None if work is None else work.dtype,
         masked_flops=0 if work is None else work.masked_flops,
@@ -323,8 +325,8 @@ def _launch(
 
 def _name(origin: Origin, traced: TracedGraph | None) -> str:
     innermost = next(iter(reversed(origin.modules)), "")
-    one = None if traced is None else traced.modules.get(innermost)
-    return innermost if one is None else one.name
+    module = None if traced is None else traced.modules.get(innermost)
+    return innermost if module is None else module.name
 
 
 def when_imported(watchers: dict[str, Callable[[Any], None]]) -> None:
@@ -347,7 +349,9 @@ class _Importer:
         if name not in self._watchers:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((one for finder in others if (one := finder.find_spec(name, path, target)) is not None), None)
+        spec = next(
+            (found_spec for finder in others if (found_spec := finder.find_spec(name, path, target)) is not None), None
+        )
         if spec is not None and spec.loader is not None:
             self._show_after(spec.loader, name)
         return spec

@@ -32,7 +32,7 @@ _BESIDE_FOUND = len("temporary directory") + 2 + len("warning") + 2
 def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_screen: bool) -> Document:
     """Return the checks; ``on_screen`` what to do stands below what was found, after an arrow, and both are wrapped."""
     keys = ("check", "state", "found", "advice")
-    rows: list[Row] = [{key: getattr(one, key) for key in keys} for one in checks]
+    rows: list[Row] = [{key: getattr(check, key) for key in keys} for check in checks]
     exact = Table((_CHECK, _STATE, _FOUND, _ADVICE), rows)
     lines = [line for row in rows for line in _lines(row)]
     shown = (
