@@ -134,8 +134,8 @@ def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(profkit: Run, tmp_path:
     time = build_gpu_times(open_trace(NSYS).trace)[0]
     parts = time.parts_within(time.starts_ns[:1], time.reach_ns[-1:])[0].tolist()
     assert by_cause["Python prepared kernels"] == parts[4]
-    assert by_cause["host waited for the GPU"] == parts[5]
-    assert by_cause["host ran without CUDA"] == parts[6]
+    assert by_cause["Python waited for the GPU"] == parts[5]
+    assert by_cause["Python ran without CUDA calls"] == parts[6]
     assert parts[6] > 0
 
 

@@ -45,7 +45,7 @@ _MEMORY = "Memory over time"
 _WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
 _WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
 _WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
-_WITHOUT_ADVICE = "None of profkit's rules found a change whose effect these figures could tell."
+_WITHOUT_ADVICE = "profkit has nothing to propose: none of its rules found a change with a known effect."
 _WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
 
 _MOST_SIMULATED = 100_000
