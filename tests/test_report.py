@@ -249,6 +249,13 @@ def test_without_javascript_the_tables_are_whole_and_no_button_is_dead(browser: 
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("size", [0, 512, 7_314_866_176, 3_276_553_216, 1_048_064, 10**13])
+def test_the_script_rounds_bytes_as_the_commands_do(page: Any, size: int) -> None:
+    """7,314,866,176 B are 6.8125 GiB: a tie, which both round to the even digit."""
+    assert page.evaluate("(size) => profkit.formatBytes(size)", size) == format_bytes(size)
+
+
+@pytest.mark.browser
 def test_the_keyboard_sorts_and_searches_a_table(page: Any) -> None:
     head = page.locator("table[data-table='kernels-3'] th[data-key='count'] button")
     head.focus()
@@ -648,6 +655,7 @@ def test_runs_that_have_nothing_in_common_are_refused(run: Path, tmp_path: Path)
 
 def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
     text = render_report(open_capture(capture("oom.pickle")))
+    assert "is unknown; <code>profkit run --memory</code> records whose tensors they are" in text
     assert "Out of memory 1 time" in text
     assert "needed up to" in text or "it needed" in text
 

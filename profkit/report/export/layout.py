@@ -22,7 +22,11 @@ from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value
 
 _ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
-LAUNCHING, SYNCHRONISING, OUTSIDE = "Python prepared kernels", "Python waited for the GPU", "Python ran without CUDA calls"
+LAUNCHING, SYNCHRONISING, OUTSIDE = (
+    "Python prepared kernels",
+    "Python waited for the GPU",
+    "Python ran without CUDA calls",
+)
 
 _GAP_NS = 1_000_000
 _THREAD_MASK = 0xFFFFFF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from profkit.analysis.advice import find_advice
 from profkit.analysis.checks.self_check import SelfCheck
@@ -311,7 +312,7 @@ def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
 @cache
 def _environment() -> Environment:
     """Return the templates' environment: every text is escaped and loses the folders of this machine."""
-    return Environment(
+    environment = Environment(
         loader=FunctionLoader(_read),
         autoescape=True,
         undefined=StrictUndefined,
@@ -319,6 +320,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_finish,
     )
+    environment.filters["code"] = _mark_code
+    return environment
+
+
+def _mark_code(text: str) -> Markup:
+    """Return a sentence in which what stands between backticks, a command mostly, is set as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(without_folders(text))))
 
 
 def _finish(value: object) -> object:

@@ -177,7 +177,8 @@ const makeTree = (table) => {
 // Times and counts as the tables have them: four digits in the unit that fits.
 const fourDigits = (value) => {
   const [digits] = [[3, 10], [2, 100], [1, 1000]].find(([digits, limit]) => Number(Math.abs(value).toFixed(digits)) < limit) || [0];
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  // Python rounds a tie to the even digit, and the texts of the page are Python's.
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" });
 };
 const formatNs = (ns) => {
   if (Math.abs(ns) < 1000) return `${Math.round(ns)} ns`;
