@@ -8,11 +8,12 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profkit import read_trace
-from profkit.report.plots.kernel_plot import _draw
+from profkit.report.plots.kernel_plot import plot_kernels
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 
@@ -162,14 +163,16 @@ def test_explain_is_refused_for_lines_that_are_no_kernels(profkit: Run, trace: P
     assert profkit("kernels", trace, "--explain", "--by", by).returncode == 2
 
 
-def test_rules_and_plot_follow_the_order_of_the_table(profkit: Run, trace: Path) -> None:
+def test_rules_and_plot_follow_the_order_of_the_table(
+    profkit: Run, trace: Path, tmp_path: Path, drawn: list[Any]
+) -> None:
     text = profkit("kernels", trace, "--explain", "--sort", "max", "--top", "1", "--format", "markdown").stdout
     assert "| gemm |" in text.partition("Why each")[2]
     text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
     assert "elementwise" not in text.partition("Why each")[2]
     opened = read_trace(trace)
-    figure = _draw(opened, opened.kernels(), 60, "name", None)
-    assert [label.get_text()[:4] for label in figure.axes[0].get_yticklabels()] == ["sm80", "vect"]
+    plot_kernels(opened, opened.kernels(), tmp_path / "p.png", top=60, sort="name")
+    assert [label.get_text()[:4] for label in drawn[-1].axes[0].get_yticklabels()] == ["sm80", "vect"]
 
 
 def test_lines_can_be_categories_or_ranges(profkit: Run, trace: Path) -> None:

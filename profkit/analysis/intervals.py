@@ -67,29 +67,29 @@ def unite_all(sets: list[Stretches]) -> Stretches:
         return NOTHING
     if len(sets) == 1:
         return sets[0]
-    return unite(np.concatenate([one.start_ns for one in sets]), np.concatenate([one.end_ns for one in sets]))
+    return unite(np.concatenate([part.start_ns for part in sets]), np.concatenate([part.end_ns for part in sets]))
 
 
-def intersect(one: Stretches, other: Stretches) -> Stretches:
+def intersect(first: Stretches, other: Stretches) -> Stretches:
     """Return the time that is in both sets."""
-    low = np.searchsorted(other.end_ns, one.start_ns, side="right")
-    high = np.searchsorted(other.start_ns, one.end_ns, side="left")
+    low = np.searchsorted(other.end_ns, first.start_ns, side="right")
+    high = np.searchsorted(other.start_ns, first.end_ns, side="left")
     mine, theirs = spread(low, high)
-    start_ns = np.maximum(one.start_ns[mine], other.start_ns[theirs])
-    end_ns = np.minimum(one.end_ns[mine], other.end_ns[theirs])
+    start_ns = np.maximum(first.start_ns[mine], other.start_ns[theirs])
+    end_ns = np.minimum(first.end_ns[mine], other.end_ns[theirs])
     kept = start_ns < end_ns
     return Stretches(start_ns[kept], end_ns[kept])
 
 
-def subtract(one: Stretches, other: Stretches) -> Stretches:
+def subtract(first: Stretches, other: Stretches) -> Stretches:
     """Return the time that is in the first set but not in the other."""
-    return intersect(one, _complement(other))
+    return intersect(first, _complement(other))
 
 
-def gaps(one: Stretches) -> Stretches:
+def gaps(stretches: Stretches) -> Stretches:
     """Return the time between the stretches."""
-    kept = one.end_ns[:-1] < one.start_ns[1:]  # an intersection may have two that touch
-    return Stretches(one.end_ns[:-1][kept], one.start_ns[1:][kept])
+    kept = stretches.end_ns[:-1] < stretches.start_ns[1:]  # an intersection may have two that touch
+    return Stretches(stretches.end_ns[:-1][kept], stretches.start_ns[1:][kept])
 
 
 def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -99,8 +99,8 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)
 
 
-def _complement(one: Stretches) -> Stretches:
-    start_ns, end_ns = np.append(-_EVER, one.end_ns), np.append(one.start_ns, _EVER)
+def _complement(stretches: Stretches) -> Stretches:
+    start_ns, end_ns = np.append(-_EVER, stretches.end_ns), np.append(stretches.start_ns, _EVER)
     kept = start_ns < end_ns
     return Stretches(start_ns[kept], end_ns[kept])
 

@@ -124,8 +124,10 @@ class OpenedTrace:
         result = summarize_kernels(
             self.attribution, wanted, self.ranks, by=by, per_instance=per_instance, compiled_code=code
         )
-        found = [one for one in find_compilations(self.run) if one.code in IN_RECORDED_STEPS] if range is None else ()
-        return replace(result, warnings=(*result.warnings, *found))
+        if range is not None:
+            return result
+        compilations = [finding for finding in find_compilations(self.run) if finding.code in IN_RECORDED_STEPS]
+        return replace(result, warnings=(*result.warnings, *compilations))
 
     def phases(self, within: str = "") -> list[KernelsResult]:
         """Return a result per standard phase (forward, loss, …) that the trace has, without those in ``warmup``.

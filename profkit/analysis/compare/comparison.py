@@ -111,10 +111,12 @@ class CaptureComparison(NotebookResult):
     @property
     def headlines(self) -> tuple[Headline, ...]:
         """Return the change of a step, by the best clock that both captures have; one for each context of a run."""
-        if self.clean is not None and (whole := [one for one in self.clean.changes if one.is_whole_step]):
+        if self.clean is not None and (whole := [change for change in self.clean.changes if change.is_whole_step]):
             labels = " and ".join(dict.fromkeys(self.clean.labels))
             counts = f"medians of {self.clean.samples[0]} and {self.clean.samples[1]} unprofiled steps, {labels}"
-            return tuple(_headline(one.name, counts, (one.before_ns, one.after_ns), one) for one in whole)
+            return tuple(
+                _headline(change.name, counts, (change.before_ns, change.after_ns), change) for change in whole
+            )
         if self.time is None:
             return ()
         change, what = self.time.kernel_time, "kernel time" if self.time.measure == "gpu-kernel" else "self time"
@@ -153,7 +155,7 @@ class CaptureComparison(NotebookResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""
-        data = asdict(self) | {"headlines": [asdict(one) for one in self.headlines]}
+        data = asdict(self) | {"headlines": [asdict(headline) for headline in self.headlines]}
         if self.time is not None:
             data["time"]["rounding_ns"] = self.time.rounding_ns
         if self.memory is not None:
@@ -193,8 +195,9 @@ def compare_captures(
     provenance = compare_provenance(before, after)
     if not force:
         refuse_disturbed(provenance, before, after)
-    traces = [_with_work(one.trace) for one in (before, after)]
-    steps = [None if one.run is None else read_unprofiled_steps(one.run.manifest) for one in (before, after)]
+    traces = [_with_work(capture.trace) for capture in (before, after)]
+    runs = (before.run, after.run)
+    steps = [None if run is None else read_unprofiled_steps(run.manifest) for run in runs]
     time = clean = memory = modules = None
     if traces[0] is not None and traces[1] is not None:
         samples = sample_both(traces[0].attribution, traces[1].attribution, range)
@@ -250,8 +253,8 @@ def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
     Raises:
         UsageError: they do.
     """
-    traces = [_with_work(one.trace) for one in (before, after)]
-    measures = [None if one is None else one.trace.measure for one in traces]
+    traces = [_with_work(capture.trace) for capture in (before, after)]
+    measures = [None if capture is None else capture.trace.measure for capture in traces]
     if None not in measures and measures[0] != measures[1]:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
         first, second = (named[measure] for measure in measures if measure is not None)
@@ -264,9 +267,9 @@ def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: Opene
     Raises:
         UsageError: they do; what differs is named.
     """
-    found = provenance.disturbances
-    if found:
-        facts = ", ".join(difference.fact for difference in found)
+    disturbances = provenance.disturbances
+    if disturbances:
+        facts = ", ".join(difference.fact for difference in disturbances)
         raise UsageError(
             f"{before.path} and {after.path} differ in {facts}, which may change times by itself; record both under the"
             " same conditions, or pass --force"
@@ -280,8 +283,8 @@ def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
 
 def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding]:
     """Yield what torch.compile did in one of the runs, as far as a person can act on it."""
-    for one in find_compilations(capture.run):
-        yield Finding(one.code, f"{side}: {one.message}", one.verdict)
+    for finding in find_compilations(capture.run):
+        yield Finding(finding.code, f"{side}: {finding.message}", finding.verdict)
 
 
 def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding, ...]:
@@ -294,7 +297,7 @@ def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding,
 def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:
     if range is not None:
         return f"range {range!r}: only the kernel times of two traces can be compared by range"
-    holdings = [", ".join(_list_holdings(one)) or "nothing to compare" for one in (before, after)]
+    holdings = [", ".join(_list_holdings(capture)) or "nothing to compare" for capture in (before, after)]
     return f"{before.path} holds {holdings[0]}, {after.path} holds {holdings[1]}: they cannot be compared"
 
 

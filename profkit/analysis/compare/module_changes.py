@@ -168,8 +168,8 @@ class _Groups:
             member = self._above[member]
         return member
 
-    def join(self, one: _Member, other: _Member) -> None:
-        first, second = self.first(one), self.first(other)
+    def join(self, member: _Member, other: _Member) -> None:
+        first, second = self.first(member), self.first(other)
         self._above[second] = first
 
     def members(self, member: _Member) -> list[_Member]:

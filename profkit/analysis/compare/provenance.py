@@ -96,9 +96,9 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
         if old[fact] != new[fact]
     ]
     differences += _judge_self_checks(before, after)
-    order = [*_DISTURBING, *_STATED]
-    differences.sort(key=lambda one: (not one.disturbs, one.fact in order and order.index(one.fact), one.fact))
-    lacks_old, lacks_new = (_list_unknown(one, facts) for one, facts in ((before, old), (after, new)))
+    order = {fact: place for place, fact in enumerate([*_DISTURBING, *_STATED])}
+    differences.sort(key=lambda change: (not change.disturbs, order.get(change.fact, 0), change.fact))
+    lacks_old, lacks_new = _list_unknown(before, old), _list_unknown(after, new)
     return Provenance(
         differences=tuple(differences),
         unknown_before=tuple(fact for fact in lacks_old if fact not in lacks_new),
@@ -160,7 +160,7 @@ def _compiled_graphs(run: Manifest) -> object:
 
 def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:
     """Return one difference if a capture failed its self-check, even if both did: they need not have lost the same."""
-    checks = [None if one.trace is None else one.trace.self_check for one in (before, after)]
+    checks = [None if capture.trace is None else capture.trace.self_check for capture in (before, after)]
     if not any(check is not None and check.failed for check in checks):
         return []
     before_result, after_result = (

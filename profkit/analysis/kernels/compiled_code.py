@@ -18,6 +18,7 @@ from profkit.run.compiled_code import (
     CompiledGraph,
     GraphBreak,
     Launch,
+    LaunchPlace,
     read_launch_range,
 )
 from profkit.run.directory import Run
@@ -81,59 +82,59 @@ def read_run_compilations(run: Run | None) -> RunCompilations | None:
     if run is None:
         return None
     recording = {process.pid for process in run.manifest.processes}
-    found: list[RunCompilations] = []
+    of_processes: list[RunCompilations] = []
     for of_rank in run.compilations:
-        compiled = [one for one in of_rank[0] if one.pid in recording]
-        breaks = [one for one in of_rank[1] if one.pid in recording]
+        compiled = [compilation for compilation in of_rank[0] if compilation.pid in recording]
+        breaks = [compilation for compilation in of_rank[1] if compilation.pid in recording]
         if compiled or breaks:
-            found.append(sum_compilations(compiled, breaks))
-    return max(found, key=lambda one: one.recorded_ns, default=None)
+            of_processes.append(sum_compilations(compiled, breaks))
+    return max(of_processes, key=lambda process: process.recorded_ns, default=None)
 
 
 def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBreak]) -> RunCompilations:
     """Return what one process compiled."""
-    recorded = [one for one in compiled if one.is_recorded]
-    before = [one for one in compiled if not one.is_recorded]
-    steps = []
-    for number in dict.fromkeys(one.step for one in recorded):
-        mine = [one for one in recorded if one.step == number]
-        steps.append(
-            CompiledStep(
-                number,
-                sum(one.duration_ns or 0 for one in mine),
-                tuple(one for one in mine if not one.is_again),
-                tuple(one for one in mine if one.is_again),
-            )
-        )
+    steps = dict.fromkeys(compilation.step for compilation in compiled if compilation.is_recorded)
+    before = [compilation for compilation in compiled if not compilation.is_recorded]
     return RunCompilations(
-        steps=tuple(steps),
-        before_ns=sum(one.duration_ns or 0 for one in before),
+        steps=tuple(_sum_step(step, compiled) for step in steps),
+        before_ns=sum(compilation.duration_ns or 0 for compilation in before),
         before_count=len(before),
-        breaks=_places(breaks),
-        not_compiled=_each_once(one for one in compiled if one.failure is not None),
-        without_graphs=_each_once(one for one in compiled if one.cudagraphs_skipped is not None),
+        breaks=_break_places(breaks),
+        not_compiled=_each_once(item for item in compiled if item.failure is not None),
+        without_graphs=_each_once(item for item in compiled if item.cudagraphs_skipped is not None),
     )
 
 
-def _places(breaks: Sequence[GraphBreak]) -> tuple[BreakPlace, ...]:
-    groups: dict[tuple[str, str], list[GraphBreak]] = {}
-    for one in breaks:
-        groups.setdefault((one.lines[0] if one.lines else "", one.reason), []).append(one)
+def _sum_step(step: int | None, compiled: Sequence[Compilation]) -> CompiledStep:
+    in_step = [compilation for compilation in compiled if compilation.is_recorded and compilation.step == step]
+    return CompiledStep(
+        step,
+        sum(compilation.duration_ns or 0 for compilation in in_step),
+        first_time=tuple(compilation for compilation in in_step if not compilation.is_again),
+        again=tuple(compilation for compilation in in_step if compilation.is_again),
+    )
+
+
+def _break_places(breaks: Sequence[GraphBreak]) -> tuple[BreakPlace, ...]:
+    places: dict[tuple[str, str], list[GraphBreak]] = {}
+    for graph_break in breaks:
+        line = graph_break.lines[0] if graph_break.lines else "an unknown line"
+        places.setdefault((line, graph_break.reason), []).append(graph_break)
     return tuple(
         BreakPlace(
-            line=line or "an unknown line",
+            line=line,
             reason=reason,
-            explanation=mine[0].explanation,
-            hint=mine[0].hint,
-            times=len(mine),
-            in_recorded_steps=sum(one.is_recorded for one in mine),
+            explanation=there[0].explanation,
+            hint=there[0].hint,
+            times=len(there),
+            in_recorded_steps=sum(graph_break.is_recorded for graph_break in there),
         )
-        for (line, reason), mine in groups.items()
+        for (line, reason), there in places.items()
     )
 
 
-def _each_once(some: Iterator[Compilation]) -> tuple[Compilation, ...]:
-    return tuple({(one.line, one.failure, one.cudagraphs_skipped): one for one in some}.values())
+def _each_once(compilations: Iterator[Compilation]) -> tuple[Compilation, ...]:
+    return tuple({(item.line, item.failure, item.cudagraphs_skipped): item for item in compilations}.values())
 
 
 def find_compilations(run: Run | None) -> tuple[Finding, ...]:
@@ -156,34 +157,34 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
             message = f"torch.compile was still compiling, {spent}: {_lines(step.first_time)}; raise --warmup"
             yield Finding("compiled", message)
     if known.breaks:
-        places = [f"{one.line}: {one.reason}" for one in known.breaks]
+        places = [f"{compilation.line}: {compilation.reason}" for compilation in known.breaks]
         message = f"graphs break at {_count(len(places), 'place')}, where Python runs instead: {_some(places)}"
         yield Finding("graph-break", message)
-    for one in known.not_compiled:
-        at = one.line or one.failed_line or "a function"
-        if _LIMIT in (one.failure or ""):
-            message = f"{at} is compiled for no further inputs: {one.failure}"
-            message += f" ({one.reason})" if one.reason else ""
+    for compilation in known.not_compiled:
+        at = compilation.line or compilation.failed_line or "a function"
+        if _LIMIT in (compilation.failure or ""):
+            message = f"{at} is compiled for no further inputs: {compilation.failure}"
+            message += f" ({compilation.reason})" if compilation.reason else ""
             yield Finding("recompile-limit", message)
         else:
-            where = "" if one.failed_line is None else f" at {one.failed_line}"
-            yield Finding("not-compiled", f"{one.line or at} runs without torch.compile: {one.failure}{where}")
-    for one in known.without_graphs:
-        message = f"{one.line or 'a backward pass'} runs without CUDA graphs: {one.cudagraphs_skipped}"
+            where = "" if compilation.failed_line is None else f" at {compilation.failed_line}"
+            yield Finding("not-compiled", f"{at} runs without torch.compile: {compilation.failure}{where}")
+    for compilation in known.without_graphs:
+        message = f"{compilation.line or 'a backward pass'} runs without CUDA graphs: {compilation.cudagraphs_skipped}"
         yield Finding("without-cuda-graphs", message)
 
 
-def _why_again(some: Sequence[Compilation]) -> str:
+def _why_again(compilations: Sequence[Compilation]) -> str:
     """Return what was compiled again and why: what one change of the inputs caused is said once."""
-    reasons = list(dict.fromkeys(one.reason for one in some if one.reason is not None))
+    reasons = list(dict.fromkeys(one.reason for one in compilations if one.reason is not None))
     because = f" ({_some(reasons)})" if reasons else ""
     is_size = any(mark in reason for reason in reasons for mark in _SIZES)
     cure = "; with torch.compile(dynamic=True), or inputs of one size, it compiles once" if is_size else ""
-    return f"{_lines(some)}{because}{cure}"
+    return f"{_lines(compilations)}{because}{cure}"
 
 
-def _lines(some: Sequence[Compilation]) -> str:
-    return _some(list(dict.fromkeys(one.line or "a backward pass" for one in some)))
+def _lines(compilations: Sequence[Compilation]) -> str:
+    return _some(list(dict.fromkeys(compilation.line or "a backward pass" for compilation in compilations)))
 
 
 def _some(texts: Sequence[str]) -> str:
@@ -230,7 +231,8 @@ def name_compiled_kernels(trace: Trace, run: Run) -> Trace:
     name = trace.work.name.copy()
     unnamed = name == trace.names.index(COMPILED_KERNEL)
     for launch in distinct_values(launched_in[unnamed]).tolist():
-        known = launches.get(_place(trace.names[launch]))
+        place = _read_place(trace.names[launch])
+        known = launches.get((place.graph, place.line))
         if known is not None:
             name[unnamed & (launched_in == launch)] = names.intern(known.kernel)
     return replace(trace, names=names.strings, work=replace(trace.work, name=name))
@@ -257,34 +259,34 @@ def find_kernel_sources(
     np.add.at(count, of_row.reshape(-1), 1)
     np.add.at(total, of_row.reshape(-1), work.duration_ns[chosen])
     launches = _by_place(graphs)
-    sums: dict[KernelSource, list[int]] = {}
+    sums: dict[KernelSource, KernelSource] = {}
     for kernel, launch, times, time_ns in zip(*pairs.tolist(), count.tolist(), total.tolist(), strict=True):
-        one = sums.setdefault(_source(trace.names[kernel], trace.names[launch], launches), [0, 0, 0])
-        one[0], one[1], one[2] = one[0] + 1, one[1] + times, one[2] + time_ns
-    found = [replace(of, places=places, count=times, total_ns=time) for of, (places, times, time) in sums.items()]
-    return tuple(sorted(found, key=lambda one: (-one.total_ns, one.kernel, one.modules)))
+        source = _source(trace.names[kernel], trace.names[launch], launches)
+        so_far = sums.get(source, source)
+        sums[source] = replace(
+            so_far, places=so_far.places + 1, count=so_far.count + times, total_ns=so_far.total_ns + time_ns
+        )
+    return tuple(sorted(sums.values(), key=lambda source: (-source.total_ns, source.kernel, source.modules)))
 
 
 def _by_place(code: Mapping[str, CompiledGraph]) -> dict[tuple[str, int], Launch]:
-    return {(graph.id, one.line): one for graph in code.values() for one in graph.launches}
+    return {(graph.id, launch.line): launch for graph in code.values() for launch in graph.launches}
 
 
-def _place(launch_range: str) -> tuple[str, int]:
-    """Return graph and line of a range that is known to be one around a launch."""
+def _read_place(launch_range: str) -> LaunchPlace:
     place = read_launch_range(launch_range)
-    assert place is not None
-    return place.graph, place.line
+    assert place is not None  # compiled_launch names no other ranges
+    return place
 
 
 def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], Launch]) -> KernelSource:
     """Return the source of one place without its sums."""
-    place = read_launch_range(launch_range)
-    assert place is not None  # compiled_launch names no other ranges
+    place = _read_place(launch_range)
     modules = tuple(dict.fromkeys(map(kind_of, place.shared or place.path[-1:])))
-    one = launches.get((place.graph, place.line))
-    if one is None:
+    launch = launches.get((place.graph, place.line))
+    if launch is None:
         return KernelSource(kernel, modules, None, None, None, None, 0, 0, 0)
-    return KernelSource(kernel, modules, one.kernel, one.is_extern, one.operators, one.lines, 0, 0, 0)
+    return KernelSource(kernel, modules, launch.kernel, launch.is_extern, launch.operators, launch.lines, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -324,10 +326,10 @@ def find_shared(attribution: Attribution, request: str, members: Ints, rows: Boo
         parents = np.array(nodes.parent, dtype=np.int64)
         around = {above for node in set(nodes.of_range[members].tolist()) for above in ancestors(parents, node)}
         lines = lines[np.isin(parents[nodes.of_range[lines]], list(around))]
-    found = attribution.work.under(lines).rows
-    found = found[rows[found]]
-    if not len(found):
+    shared = attribution.work.under(lines).rows
+    shared = shared[rows[shared]]
+    if not len(shared):
         return None
     held = attribution.work.count(lines) > 0
     names = dict.fromkeys(trace.names[index] for index in ranges.name[lines[held]].tolist())
-    return SharedKernels(int(trace.work.duration_ns[found].sum()), tuple(names))
+    return SharedKernels(int(trace.work.duration_ns[shared].sum()), tuple(names))

@@ -248,11 +248,11 @@ def _warn_of_instances(attribution: Attribution, instances: Instances | None, ro
     """Return what is odd about the range that was asked for."""
     if instances is None:
         return []
-    request, found = instances.request, []
+    request, findings = instances.request, []
     members = instances.members[instances.present]
     warm, name = count_in_warmup(attribution, members)
     if warm:
-        found.append(
+        findings.append(
             Finding(
                 "warmup",
                 f"{warm} of {len(members)} instances of {request!r} lie inside `{name}`;"
@@ -260,8 +260,8 @@ def _warn_of_instances(attribution: Attribution, instances: Instances | None, ro
             )
         )
     if not row_count:
-        found.append(Finding("empty-range", f"no kernel was launched under {request!r}"))
-    return found
+        findings.append(Finding("empty-range", f"no kernel was launched under {request!r}"))
+    return findings
 
 
 def _total_copies(copies: Copies, rows: Bools) -> CopyTotals:
@@ -348,12 +348,12 @@ def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | 
     from profkit.analysis.ranks.matching import find_waiting  # few captures are of several ranks
 
     waiting, work = find_waiting(trace, ranks), trace.work
-    found = np.zeros(len(rows), dtype=np.int64)
+    waited = np.zeros(len(rows), dtype=np.int64)
     for device in waiting.by_last:
         mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
-        found[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
-    sums, known = np.add.reduceat(found, first), np.logical_or.reduceat(waiting.is_known[rows], first)
-    return [one if is_known else None for one, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
+        waited[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
+    sums, known = np.add.reduceat(waited, first), np.logical_or.reduceat(waiting.is_known[rows], first)
+    return [waited_ns if is_known else None for waited_ns, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
 
 def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:

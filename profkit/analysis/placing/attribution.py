@@ -22,7 +22,7 @@ import numpy as np
 
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
-from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_timelines
+from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_timelines, innermost_at_launch
 from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
 from profkit.errors import TraceError
 from profkit.findings import Finding
@@ -97,12 +97,12 @@ class PlacedRows:
         self._queues: dict[int, list[tuple[int, Ints, int]]] = {}  # thread → begin in _order, launch times, evidence
         order, begin = [], 0
         for evidence, threads in ((DIRECT, rows.launch_thread), (INFERRED, hosts.thread)):
-            for thread, found in rows_by_value(threads).items():
+            for thread, rows_of_thread in rows_by_value(threads).items():
                 if thread < 0:
                     continue
-                times = rows.placed_ns[found]
+                times = rows.placed_ns[rows_of_thread]
                 in_order = (times[1:] >= times[:-1]).all()
-                queue = found if in_order else found[np.argsort(times, kind="stable")]
+                queue = rows_of_thread if in_order else rows_of_thread[np.argsort(times, kind="stable")]
                 self._queues.setdefault(thread, []).append((begin, rows.placed_ns[queue], evidence))
                 order.append(queue)
                 begin += len(queue)
@@ -139,11 +139,11 @@ class PlacedRows:
     @cached_property
     def innermost(self) -> Ints:
         """Return the innermost range that each row lies under, `NO_RANGE` for none."""
-        found = np.where(self._own != NO_RANGE, self._own, np.maximum(self._hosts.range, NO_RANGE))
+        innermost = np.where(self._own != NO_RANGE, self._own, np.maximum(self._hosts.range, NO_RANGE))
         if len(self._mirrors) and isinstance(self._rows, Work):
             linked = self._mirrors.of_row >= 0
-            found[linked] = self._mirrors.range_at(self._mirrors.of_row[linked])
-        return found
+            innermost[linked] = self._mirrors.range_at(self._mirrors.of_row[linked])
+        return innermost
 
     def under(self, members: Ints, group: Ints | None = None) -> Under:
         """Return the rows that lie under the ranges ``members``, each once; with ``group``, once for each group.
@@ -152,15 +152,15 @@ class PlacedRows:
             TraceError: the rows lie under more ranges than `refuse_many` allows.
         """
         group = np.zeros(len(members), dtype=np.int64) if group is None else group
-        found, low, high, evidence = self._slices(members)
-        if not len(found):
-            return Under(found, found, found)
+        position, low, high, evidence = self._slices(members)
+        if not len(position):
+            return Under(position, position, position)
         ranges = self.ranges
         # Of two that begin before the same launch, the one that opened first and stays longest is the outer one.
-        keys = (-ranges.end_ns[members[found]], ranges.start_ns[members[found]], low, group[found])
+        keys = (-ranges.end_ns[members[position]], ranges.start_ns[members[position]], low, group[position])
         order = np.lexsort(keys)
-        found, low, high, evidence = found[order], low[order], high[order], evidence[order]
-        groups = group[found]
+        position, low, high, evidence = position[order], low[order], high[order], evidence[order]
+        groups = group[position]
         first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
         before = np.concatenate([[0], running_maximum(high, first)[:-1]])
         before[first] = low[first]
@@ -169,15 +169,15 @@ class PlacedRows:
         self.refuse_many(int(length.sum()))
         step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
         rows = self._order[np.repeat(low, length) + step]
-        found, evidence = np.repeat(found, length), np.repeat(evidence, length)
+        position, evidence = np.repeat(position, length), np.repeat(evidence, length)
         if self._has_two_places and len(rows):
             # One sort brings together what lies in one group twice, the best evidence first.
-            keys = (group[found] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
+            keys = (group[position] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
             order = np.argsort(keys, kind="stable")
             keys = keys[order] // (SEQUENCE + 1)
             kept = order[np.concatenate([[True], keys[1:] != keys[:-1]])]
-            rows, found, evidence = rows[kept], found[kept], evidence[kept]
-        return Under(rows, found, evidence)
+            rows, position, evidence = rows[kept], position[kept], evidence[kept]
+        return Under(rows, position, evidence)
 
     def count(self, members: Ints) -> Ints:
         """Return how many rows lie under each range."""
@@ -188,9 +188,9 @@ class PlacedRows:
 
     def count_places(self, members: Ints) -> Ints:
         """Return how many places of rows lie under each range; a row has up to three."""
-        found, low, high, _ = self._slices(members)
+        position, low, high, _ = self._slices(members)
         counts = np.zeros(len(members), dtype=np.int64)
-        np.add.at(counts, found, high - low)
+        np.add.at(counts, position, high - low)
         return counts
 
     def refuse_many(self, count: int) -> None:
@@ -215,15 +215,15 @@ class PlacedRows:
         """
         first = np.full(len(members), NEVER, dtype=np.int64)
         last = np.full(len(members), -NEVER, dtype=np.int64)
-        found, low, high, _ = self._slices(members)
-        some = np.flatnonzero(high > low)
+        position, low, high, _ = self._slices(members)
+        filled = np.flatnonzero(high > low)
         # reduceat also reads what lies between two stretches: at most once each, if they are sorted by beginning.
-        some = some[np.argsort(low[some], kind="stable")]
-        if len(some):
-            edges = np.stack([low[some], high[some]], axis=1).reshape(-1)
+        filled = filled[np.argsort(low[filled], kind="stable")]
+        if len(filled):
+            edges = np.stack([low[filled], high[filled]], axis=1).reshape(-1)
             starts, ends = np.append(start_ns[self._order], NEVER), np.append(end_ns[self._order], -NEVER)
-            np.minimum.at(first, found[some], np.minimum.reduceat(starts, edges)[::2])
-            np.maximum.at(last, found[some], np.maximum.reduceat(ends, edges)[::2])
+            np.minimum.at(first, position[filled], np.minimum.reduceat(starts, edges)[::2])
+            np.maximum.at(last, position[filled], np.maximum.reduceat(ends, edges)[::2])
         return first, last
 
     @cached_property
@@ -316,34 +316,28 @@ def _place(
     rows: Work | Copies, timelines: dict[int, ThreadTimeline], adopter: Ints, waiting: WaitingThreads | None
 ) -> tuple[Ints, Hosts]:
     """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
-    own = np.full(len(rows), NO_RANGE, dtype=np.int64)
-    host = own.copy()
-    host_thread = own.copy()
+    own = innermost_at_launch(rows, timelines)
+    host, host_thread = (np.full(len(rows), NO_RANGE, dtype=np.int64) for _ in range(2))
     for thread, members in rows_by_value(rows.launch_thread).items():
-        if thread == NO_LAUNCH:
-            continue
-        times = rows.placed_ns[members]
-        if thread in timelines:
-            own[members] = timelines[thread].innermost_at(times)
-        if waiting is None or not waiting.may_help(thread):
+        if thread == NO_LAUNCH or waiting is None or not waiting.may_help(thread):
             continue
         # A thread with a range of its own works for itself, unless it is the autograd engine's or a replica's.
         asking = members if waiting.works_for_another(thread) else members[own[members] == NO_RANGE]
         if len(asking):
-            process = int(rows.process[asking[0]])
             times = rows.placed_ns[asking]
-            hosts = _follow_adopters(waiting.find_hosts(thread, process, times), adopter[own[asking]], times, timelines)
+            hosts = waiting.find_hosts(thread, int(rows.process[asking[0]]), times)
+            hosts = _follow_adopters(hosts, adopter[own[asking]], times, timelines)
             host[asking], host_thread[asking] = hosts.range, hosts.thread
     return own, Hosts(host, host_thread)
 
 
 def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, ThreadTimeline]) -> Hosts:
     """Give what was launched in an adopted range that range's host, so that it lies under the range's parent too."""
-    found, thread_of_row = hosts.range.copy(), hosts.thread.copy()
+    host, host_thread = hosts.range.copy(), hosts.thread.copy()
     for thread, rows in rows_by_value(adopters).items():
         if thread != NO_RANGE:
-            found[rows], thread_of_row[rows] = timelines[thread].innermost_at(time_ns[rows]), thread
-    return Hosts(found, thread_of_row)
+            host[rows], host_thread[rows] = timelines[thread].innermost_at(time_ns[rows]), thread
+    return Hosts(host, host_thread)
 
 
 def _adopt_top_ranges(
@@ -404,21 +398,14 @@ def mark_members(count: int, members: Ints) -> Bools:
 
 def warn_of_placement(attribution: Attribution) -> list[Finding]:
     """Return findings on work that no range gets, and on what the reader of the file had to leave out."""
-    ledger, found = attribution.ledger, []
-    if ledger.ambiguous_ns:
-        found.append(
-            Finding(
-                "ambiguous",
-                f"{ledger.ambiguous_ns:,} ns ({ledger.ambiguous_ns / ledger.total_ns:.1%} of all kernel time) were"
-                " launched by threads for which two or more threads may have waited; no range gets them",
-            )
-        )
-    if ledger.no_launch_ns:
-        found.append(
-            Finding(
-                "no-launch",
-                f"{ledger.no_launch_ns:,} ns ({ledger.no_launch_ns / ledger.total_ns:.1%} of all kernel time) have no"
-                " launch record; no range gets them",
-            )
-        )
-    return [*found, *(Finding("reader", note) for note in attribution.trace.notes)]
+    ledger = attribution.ledger
+    reasons = (
+        ("ambiguous", ledger.ambiguous_ns, "were launched by threads for which two or more threads may have waited"),
+        ("no-launch", ledger.no_launch_ns, "have no launch record"),
+    )
+    unplaced = [
+        Finding(code, f"{ns:,} ns ({ns / ledger.total_ns:.1%} of all kernel time) {reason}; no range gets them")
+        for code, ns, reason in reasons
+        if ns
+    ]
+    return [*unplaced, *(Finding("reader", note) for note in attribution.trace.notes)]

@@ -94,14 +94,14 @@ def mirror_forward_ranges(
         if thread in timelines:
             forward[rows] = timelines[thread].innermost_at(times[rows])
     builder = _Builder(trace, parent)
-    found = np.full(len(linked), NO_RANGE, dtype=np.int64)
+    mirror_of_link = np.full(len(linked), NO_RANGE, dtype=np.int64)
     pairs, inverse = np.unique(np.stack([forward, around[linked]]), axis=1, return_inverse=True)
-    places = [builder.place(one, other) for one, other in pairs.T.tolist()]
-    found = np.array(places, dtype=np.int64)[inverse.reshape(-1)] if places else found
+    places = [builder.place(forward_range, around_range) for forward_range, around_range in pairs.T.tolist()]
+    mirror_of_link = np.array(places, dtype=np.int64)[inverse.reshape(-1)] if places else mirror_of_link
     if not builder.mirrors:
         return trace, parent, NO_MIRRORS
     of_row = np.full(len(trace.work), NO_RANGE, dtype=np.int64)
-    of_row[linked] = found
+    of_row[linked] = mirror_of_link
     return builder.finish(of_row)
 
 

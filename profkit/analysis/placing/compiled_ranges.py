@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors, build_timelines, mark_nested
+from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, innermost_at_launch, mark_nested
 from profkit.errors import TraceError
 from profkit.run.compiled_code import FIRST_TORCH, LaunchPlace, read_launch_range, says_origins
 from profkit.trace.columns import (
@@ -64,7 +64,9 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     timelines, parent = build_timelines(ranges)
     lead = np.flatnonzero(is_launch & ~((parent != NO_RANGE) & is_launch[parent]))
     lead = lead[np.lexsort((-ranges.end_ns[lead], ranges.start_ns[lead], parent[lead], ranges.thread[lead]))]
-    in_launch = [_launch_of(_innermost(rows, timelines), is_launch, parent) for rows in (trace.work, trace.copies)]
+    in_launch = [
+        _launch_of(innermost_at_launch(rows, timelines), is_launch, parent) for rows in (trace.work, trace.copies)
+    ]
     work = replace(trace.work, compiled_launch=np.where(in_launch[0] >= 0, ranges.name[in_launch[0]], -1))
     between = [_launched_elsewhere(trace.work, in_launch[0]), _launched_elsewhere(trace.copies, in_launch[1])]
     others = take_rows(ranges, ~is_launch & ~mark_nested(parent, is_launch))
@@ -100,21 +102,13 @@ def explain_no_modules(run: Run, trace: Trace) -> str | None:
     return None if run.compiled_code else without
 
 
-def _innermost(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
-    innermost = np.full(len(rows), NO_RANGE, dtype=np.int64)
-    for thread, members in rows_by_value(rows.launch_thread).items():
-        if thread in timelines:
-            innermost[members] = timelines[thread].innermost_at(rows.placed_ns[members])
-    return innermost
-
-
 def _launch_of(innermost: Ints, is_launch: Bools, parent: Ints) -> Ints:
     # One more entry, so that a row in no range (-1) finds none.
-    above, is_one = np.append(parent, NO_RANGE), np.append(is_launch, False)
-    reached = innermost
-    while (climbing := (reached != NO_RANGE) & ~is_one[reached]).any():
-        reached = np.where(climbing, above[reached], reached)
-    return reached
+    above, is_launch_here = np.append(parent, NO_RANGE), np.append(is_launch, False)
+    launch = innermost
+    while (climbing := (launch != NO_RANGE) & ~is_launch_here[launch]).any():
+        launch = np.where(climbing, above[launch], launch)
+    return launch
 
 
 def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Ints]:

@@ -151,10 +151,10 @@ def _number_chains(trace: Trace, replays: Ints, layouts: Mapping[int, _Layout]) 
     if any((_nodes(rows) >= 0).any() for rows in tables):
         return trace
     numbers = [np.full(len(rows), -1, dtype=np.int64) for rows in tables]
-    of = [rows_by_value(_replay_of(rows, rows.launch_thread >= 0, trace.ranges, replays)) for rows in tables]
+    by_replay = [rows_by_value(_replay_of(rows, rows.launch_thread >= 0, trace.ranges, replays)) for rows in tables]
     for at, replay in enumerate(replays.tolist()):
         layout = layouts[int(trace.ranges.name[replay])]
-        mine = [found.get(at, empty_ints()) for found in of]
+        mine = [rows_of.get(at, empty_ints()) for rows_of in by_replay]
         # CUDA may run a copy as a kernel, and then torch.profiler has it among the kernels: only together they count.
         nodes = np.flatnonzero(layout.is_kernel | layout.is_copy)
         if layout.is_chain and len(nodes) == sum(map(len, mine)):
@@ -176,7 +176,7 @@ def _nodes(rows: Work | Copies) -> Ints:
 
 def _replay_of(rows: Work | Copies, wanted: Bools, ranges: Ranges, replays: Ints) -> Ints:
     """Return which of the replays launched each of the wanted rows, -1 for none."""
-    found = np.full(len(rows), -1, dtype=np.int64)
+    replay_of_row = np.full(len(rows), -1, dtype=np.int64)
     replays_of = rows_by_value(ranges.thread[replays])
     for thread, mine in rows_by_value(np.where(wanted, rows.launch_thread, -1)).items():
         theirs = replays_of.get(thread)
@@ -186,8 +186,8 @@ def _replay_of(rows: Work | Copies, wanted: Bools, ranges: Ranges, replays: Ints
         # A replay lies in no other one.
         at = np.searchsorted(ranges.start_ns[replays[theirs]], rows.launch_ns[mine], side="right") - 1
         inside = (at >= 0) & (rows.launch_ns[mine] < ranges.end_ns[replays[theirs[at]]])
-        found[mine[inside]] = theirs[at[inside]]
-    return found
+        replay_of_row[mine[inside]] = theirs[at[inside]]
+    return replay_of_row
 
 
 def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[Ints, Ints], number: Ints) -> Bools:
@@ -197,9 +197,9 @@ def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[In
     """
     fits = trace.ranges.end_ns[replays] - trace.ranges.start_ns[replays] > layout.length
     work, copies = (rows_by_value(column) for column in replay_of)
-    for at, one in enumerate(number.tolist()):
-        kernels = np.sort(_nodes(trace.work)[work.get(one, empty_ints())])
-        moved = np.sort(_nodes(trace.copies)[copies.get(one, empty_ints())])
+    for at, replay in enumerate(number.tolist()):
+        kernels = np.sort(_nodes(trace.work)[work.get(replay, empty_ints())])
+        moved = np.sort(_nodes(trace.copies)[copies.get(replay, empty_ints())])
         both = np.sort(np.concatenate([kernels, moved]))
         fits[at] &= len(layout.name) <= _MOST_RANGES_EACH * len(both)
         fits[at] &= not len(both) or both[-1] < len(layout.node)

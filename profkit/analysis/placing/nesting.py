@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.trace.columns import Bools, Ints, Ranges
+from profkit.trace.columns import Bools, Copies, Ints, Ranges, Work, rows_by_value
 
 NO_RANGE = -1
 
@@ -44,6 +44,15 @@ def build_timelines(ranges: Ranges) -> tuple[dict[int, ThreadTimeline], Ints]:
     for thread, members in ranges_by_thread(ranges).items():
         timelines[thread] = _build_timeline(ranges, members, thread, parent)
     return timelines, parent
+
+
+def innermost_at_launch(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
+    """Return each row's innermost range on its launching thread, `NO_RANGE` for none."""
+    innermost = np.full(len(rows), NO_RANGE, dtype=np.int64)
+    for thread, members in rows_by_value(rows.launch_thread).items():
+        if thread in timelines:
+            innermost[members] = timelines[thread].innermost_at(rows.placed_ns[members])
+    return innermost
 
 
 def ranges_by_thread(ranges: Ranges) -> dict[int, Ints]:

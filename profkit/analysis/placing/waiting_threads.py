@@ -92,8 +92,8 @@ class WaitingThreads:
 
     def _find_hosts(self, helper: int, process: int, time_ns: Ints) -> tuple[Hosts, Bools]:
         """Return the hosts, and at which times any candidate had a range open at all."""
-        found = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
-        thread = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
+        host_range = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
+        host_thread = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
         count = np.zeros(len(time_ns), dtype=np.int64)
         in_range = np.zeros(len(time_ns), dtype=np.bool_)
         for host in self._candidates:
@@ -101,11 +101,11 @@ class WaitingThreads:
                 continue
             waiting, innermost = self._waiting(host, helper, time_ns)
             in_range |= innermost != NO_RANGE
-            found[waiting], thread[waiting] = innermost[waiting], host
+            host_range[waiting], host_thread[waiting] = innermost[waiting], host
             count += waiting
-        found[count > 1] = AMBIGUOUS
-        thread[count > 1] = NO_RANGE
-        return Hosts(found, thread), in_range
+        host_range[count > 1] = AMBIGUOUS
+        host_thread[count > 1] = NO_RANGE
+        return Hosts(host_range, host_thread), in_range
 
     def _helps_throughout(self, helper: int, process: int) -> bool:
         """Return whether a thread that is not named after autograd calls CUDA only while another thread waits."""

@@ -68,14 +68,14 @@ class RangeNodes:
     def depth_first(self) -> list[NodePath]:
         """Return the nodes as a tree is read."""
         children = _children(self.parent)
-        found, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
+        ordered, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
         while stack:
             index, prefix = stack.pop()
             name, domain = self.labels[index]
             path = prefix + join_path([name])
-            found.append(NodePath(index, path, name, domain))
+            ordered.append(NodePath(index, path, name, domain))
             stack += [(child, path + "/") for child in reversed(children.get(index, []))]
-        return found
+        return ordered
 
     def labels_above(self) -> list[tuple[tuple[str, str], ...]]:
         """Return for each node the names and domains from the top down to its own."""
@@ -346,9 +346,9 @@ def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list
 
 def _warnings(attribution: Attribution) -> list[Finding]:
     trace = attribution.trace
-    found = []
+    findings = []
     if not len(trace.ranges):
-        found.append(Finding("no-ranges", explain_no_ranges(trace)))
+        findings.append(Finding("no-ranges", explain_no_ranges(trace)))
     if not len(trace.work):
-        found.append(Finding("no-kernels", "no GPU kernels were recorded; Python times are all there is to show"))
-    return found + warn_of_placement(attribution)
+        findings.append(Finding("no-kernels", "no GPU kernels were recorded; Python times are all there is to show"))
+    return findings + warn_of_placement(attribution)

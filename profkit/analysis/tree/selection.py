@@ -294,10 +294,10 @@ def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:
 def _processes(trace: Trace, wanted: KernelFilter) -> frozenset[int] | None:
     if wanted.process is None:
         return None
-    found = frozenset(process for process, pid in trace.process_ids.items() if pid == wanted.process)
-    if not found:
+    processes = frozenset(process for process, pid in trace.process_ids.items() if pid == wanted.process)
+    if not processes:
         raise UsageError(f"no process {wanted.process}: this trace has {_listed('pid', trace.process_ids.values())}")
-    return found
+    return processes
 
 
 def _listed(noun: str, values: Any) -> str:

@@ -75,11 +75,11 @@ def build_compare_document(result: CaptureComparison, *, by: View | None = None,
     return Document("compare", data, parts, _csv_table(result, by), result.warnings)
 
 
-def describe_difference(one: Difference) -> str:
+def describe_difference(difference: Difference) -> str:
     """Return a difference in origin as ``batch: 4 → 8``; of a command only the words that changed."""
-    if one.fact == "command":
-        return ", ".join(_changed_words(one.before.split(), one.after.split()))
-    return f"{one.fact}: {one.before} → {one.after}"
+    if difference.fact == "command":
+        return ", ".join(_changed_words(difference.before.split(), difference.after.split()))
+    return f"{difference.fact}: {difference.before} → {difference.after}"
 
 
 def _changed_words(before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _head(result: CaptureComparison) -> Iterator[str]:
     yield f"before  {names[0]}"
     yield f"after   {names[1]}"
     provenance = result.provenance
-    yield from (f"changed: {describe_difference(one)}" for one in provenance.differences)
+    yield from (f"changed: {describe_difference(difference)}" for difference in provenance.differences)
     for side, facts in (
         ("before", provenance.unknown_before),
         ("after", provenance.unknown_after),
@@ -114,17 +114,17 @@ def _head(result: CaptureComparison) -> Iterator[str]:
             yield f"unknown in {side}: {', '.join(facts)}"
 
 
-def describe_headline(one: Headline) -> str:
+def describe_headline(headline: Headline) -> str:
     """Return ``step 30.02 → 21.01 ms: -30.0%, speed × 1.43, -9.022 … -8.989 ms (…)``."""
-    times = f"{one.what} {format_ns(one.before_ns)} → {format_ns(one.after_ns)}"
+    times = f"{headline.what} {format_ns(headline.before_ns)} → {format_ns(headline.after_ns)}"
     said: list[str] = []
-    if one.verdict in _QUIET:
-        said.append(one.verdict)
-    elif one.change_share is not None and one.speed_factor is not None:
-        said += [f"{one.change_share:+.1%}", f"speed × {one.speed_factor:.2f}"]
-    if one.low_ns is not None and one.high_ns is not None and one.verdict != "unchanged":
-        said.append(f"{LEVEL:.0%} interval {format_interval(one.low_ns, one.high_ns)}")
-    return f"{times}: {', '.join(said)} ({one.source})"
+    if headline.verdict in _QUIET:
+        said.append(headline.verdict)
+    elif headline.change_share is not None and headline.speed_factor is not None:
+        said += [f"{headline.change_share:+.1%}", f"speed × {headline.speed_factor:.2f}"]
+    if headline.low_ns is not None and headline.high_ns is not None and headline.verdict != "unchanged":
+        said.append(f"{LEVEL:.0%} interval {format_interval(headline.low_ns, headline.high_ns)}")
+    return f"{times}: {', '.join(said)} ({headline.source})"
 
 
 def _sums(time: TimeComparison) -> Iterator[str]:
@@ -195,15 +195,15 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         yield Lines(["neither capture has ranges of modules"])
         return
     # A module holds those below it, so the largest rows come with the modules around them.
-    kept = sorted(modules.modules, key=lambda one: (-_larger(one.change), one.depth))[: 2 * top]
-    shown = [one for one in modules.modules if one in kept]
+    kept = sorted(modules.modules, key=lambda row: (-_larger(row.change), row.depth))[: 2 * top]
+    shown = [row for row in modules.modules if row in kept]
     rows = [
         {
-            **_change_row(one.change),
-            "kernels": _counts(time, one.before_count, one.after_count),
-            "name": f"{' ' * one.depth}{_name_module(one.module)}",
+            **_change_row(row.change),
+            "kernels": _counts(time, row.before_count, row.after_count),
+            "name": f"{' ' * row.depth}{_name_module(row.module)}",
         }
-        for one in shown
+        for row in shown
     ]
     name = "module (holds those below it)"
     more = len(modules.modules) - len(shown)
@@ -217,7 +217,7 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
             for word, kernels in (("was", fusion.before), ("now", fusion.after)):
                 rows.append({**_blank_row(), "name": f" {word} {_name_kernels(time, kernels)}"})
         hidden = modules.fusions[top:]
-        rows += [_sum_row(time, [one.change for one in hidden], "more")] if hidden else []
+        rows += [_sum_row(time, [row.change for row in hidden], "more")] if hidden else []
         yield Table(_columns("fused, without matrix products", _has_interval(time), kernels=_noun(time)), rows)
 
 
@@ -347,8 +347,8 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
         rows = [{**_exact_row(time.samples, part.change), **_exact_part(part)} for part in time.parts]
         return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by == "module":
-        found = () if result.modules is None else result.modules.modules
-        rows = [{**_exact_row(time.samples, one.change), **_exact_module(one)} for one in found]
+        modules = () if result.modules is None else result.modules.modules
+        rows = [{**_exact_row(time.samples, module.change), **_exact_module(module)} for module in modules]
         return Table((), rows, exact=(*_EXACT_MODULE, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by is not None:
         lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
@@ -364,8 +364,8 @@ def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[s
     return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
 
 
-def _exact_module(one: ModuleChange) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in _EXACT_MODULE}
+def _exact_module(module: ModuleChange) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in _EXACT_MODULE}
 
 
 def _exact_part(part: Part) -> dict[str, Any]:

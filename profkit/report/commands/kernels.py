@@ -214,7 +214,7 @@ def _kernel_table(
     columns.append(
         Column("name", _noun(result) if by_name else result.by, _name_unit(result, full_names), flexible=True)
     )
-    exact = [*_EXACT, *(f"rank_{one.rank}_ns" for one in result.ranks if compared), *(["rule"] if explain else [])]
+    exact = [*_EXACT, *(f"rank_{rank.rank}_ns" for rank in result.ranks if compared), *(["rule"] if explain else [])]
     shown = [_row(result, row, explain) for row in rows]
     return Table(columns, shown, rest=None if rest is None else _row(result, rest, explain=False), exact=exact)
 
@@ -290,15 +290,15 @@ def _source_lines(
 ) -> list[Lines]:
     """Return what the kernels of compiled code compute, those that are shown in the table of kernels."""
     shown = {row.name for row in rows}
-    sources = [one for one in result.sources or () if one.kernel in shown]
+    sources = [source for source in result.sources or () if source.kernel in shown]
     if not sources:
         return []
     each, most = ns_over(steps).show, len(sources) if full_names else _MOST_SOURCES
-    lines = [_source_line(result, one, each, full_names) for one in sources[:most]]
+    lines = [_source_line(result, source, each, full_names) for source in sources[:most]]
     if len(sources) > most:
-        rest = sum(one.total_ns for one in sources[most:])
+        rest = sum(source.total_ns for source in sources[most:])
         lines.append(f"{each(rest)} in {len(sources) - most} smaller places (--full-names shows them)")
-    unknown = sum(one.launch is None for one in sources)
+    unknown = sum(source.launch is None for source in sources)
     if unknown:
         who = f"operators and lines of {unknown} of {len(sources)} are unknown"
         lines.append(f"{who}: no compiled.jsonl next to this trace knows them")

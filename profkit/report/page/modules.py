@@ -274,7 +274,10 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
     always = ("forward_ns", "backward_ns", "bytes", *_HELD)
-    return [Column("name", "module", TEXT), *(one for one in columns if one.key in always or one.key in some)]
+    return [
+        Column("name", "module", TEXT),
+        *(column for column in columns if column.key in {*always, *some}),
+    ]
 
 
 def _any_has(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
