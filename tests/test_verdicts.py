@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from profkit import read_trace
 from profkit.analysis.efficiency.facts import Peaks
-from profkit.analysis.efficiency.limits import MOVERS, Roofline, build_roofline, judge
+from profkit.analysis.efficiency.limits import MOVERS, Roofline, Verdict, build_roofline, judge
 from profkit.analysis.efficiency.summary import count_launches
 from profkit.analysis.efficiency.work import Amount
 from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.time_account.account import recorded_idle, unprofiled_idle
 from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.range_tree import build_nodes
 from tests.nsys_builder import NsysBuilder
 
@@ -26,6 +29,13 @@ def _parts(**given: int) -> GpuParts:
     names = [name for name in GpuParts.__dataclass_fields__ if name != "span_ns"]
     parts = {name: given.get(name, 0) for name in names}
     return GpuParts(span_ns=sum(v for name, v in parts.items() if not name.startswith("overlapped")), **parts)
+
+
+def _judge(parts: GpuParts | None, roofline: Roofline = KNOWN, *, factor: float | None = None, **more: Any) -> Verdict:
+    idle = None if parts is None else recorded_idle(parts, DataWait())
+    if parts is not None and factor is not None:
+        idle = unprofiled_idle(parts, DataWait(), round(parts.idle_ns * factor))
+    return judge(parts, idle, 100, roofline, **{"only_communicates": False, **more})
 
 
 @pytest.mark.parametrize(
@@ -45,12 +55,12 @@ def _parts(**given: int) -> GpuParts:
     ],
 )
 def test_the_largest_part_of_the_time_decides(parts: GpuParts | None, roofline: Roofline, word: str | None) -> None:
-    assert judge(parts, 100, roofline, idle_factor=None, only_communicates=False).word == word
+    assert _judge(parts, roofline).word == word
 
 
 def test_idle_time_is_scaled_to_unprofiled_time_before_it_is_judged() -> None:
     parts = _parts(computing_ns=40, launching_ns=60)
-    verdict = judge(parts, 100, KNOWN, idle_factor=0.5, only_communicates=False)
+    verdict = _judge(parts, factor=0.5)
     assert verdict.word == "compute-bound"
     assert "57.1%" in verdict.rule
     assert "0.50" in verdict.rule
@@ -59,11 +69,11 @@ def test_idle_time_is_scaled_to_unprofiled_time_before_it_is_judged() -> None:
 @pytest.mark.parametrize(("share", "word"), [(0.5, "compute-bound"), (0.51, "memory-bound")])
 def test_a_range_with_mostly_data_moving_kernels_is_memory_bound(share: float, word: str) -> None:
     parts = _parts(computing_ns=100)
-    verdict = judge(parts, 100, KNOWN, idle_factor=None, only_communicates=False, mover_share=share)
+    verdict = _judge(parts, mover_share=share)
     assert verdict.word == word
     assert ("51.0% of its kernel time" in verdict.rule) == (word == "memory-bound")
     unknown = Roofline(None, 90.0)
-    assert judge(parts, 100, unknown, idle_factor=None, only_communicates=False, mover_share=share).word is None
+    assert _judge(parts, unknown, mover_share=share).word is None
 
 
 def test_every_mover_is_a_category() -> None:
@@ -85,7 +95,7 @@ def test_kernels_count_as_movers_by_their_names(tmp_path: Path) -> None:
 
 def test_a_range_with_only_communication_is_bound_by_it_even_if_others_compute() -> None:
     parts = _parts(computing_ns=80, exposed_communication_ns=20)
-    assert judge(parts, 100, KNOWN, idle_factor=None, only_communicates=True).word == "communication-bound"
+    assert _judge(parts, only_communicates=True).word == "communication-bound"
 
 
 def test_other_operations_count_at_the_peak_of_fp32() -> None:

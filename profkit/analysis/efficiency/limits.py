@@ -33,9 +33,8 @@ from profkit.analysis.intervals import subtract, unite
 from profkit.analysis.kernels.categories import CATEGORIES, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.placing.nesting import mark_nested
-from profkit.analysis.time_account.account import divide_idle
+from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, build_gpu_times, find_windows
-from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes, work_by_node
 from profkit.analysis.tree.selection import select_ranges
 from profkit.trace.columns import Ints, Measure, Trace, Work, rows_by_value
@@ -44,8 +43,6 @@ Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-b
 
 MOVERS = frozenset(CATEGORIES) - {"gemm", "attention", "communication", "graph", "other"}
 """Categories of kernels that do few operations a byte: any GPU's memory limits them long before its arithmetic."""
-
-_NO_WAIT = DataWait()
 
 _SURELY = 0.5
 """FLOPs that at the peak fill this share of the busy time leave no room for a larger limit."""
@@ -104,46 +101,42 @@ def product_ns(amount: Amount, peaks: Peaks | None) -> float | None:
 
 def judge(
     parts: GpuParts | None,
+    idle: IdleTime | None,
     busy_ns: int,
     roofline: Roofline,
     *,
-    idle_factor: float | None,
     only_communicates: bool,
     mover_share: float = 0.0,
-    data: DataWait = _NO_WAIT,
-    data_change_ns: int | None = None,
+    input_copy_ns: int = 0,
 ) -> Verdict:
     """Return what limits a range.
 
     Args:
-        parts: the range's time on its GPUs; None if it launched nothing.
+        parts: the range's time on its GPUs as recorded; None if it launched nothing.
+        idle: the idle part of it, without a profiler if that is known.
         busy_ns: the union of its own kernels.
         roofline: how long its work would take at the peaks.
-        idle_factor: the unprofiled over the recorded idle time, if known.
         only_communicates: all of its own kernels are communication; anything else that runs belongs to other ranges.
         mover_share: the share of `MOVERS` in its own kernel time, without communication.
-        data: the parts of ``parts`` that are waiting for data.
-        data_change_ns: how much longer it waits for data without a profiler, if known.
+        input_copy_ns: the part of ``parts`` in which only copies of the batch to the GPU ran.
     """
-    if parts is None or not parts.span_ns:
+    if parts is None or idle is None or not parts.span_ns:
         return Verdict(None, "it launched no GPU work")
-    factor = 1.0 if idle_factor is None else idle_factor
-    idle = divide_idle(parts, data, round(parts.idle_ns * factor), data_change_ns)
-    launching, waiting, other = idle.launching_ns, idle.data_ns, idle.synchronising_ns + idle.outside_cuda_ns
-    shares: dict[Word | None, float] = {
-        "launch-bound": float(launching),
-        "host-bound": float(other + waiting + data.input_copy_ns),
-        "communication-bound": float(parts.exposed_communication_ns),
-        None: float(parts.computing_ns + parts.exposed_copy_ns - data.input_copy_ns),
+    waiting, other = idle.causes.data_ns, idle.causes.synchronising_ns + idle.causes.outside_cuda_ns
+    shares: dict[Word | None, int] = {
+        "launch-bound": idle.causes.launching_ns,
+        "host-bound": other + waiting + input_copy_ns,
+        "communication-bound": parts.exposed_communication_ns,
+        None: parts.computing_ns + parts.exposed_copy_ns - input_copy_ns,
     }
-    loads_data = waiting + data.input_copy_ns > other
-    whole = sum(shares.values())
+    loads_data = waiting + input_copy_ns > other
+    whole = sum(shares.values()) or 1
     word = max(shares, key=lambda key: shares[key])
     share = f"{shares[word] / whole:.1%} of its time on the GPU"
-    if idle_factor is not None:
-        share += f" (idle time × {idle_factor:.2f} to estimate it without a profiler)"
+    if idle.is_unprofiled and parts.idle_ns:
+        share += f" (idle time × {idle.idle_ns / parts.idle_ns:.2f} to estimate it without a profiler)"
     if word == "host-bound" and loads_data:
-        waited, copied = (f"{ns / whole:.1%}" for ns in (waiting, data.input_copy_ns))
+        waited, copied = (f"{ns / whole:.1%}" for ns in (waiting, input_copy_ns))
         rule = f"the largest part, {share}, is mostly waiting for data: idle {waited}, copying it {copied}"
         return Verdict(word, rule, loads_data)
     if word is not None:

@@ -15,7 +15,14 @@ from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.ranks.matching import Waiting, find_waiting
-from profkit.analysis.time_account.account import TimeAccount, find_too_few_steps, scale_ranges
+from profkit.analysis.time_account.account import (
+    IdleTime,
+    TimeAccount,
+    find_too_few_steps,
+    recorded_idle,
+    scale_ranges,
+    unprofiled_idle,
+)
 from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     GpuParts,
@@ -52,7 +59,8 @@ class EfficiencyRow(RangeRow):
     """All ranges of one path together, and how well they used the GPUs; unknown figures are None.
 
     ``launch_count`` counts the calls that launched kernels and graphs. ``gpu`` is its time on the GPUs in parts,
-    ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
+    ``idle_share`` the idle part; both are None if it launched nothing. ``idle`` is the idle part without a profiler, if
+    known. ``flops`` are matrix products as executed,
     ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` the part of them that repeats what the
     forward pass did, ``other_flops`` all other operations; rates are over ``busy_ns``. ``ceiling_share`` is the time
     that ``flops`` would take at their dtypes' peak, over ``busy_ns``. ``roof_share`` is how near the range comes to the
@@ -69,6 +77,7 @@ class EfficiencyRow(RangeRow):
 
     launch_count: int
     gpu: GpuParts | None
+    idle: IdleTime | None
     idle_share: float | None
     clean_idle_share: float | None
     flops: int | None
@@ -94,22 +103,17 @@ class EfficiencyRow(RangeRow):
     @property
     def best_idle_share(self) -> float | None:
         """The idle share without a profiler if known, else the recorded one."""
-        return self.idle_share if self.clean_idle_share is None else self.clean_idle_share
+        return None if self.idle is None else self.idle.share
 
     @property
-    def launching_share(self) -> float | None:
+    def launching_share(self) -> float:
         """The share of its time on the GPU that is idle while the host launches, without a profiler if known."""
-        return None if self.gpu is None else self.gpu.launching_share_at(self.best_idle_factor)
+        return 0.0 if self.idle is None else self.idle.causes.launching_ns / (self.idle.span_ns or 1)
 
     @property
-    def host_share(self) -> float | None:
-        """The share that is idle while the host synchronises or is outside CUDA, without a profiler if known."""
-        return None if self.gpu is None else self.gpu.host_share_at(self.best_idle_factor)
-
-    @property
-    def best_idle_factor(self) -> float:
-        """The share of idle time left without a profiler if known, else 1."""
-        return 1.0 if self.idle_factor is None else self.idle_factor
+    def host_share(self) -> float:
+        """The share that is idle for any other reason, without a profiler if known."""
+        return 0.0 if self.idle is None else self.idle.share - self.launching_share
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,6 +163,8 @@ class EfficiencyResult(NotebookResult):
         # There may be a hundred thousand rows, which asdict would copy value by value.
         data = asdict(replace(self, ranges=(), steps=(), inflation=()))
         data["ranges"] = [vars(row) | {"gpu": None if row.gpu is None else row.gpu.to_dict()} for row in self.ranges]
+        for row in data["ranges"]:
+            del row["idle"]
         data["steps"] = [
             vars(step) | {"gpu": step.gpu.to_dict(), "data": asdict(step.data), "idle_share": step.idle_share}
             for step in self.steps
@@ -344,15 +350,18 @@ def _build_row(
     roofline = build_roofline(amount, peaks)
     own_ns = int(columns.own_computing_ns[at.node])
     data = columns.data.get(at.node, DataWait())
+    change_ns = None if data_change_ns is None else round(data_change_ns * int(columns.window_count[at.node]))
+    idle = None if parts is None else recorded_idle(parts, data)
+    if parts is not None and idle_factor is not None:
+        idle = unprofiled_idle(parts, data, round(parts.idle_ns * idle_factor), change_ns)
     verdict = judge(
         parts,
+        idle,
         busy_ns,
         roofline,
-        idle_factor=idle_factor,
         only_communicates=busy_ns > 0 and not own_ns,
         mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
-        data=data,
-        data_change_ns=None if data_change_ns is None else round(data_change_ns * int(columns.window_count[at.node])),
+        input_copy_ns=data.input_copy_ns,
     )
     at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
@@ -367,8 +376,9 @@ def _build_row(
         kernel_count=int(columns.kernel_count[at.node]),
         launch_count=int(columns.launch_count[at.node]),
         gpu=parts,
+        idle=idle,
         idle_share=None if parts is None else parts.idle_share,
-        clean_idle_share=None if parts is None or idle_factor is None else parts.idle_share_at(idle_factor),
+        clean_idle_share=None if idle is None or not idle.is_unprofiled else idle.share,
         flops=amount.flops,
         other_flops=amount.other_flops,
         needed_flops=amount.needed_flops,

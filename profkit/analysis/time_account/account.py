@@ -153,13 +153,18 @@ class TimeAccount:
         count = int(mine.sum())
         idle_ns = max(round((self.step_ns(context) or 0) * count) - parts.busy_ns, 0)
         change_ns = self.data_change_ns(context)
-        causes = divide_idle(parts, data, idle_ns, None if change_ns is None else round(change_ns * count))
-        return IdleTime(parts.busy_ns + idle_ns, idle_ns, causes, is_unprofiled=True)
+        return unprofiled_idle(parts, data, idle_ns, None if change_ns is None else round(change_ns * count))
 
 
 def recorded_idle(parts: GpuParts, data: DataWait) -> IdleTime:
     """Return the idle time of GPUs as it was recorded; ``data`` are the waits for data in the same time."""
     return IdleTime(parts.span_ns, parts.idle_ns, divide_idle(parts, data, parts.idle_ns), is_unprofiled=False)
+
+
+def unprofiled_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: int | None = None) -> IdleTime:
+    """Return the time of GPUs that are as busy as recorded and idle for ``idle_ns``; see `divide_idle`."""
+    causes = divide_idle(parts, data, idle_ns, data_change_ns)
+    return IdleTime(parts.busy_ns + idle_ns, idle_ns, causes, is_unprofiled=True)
 
 
 def divide_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: int | None = None) -> IdleCauses:

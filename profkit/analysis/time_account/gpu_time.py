@@ -79,26 +79,6 @@ class GpuParts:
         """Return the share of the span in which nothing ran, 0 of no span."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
-    def idle_share_at(self, factor: float) -> float:
-        """Return the idle share if idle time were multiplied by ``factor`` (0 to 1)."""
-        return self._share_at(self.idle_ns, factor)
-
-    def launching_share_at(self, factor: float) -> float:
-        """Return the share that is idle while the host launches, if idle time were multiplied by ``factor``."""
-        return self._share_at(self.launching_ns, factor)
-
-    def host_share_at(self, factor: float) -> float:
-        """Return the share that is idle while the host synchronises or is outside CUDA, as `launching_share_at`."""
-        return self._share_at(self.synchronising_ns + self.outside_cuda_ns, factor)
-
-    def span_ns_at(self, factor: float) -> float:
-        """Return how long the span would be if idle time were multiplied by ``factor``."""
-        return self.busy_ns + self.idle_ns * factor
-
-    def _share_at(self, idle_part_ns: int, factor: float) -> float:
-        whole = self.span_ns_at(factor)
-        return idle_part_ns * factor / whole if whole else 0.0
-
     def to_dict(self) -> dict[str, int]:
         """Return the parts, and their sums ``busy_ns`` and ``idle_ns``."""
         return {**asdict(self), "busy_ns": self.busy_ns, "idle_ns": self.idle_ns}

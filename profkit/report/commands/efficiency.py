@@ -49,7 +49,7 @@ TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
 
 _PARTS = tuple(field.name for field in fields(GpuParts))
-_EXACT = (*(field.name for field in fields(EfficiencyRow) if field.name != "gpu"), *_PARTS)
+_EXACT = (*(field.name for field in fields(EfficiencyRow) if field.name not in ("gpu", "idle")), *_PARTS)
 
 _SOURCES = {
     "formula": "computed from the model's sizes",
@@ -297,10 +297,12 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
     """
     waits: list[tuple[float, str, str, str]] = []
     for row in result.ranges:
-        for cause, share in _host_waits(row):
+        for cause, share in (("launch-bound", row.launching_share), ("host-bound", row.host_share)):
+            if row.verdict in ("launch-bound", "host-bound"):
+                continue
             if share >= _MUCH and not any(cause == of and row.path.startswith(f"{path}/") for _, of, path, _ in waits):
                 words = _DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
-                span_ns = 0 if row.gpu is None else row.gpu.span_ns_at(row.best_idle_factor)
+                span_ns = 0 if row.idle is None else row.idle.span_ns
                 waits.append((share * span_ns, cause, row.path, f"{format_share(share)} ({words})"))
     if waits:
         waits.sort(key=lambda wait: -wait[0])
@@ -308,13 +310,6 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
         named = [f"{_name_among(paths, path)} {words}" for _, _, path, words in waits[:_WAITS_NAMED]]
         more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
         yield f"Also idle for more than {_MUCH * 100:.0f} %: {', '.join(named)}{more}"
-
-
-def _host_waits(row: EfficiencyRow) -> Iterator[tuple[str, float]]:
-    if row.verdict in ("launch-bound", "host-bound"):
-        return
-    shares = {"launch-bound": row.launching_share, "host-bound": row.host_share}
-    yield from ((cause, share) for cause, share in shares.items() if share is not None)
 
 
 def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
