@@ -120,18 +120,18 @@ def find_suspects(cost: Cost) -> list[tuple[int, Cause, Floats]]:
 
     In a light record kernels are what a GPU did at most: what the host did comes first if it explains nearly as much.
     """
-    found = []
+    suspects = []
     for cause in cost.causes:
         for rank, late_ns in enumerate(cost.of_cause(cause)):
             time = typical(late_ns)
             if time >= LEAST_SHARE * cost.step_ns and time > 0:
                 is_coarse = cause == "kernels" and not cost.is_exact
-                found.append((time * (_HOST_EXPLAINS if is_coarse else 1.0), rank, cause, late_ns))
-    found.sort(key=lambda one: (-one[0], *one[1:3]))
-    return [one[1:] for one in found]
+                suspects.append((time * (_HOST_EXPLAINS if is_coarse else 1.0), rank, cause, late_ns))
+    suspects.sort(key=lambda suspect: (-suspect[0], *suspect[1:3]))
+    return [suspect[1:] for suspect in suspects]
 
 
-def _spread_of(cost: Cost) -> float:
+def _typical_spread(cost: Cost) -> float:
     """Return by what share of a step ranks of this recording typically vary, but at least `KNOWN_SPREAD`.
 
     That is the median of their median absolute deviations, as a standard deviation. Two ranks vary alike, and what one
@@ -151,7 +151,7 @@ def chance_beside(late_ns: Floats, others_ns: Floats, step_ns: float) -> float:
     count = len(late_ns)
     if len(others_ns) < _MANY or count < 4 or not step_ns:
         return 1.0
-    usual = np.array([typical(one) for one in others_ns])
+    usual = np.array([typical(rank_ns) for rank_ns in others_ns])
     middle = float(np.median(usual))
     apart = max(_OF_DEVIATION * float(np.median(np.abs(usual - middle))), _LEAST_APART * step_ns)
     own_ns, kept = _winsorized(late_ns)
@@ -170,14 +170,14 @@ def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> B
         rank: which rank it is, by position.
         cause: why it is late; None: for whatever reason.
     """
-    count, step_ns, spread = len(late_ns), cost.step_ns, _spread_of(cost)
+    count, step_ns, spread = len(late_ns), cost.step_ns, _typical_spread(cost)
     tests = (2 + (len(cost.saved_ns) > _MANY)) * len(cost.saved_ns) * len(cost.causes)
     all_ns = cost.saved_ns if cause is None else cost.of_cause(cause)
     beside = chance_beside(late_ns, np.delete(all_ns, rank, axis=0), step_ns)
     if min(chance_of_level(late_ns, step_ns, spread), beside) * tests <= CHANCE:
         return np.ones(count, dtype=np.bool_)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], late_ns >= LEAST_SHARE * step_ns, [0]]).astype(np.int64)))
-    begin, end = max(edges.reshape(-1, 2).tolist(), key=lambda one: one[1] - one[0], default=(0, 0))
+    begin, end = max(edges.reshape(-1, 2).tolist(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
     chance = chance_of_level(late_ns[begin:end], step_ns, spread) * count * (count + 1) / 2
     if (end - begin) * 2 <= count or chance * tests > CHANCE:
         return None
@@ -200,7 +200,7 @@ def find_stalls(cost: Cost) -> tuple[int, int, Bools] | None:
     of_all = sum(map(_count_stalls, is_late))
     tests = cost.saved_ns.shape[0] * len(cost.places)
     shares = np.median(cost.times_ns, axis=(0, 1)) / max(cost.step_ns, 1.0)
-    found = []
+    stalls = []
     for rank, place in {(rank, int(where[rank, step])) for rank, step in np.argwhere(is_late).tolist()}:
         steps, longer = costs[rank, :, place] >= least, cost.longer_ns[:, :, place]
         steps &= longer[rank] >= float(np.median(longer[rank, steps])) / _APART
@@ -211,8 +211,8 @@ def find_stalls(cost: Cost) -> tuple[int, int, Bools] | None:
             continue
         chance = chance_of_stalls(count, max(of_all, count), len(cost.saved_ns), float(shares[place]))
         if chance * tests <= CHANCE:
-            found.append((mean, -rank, -place, steps))
-    if not found:
+            stalls.append((mean, -rank, -place, steps))
+    if not stalls:
         return None
-    _, rank, place, steps = max(found, key=lambda one: one[:3])
+    _, rank, place, steps = max(stalls, key=lambda stall: stall[:3])
     return -rank, -place, steps

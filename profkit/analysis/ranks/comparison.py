@@ -13,7 +13,7 @@ from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import count_steps, match_collectives, sum_waits
-from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, of_one_kind, read_and_reduce
+from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, make_comparable, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
@@ -106,23 +106,23 @@ class RanksResult:
     @property
     def step_ns(self) -> int:
         """Return the step time of the median rank."""
-        return int(np.median([one.step_ns for one in self.ranks])) if self.ranks else 0
+        return int(np.median([rank.step_ns for rank in self.ranks])) if self.ranks else 0
 
     @property
     def is_exact(self) -> bool:
         """Return whether all ranks left full traces."""
-        return all(one.exposed_ns is not None for one in self.ranks)
+        return all(rank.exposed_ns is not None for rank in self.ranks)
 
     @property
     def exposed_ns(self) -> int | None:
         """Return the communication per step that nothing hid, of the mean rank."""
-        known = [one.exposed_ns for one in self.ranks if one.exposed_ns is not None]
+        known = [rank.exposed_ns for rank in self.ranks if rank.exposed_ns is not None]
         return round(sum(known) / len(known)) if known else None
 
     @property
     def waiting_ns(self) -> int:
         """Return the time per step that the mean rank spent in collectives before the last rank arrived."""
-        known = [one.waiting_ns for one in self.ranks if one.waiting_ns is not None]
+        known = [rank.waiting_ns for rank in self.ranks if rank.waiting_ns is not None]
         return round(sum(known) / len(known)) if known else 0
 
     @property
@@ -139,7 +139,7 @@ class RanksResult:
     def waited_ns(self) -> dict[int, int]:
         """Rank → how long it waited in the collectives that are compared; without ranks of which that is unknown."""
         sums = self.waits_ns.sum(axis=1).tolist()
-        return {one.rank: waited for one, waited in zip(self.ranks, sums, strict=True) if one.waiting_ns is not None}
+        return {rank.rank: waited for rank, waited in zip(self.ranks, sums, strict=True) if rank.waiting_ns is not None}
 
     @property
     def why_unknown(self) -> str | None:
@@ -167,33 +167,33 @@ def compare_ranks(
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
     """
-    full = sorted(ranks, key=lambda one: one.record.rank)
-    light = {one.record.rank: one for one in written}
-    reduced = of_one_kind(full, light)
-    found = [one.record for one in reduced]
-    world_size = max([len(found), *(max(record.world_size, record.rank + 1) for record in found)], default=0)
+    full = sorted(ranks, key=lambda rank: rank.record.rank)
+    light = {rank.record.rank: rank for rank in written}
+    reduced = make_comparable(full, light)
+    records = [rank.record for rank in reduced]
+    world_size = max([len(records), *(max(record.world_size, record.rank + 1) for record in records)], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
-    known = _fill_communicators(found)
+    known = _fill_communicators(records)
     everyone = tuple(range(world_size))
-    found = [
+    records = [
         replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
         for record in known
     ]
-    index = {record.rank: at for at, record in enumerate(found)}
-    reduced = [replace(one, record=record) for one, record in zip(reduced, found, strict=True)]
-    matched = match_collectives([(one.record, one.calls) for one in reduced])
-    accounts = [one.exact or account_before_waits(one, matched) for one in reduced]
+    index = {record.rank: at for at, record in enumerate(records)}
+    reduced = [replace(rank, record=record) for rank, record in zip(reduced, records, strict=True)]
+    matched = match_collectives([(rank.record, rank.calls) for rank in reduced])
+    accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
-    counts = [count_steps(one.record.rank, one.steps, matched) for one in reduced]
-    waits = sum_waits(matched, len(found), index)
+    counts = [count_steps(rank.record.rank, rank.steps, matched) for rank in reduced]
+    waits = sum_waits(matched, len(records), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     short = _short_records(reduced)
-    members = {rank for one in matched if len(one.kind) for rank in one.ranks}
+    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
     left_out = set(short) - members if members else set()
     rows = tuple(
-        _summarize(one, before.exact or account, None if one.record.rank in left_out else int(waited), count)
-        for one, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
+        _summarize(rank, before.exact or account, None if rank.record.rank in left_out else int(waited), count)
+        for rank, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
     )
     return RanksResult(
         world_size=world_size,
@@ -203,37 +203,38 @@ def compare_ranks(
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
-        recorded_step_count=max((len(one.steps.named) for one in reduced), default=0),
+        recorded_step_count=max((len(rank.steps.named) for rank in reduced), default=0),
         peaks=compare_peaks(rows),
-        is_untimed=is_untimed and not all(one.is_exact for one in accounts),
+        is_untimed=is_untimed and not all(account.is_exact for account in accounts),
         by_clocks=any(
-            one.only_called.any() and len({found[index[rank]].node for rank in one.ranks}) > 1 for one in matched
+            match.only_called.any() and len({records[index[rank]].node for rank in match.ranks}) > 1
+            for match in matched
         ),
-        assumed_groups=tuple(sorted({group.name for one in known for group in one.groups if not group.ranks}))
+        assumed_groups=tuple(sorted({group.name for record in known for group in record.groups if not group.ranks}))
         if world_size > 2
         else (),
         short=short,
         apart=_recorded_apart(reduced),
         pipelines=tuple(
-            find_pipelines([replace(one, record=record) for one, record in zip(reduced, known, strict=True)])
+            find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
         ),
         links=links,
     )
 
 
-def join_ranks(found: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> RanksResult:
+def join_ranks(reads: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> RanksResult:
     """Return the comparison of all ranks that were read; ``links`` are those between the GPUs of the first machine.
 
     Raises:
         CaptureError: a trace cannot be read, and nobody knows of which rank it is.
     """
-    lost = [entry for read in found for entry in read.lost]
+    lost = [entry for read in reads for entry in read.lost]
     unknown = [reason for rank, reason in lost if rank is None]
     if unknown:
         raise CaptureError(unknown[0])
     reasons = {rank: reason for rank, reason in lost if rank is not None}
-    written = [rank for read in found for rank in read.written]
-    return compare_ranks([rank for read in found for rank in read.ranks], reasons, links, written)
+    written = [rank for read in reads for rank in read.written]
+    return compare_ranks([rank for read in reads for rank in read.ranks], reasons, links, written)
 
 
 @collector_off()
@@ -254,7 +255,7 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
 
 def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
     """Return the ranks with fewer measured steps than the median rank, and how many each has."""
-    counts = {one.record.rank: len(one.steps.named) for one in ranks}
+    counts = {rank.record.rank: len(rank.steps.named) for rank in ranks}
     typical = float(np.median(list(counts.values()))) if counts else 0.0
     return {rank: count for rank, count in counts.items() if count < typical}
 
@@ -265,12 +266,12 @@ def _recorded_apart(ranks: Sequence[ReducedRank]) -> tuple[int, ...]:
     Clocks of machines differ by less than `MOST_APART_NS`; a clock that does not count from the epoch says nothing.
     """
     spans = {
-        one.record.rank: tuple(
-            one.record.clock_base_ns + int(when)
-            for when in (one.steps.start_ns[one.steps.named[0]], one.steps.end_ns[one.steps.named[-1]])
+        rank.record.rank: tuple(
+            rank.record.clock_base_ns + int(when)
+            for when in (rank.steps.start_ns[rank.steps.named[0]], rank.steps.end_ns[rank.steps.named[-1]])
         )
-        for one in ranks
-        if len(one.steps.named) and one.record.clock_base_ns > EPOCH_NS
+        for rank in ranks
+        if len(rank.steps.named) and rank.record.clock_base_ns > EPOCH_NS
     }
     if not spans:
         return ()
@@ -299,7 +300,7 @@ def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
 
 def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
     """Return by how much the rank with the highest peak exceeds the median rank; None if by nothing."""
-    known = sorted((one.peak_bytes, -one.rank) for one in ranks if one.peak_bytes is not None)
+    known = sorted((row.peak_bytes, -row.rank) for row in ranks if row.peak_bytes is not None)
     if not known or known[0][0] == known[-1][0]:
         return None
     (median_bytes, median_rank), (peak_bytes, rank) = known[(len(known) - 1) // 2], known[-1]
@@ -308,14 +309,16 @@ def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
 
 def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
     """Return the rank that is late, then the others, those first whose own time is farthest from the median rank's."""
-    own = {one.rank: sum(one.parts.values()) for one in result.ranks}
+    own = {rank.rank: sum(rank.parts.values()) for rank in result.ranks}
     middle = float(np.median(list(own.values()))) if own else 0.0
-    return sorted(result.ranks, key=lambda one: (one.rank != result.late_rank, -abs(own[one.rank] - middle), one.rank))
+    return sorted(
+        result.ranks, key=lambda rank: (rank.rank != result.late_rank, -abs(own[rank.rank] - middle), rank.rank)
+    )
 
 
-def _summarize(one: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:
+def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:
     by_cause: dict[Cause, float] = {}
-    record, steps, count = one.record, one.steps, len(account.own)
+    record, steps, count = rank.record, rank.steps, len(account.own)
     for (cause, *_), time in account.usual().items():
         by_cause[cause] = by_cause.get(cause, 0.0) + time
     parts = {cause: round(time) for cause, time in sorted(by_cause.items())}

@@ -118,7 +118,7 @@ def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> StepParts:
     names = tuple(sorted({*host.names, *gpu.names, BACKWARD}))
     on_host, talking = np.zeros((2, len(steps), len(names)))
     host_name, gpu_name = (
-        np.array([names.index(one) for one in phases.names], dtype=np.int64) for phases in (host, gpu)
+        np.array([names.index(name) for name in phases.names], dtype=np.int64) for phases in (host, gpu)
     )
     on_host[:, host_name] = host.times(len(steps))
     timed = (calls.called_ns != UNKNOWN) & (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
@@ -168,23 +168,25 @@ def longest_wait_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Mat
 
 
 def _waits_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc) -> dict[int, Floats]:
-    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
-    for one in matched:
-        for here, rank in enumerate(one.ranks):
-            if rank in found:
-                join.at(found[rank], one.step[here], one.wait_ns[here].astype(np.float64))
-    return {rank: values[steps[rank].named] for rank, values in found.items()}
+    waits = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
+    for match in matched:
+        for here, rank in enumerate(match.ranks):
+            if rank in waits:
+                join.at(waits[rank], match.step[here], match.wait_ns[here].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in waits.items()}
 
 
 def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
     """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
-    found = {rank: np.zeros(len(one)) for rank, one in steps.items()}
-    for one in matched:
-        for to in np.unique(one.last[one.last >= 0]).tolist():
-            if one.ranks[to] in found:
-                mine = one.last == to
-                np.maximum.at(found[one.ranks[to]], one.step[to][mine], one.median_wait_ns[mine].astype(np.float64))
-    return {rank: values[steps[rank].named] for rank, values in found.items()}
+    lateness = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
+    for match in matched:
+        for to in np.unique(match.last[match.last >= 0]).tolist():
+            if match.ranks[to] in lateness:
+                mine = match.last == to
+                np.maximum.at(
+                    lateness[match.ranks[to]], match.step[to][mine], match.median_wait_ns[mine].astype(np.float64)
+                )
+    return {rank: values[steps[rank].named] for rank, values in lateness.items()}
 
 
 def step_times(steps: StepColumns) -> list[float]:
@@ -196,8 +198,8 @@ def step_times(steps: StepColumns) -> list[float]:
 
 def median_of_parts(parts: Sequence[Parts]) -> Parts:
     """Return each part's median over ranks or steps."""
-    keys = list({key for one in parts for key in one})
-    table = np.array([[one.get(key, 0.0) for key in keys] for one in parts]).reshape(len(parts), len(keys))
+    keys = list({key for row in parts for key in row})
+    table = np.array([[row.get(key, 0.0) for key in keys] for row in parts]).reshape(len(parts), len(keys))
     return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
 
 
@@ -241,7 +243,7 @@ class Cost:
 
     def of_cause(self, cause: Cause) -> Floats:
         """Return what each rank cost in each step by doing longer what has this cause, as (ranks, steps)."""
-        longer = self.longer_ns[:, :, [at for at, (one, _) in enumerate(self.places) if one == cause]]
+        longer = self.longer_ns[:, :, [at for at, (why, _) in enumerate(self.places) if why == cause]]
         cost: Floats = np.minimum(self.saved_ns, longer.sum(axis=2))
         return cost
 
@@ -259,12 +261,12 @@ class Cost:
 
 def sum_cost(accounts: Sequence[Account], saved_ns: Floats, step_ns: float) -> Cost:
     """Return what accounts of the same steps say that ranks cost, if ``saved_ns`` is what they saved (ranks, steps)."""
-    places = sorted({part[:2] for one in accounts for part in one.own.parts})
+    places = sorted({part[:2] for account in accounts for part in account.own.parts})
     number = {place: at for at, place in enumerate(places)}
     times = np.zeros((*saved_ns.shape, len(places)))
-    for mine, one in zip(times, accounts, strict=True):
-        columns = np.array([number[part[:2]] for part in one.own.parts], dtype=np.int64)
-        np.add.at(mine.T, columns, one.own.times_ns.T)
+    for mine, account in zip(times, accounts, strict=True):
+        columns = np.array([number[part[:2]] for part in account.own.parts], dtype=np.int64)
+        np.add.at(mine.T, columns, account.own.times_ns.T)
     longer = -saved_beside(times.reshape(len(accounts), -1)).reshape(times.shape)
     return Cost(tuple(accounts), saved_ns, tuple(places), times, longer, step_ns, accounts[0].is_exact)
 
@@ -275,31 +277,31 @@ def cost_by_accounts(accounts: Sequence[Account], steps: Mapping[int, StepColumn
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
-    count = min(len(one.own) for one in accounts)
-    exposed = np.array([one.exposed_ns[:count] for one in accounts])
+    count = min(len(account.own) for account in accounts)
+    exposed = np.array([account.exposed_ns[:count] for account in accounts])
     waited = waited_by_step(steps, matched)
-    hidden = np.array([waited[one.rank][-len(one.own) :][:count] for one in accounts]) - exposed
-    corrected = _without_slow_kernels(accounts, count, np.maximum(hidden, 0.0))
-    own = np.array([one.sums() for one in corrected])
-    exposed += np.array([one.own.sums()[:count] for one in accounts]) - own
+    hidden = np.array([waited[account.rank][-len(account.own) :][:count] for account in accounts]) - exposed
+    corrected = _subtract_slowed_kernels(accounts, count, np.maximum(hidden, 0.0))
+    own = np.array([account.sums() for account in corrected])
+    exposed += np.array([account.own.sums()[:count] for account in accounts]) - own
     usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
-    did = [replace(one, own=own) for one, own in zip(accounts, corrected, strict=True)]
+    did = [replace(account, own=own) for account, own in zip(accounts, corrected, strict=True)]
     return sum_cost(did, saved_beside(exposed), float(np.median(own[usual] + exposed[usual])))
 
 
-def _without_slow_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[StepParts]:
+def _subtract_slowed_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[StepParts]:
     """Return what ranks did in the first steps, without what kernels were slower beside waiting collectives."""
-    keys = sorted({key for one in accounts for key in one.own.parts if key[0] == "kernels"})
-    found = [one.own.within(slice(count)) for one in accounts]
-    at = [[one.parts.index(key) if key in one.parts else -1 for key in keys] for one in found]
-    padded = [np.pad(one.times_ns, ((0, 0), (0, 1))) for one in found]
+    keys = sorted({key for account in accounts for key in account.own.parts if key[0] == "kernels"})
+    kept = [account.own.within(slice(count)) for account in accounts]
+    at = [[part.parts.index(key) if key in part.parts else -1 for key in keys] for part in kept]
+    padded = [np.pad(part.times_ns, ((0, 0), (0, 1))) for part in kept]
     kernels = np.array([times[:, columns] for times, columns in zip(padded, at, strict=True)])
     slower = kernels - kernels.min(axis=0)
     total = slower.sum(axis=2)
     slower *= (np.minimum(total, hidden_ns) / np.maximum(total, 1.0))[:, :, None]
     for times, columns, less in zip(padded, at, slower, strict=True):
         times[:, columns] -= less
-    return [replace(one, times_ns=times[:, :-1]) for one, times in zip(found, padded, strict=True)]
+    return [replace(part, times_ns=times[:, :-1]) for part, times in zip(kept, padded, strict=True)]
 
 
 def saved_beside(waited_ns: Floats) -> Floats:

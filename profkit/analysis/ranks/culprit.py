@@ -133,27 +133,28 @@ def find_culprit(
     of the two are compared.
     """
     alike = [
-        account_before_waits(rank, matched) if one.is_exact else one for rank, one in zip(ranks, accounts, strict=True)
+        account_before_waits(rank, matched) if account.is_exact else account
+        for rank, account in zip(ranks, accounts, strict=True)
     ]
     # Nobody can wait for a rank that calls no collective.
-    members = {rank for one in matched if len(one.kind) for rank in one.ranks}
-    every = _usable(ranks, [one if one.rank in members else None for one in alike])
+    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
+    every = _usable(ranks, [account if account.rank in members else None for account in alike])
     of_both = {account.rank for _, account in every}
-    full = [one if one.is_exact and one.rank in of_both else None for one in accounts]
+    full = [account if account.is_exact and account.rank in of_both else None for account in accounts]
     exact = _usable(ranks, full)
-    if len(every) < 2 or not any(kind in WAITS_FOR_ALL for one in matched for kind in one.kind):
+    if len(every) < 2 or not any(kind in WAITS_FOR_ALL for match in matched for kind in match.kind):
         return Verdict(None)
-    lateness = lateness_by_step({account.rank: one.steps for one, account in every}, matched)
+    lateness = lateness_by_step({account.rank: reduced.steps for reduced, account in every}, matched)
     last = max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
     is_untimed = is_untimed and len(exact) < len(every)
     is_exact = len(exact) > 1 and (len(exact) == len(every) or any(account.rank == last for _, account in exact))
     is_exact = is_exact and not is_untimed
-    chosen = [one for one, _ in (exact if is_exact else every)]
+    chosen = [rank for rank, _ in (exact if is_exact else every)]
     compared = [account for _, account in (exact if is_exact else every)]
     if is_exact:
-        cost = cost_by_accounts(compared, {one.record.rank: one.steps for one in chosen}, matched)
+        cost = cost_by_accounts(compared, {rank.record.rank: rank.steps for rank in chosen}, matched)
         return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
-    lost = [_lost_steps(one, matched) for one in chosen]
+    lost = [_lost_steps(rank, matched) for rank in chosen]
     kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
     cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
     verdict = _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
@@ -169,22 +170,26 @@ def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
 
     Nobody knows how long it waited there. (A step without any collective is one without waits.)
     """
-    called, found = np.zeros((2, len(rank.steps)), dtype=np.bool_)
+    called, matched_there = np.zeros((2, len(rank.steps)), dtype=np.bool_)
     number_of = {(group.name, group.ranks): group.number for group in rank.record.groups}
-    for one in matched:
-        calls = rank.calls.get(number_of.get((one.group.name, one.group.ranks), -1))
-        if rank.record.rank in one.ranks and calls is not None:
+    for match in matched:
+        calls = rank.calls.get(number_of.get((match.group.name, match.group.ranks), -1))
+        if rank.record.rank in match.ranks and calls is not None:
             called[calls.step] = True
-            found[one.step[one.ranks.index(rank.record.rank)]] = True
-    lost: Bools = (called & ~found)[rank.steps.named]
+            matched_there[match.step[match.ranks.index(rank.record.rank)]] = True
+    lost: Bools = (called & ~matched_there)[rank.steps.named]
     return lost
 
 
 def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) -> list[tuple[ReducedRank, Account]]:
-    """Return the ranks with an account of more than half as many steps as the typical rank."""
-    known = [(rank, one) for rank, one in zip(ranks, accounts, strict=True) if one is not None and len(one.own)]
-    middle = float(np.median([len(one.own) for _, one in known])) if known else 0.0
-    return [(rank, one) for rank, one in known if len(one.own) * 2 > middle]
+    """Ranks with an account of more than half as many steps as the typical rank: others are too short to compare."""
+    known = [
+        (rank, account)
+        for rank, account in zip(ranks, accounts, strict=True)
+        if account is not None and len(account.own)
+    ]
+    middle = float(np.median([len(account.own) for _, account in known])) if known else 0.0
+    return [(rank, account) for rank, account in known if len(account.own) * 2 > middle]
 
 
 def _judge(
@@ -196,7 +201,6 @@ def _judge(
     is_untimed: bool,
     written: Mapping[int, ReducedRank],
 ) -> Verdict:
-    """Return who is late, as a rule or now and then, or why nobody is called so."""
     usually = np.median(cost.saved_ns, axis=1)
     most = int(usually.argmax())
     late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
@@ -210,7 +214,7 @@ def _judge(
         round(cost.step_ns),
         {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
         doubt=_doubt_level(cost, most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
-        turns={one.record.rank: times for one, times in zip(ranks, late, strict=True) if times},
+        turns={rank.record.rank: times for rank, times in zip(ranks, late, strict=True) if times},
     )
     doubts: list[Doubt] = []
     for rank, cause, all_ns in find_suspects(cost):
@@ -227,21 +231,21 @@ def _judge(
         if steps is None:
             doubts.append(_doubt_chance(cost))
             continue
-        found = _describe(ranks, matched, cost, late=rank, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
-        if found.is_always:
-            middle = round(float(np.median(lateness[found.rank][-found.steps :])))
-            found = replace(found, late_ns=max(found.late_ns, middle))
-        return replace(nobody, doubt=None, culprit=found)
+        culprit = _describe(ranks, matched, cost, late=rank, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
+        if culprit.is_always:
+            middle = round(float(np.median(lateness[culprit.rank][-culprit.steps :])))
+            culprit = replace(culprit, late_ns=max(culprit.late_ns, middle))
+        return replace(nobody, doubt=None, culprit=culprit)
     stalls = find_stalls(cost)
     if stalls is not None:
         rank, place, steps = stalls
         cause, phase = cost.places[place]
         late_ns = cost.of_place(rank, place)
-        found = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
-        return replace(nobody, doubt=None, culprit=found)
+        culprit = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
+        return replace(nobody, doubt=None, culprit=culprit)
     of_profiler: tuple[Doubt, ...] = ("launches", "profiler")
     # That a profiler makes one suspect late says nothing of another one: those doubts count last.
-    others = [one for one in doubts if one not in of_profiler]
+    others = [doubt for doubt in doubts if doubt not in of_profiler]
     return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
 
 
@@ -279,8 +283,8 @@ def _describe(
     middle = cost.usual_beside(late)
     usual = ranks[middle]
     mine = account.own.within(steps).median()
-    others = [cost.accounts[middle]] if cost.is_exact else [one for one in cost.accounts if one is not account]
-    ordinary = median_of_parts([one.own.median() for one in others])
+    others = [cost.accounts[middle]] if cost.is_exact else [other for other in cost.accounts if other is not account]
+    ordinary = median_of_parts([other.own.median() for other in others])
     extra = {
         key: mine.get(key, 0.0) - ordinary.get(key, 0.0)
         for key in sorted(mine.keys() | ordinary.keys())
@@ -340,7 +344,7 @@ def _doubt_profiler(
     """
     if ranks[late].record.source == "light" or cause not in ("launch", "python"):
         return None
-    launch, python = (max(typical(cost.of_cause(one)[late]), 0.0) for one in ("launch", "python"))
+    launch, python = (max(typical(cost.of_cause(why)[late]), 0.0) for why in ("launch", "python"))
     longer = {
         phase: max(float(np.median(cost.longer_ns[late, :, at])), 0.0)
         for at, (why, phase) in enumerate(cost.places)
@@ -367,7 +371,7 @@ def _find_place(extra: Parts) -> tuple[str, str, float]:
     by_phase: dict[str, float] = {}
     for (_, phase, _), time in sorted(extra.items()):
         by_phase[phase] = by_phase.get(phase, 0.0) + time
-    phase, whole = max(by_phase, key=lambda one: by_phase[one]), sum(max(time, 0.0) for time in by_phase.values())
+    phase, whole = max(by_phase, key=lambda name: by_phase[name]), sum(max(time, 0.0) for time in by_phase.values())
     if by_phase[phase] * 2 < whole:
         return "", "", whole
     for name in (str, kind_of):
@@ -375,16 +379,15 @@ def _find_place(extra: Parts) -> tuple[str, str, float]:
         for (_, there, module), time in sorted(extra.items()):
             if there == phase and module:
                 by_module[name(module)] = by_module.get(name(module), 0.0) + time
-        module = max(by_module, key=lambda one: by_module[one], default="")
+        module = max(by_module, key=lambda name: by_module[name], default="")
         if module and by_module[module] * 2 >= by_phase[phase]:
             return phase, module, by_phase[phase]
     return phase, "", by_phase[phase]
 
 
 def _is_held_down(accounts: Sequence[Account], late: int) -> bool:
-    """Return whether the GPU of a rank ran on a lower clock than those of the others."""
     mine = accounts[late].sm_mhz
-    others = [one.sm_mhz for at, one in enumerate(accounts) if at != late and one.sm_mhz is not None]
+    others = [other.sm_mhz for at, other in enumerate(accounts) if at != late and other.sm_mhz is not None]
     return mine is not None and bool(others) and mine <= float(np.median(others)) * (1 - _CLOCK_LOSS)
 
 
@@ -392,12 +395,12 @@ def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float | N
     """Return the group whose ranks waited longest for this one, and in what share of those that waited it was last."""
     waited, last, late = -1, 0, 0
     group = matched[0]
-    for one in matched:
-        if rank not in one.ranks:
+    for match in matched:
+        if rank not in match.ranks:
             continue
-        mine = one.last == one.ranks.index(rank)
-        last, late = last + int(mine.sum()), late + int((one.last >= 0).sum())
-        total = int(one.wait_ns[:, mine].sum())
+        mine = match.last == match.ranks.index(rank)
+        last, late = last + int(mine.sum()), late + int((match.last >= 0).sum())
+        total = int(match.wait_ns[:, mine].sum())
         if total > waited:
-            waited, group = total, one
+            waited, group = total, match
     return group, last / late if late else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.ranks.costs import Account
-from profkit.analysis.ranks.matching import Matched, within_matched
+from profkit.analysis.ranks.matching import Matched, steps_between_matches
 from profkit.analysis.ranks.reduce import ReducedRank
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
@@ -104,47 +104,47 @@ def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_s
         ranks: what they sent each other.
         world_size: how many ranks there are.
     """
-    found: dict[_Key, list[_Part]] = {}
+    parts_of_row: dict[_Key, list[_Part]] = {}
     for group, kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
         key = group_label(group, world_size), len(group.ranks), kind, dtype
-        found.setdefault(key, []).append(part)
-    rows = [_sum_one(*key, parts) for key, parts in found.items()]
+        parts_of_row.setdefault(key, []).append(part)
+    rows = [_sum_one(*key, parts) for key, parts in parts_of_row.items()]
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
 
 
 def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
     """Yield the collectives that all ranks of a group take part in, by kind and dtype."""
-    for one in matched:
-        kinds = list(zip(one.kind, one.dtype, strict=True))
+    for match in matched:
+        kinds = list(zip(match.kind, match.dtype, strict=True))
         for kind, dtype in dict.fromkeys(kinds):
             which = [at for at, pair in enumerate(kinds) if pair == (kind, dtype)]
             part = _Part(
-                one.group,
-                one.byte_count[which],
-                one.wire_ns[which],
-                one.duration_ns[:, which],
-                one.hidden_ns[:, which],
-                one.ranks,
-                int(one.wait_ns[:, which].sum()),
+                match.group,
+                match.byte_count[which],
+                match.wire_ns[which],
+                match.duration_ns[:, which],
+                match.hidden_ns[:, which],
+                match.ranks,
+                int(match.wait_ns[:, which].sum()),
             )
-            yield one.group, kind, dtype, part
+            yield match.group, kind, dtype, part
 
 
 def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
     """Yield what the ranks of each group sent and received in the steps that are compared, by kind and dtype."""
-    found: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
-    for one in ranks:
-        for group in one.record.groups:
-            calls = one.sent.get(group.number)
+    sent: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
+    for rank in ranks:
+        for group in rank.record.groups:
+            calls = rank.sent.get(group.number)
             if calls is None or len(group.ranks) < 2:
                 continue
-            is_compared = within_matched(one.record.rank, calls.step, matched)
+            is_compared = steps_between_matches(rank.record.rank, calls.step, matched)
             for what in np.unique(calls.what[is_compared]).tolist():
                 rows = np.flatnonzero((calls.what == what) & is_compared)
                 columns = (calls.byte_count, calls.duration_ns, calls.hidden_ns)
                 known = [np.full(len(rows), UNKNOWN) if column is None else column[rows] for column in columns]
-                found.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
-    for (_, _, kind, dtype), parts in found.items():
+                sent.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
+    for (_, _, kind, dtype), parts in sent.items():
         group = next((group for group, _ in parts if group.dimension is not None), parts[0][0])
         sizes, lengths, hidden = (
             np.concatenate(columns) for columns in zip(*(known for _, known in parts), strict=True)
@@ -213,18 +213,18 @@ class Pipeline:
 
 def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
     """Return the groups whose ranks send to each other, where each of them left a full trace; the first one first."""
-    found: dict[tuple[str, tuple[int, ...]], tuple[Group, dict[int, tuple[int, int]]]] = {}
-    for one in ranks:
-        account, record = one.exact, one.record
+    by_group: dict[tuple[str, tuple[int, ...]], tuple[Group, dict[int, tuple[int, int]]]] = {}
+    for rank in ranks:
+        account, record = rank.exact, rank.record
         if account is None or not len(account.own):
             continue
         count = len(account.own)
         own = round(float(account.own.sums().sum()) / count)
         for group in record.groups:
-            if group.number in one.between_ns:
-                _, of_ranks = found.setdefault((group.name, group.ranks), (group, {}))
-                of_ranks[record.rank] = round(one.between_ns[group.number] / count), own
-    step_of = {one.record.rank: _step_ns(one.exact) for one in ranks if one.exact is not None}
+            if group.number in rank.between_ns:
+                _, of_ranks = by_group.setdefault((group.name, group.ranks), (group, {}))
+                of_ranks[record.rank] = round(rank.between_ns[group.number] / count), own
+    step_of = {rank.record.rank: _step_ns(rank.exact) for rank in ranks if rank.exact is not None}
     return [
         Pipeline(
             group,
@@ -233,7 +233,7 @@ def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
             tuple(of_ranks[rank][1] for rank in group.ranks),
             round(float(np.median([step_of[rank] for rank in group.ranks]))),
         )
-        for group, of_ranks in (found[key] for key in sorted(found, key=lambda key: key[1]))
+        for group, of_ranks in (by_group[key] for key in sorted(by_group, key=lambda key: key[1]))
         if len(group.ranks) > 1 and set(group.ranks) <= of_ranks.keys()
     ]
 

@@ -66,7 +66,7 @@ _AT_THE_END = ("all_reduce", "reduce_scatter")
 def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Account:
     """Return what a rank did before the first long wait of each measured step; without one, in the whole step."""
     number = rank.record.rank
-    mine = [(one, one.ranks.index(number)) for one in matched if number in one.ranks]
+    mine = [(match, match.ranks.index(number)) for match in matched if number in match.ranks]
     begin, end = _find_windows(rank, mine)
     on_host = _sum_spans(_host_spans(rank), _host_waits(mine), begin, end)
     named = rank.steps.named
@@ -76,7 +76,7 @@ def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Accou
 
 def _host_spans(rank: ReducedRank) -> _Spans:
     """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock."""
-    start, end = _when(rank, rank.steps.phases)
+    start, end = _absolute_times(rank, rank.steps.phases)
     order = np.lexsort((rank.steps.phases.name, end, start))
     start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
     reach = np.maximum.accumulate(np.concatenate([start[:1], end]))
@@ -96,31 +96,30 @@ def has_untimed_waits(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) 
     Of what is reduced in a backward pass the wait at the pass's end is known; not so of other collectives.
     """
     by_number = {rank.record.rank: rank for rank in ranks}
-    for one in matched:
-        rank = by_number.get(one.ranks[0])
-        if rank is None or not one.is_untimed.any():
+    for match in matched:
+        rank = by_number.get(match.ranks[0])
+        if rank is None or not match.is_untimed.any():
             continue
         phases = rank.steps.phases
         is_backward = np.array([name == BACKWARD for name in phases.names], dtype=np.bool_)[phases.name]
-        starts, ends = (when[is_backward] for when in _when(rank, phases))
-        called = one.called_ns[0]
+        starts, ends = (when[is_backward] for when in _absolute_times(rank, phases))
+        called = match.called_ns[0]
         at = np.searchsorted(starts, called, side="right") - 1
         in_backward = (at >= 0) & (called < ends[at]) if len(ends) else np.zeros(len(called), dtype=np.bool_)
-        is_reduced = np.array([kind in _AT_THE_END for kind in one.kind], dtype=np.bool_)
-        if (one.is_untimed & ~(in_backward & is_reduced)).any():
+        is_reduced = np.array([kind in _AT_THE_END for kind in match.kind], dtype=np.bool_)
+        if (match.is_untimed & ~(in_backward & is_reduced)).any():
             return True
     return False
 
 
-def _when(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
-    """Return the starts and ends of phases by the rank's own clock."""
+def _absolute_times(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
+    """Starts and ends of phases on the rank's own clock, in nanoseconds since the epoch."""
     begin = rank.record.clock_base_ns + rank.steps.start_ns[phases.step]
     return begin + phases.start_ns, begin + phases.end_ns
 
 
 def _gpu_phases(rank: ReducedRank) -> Stretches:
-    """Return when the GPU was in any phase, by the rank's own clock."""
-    start, end = _when(rank, rank.steps.gpu_phases)
+    start, end = _absolute_times(rank, rank.steps.gpu_phases)
     known = start <= end
     return unite(start[known], end[known])
 
@@ -128,11 +127,11 @@ def _gpu_phases(rank: ReducedRank) -> Stretches:
 def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
     """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
     starts, ends = [], []
-    for one, here in mine:
-        if one.only_called.any():
-            called = one.called_ns[here][one.only_called]
+    for match, here in mine:
+        if match.only_called.any():
+            called = match.called_ns[here][match.only_called]
             starts.append(called)
-            ends.append(called + one.wait_ns[here, one.only_called])
+            ends.append(called + match.wait_ns[here, match.only_called])
     return unite(np.concatenate(starts), np.concatenate(ends)) if starts else NOTHING
 
 
@@ -145,21 +144,21 @@ def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tup
     steps = rank.steps
     begin, end = (rank.record.clock_base_ns + side for side in (steps.start_ns, steps.end_ns))
     longest = np.zeros(len(steps), dtype=np.int64)
-    for one, here in mine:
-        np.maximum.at(longest, one.step[here], one.median_wait_ns)
-    found = []
-    for one, here in mine:
-        step, called = one.step[here], one.called_ns[here]
-        is_long = (one.median_wait_ns > 0) & (one.median_wait_ns * 2 >= longest[step])
+    for match, here in mine:
+        np.maximum.at(longest, match.step[here], match.median_wait_ns)
+    windows = []
+    for match, here in mine:
+        step, called = match.step[here], match.called_ns[here]
+        is_long = (match.median_wait_ns > 0) & (match.median_wait_ns * 2 >= longest[step])
         # Where nobody timed a collective the rank may have waited in it or not: what came before it counts too.
-        timed = np.flatnonzero(~one.is_untimed)
+        timed = np.flatnonzero(~match.is_untimed)
         which = np.flatnonzero(is_long[timed])
         which = which[which > 0]
         before, rows = called[timed[which - 1]], timed[which]
         known = (before > 0) & (called[rows] > before)
-        found.append((step[rows][known], before[known], called[rows][known]))
-    if found:
-        step, before, called = (np.concatenate(column) for column in zip(*found, strict=True))
+        windows.append((step[rows][known], before[known], called[rows][known]))
+    if windows:
+        step, before, called = (np.concatenate(column) for column in zip(*windows, strict=True))
         order = np.lexsort((called, step))
         step, first = np.unique(step[order], return_index=True)
         begin[step], end[step] = before[order[first]], called[order[first]]
@@ -196,18 +195,18 @@ def cost_by_waits(
 
     The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
     """
-    count = min(len(one.own) for one in accounts)
-    step_ns = float(np.median([time for one in ranks for time in step_times(one.steps)] or [0.0]))
-    idle = np.array([one.steps.launch_wait_ns[one.steps.named[:count]] for one in ranks])
+    count = min(len(account.own) for account in accounts)
+    step_ns = float(np.median([time for rank in ranks for time in step_times(rank.steps)] or [0.0]))
+    idle = np.array([rank.steps.launch_wait_ns[rank.steps.named[:count]] for rank in ranks])
     idle = np.where(idle == UNKNOWN, 0, idle).astype(np.float64)
     compared = kept[:count] & (idle.min(axis=0) <= step_ns)
     compared[0] = False
     if not compared.any():
         compared[min(1, count - 1) :] = True
-    phases = _Phases([one.steps for one in ranks], count)
-    steps_of = {one.record.rank: one.steps for one in ranks}
+    phases = _Phases([rank.steps for rank in ranks], count)
+    steps_of = {rank.record.rank: rank.steps for rank in ranks}
     longest_waits, waits = (
-        np.array([of_rank[one.record.rank][:count] for one in ranks])
+        np.array([of_rank[rank.record.rank][:count] for rank in ranks])
         for of_rank in (longest_wait_by_step(steps_of, matched), waited_by_step(steps_of, matched))
     )
     free, tied = phases.free(step_ns), phases.tied(step_ns)
@@ -218,12 +217,12 @@ def cost_by_waits(
         by_hosts = late_hosts(idle, phases, free)
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     did = [
-        replace(one, own=replace(one.own, times_ns=_as_if_free(one.own, phases.names, where)[compared]))
-        for one, where in zip(accounts, free, strict=True)
+        replace(account, own=replace(account.own, times_ns=_times_if_free(account.own, phases.names, where)[compared]))
+        for account, where in zip(accounts, free, strict=True)
     ]
     steps = np.flatnonzero(compared)
     cost = sum_cost(did, saved[:, steps], step_ns)
-    cost = replace(cost, longer_ns=_without_waits(cost, phases, tied, steps))
+    cost = replace(cost, longer_ns=_own_extra_time(cost, phases, tied, steps))
     if not tied.any():
         return cost, cost, set()
     estimate = _estimate(cost, phases, tied, waits, steps)
@@ -242,9 +241,9 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
     by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
     held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
     names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
-    freed = [_without_hold_up(one, *what) for one, *what in zip(cost.accounts, names, held_up, strict=True)]
+    freed = [_subtract_hold_up(account, *what) for account, *what in zip(cost.accounts, names, held_up, strict=True)]
     estimate = sum_cost(freed, cost.saved_ns, cost.step_ns)
-    longer = _without_waits(estimate, phases, tied, steps)
+    longer = _own_extra_time(estimate, phases, tied, steps)
     for at, (cause, phase) in enumerate(estimate.places):
         if cause == "python" and phase in phases.names:
             number = phases.names.index(phase)
@@ -255,8 +254,7 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
     return replace(estimate, longer_ns=longer)
 
 
-def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
-    """Return what a rank did without what held up its host in these phases, ``held_up_ns`` in each step."""
+def _subtract_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
     times = account.own.times_ns.copy()
     for at, (cause, phase, _) in enumerate(account.own.parts):
         if cause == "python" and phase in tied:
@@ -264,8 +262,8 @@ def _without_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Ac
     return replace(account, own=replace(account.own, times_ns=times))
 
 
-def _without_waits(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
-    """Return what ranks did longer, without what is none of their doing in a light record.
+def _own_extra_time(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
+    """Return the extra time of each rank that waiting for others does not explain, as (ranks, steps, places).
 
     Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
     their hosts, or in which they are held up: that these take longer counts for nobody. (A host that is ahead of its
@@ -283,11 +281,11 @@ def _without_waits(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Flo
         elif cause == "python" and phase in phases.names:
             number = phases.names.index(phase)
             behind = phases.behind_at_end[:, steps, number]
-            longer[:, :, at] = _unless_others_wait(mine, behind, tied[:, number], least)
+            longer[:, :, at] = _discount_others_waits(mine, behind, tied[:, number], least)
     return longer
 
 
-def _unless_others_wait(longer_ns: Floats, behind_ns: Floats, tied: Bools, least_ns: float) -> Floats:
+def _discount_others_waits(longer_ns: Floats, behind_ns: Floats, tied: Bools, least_ns: float) -> Floats:
     """Return what hosts took longer for a phase, as (ranks, steps), without what others may have waited in it.
 
     ``behind_ns`` is how far GPUs were behind their hosts at its end: less than ``least_ns`` on a host that waited.
@@ -303,17 +301,17 @@ class _Phases:
     """What phases took, as (ranks, steps, phases): on hosts, on GPUs, and how far these were behind at either end."""
 
     def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
-        self.names = sorted({name for one in ranks for name in {*one.phases.names} & {*one.gpu_phases.names}})
+        self.names = sorted({name for steps in ranks for name in {*steps.phases.names} & {*steps.gpu_phases.names}})
         shape = len(ranks), count, len(self.names)
         self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
-        for rank, one in enumerate(ranks):
-            first = one.named[:count]
-            host, gpu = (_edges(phases, len(one))[:, first] for phases in (one.phases, one.gpu_phases))
-            on_host, on_gpu = (phases.times(len(one))[first] for phases in (one.phases, one.gpu_phases))
+        for rank, steps in enumerate(ranks):
+            first = steps.named[:count]
+            host, gpu = (_edges(phases, len(steps))[:, first] for phases in (steps.phases, steps.gpu_phases))
+            on_host, on_gpu = (phases.times(len(steps))[first] for phases in (steps.phases, steps.gpu_phases))
             for at, name in enumerate(self.names):
-                if name not in one.phases.names or name not in one.gpu_phases.names:
+                if name not in steps.phases.names or name not in steps.gpu_phases.names:
                     continue
-                here, there = one.phases.names.index(name), one.gpu_phases.names.index(name)
+                here, there = steps.phases.names.index(name), steps.gpu_phases.names.index(name)
                 begin, end = host[:, :, here]
                 began, ended = gpu[:, :, there]
                 both = (begin != UNKNOWN) & (began != UNKNOWN)
@@ -374,7 +372,7 @@ def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
     return usual
 
 
-def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
+def _times_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
     """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
     times = own.times_ns[: len(free)].copy()
     for at, (cause, phase, _) in enumerate(own.parts):
@@ -385,10 +383,10 @@ def _as_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
 
 def _edges(phases: Phases, count: int) -> Ints:
     """Return when each phase began first and ended last in each step: (2, steps, names), `UNKNOWN` where never."""
-    found = np.full((2, count, len(phases.names)), UNKNOWN)
-    found[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
-    found[1, phases.step, phases.name] = phases.end_ns
-    return found
+    edges = np.full((2, count, len(phases.names)), UNKNOWN)
+    edges[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
+    edges[1, phases.step, phases.name] = phases.end_ns
+    return edges
 
 
 def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
@@ -401,15 +399,15 @@ def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     hosts at the phase's end than its own, and hosts whose queue was full were held up for the rest. The longest of
     these counts. Recorders that empty the queues now and then, as profkit's own, leave steps in which hosts are free.
     """
-    found = -saved_beside(idle_ns)
+    latest = -saved_beside(idle_ns)
     for at in range(len(phases.names)):
         host, usual = phases.on_host[:, :, at], phases.usual_on_host(at, free)
         behind = saved_beside(phases.behind_at_end[:, :, at])
         theirs, theirs_free = host + saved_beside(host), usual + saved_beside(usual)
         late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
         late = -saved_beside(late)
-        found = np.where(np.abs(late) > np.abs(found), late, found)
-    return found
+        latest = np.where(np.abs(late) > np.abs(latest), late, latest)
+    return latest
 
 
 def longer_unrecorded(
@@ -425,16 +423,16 @@ def longer_unrecorded(
         written: their light records.
         late: which of them (its position).
     """
-    light = [written[one.record.rank].steps for one in ranks if one.record.rank in written]
+    light = [written[rank.record.rank].steps for rank in ranks if rank.record.rank in written]
     if len(light) < len(ranks):
         return None
-    recorded = {name for one in ranks for name in one.steps.names}
-    names = set.intersection(*(set(one.names[1:]) for one in light)) - recorded
-    light = [one.only([at for at, name in enumerate(one.names) if name in names]) for one in light]
-    if len(names) < _FEWEST_UNRECORDED or len({one.names for one in light}) > 1:
+    recorded = {name for rank in ranks for name in rank.steps.names}
+    names = set.intersection(*(set(steps.names[1:]) for steps in light)) - recorded
+    light = [steps.only([at for at, name in enumerate(steps.names) if name in names]) for steps in light]
+    if len(names) < _FEWEST_UNRECORDED or len({steps.names for steps in light}) > 1:
         return None
-    step_ns = float(np.median([one.end_ns - one.start_ns for one in light]))
-    is_step = np.min([one.launch_wait_ns for one in light], axis=0) <= step_ns
+    step_ns = float(np.median([steps.end_ns - steps.start_ns for steps in light]))
+    is_step = np.min([steps.launch_wait_ns for steps in light], axis=0) <= step_ns
     phases = _Phases(light, len(names))
     if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
         return None
@@ -444,7 +442,7 @@ def longer_unrecorded(
         usual = phases.usual_on_host(at, free)
         if not tied[late, at]:
             usual = np.where(tied[:, at, None], np.minimum(usual, phases.since_gpu_began[:, :, at]), usual)
-        late_by = _unless_others_wait(
+        late_by = _discount_others_waits(
             -saved_beside(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns
         )
         longer[name] = late_by[late, is_step]

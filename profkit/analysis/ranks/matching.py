@@ -60,11 +60,11 @@ class Calls:
 
     def sharing(self, known: KnownColumns) -> Calls:
         """Return the same, with those columns of ``known`` ones that are alike on many ranks; new ones are added."""
-        found: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         for name in ("what", "step", "sequence", "byte_count"):
             column = getattr(self, name)
-            found[name] = None if column is None else known.setdefault((column.dtype.str, column.tobytes()), column)
-        return replace(self, **found)
+            shared[name] = None if column is None else known.setdefault((column.dtype.str, column.tobytes()), column)
+        return replace(self, **shared)
 
     def of_steps(self, number: Ints) -> Calls:
         """Return those in some of the steps alone: the position of a step → its new one, -1 for those left out."""
@@ -121,7 +121,7 @@ def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tup
     counts[named if len(named) else slice(None)] = True
     columns = _known_columns(rank)
     what, step, sequence = map(_narrow, (calls.what, calls.step, calls.sequence))
-    found: dict[int, Calls] = {}
+    collectives: dict[int, Calls] = {}
     sent: dict[int, Calls] = {}
     is_pairwise = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what]
     for number in np.unique(calls.group[counts[calls.step]]).tolist():
@@ -130,7 +130,7 @@ def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tup
         if not (np.diff(calls.sequence[rows]) > 0).all():
             _, first = np.unique(calls.sequence[rows], return_index=True)
             rows = rows[first]
-        for place, which in ((found, rows), (sent, np.flatnonzero(in_group & is_pairwise))):
+        for place, which in ((collectives, rows), (sent, np.flatnonzero(in_group & is_pairwise))):
             if len(which):
                 mine: dict[str, Any] = dict.fromkeys(_OF_CALLS)
                 for name, column in columns.items():
@@ -139,7 +139,7 @@ def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tup
                         mine[name] = column_of_group
                 alike = what[which], step[which], sequence[which]
                 place[number] = Calls(calls.names, *alike, **mine).sharing(shared)
-    return found, sent
+    return collectives, sent
 
 
 _OF_CALLS = ("byte_count", "duration_ns", "hidden_ns", "exposed_ns", "end_ns", "called_ns")
@@ -149,18 +149,18 @@ def _known_columns(rank: LightColumns) -> dict[str, Ints]:
     """Return those columns of `_OF_CALLS` in which anything is known, of all collectives of a rank."""
     calls = rank.calls
     start, end = calls.start_ns, calls.end_ns
-    found: dict[str, Ints] = {}
+    known_columns: dict[str, Ints] = {}
     begin = rank.record.clock_base_ns + rank.steps.start_ns[calls.step]
     for name, column in (("byte_count", calls.bytes), ("hidden_ns", calls.hidden_ns), ("exposed_ns", calls.exposed_ns)):
         known = column != UNKNOWN
         if known.any():
-            found[name] = _narrow(np.where(known, column, UNKNOWN))
+            known_columns[name] = _narrow(np.where(known, column, UNKNOWN))
     is_timed = (start != UNKNOWN) & (end != UNKNOWN) & (end >= start)
     if is_timed.any():
-        found["duration_ns"] = _narrow(np.where(is_timed, end - start, UNKNOWN))
-        found["end_ns"] = np.where(is_timed, begin + end, UNKNOWN)
-    found["called_ns"] = np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns)
-    return found
+        known_columns["duration_ns"] = _narrow(np.where(is_timed, end - start, UNKNOWN))
+        known_columns["end_ns"] = np.where(is_timed, begin + end, UNKNOWN)
+    known_columns["called_ns"] = np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns)
+    return known_columns
 
 
 def _narrow(column: Ints) -> Ints:
@@ -175,57 +175,60 @@ def match_collectives(ranks: Sequence[tuple[LightRecord, Mapping[int, Calls]]]) 
     Each rank comes with its collectives by group (`tabulate_calls`). Steps at the beginning or the end of which another
     rank lost its record are left out in all groups of the rank, so that what is waited for there is not taken for none.
     """
-    found: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Group, Calls]]] = {}
+    by_group: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Group, Calls]]] = {}
     for record, calls in ranks:
         for group in {group.number: group for group in record.groups}.values():
             if group.number in calls and len(group.ranks) > 1:
-                found.setdefault((group.name, group.ranks), {})[record.rank] = group, calls[group.number]
-    ordered = sorted(found.items(), key=lambda item: (-len(item[0][1]), item[0]))
+                by_group.setdefault((group.name, group.ranks), {})[record.rank] = group, calls[group.number]
+    ordered = sorted(by_group.items(), key=lambda item: (-len(item[0][1]), item[0]))
     groups = [by_rank for _, by_rank in ordered if len(by_rank) > 1]
     matched = [_match(by_rank) for by_rank in groups]
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for one, by_rank in zip(matched, groups, strict=True):
-        for rank, step in zip(one.ranks, one.step, strict=True) if len(one.kind) else ():
+    for match, by_rank in zip(matched, groups, strict=True):
+        for rank, step in zip(match.ranks, match.step, strict=True) if len(match.kind) else ():
             mine = by_rank[rank][1].step
             if step.min() > mine.min():
                 first[rank] = max(first.get(rank, 0), int(step.min()))
             if step.max() < mine.max():
                 last[rank] = min(last.get(rank, int(step.max())), int(step.max()))
-    return [_within(one, first, last) for one in matched]
+    return [_drop_cut_steps(match, first, last) for match in matched]
 
 
-def _within(one: Matched, first: Mapping[int, int], last: Mapping[int, int]) -> Matched:
+def _drop_cut_steps(match: Matched, first: Mapping[int, int], last: Mapping[int, int]) -> Matched:
     """Return the collectives of those steps in which no rank of the group is before its first or after its last."""
-    kept = np.ones(len(one.kind), dtype=np.bool_)
-    for rank, step in zip(one.ranks, one.step, strict=True):
+    kept = np.ones(len(match.kind), dtype=np.bool_)
+    for rank, step in zip(match.ranks, match.step, strict=True):
         if rank in first:
             kept &= step >= first[rank]
         if rank in last:
             kept &= step <= last[rank]
     if kept.all():
-        return one
+        return match
     columns: dict[str, Any] = {
-        name: column[..., kept] for name, column in vars(one).items() if isinstance(column, np.ndarray)
+        name: column[..., kept] for name, column in vars(match).items() if isinstance(column, np.ndarray)
     }
-    columns |= {name: tuple(own[kept] for own in getattr(one, name)) for name in ("end_ns", "step", "called_ns")}
+    columns |= {name: tuple(own[kept] for own in getattr(match, name)) for name in ("end_ns", "step", "called_ns")}
     rows = np.flatnonzero(kept).tolist()
-    return replace(one, kind=[one.kind[row] for row in rows], dtype=[one.dtype[row] for row in rows], **columns)
+    return replace(match, kind=[match.kind[row] for row in rows], dtype=[match.dtype[row] for row in rows], **columns)
 
 
-def within_matched(rank: int, step: Ints, matched: Sequence[Matched]) -> Bools:
-    """Return which steps of a rank lie from its first matched collective to its last; without one, all.
+def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> Bools:
+    """Mark the steps of a rank between its first and its last matched collective; all of its steps if none matched.
 
     ``step`` are their positions in the rank's record.
     """
-    mine = [one.step[one.ranks.index(rank)] for one in matched if rank in one.ranks and len(one.kind)]
-    first, last = min((int(one.min()) for one in mine), default=0), max((int(one.max()) for one in mine), default=_MOST)
+    mine = [match.step[match.ranks.index(rank)] for match in matched if rank in match.ranks and len(match.kind)]
+    first, last = (
+        min((int(steps.min()) for steps in mine), default=0),
+        max((int(steps.max()) for steps in mine), default=_MOST),
+    )
     return (step >= first) & (step <= last)
 
 
 def count_steps(rank: int, steps: StepColumns, matched: Sequence[Matched]) -> int:
     """Return how many measured steps of a rank are compared."""
-    return int(within_matched(rank, steps.named, matched).sum())
+    return int(steps_between_matches(rank, steps.named, matched).sum())
 
 
 def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
@@ -240,7 +243,7 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
 
     # Ranks share columns that are alike: each pair of a sequence and a column is looked up once, and stays shared.
     places: dict[int, slice | Ints] = {}
-    found: dict[tuple[int, int], Ints] = {}
+    columns_of_common: dict[tuple[int, int], Ints] = {}
 
     def own(name: str) -> tuple[Ints, ...]:
         columns = []
@@ -249,9 +252,9 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
             if column is not None and id(sequence) not in places:
                 places[id(sequence)] = _find_all(sequence, common)
             key = id(sequence), id(column)
-            if key not in found:
-                found[key] = unknown if column is None else column[places[id(sequence)]]
-            columns.append(found[key])
+            if key not in columns_of_common:
+                columns_of_common[key] = unknown if column is None else column[places[id(sequence)]]
+            columns.append(columns_of_common[key])
         return tuple(columns)
 
     def table(name: str) -> Ints:
@@ -313,13 +316,13 @@ def _find_all(sequence: Ints, common: Ints) -> slice | Ints:
 
 def _median_of_others(wait: Ints) -> Ints:
     """Return the median wait of each collective without the rank that came last, which waited for nobody."""
-    found = np.zeros(wait.shape[1], dtype=np.int64)
+    middle_waits = np.zeros(wait.shape[1], dtype=np.int64)
     some = np.flatnonzero(wait.any(axis=0))
     ordered = np.sort(wait[:, some], axis=0)[1:]
     if len(ordered):
         middle = ordered[(len(ordered) - 1) // 2].astype(np.int64) + ordered[len(ordered) // 2]
-        found[some] = (middle / 2).astype(np.int64)
-    return found
+        middle_waits[some] = (middle / 2).astype(np.int64)
+    return middle_waits
 
 
 def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]) -> Ints:
@@ -329,14 +332,14 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
     """
     sums = np.zeros((rank_count, rank_count), dtype=np.int64)
     placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in range(rank_count)]
-    for one in matched:
-        late = np.flatnonzero(one.last >= 0)
-        where = np.array([index[rank] for rank in one.ranks], dtype=np.int64)
-        to = where[one.last[late]]
+    for match in matched:
+        late = np.flatnonzero(match.last >= 0)
+        where = np.array([index[rank] for rank in match.ranks], dtype=np.int64)
+        to = where[match.last[late]]
         for here, rank in enumerate(where.tolist()):
-            wait, ended = one.wait_ns[here, late], one.end_ns[here][late]
-            begin = np.where(ended != UNKNOWN, ended - one.duration_ns[here, late], one.called_ns[here][late])
-            known = (ended != UNKNOWN) | one.only_called[late]
+            wait, ended = match.wait_ns[here, late], match.end_ns[here][late]
+            begin = np.where(ended != UNKNOWN, ended - match.duration_ns[here, late], match.called_ns[here][late])
+            known = (ended != UNKNOWN) | match.only_called[late]
             np.add.at(sums[rank], to[~known], wait[~known])
             placed[rank].append((begin[known], wait[known], to[known]))
     for rank, parts in enumerate(placed):
@@ -419,8 +422,8 @@ def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | Non
 
 def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
     """Return the rank that launches work on each device; a device of several ranks is left out."""
-    found: dict[int, set[int]] = {}
+    by_device: dict[int, set[int]] = {}
     for number, process in ranks.members:
         for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
-            found.setdefault(device, set()).add(number)
-    return {device: numbers.pop() for device, numbers in found.items() if len(numbers) == 1}
+            by_device.setdefault(device, set()).add(number)
+    return {device: numbers.pop() for device, numbers in by_device.items() if len(numbers) == 1}

@@ -156,11 +156,10 @@ def _is_one_to_one(pairs: list[tuple[int, int]]) -> bool:
 
 
 def _is_communication(trace: Trace) -> Bools:
-    """Return of each name whether work of that name is communication."""
-    found = np.zeros(len(trace.names) + 1, dtype=np.bool_)
+    talks = np.zeros(len(trace.names) + 1, dtype=np.bool_)
     for name in distinct_values(trace.work.name).tolist():
-        found[name] = categorize(trace.names[name], trace.measure).name == _COMMUNICATION
-    return found
+        talks[name] = categorize(trace.names[name], trace.measure).name == _COMMUNICATION
+    return talks
 
 
 def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int | None:

@@ -85,11 +85,11 @@ class OwnTime:
         keys, inverse = np.unique(key[kept], return_inverse=True)
         sums = np.zeros(len(keys), dtype=np.int64)
         np.add.at(sums, inverse, time[kept])
-        found = []
+        rows = []
         for number, total in zip(keys.tolist(), sums.tolist(), strict=True):
             rest, place = divmod(number, len(self.places))
-            found.append((rest // len(CAUSES), CAUSES[rest % len(CAUSES)], *self.places[place], total))
-        return found
+            rows.append((rest // len(CAUSES), CAUSES[rest % len(CAUSES)], *self.places[place], total))
+        return rows
 
 
 def collective_ranges(trace: Trace) -> Ints:
@@ -160,7 +160,6 @@ def _outside_cuda(trace: Trace, idle: Stretches, begin: int, end: int) -> Stretc
 
 
 def _busy_time(attribution: Attribution) -> tuple[GpuTime, Ints]:
-    """Return the rank's time on its device, and the rows of its kernels."""
     trace = attribution.trace
     if trace.measure != "gpu-kernel":
         return host_time(trace), _computes(trace)
@@ -251,26 +250,26 @@ def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
     trace = attribution.trace
     places: list[Place] = [_NOWHERE, _LOADING]
     numbers = {_NOWHERE: 0, _LOADING: 1}
-    found = [-1] * len(trace.ranges)
+    number_of = [-1] * len(trace.ranges)
     parents, names = attribution.parent.tolist(), trace.ranges.name.tolist()
     passed_over = {i for i, name in enumerate(trace.names) if _NCCL in name.lower() or _ON_THE_HOST.fullmatch(name)}
-    for index in range(len(found)):
+    for index in range(len(number_of)):
         chain, at = [], index
-        while at != NO_RANGE and found[at] < 0:
+        while at != NO_RANGE and number_of[at] < 0:
             chain.append(at)
             at = parents[at]
-        place = _NOWHERE if at == NO_RANGE else places[found[at]]
-        for one in reversed(chain):
-            name = trace.names[names[one]]
+        place = _NOWHERE if at == NO_RANGE else places[number_of[at]]
+        for row in reversed(chain):
+            name = trace.names[names[row]]
             if name in PHASES or name == DATA:
                 place = (name, "")
-            elif place[0] and names[one] not in passed_over:
+            elif place[0] and names[row] not in passed_over:
                 place = (place[0], name)
             if place not in numbers:
                 numbers[place] = len(places)
                 places.append(place)
-            found[one] = numbers[place]
-    return places, np.array(found, dtype=np.int64)
+            number_of[row] = numbers[place]
+    return places, np.array(number_of, dtype=np.int64)
 
 
 class _HostPlaces:
@@ -297,14 +296,14 @@ class _HostPlaces:
 
     def at(self, time_ns: Ints) -> Ints:
         """Return the place at each time."""
-        found = np.zeros(len(time_ns), dtype=np.int64)
+        place_at = np.zeros(len(time_ns), dtype=np.int64)
         for number, timeline in enumerate(self._timelines):
             here = self._of_range[timeline.innermost_at(time_ns)]
-            inner = np.isin(found, self._backward) & np.isin(here, self._backward)
-            found = np.where((found == 0) | (inner & (number > 0)), here, found)
+            inner = np.isin(place_at, self._backward) & np.isin(here, self._backward)
+            place_at = np.where((place_at == 0) | (inner & (number > 0)), here, place_at)
         for starts, place in self._before:
-            found = np.where(found == 0, place[np.searchsorted(starts, time_ns, side="right")], found)
-        return found
+            place_at = np.where(place_at == 0, place[np.searchsorted(starts, time_ns, side="right")], place_at)
+        return place_at
 
     @staticmethod
     def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:

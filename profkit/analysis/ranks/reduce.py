@@ -44,7 +44,7 @@ _NODE = re.compile(r"node(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """The collectives of a rank in the order in which they were called."""
+    """Columns of a rank's collectives, in the order in which they were called."""
 
     called_ns: Ints
     start_ns: Ints
@@ -111,7 +111,7 @@ def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
         facts, keys = [], []
         for row in rows.tolist():
             index = -1 if work.collective is None else int(work.collective[row])
-            fact = trace.collectives[index] if index >= 0 else _guess(attribution, row)
+            fact = trace.collectives[index] if index >= 0 else _guess_kind(attribution, row)
             facts.append(fact)
             keys.append((fact.group, fact.ranks) if fact.group is not None else (f"stream {work.stream[row]}", ()))
         busy = unite(work.start_ns[computing], work.end_ns[computing])
@@ -132,7 +132,7 @@ def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
     return _Calls(*columns, busy.within(columns[1], columns[2]), group, facts), groups
 
 
-def _guess(attribution: Attribution, row: int) -> CollectiveCall:
+def _guess_kind(attribution: Attribution, row: int) -> CollectiveCall:
     """Return what the name of NCCL's range around the launch says of a kernel, else its own name."""
     trace = attribution.trace
     around = int(attribution.work.innermost[row])
@@ -159,14 +159,14 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
     is_alone = len(trace.work) and not len(calls)
     for number, cause, phase, module, time in own.sum_between(np.array(edges, dtype=np.int64)) if is_alone else ():
         alone.setdefault(number, []).append((cause, phase, module, time))
-    sequence = _number(calls, step_of)
+    sequence = _number_sequences(calls, step_of)
     rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
-    found = []
+    records = []
     for number, ((name, start, stop), rows) in enumerate(zip(spans, rows_of, strict=True)):
         if name is None and not len(rows):
             continue
         position = {row: at for at, row in enumerate(rows.tolist())}
-        found.append(
+        records.append(
             replace(
                 _describe_step(attribution, own, start, stop),
                 name=name,
@@ -176,19 +176,19 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
                 outside_cuda=tuple(outside.get(number, ())),
             )
         )
-    return found
+    return records
 
 
 def _since_by_call(own: OwnTime, calls: _Calls) -> dict[int, list[tuple[Cause, str, str, int]]]:
     """Return what the rank did up to the end of each collective, since the one that ended before it."""
     order = np.argsort(calls.end_ns, kind="stable")
-    found: dict[int, list[tuple[Cause, str, str, int]]] = {}
+    since: dict[int, list[tuple[Cause, str, str, int]]] = {}
     for cell, cause, phase, module, time in own.sum_between(calls.end_ns[order]):
-        found.setdefault(int(order[cell]), []).append((cause, phase, module, time))
-    return found
+        since.setdefault(int(order[cell]), []).append((cause, phase, module, time))
+    return since
 
 
-def _number(calls: _Calls, step_of: Ints) -> list[int]:
+def _number_sequences(calls: _Calls, step_of: Ints) -> list[int]:
     """Return the sequence numbers; where the trace has none, counted from the first of a measured step."""
     numbers = [0] * len(calls)
     for group in distinct_values(calls.group).tolist():
@@ -217,7 +217,6 @@ def _columns(calls: _Calls, sequence: list[int], rows: Ints, begin: int) -> Coll
 
 
 def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int) -> StepRecord:
-    """Return the phases of a step, and how long its GPU was idle while the host launched."""
     trace = attribution.trace
     ranges = trace.ranges
     inside = (ranges.start_ns >= begin) & (ranges.end_ns <= end)
@@ -250,9 +249,9 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     written = {step.name: step for step in light.steps if step.name is not None}
     shared = [step.name for step in record.steps if step.name in written and len(step.collectives)]
     mine = {step.name: step.collectives for step in record.steps}
-    fits = bool(shared) and all(_may_be(mine[name].kind, written[name].collectives.kind) for name in shared)
+    fits = bool(shared) and all(_kinds_agree(mine[name].kind, written[name].collectives.kind) for name in shared)
     groups, number_of = _join_groups(record, light)
-    sending = {number_of[one] for step in light.steps for one in _sending(step)}
+    sending = {number_of[number] for step in light.steps for number in _groups_with_sends(step)}
     unnamed = {group.number for group in record.groups if not group.ranks}
     steps = []
     for step in record.steps:
@@ -266,14 +265,16 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
             called = theirs.collectives
             taken: dict[str, list[Any]] = {"exposed_ns": called.exposed_ns}
             own = {name: getattr(called, name) for name in ("sequence", "kind", "dtype", "bytes")}
-            for name, column in {**own, "group": [number_of[one] for one in called.group]}.items():
+            for name, column in {**own, "group": [number_of[number] for number in called.group]}.items():
                 rows = zip(calls.group, getattr(calls, name), column, strict=True)
                 taken[name] = [said if group in unnamed else known for group, known, said in rows]
             calls = replace(calls, **taken)
         elif len(sending) == 1:
             (only,) = sending
             pairs = zip(calls.group, calls.kind, strict=True)
-            calls = replace(calls, group=[only if kind in P2P and one in unnamed else one for one, kind in pairs])
+            calls = replace(
+                calls, group=[only if kind in P2P and number in unnamed else number for number, kind in pairs]
+            )
         steps.append(replace(step, **noted, collectives=calls))
     return replace(record, node=light.node, groups=groups, steps=tuple(steps))
 
@@ -282,13 +283,14 @@ _OF_SENDS = ("all_to_all", "gather", "scatter")
 """What torch makes of sends and receives, so that NCCL, and a trace of it, knows only these."""
 
 
-def _may_be(traced: Sequence[str], called: Sequence[str]) -> bool:
+def _kinds_agree(traced: Sequence[str], called: Sequence[str]) -> bool:
     """Return whether these kinds in a trace are those that torch called, one by one.
 
     Of a kernel that sends or receives a trace may not say which of the two it does.
     """
     return len(traced) == len(called) and all(
-        one == other or (one in P2P and other in (*P2P, *_OF_SENDS)) for one, other in zip(traced, called, strict=True)
+        known == other or (known in P2P and other in (*P2P, *_OF_SENDS))
+        for known, other in zip(traced, called, strict=True)
     )
 
 
@@ -307,8 +309,7 @@ def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, 
     return tuple(groups), number_of
 
 
-def _sending(step: StepRecord) -> set[int]:
-    """Return the groups in which anything was sent or received."""
+def _groups_with_sends(step: StepRecord) -> set[int]:
     calls = step.collectives
     return {group for group, kind in zip(calls.group, calls.kind, strict=True) if kind in P2P}
 
@@ -343,11 +344,11 @@ def reduce_columns(rank: LightColumns, known: KnownColumns | None = None) -> Red
         sent=sent,
         exact=exact,
         on_gpu=longer_on_gpu(rank.steps, rank.calls),
-        between_ns={} if exact is None else _between(rank, len(exact.own)),
+        between_ns={} if exact is None else _time_sending(rank, len(exact.own)),
     )
 
 
-def _between(rank: LightColumns, steps: int) -> dict[int, int]:
+def _time_sending(rank: LightColumns, steps: int) -> dict[int, int]:
     """Return for each group what its sends and receives took over the last ``steps`` that nothing hid."""
     since, calls = rank.since, rank.calls
     talks = np.array([cause == "communication" for cause, *_ in since.parts], dtype=np.bool_)[since.part]
@@ -360,7 +361,7 @@ def _between(rank: LightColumns, steps: int) -> dict[int, int]:
     return dict(zip(groups.tolist(), sums.tolist(), strict=True))
 
 
-def of_one_kind(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank]) -> list[ReducedRank]:
+def make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank]) -> list[ReducedRank]:
     """Return the ranks so that their steps can be compared: where only some left full traces, all by light records.
 
     What a trace knows of a step and what a light record knows are not the same. Light records have those steps alone
@@ -372,32 +373,31 @@ def of_one_kind(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank]
         ranks: by its trace each rank that has one, else by its light record.
         written: the light records of ranks with a trace.
     """
-    traced = [one for one in ranks if one.record.source != "light"]
-    is_known = any(one.exact is not None and (one.calls or one.sent) for one in traced)
-    is_alike = len(traced) == len(ranks) and (is_known or not any(one.calls for one in written.values()))
+    traced = [rank for rank in ranks if rank.record.source != "light"]
+    is_known = any(rank.exact is not None and (rank.calls or rank.sent) for rank in traced)
+    is_alike = len(traced) == len(ranks) and (is_known or not any(rank.calls for rank in written.values()))
     if is_alike or not traced:
         return list(ranks)
-    named = {name for one in traced for name in one.steps.names if name is not None}
-    sources = [one.record.source for one in ranks]
-    limited = [_limit(written.get(one.record.rank, one), named) for one in ranks]
-    return [replace(one, record=replace(one.record, source=of)) for one, of in zip(limited, sources, strict=True)]
+    named = {name for rank in traced for name in rank.steps.names if name is not None}
+    sources = [rank.record.source for rank in ranks]
+    limited = [_keep_steps(written.get(rank.record.rank, rank), named) for rank in ranks]
+    return [replace(rank, record=replace(rank.record, source=of)) for rank, of in zip(limited, sources, strict=True)]
 
 
-def _limit(one: ReducedRank, named: Set[str]) -> ReducedRank:
-    """Return a rank with its steps of these names alone."""
-    kept = [at for at, name in enumerate(one.steps.names) if name in named]
-    numbers = np.full(len(one.steps), -1)
+def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
+    kept = [at for at, name in enumerate(rank.steps.names) if name in named]
+    numbers = np.full(len(rank.steps), -1)
     numbers[kept] = np.arange(len(kept))
     calls, sent = (
         {group: some for group, whole in columns.items() if len(some := whole.of_steps(numbers))}
-        for columns in (one.calls, one.sent)
+        for columns in (rank.calls, rank.sent)
     )
     return replace(
-        one,
-        steps=one.steps.only(kept),
+        rank,
+        steps=rank.steps.only(kept),
         calls=calls,
         sent=sent,
-        on_gpu=one.on_gpu.within(numbers[one.steps.named] >= 0),
+        on_gpu=rank.on_gpu.within(numbers[rank.steps.named] >= 0),
     )
 
 
