@@ -8,7 +8,7 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.compare.kernel_changes import compare_times
-from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
+from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_both, sample_steps
 from profkit.analysis.tree.selection import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT
@@ -127,3 +127,17 @@ def test_what_torch_compile_runs_is_apart_from_the_step_that_it_holds_up(tmp_pat
     assert phases == {"compiling": (0, 3500), "forward": (320, 320), "(in no inner range)": (14, 14)}
     assert {line.name: line.change.after_ns for line in found.by_category}["compiling"] == 3500
     assert sum(part.change.after_ns for part in found.parts) == found.kernel_time.after_ns
+
+
+def test_paths_of_two_captures_are_kinds_if_either_has_several(tmp_path: Path) -> None:
+    """As in the tree of ranges, a single ``conv2`` is no ``conv*``; what both are called must be the same."""
+    one = {"forward/conv2": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}
+    two = {"forward/conv2": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)], "forward/layer 1": [(ADD, 2)]}
+    before, after = (
+        read_trace(write_steps(tmp_path / name, [steps, steps])).attribution
+        for name, steps in (("before.sqlite", one), ("after.sqlite", two))
+    )
+    sides = sample_both(before, after)
+    assert [{join_path(key.path) for key in side.keys} for side in sides] == [{"forward/conv2", "forward/layer *"}] * 2
+    assert {join_path(key.path) for key in sample_steps(before).keys} == {"forward/conv2", "forward/layer 0"}
+    assert {line.name for line in compare_times(*sides).by_range} == {"forward/conv2", "forward/layer *"}

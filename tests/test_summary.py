@@ -84,6 +84,22 @@ def test_what_lies_in_the_model_itself_is_a_line_among_its_modules() -> None:
     assert "; model itself 40 ns (forward 20 ns, backward 20 ns); head 30 ns" in " ".join(text.split())
 
 
+def test_the_line_of_modules_names_no_time_twice() -> None:
+    """Of what holds the repeated blocks only its own time stands beside them; blocks without time have no line."""
+    modules = (
+        ModuleTime("model", None, 1, 50, 0, 0),
+        ModuleTime("wrapper", "model", 1, 50, 0, 0, itself=PassTimes(10), around=("model",)),
+        ModuleTime("h.*", "wrapper", 2, 40, 0, 0, itself=PassTimes(40), around=("model", "wrapper")),
+        ModuleTime("loss", None, 1, 5, 0, 0, itself=PassTimes(5)),
+    )
+    work = _summary(SMALL).work
+    text = " ".join(render(build_summary_document(Summary("run", modules=modules, work=work), ()), "table").split())
+    assert "wrapper itself 10 ns (forward 10 ns); loss 5 ns (forward 5 ns)" in text
+    assert "wrapper 50 ns" not in text
+    idle = tuple(ModuleTime(row.module, row.parent, row.number, 0, 0, 0) for row in modules)
+    assert "h.*" not in render(build_summary_document(Summary("run", modules=idle, work=work), ()), "table")
+
+
 def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Path) -> None:
     """Two checkpoints, one in the other: the block's backward pass holds 10 ns of its own, and 20 + 5 again."""
     builder = NsysBuilder()
