@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from profkit.analysis.intervals import Stretches
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.analysis.ranks.members import Ranks
@@ -116,6 +117,14 @@ class TimeAccount:
         ranges = self.attribution.trace.ranges
         durations = (ranges.end_ns - ranges.start_ns)[self.steps]
         return float(np.median(durations)) if len(durations) else None
+
+    def measure(self, sets: Mapping[int, Stretches]) -> Ints:
+        """Return how much of each row's time on its GPU lies in the set of that GPU; 0 for a GPU without a set."""
+        windows, time_ns = self.windows, np.zeros(len(self), dtype=np.int64)
+        for device, stretches in sets.items():
+            mine = windows.device == device
+            time_ns[mine] = stretches.within(windows.start_ns[mine], windows.end_ns[mine])
+        return time_ns
 
     def sum_parts(self, rows: Bools | None = None) -> tuple[GpuParts, DataWait]:
         """Return the recorded time of some rows in its parts, and their waits for data."""

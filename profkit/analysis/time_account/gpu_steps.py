@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
-from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.ranks.matching import Waiting
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, Windows, category_rows, communication_rows
+from profkit.analysis.time_account.gpu_time import GpuParts, category_rows, communication_rows
 from profkit.analysis.time_account.waits import DataWait, sum_host_waits
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+from profkit.trace.columns import Bools, Trace, distinct_values
 
 
 @dataclass(frozen=True)
@@ -65,81 +64,62 @@ def sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
 
 def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...]:
     """Return the rows of the account with what ran on their GPUs: communication, waiting, products, attention."""
-    attribution, windows = account.attribution, account.windows
-    ranges, trace = attribution.trace.ranges, attribution.trace
-    measured = _measure_communication(attribution, windows, waiting)
-    waited_ns = sum_host_waits(attribution, account.steps).tolist()
-    products, attention = _split_computing(trace, windows)
-    exposed = _sum_exposed_waits(account.gpu_times, windows, waiting)
+    ranges, trace = account.attribution.trace.ranges, account.attribution.trace
+    talks = communication_rows(trace)
+    communication, unknown = (
+        account.measure(_unite_kernels(trace, rows)).tolist() for rows in (talks, talks & ~waiting.is_known)
+    )
+    waits = account.measure({device: waiting.waits_of(device) for device in account.gpu_times}).tolist()
+    products, attends = (
+        _unite_kernels(trace, category_rows(trace, frozenset({category}))) for category in ("gemm", "attention")
+    )
+    matmul = account.measure(products).tolist()
+    attention = account.measure({device: subtract(attends[device], products[device]) for device in attends}).tolist()
+    exposed = _sum_exposed_waits(account, waiting)
+    waited_ns = sum_host_waits(account.attribution, account.steps)[account.step].tolist()
     return tuple(
         GpuStep(
             name=trace.names[int(ranges.name[index])],
             rank=None if account.rank[row] < 0 else int(account.rank[row]),
             process=trace.process_ids.get(int(ranges.process[index]), int(ranges.process[index])),
-            device=int(windows.device[row]),
+            device=int(account.windows.device[row]),
             start_ns=int(ranges.start_ns[index]),
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             gpu=GpuParts(*account.parts[row].tolist()),
-            communication_ns=measured[row][0],
-            waiting_ns=measured[row][1],
-            untold_ns=measured[row][2],
+            communication_ns=communication[row],
+            waiting_ns=waits[row] if communication[row] > unknown[row] or not communication[row] else None,
+            untold_ns=unknown[row],
             data=DataWait(*account.data[row].tolist()),
-            data_wait_ns=waited_ns[int(windows.member[row])],
-            matmul_ns=int(products[row]),
-            attention_ns=int(attention[row]),
+            data_wait_ns=waited_ns[row],
+            matmul_ns=matmul[row],
+            attention_ns=attention[row],
             exposed_waiting_ns=exposed[row][0],
             waiting_for=exposed[row][1],
         )
-        for row, index in enumerate(account.steps[windows.member].tolist())
+        for row, index in enumerate(account.steps[account.step].tolist())
     )
 
 
-def _split_computing(trace: Trace, windows: Windows) -> tuple[Ints, Ints]:
-    """Return for each window how long matrix products ran, and how long attention did while none of them ran."""
-    work, (products, attention) = trace.work, np.zeros((2, len(windows.member)), dtype=np.int64)
-    is_product, is_attention = (category_rows(trace, frozenset({category})) for category in ("gemm", "attention"))
-    for device in distinct_values(windows.device).tolist():
-        mine, here = windows.device == device, work.device == device
-        window = windows.start_ns[mine], windows.end_ns[mine]
-        matmuls, attends = (
-            unite(work.start_ns[rows], work.end_ns[rows]) for rows in (here & is_product, here & is_attention)
-        )
-        products[mine], attention[mine] = matmuls.within(*window), subtract(attends, matmuls).within(*window)
-    return products, attention
+def _sum_exposed_waits(account: TimeAccount, waiting: Waiting) -> list[tuple[int, int | None]]:
+    """Return for each row how long only waiting for other ranks ran, and for which rank most of it was."""
+    alone = {device: time.exposed_communication for device, time in account.gpu_times.items()}
+    total = account.measure({device: intersect(waiting.waits_of(device), alone[device]) for device in alone})
+    lasts = sorted({last for by_last in waiting.by_last.values() for last in by_last})
+    if not lasts:
+        return [(time_ns, None) for time_ns in total.tolist()]
+    sets = [
+        {device: intersect(waits[last], alone[device]) for device, waits in waiting.by_last.items() if last in waits}
+        for last in lasts
+    ]
+    most = np.stack([account.measure(waits) for waits in sets]).argmax(axis=0)
+    return [
+        (time_ns, waiting.rank_of.get(lasts[at]) if time_ns else None)
+        for time_ns, at in zip(total.tolist(), most.tolist(), strict=True)
+    ]
 
 
-def _sum_exposed_waits(times: dict[int, GpuTime], windows: Windows, waiting: Waiting) -> list[tuple[int, int | None]]:
-    """Return for each window how long only waiting for other ranks ran, and for which rank most of it was."""
-    waits: list[tuple[int, int | None]] = []
-    for device, start, end in zip(windows.device.tolist(), windows.start_ns, windows.end_ns, strict=True):
-        alone, window = times[device].exposed_communication, (np.array([start]), np.array([end]))
-        total = int(intersect(waiting.waits_of(device), alone).within(*window)[0])
-        sums = {
-            waiting.rank_of.get(last): int(intersect(when, alone).within(*window)[0])
-            for last, when in waiting.by_last.get(device, {}).items()
-        }
-        waits.append((total, max(sums, key=lambda rank: sums[rank]) if total else None))
-    return waits
-
-
-def _measure_communication(
-    attribution: Attribution, windows: Windows, waits: Waiting
-) -> list[tuple[int, int | None, int]]:
-    """Return for each window its communication, the waiting in it, and the part for which waiting is unknown, in ns."""
-    trace = attribution.trace
-    talks = communication_rows(trace)
-    measured: list[tuple[int, int | None, int]] = [(0, 0, 0)] * len(windows.member)
-    for device in set(windows.device.tolist()):
-        mine = np.flatnonzero(windows.device == device)
-        here = talks & (trace.work.device == device)
-        sets = (_kernels(attribution, here), waits.waits_of(device), _kernels(attribution, here & ~waits.is_known))
-        columns = [stretches.within(windows.start_ns[mine], windows.end_ns[mine]).tolist() for stretches in sets]
-        for row, talking, waiting, unknown in zip(mine.tolist(), *columns, strict=True):
-            known = talking > unknown or not talking
-            measured[row] = (talking, waiting if known else None, unknown)
-    return measured
-
-
-def _kernels(attribution: Attribution, rows: Bools) -> Stretches:
-    work = attribution.trace.work
-    return unite(work.start_ns[rows], work.end_ns[rows])
+def _unite_kernels(trace: Trace, rows: Bools) -> dict[int, Stretches]:
+    """Return for each device when any of the given kernels ran."""
+    work = trace.work
+    here = {device: rows & (work.device == device) for device in distinct_values(work.device).tolist()}
+    return {device: unite(work.start_ns[mine], work.end_ns[mine]) for device, mine in here.items()}
