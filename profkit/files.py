@@ -38,7 +38,7 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; ``filename`` is ``path``.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     partial = target.with_name(
         f"{HALF_WRITTEN}{os.getpid()}-{os.urandom(4).hex()}{''.join(target.suffixes[-2:])[-32:]}"
     )

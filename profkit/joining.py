@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -195,6 +196,8 @@ class Gathered:
     output: Path
     runs: tuple[tuple[str, tuple[int, ...]], ...]
     expected: int | None
+    left_out: tuple[str, ...]
+    """What lies in the runs and is no file: links, folders, pipes."""
 
 
 def gather(sources: Sequence[Path], output: Path) -> Gathered:
@@ -205,7 +208,7 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
         output: the directory to make; it appears whole or not at all.
 
     Raises:
-        RunError: a source is no run, or cannot be read.
+        RunError: a source is no run, cannot be read, or is larger than the room on the disk.
         UsageError: two sources hold one rank or are of different jobs, or one does not know its ranks.
         OSError: the copy cannot be written.
     """
@@ -227,7 +230,8 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
     expected = counts.pop() if len(counts) == 1 else None
     if output.exists():
         raise RunError(f"{output}: exists; name a new directory with -o")
-    around = next((run.path for run in runs if output.resolve().is_relative_to(run.path.resolve())), None)
+    target = Path(os.path.realpath(output))
+    around = next((run.path for run in runs if target.is_relative_to(os.path.realpath(run.path))), None)
     if around is not None:
         raise UsageError(
             f"{output}: lies within {around}, which is to be copied; name a directory outside of it with -o"
@@ -235,15 +239,32 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
     ordered = sorted(runs, key=lambda run: ranks[run.path])
     partial = output.with_name(f".profkit-{os.getpid()}-{output.name}")
     try:
-        made = []
+        made, left_out = [], list[str]()
         for number, run in enumerate(ordered):
             place = claim(partial, Job(ids[0] if ids else None, expected, number))
-            shutil.copytree(run.path, place, dirs_exist_ok=True)
+            left_out += _copy_files(run.path, place)
             made.append((place.name, ranks[run.path]))
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Gathered(output, tuple(made), expected)
+    return Gathered(output, tuple(made), expected, tuple(left_out))
+
+
+def _copy_files(source: Path, place: Path) -> list[str]:
+    """Copy the files in a run; return what else lies there and is left out: links, folders, pipes.
+
+    Raises:
+        RunError: they need more room than there is.
+        OSError: a file cannot be read or written.
+    """
+    sizes = {path: path.lstat() for path in sorted(source.iterdir())}
+    files = [path for path, status in sizes.items() if stat.S_ISREG(status.st_mode)]
+    needed, free = sum(sizes[path].st_size for path in files), shutil.disk_usage(place).free
+    if needed > free:
+        raise RunError(f"{source}: holds {needed / 2**30:.3g} GiB, and {place.parent} has room for {free / 2**30:.3g}")
+    for path in files:
+        shutil.copy2(path, place / path.name, follow_symlinks=False)
+    return [str(path) for path in sizes if path not in files]
 
 
 def _ranks_of(run: Run) -> tuple[int, ...]:

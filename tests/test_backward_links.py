@@ -11,6 +11,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
 from profkit.errors import UsageError
+from tests.in_process import run_command
 
 MAIN, AUTOGRAD = 10, 11
 
@@ -199,3 +200,21 @@ def test_thread_only_follows_no_links(tmp_path: Path) -> None:
     opened = read_trace(tmp_path / "t.json", thread_only=True)
     with pytest.raises(UsageError):
         opened.kernels("backward/layer 0")
+
+
+def test_rows_are_numbered_by_one_trace(tmp_path: Path) -> None:
+    opened = _model(("forward", "backward")).open(tmp_path)
+    assert opened.trace is opened.attribution.trace
+    assert len(opened.trace.ranges) > len(opened.recorded.ranges)
+    assert opened.attribution.is_mirror[len(opened.recorded.ranges) :].all()
+
+
+@pytest.mark.parametrize("command", ["summary", "report", "kernels", "efficiency", "ranges"])
+def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path, command: str) -> None:
+    builder = _model(("forward", "backward"))
+    builder.annotate("ProfilerStep#1", 0, 1000)
+    builder.annotate("ProfilerStep#2", 1000, 1010)
+    builder.open(tmp_path)
+    output = ["-o", tmp_path / "page.html"] if command == "report" else []
+    done = run_command(command, tmp_path / "t.json", *output)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -341,3 +342,16 @@ def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:
 def test_json_names_a_file_without_its_folder(profkit: Run, command: list[str], trace: str) -> None:
     done = profkit(*command, ROOT / "traces" / trace, "--format", "json")
     assert str(ROOT) not in done.stdout
+
+
+def test_csv_that_goes_to_a_terminal_shows_control_characters(profkit: Run, oddly_named: Path) -> None:
+    leader, follower = os.openpty()
+    try:
+        done = profkit("kernels", oddly_named, "--format", "csv", "-o", os.ttyname(follower))
+        shown = os.read(leader, 1 << 16).decode().replace("\r\n", "\n")
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert done.returncode == 0, done.stderr
+    assert "k␛[31m<float>" in shown
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)

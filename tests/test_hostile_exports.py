@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import warnings
 from contextlib import closing
@@ -14,6 +15,7 @@ from profkit.reading import open_trace
 from profkit.trace import sqlite
 from profkit.trace.columns import MOST_OPEN_RANGES
 from tests.child import run_in_child
+from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -195,3 +197,27 @@ def test_ids_of_calls_at_both_ends_of_64_bits_are_counted(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert open_trace(path).self_check.findings is not None
+
+
+def test_memory_that_a_damaged_page_asks_for_is_said_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> None:
+        raise MemoryError
+
+    made = NsysBuilder()
+    made.kernel(10, 5)
+    path = made.write(tmp_path / "t.sqlite")
+    monkeypatch.setattr(sqlite.SqliteFile, "columns", ask)
+    with pytest.raises(TraceError, match=f"{path}: damaged, or too large"):
+        open_trace(path)
+
+
+def test_work_that_takes_no_time_has_a_summary(tmp_path: Path) -> None:
+    made = NsysBuilder()
+    for step in range(2):
+        made.range(f"step {step}", 1000 * step, 1000 * step + 900)
+        made.kernel(1000 * step + 10, 0)
+        made.call(1000 * step + 500, name="cudaDeviceSynchronize")
+    done = run_command("summary", made.write(tmp_path / "t.sqlite"))
+    assert (done.returncode, re.findall(r"(?<!\S)-\d", done.stdout)) == (0, []), done.stderr

@@ -86,3 +86,45 @@ def test_an_impossible_value_is_refused_by_its_key(run: Path, name: str, change:
     assert code == 1
     assert expected in said.splitlines()[-1]
     assert str(run / name) in said.splitlines()[-1]
+
+
+def _link_everything(run: Path) -> None:
+    (run / "itself").symlink_to(".")
+    (run / "loop").symlink_to("loop")
+    (run / "zero").symlink_to("/dev/zero")
+    (run / "notes.rank1.txt").symlink_to("notes.rank1.txt")
+
+
+@pytest.mark.parametrize("command", ["report", "export", "scrub", "summary"])
+def test_a_run_that_links_to_itself_is_read_without_its_links(tmp_path: Path, command: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    make_small_run(run)
+    _link_everything(run)
+    output = tmp_path / {"report": "a.html", "export": "a.json.gz", "scrub": "copy", "summary": "a.txt"}[command]
+    code, said = answer(run, command, str(run), *([] if command == "summary" else ["-o", str(output)]))
+    assert (code, "error" in said) == (0, False), said
+
+
+@pytest.mark.parametrize("command", ["export", "report"])
+def test_nothing_is_written_where_a_log_is_no_file(tmp_path: Path, command: str) -> None:
+    run, output = tmp_path / "run", tmp_path / {"export": "a.json", "report": "a.html"}[command]
+    run.mkdir()
+    make_small_run(run)
+    os.mkfifo(run / "log.txt")
+    code, said = answer(run, command, str(run), "-o", str(output))
+    assert (code, said.splitlines()[-1]) == (1, f"profkit: {run / 'log.txt'}: not a regular file")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("line", ['{"kind": "owned", "x": "\\x"}', '{"kind": "owned\\'])
+@pytest.mark.parametrize("name", ["light.jsonl", "ledger.jsonl", "compiled.jsonl"])
+def test_a_bad_escape_is_refused_by_file_and_line(tmp_path: Path, name: str, line: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text('{"status": "complete"}')
+    (run / name).write_text(f'{{"kind": "header", "version": 1}}\n{line}\n{{"kind": "last"}}\n')
+    code, said = answer(run, "scrub", str(run), "-o", str(tmp_path / "copy"))
+    assert code == 1
+    assert str(run / name) in said.splitlines()[-1]
+    assert not (tmp_path / "copy").exists()

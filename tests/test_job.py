@@ -393,3 +393,23 @@ def test_the_ranks_of_all_machines_are_compared(two_machines: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert sorted(rank["node"] for rank in found["ranks"]) == [0, 1]
+
+
+def test_links_in_a_run_are_not_gathered(tmp_path: Path) -> None:
+    run = _one_run(tmp_path / "one", [0], "j7")
+    (run / "itself").symlink_to(".")
+    (run / "zero").symlink_to("/dev/zero")
+    (run / "folder").mkdir()
+    os.mkfifo(run / "pipe")
+    gathered = gather([run], tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "node0").iterdir()] == ["manifest.json"]
+    assert gathered.left_out == tuple(str(run / name) for name in ("folder", "itself", "pipe", "zero"))
+
+
+def test_a_run_that_is_larger_than_the_disk_is_not_gathered(tmp_path: Path) -> None:
+    run = _one_run(tmp_path / "one", [0], "j7")
+    with (run / "trace.sqlite").open("wb") as file:
+        file.truncate(1 << 42)  # it takes no room itself
+    with pytest.raises(RunError, match=r"holds 4.1e\+03 GiB, and .* has room for"):
+        gather([run], tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ from profkit import read_trace
 from profkit.analysis.checks.run_check import KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
 from profkit.errors import TraceError
+from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder, process_of
 
 
@@ -148,11 +149,19 @@ def test_a_loss_in_the_importers_log_fails(tmp_path: Path) -> None:
     assert _codes(check, "failed") == ["log"]
 
 
-def test_impossible_values_fail(tmp_path: Path) -> None:
+def test_rows_that_end_before_they_start_are_left_out_and_fail_the_check(tmp_path: Path) -> None:
     builder = NsysBuilder()
     _steps(builder, [2])
     builder.kernel(5_000_000, -3)
-    assert "negative-time" in _codes(_check(builder, tmp_path), "failed")
+    builder.range("backwards", 50, 40)
+    builder.range("kept", 60, 70, int64Value=7)
+    check = _check(builder, tmp_path)
+    said = [finding.message for finding in check.of("failed")]
+    assert any("1 row of kernels with impossible times left out" in message for message in said)
+    assert any("1 row of ranges with impossible times left out, the first named 'backwards'" in text for text in said)
+    trace = read_nsys(tmp_path / "t.sqlite")
+    assert (trace.work.end_ns >= trace.work.start_ns).all()
+    assert {trace.names[trace.ranges.name[at]]: number for at, number in trace.ranges.payload.items()} == {"kept": 7}
 
 
 def test_a_kernel_long_before_its_launch_fails(tmp_path: Path) -> None:

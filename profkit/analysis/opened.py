@@ -43,7 +43,8 @@ class OpenedTrace:
         known: KnownRun = UNKNOWN_RUN,
         ranks: Ranks | None = None,
     ) -> None:
-        self.trace = trace
+        self.recorded = trace
+        """The trace as it was read. Rows are numbered by `trace`, which may have more ranges."""
         self.ranks = ranks or Ranks()
         self.rank: int | None = None
         """The one rank that the trace is limited to, if it is."""
@@ -58,7 +59,7 @@ class OpenedTrace:
         Raises:
             UsageError: there is no such rank.
         """
-        trace = only_process(self.trace, self.ranks.process_of(rank))
+        trace = only_process(self.recorded, self.ranks.process_of(rank))
         alone = replace(self._known, pids=())
         opened = OpenedTrace(
             trace, thread_only=self._thread_only, run=self.run, known=alone, ranks=self.ranks.only(rank)
@@ -69,7 +70,12 @@ class OpenedTrace:
     @cached_property
     def attribution(self) -> Attribution:
         """Return the trace with its work placed under its ranges."""
-        return attribute_work(self.trace, thread_only=self._thread_only)
+        return attribute_work(self.recorded, thread_only=self._thread_only)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that every row number of an analysis counts in: with the ranges that operator links add."""
+        return self.attribution.trace
 
     @cached_property
     def account(self) -> TimeAccount:

@@ -47,9 +47,11 @@ def export(capture: Path, output: Path | None, rank: int | None, style: Format) 
     with shown_after_a_second(f"reading {capture.name}"):
         opened, snapshots = _open(capture, rank)
         memory = find_memory(snapshots)
+        # Before anything is written: it reads the run's log, which may be no file.
+        check = None if opened is None else opened.self_check
     with shown_after_a_second(f"writing {output.name}"), whole_file(output) as partial, partial.open("xb") as file:
         write_chrome_trace(file, opened, memory, zipped=output.suffix == ".gz")
-    print_document(build_export_document(capture, output, opened, memory), style, None)
+    print_document(build_export_document(capture, output, opened, memory, check), style, None)
 
 
 def _open(capture: Path, rank: int | None) -> tuple[OpenedTrace | None, dict[int | None, OpenedSnapshot]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.outputs import print_line, quote_path, shown_after_a_second
+from profkit.cli.outputs import print_line, quote_path, shown_after_a_second, write_warnings
 from profkit.joining import gather as gather_to
 from profkit.report.units import format_count
 
@@ -22,6 +22,7 @@ def gather(sources: tuple[Path, ...], output: Path) -> None:
     """
     with shown_after_a_second(f"copying {format_count(len(sources), 'run')}"):
         found = gather_to(sources, output)
+    write_warnings(f"{path}: no file, so it is left out" for path in found.left_out)
     held = sum(len(ranks) for _, ranks in found.runs)
     missing = ""
     if found.expected is not None and found.expected > len(found.runs):

@@ -61,6 +61,17 @@ def require_png(plot: Path | None) -> None:
         raise UsageError(f"--plot {plot}: the picture is a PNG file; end its name in .png")
 
 
+def _is_terminal(output: Path) -> bool:
+    """Return whether a file is one, as ``/dev/tty`` is, and sometimes ``/dev/stdout``."""
+    if not output.is_char_device():
+        return False
+    descriptor = os.open(output, os.O_WRONLY | os.O_NOCTTY)
+    try:
+        return os.isatty(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_result(text: str, output: Path | None) -> None:
     """Print the result, or write it to a file, which appears whole or not at all.
 
@@ -68,13 +79,13 @@ def write_result(text: str, output: Path | None) -> None:
         ProfkitError: there is no file, and standard output is closed.
         OSError: it cannot be written.
     """
+    if output is None and sys.stdout is None:
+        raise ProfkitError("standard output is closed; name a file with -o")
+    if sys.stdout.isatty() if output is None else _is_terminal(output):
+        # CSV holds names unchanged; a terminal would obey control characters in them.
+        text = "\n".join(map(make_visible, text.split("\n")))
     if output is not None:
         write_whole(output, (text + "\n").encode("utf-8", "replace"))
-    elif sys.stdout is None:
-        raise ProfkitError("standard output is closed; name a file with -o")
-    elif sys.stdout.isatty():
-        # CSV holds names unchanged; a terminal would obey control characters in them.
-        print("\n".join(map(make_visible, text.split("\n"))))
     else:
         # click.echo would remove what looks like a colour from names.
         print(text)
@@ -206,4 +217,4 @@ def _is_same(path: Path, other: Path) -> bool:
     try:
         return os.path.samefile(path, other)
     except OSError:
-        return path.resolve() == other.resolve()
+        return os.path.realpath(path) == os.path.realpath(other)  # a link to itself has no file

@@ -21,7 +21,7 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.files import GZIP_RATIO, bounded_memory, collector_off
-from profkit.trace.columns import Bools, Diagnostic, Ints
+from profkit.trace.columns import Bools, Diagnostic, Ints, report_left_out
 from profkit.trace.json_stream import CutOffError, JsonError, JsonStream
 
 SIZE_LIMIT_BYTES = 8 * 2**30
@@ -231,9 +231,7 @@ class Reading:
     def report_impossible(self, what: str, rows: list[Event]) -> None:
         """Record that rows of work with impossible times were left out."""
         if rows:
-            count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
-            text = f"{count} of {what} with impossible times left out, the first named {name_of(rows[0])[:80]!r}"
-            self.diagnostics.append(Diagnostic("error", text))
+            self.diagnostics.append(report_left_out(what, len(rows), name_of(rows[0])))
 
     def host_rows(self, events: list[Event], *, work: str = "") -> HostRows:
         """Return rows of host threads as columns; those that cannot be placed are impossible if they are ``work``."""

@@ -27,6 +27,7 @@ from profkit.trace.columns import (
     Work,
     distinct_values,
     empty_ints,
+    leave_out_reversed,
     number_in_graph,
     rows_by_value,
 )
@@ -74,16 +75,19 @@ def read_nsys(path: Path) -> Trace:
     """Return the trace in an nsys SQLite export.
 
     Kernels, whole graphs, copies and sets get their launch by correlation id *and* process
-    (``globalTid & ~0xFFFFFF == globalPid``): ids alone are not unique across the processes of one report.
+    (``globalTid & ~0xFFFFFF == globalPid``): ids alone are not unique across the processes of one report. Rows that end
+    before they start are left out and named in an error `Diagnostic`.
 
     Raises:
         TraceError: the file cannot be read, is no nsys export, or lacks a column that matching needs.
     """
-    with SqliteFile(path) as file:
-        tables = file.tables(without=_ENUMS)
-        _refuse_foreign(path, tables)
-        reader = _Reader(file, tables)
-        return reader.read()
+    try:
+        with SqliteFile(path) as file:
+            tables = file.tables(without=_ENUMS)
+            _refuse_foreign(path, tables)
+            return leave_out_reversed(_Reader(file, tables).read())
+    except MemoryError:  # a damaged page may ask for any amount
+        raise TraceError(f"{path}: damaged, or too large for this machine's memory; export it again") from None
 
 
 def _refuse_foreign(path: Path, tables: dict[str, frozenset[str]]) -> None:

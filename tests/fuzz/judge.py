@@ -28,11 +28,8 @@ MEMORY_BYTES = 2**31
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _WARNING = re.compile(r"\w*Warning: .*")
-_SUMS = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": "SELECT coalesce(sum(end - start), 0) FROM CUPTI_ACTIVITY_KIND_KERNEL",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "SELECT coalesce(sum(end - start), 0) FROM CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
-}
-
+_SUM = "SELECT coalesce(sum(end - start), 0) FROM {} WHERE end >= start"
+_COUNTED = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
 
 Task = tuple[str, int]
 
@@ -151,7 +148,7 @@ def _sum_by_sql(path: Path) -> int | None:
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             there = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            sums = [database.execute(sql).fetchone()[0] for table, sql in _SUMS.items() if table in there]
+            sums = [database.execute(_SUM.format(table)).fetchone()[0] for table in _COUNTED if table in there]
     except sqlite3.Error:
         return None
     return sum(sums) if all(isinstance(one, int) for one in sums) else None

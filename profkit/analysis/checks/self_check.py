@@ -143,13 +143,8 @@ def _tells_of_loss(text: str) -> bool:
 
 
 def _check_values(trace: Trace) -> list[Finding]:
-    """Look for impossible times: work that ends before it starts, outlasts the capture, or starts before its launch."""
+    """Look for impossible times: work that outlasts the capture, or starts before its launch."""
     work, findings = trace.work, []
-    backwards = int((work.end_ns < work.start_ns).sum())
-    backwards += int((trace.copies.end_ns < trace.copies.start_ns).sum())
-    backwards += int((trace.ranges.end_ns < trace.ranges.start_ns).sum())
-    if backwards:
-        findings.append(Finding("negative-time", f"{backwards:,} rows end before they start", "failed"))
     too_long = _count_too_long(trace)
     if too_long:
         findings.append(

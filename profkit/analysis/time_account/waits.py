@@ -198,6 +198,8 @@ def _gaps_after(attribution: Attribution, device: int, ends_ns: Ints) -> Ints:
         np.concatenate([work.start_ns[here], copies.start_ns[moved]]),
         np.concatenate([work.end_ns[here], copies.end_ns[moved]]),
     )
+    if not len(busy.start_ns):  # rows that took no time
+        return np.zeros(len(ends_ns), dtype=np.int64)
     following = np.searchsorted(busy.start_ns, ends_ns, side="right")
     has_next = following < len(busy.start_ns)
     reach = np.where(following > 0, busy.end_ns[np.maximum(following - 1, 0)], 0)

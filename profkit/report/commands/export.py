@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.opened import OpenedTrace
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.export.layout import MemoryTracks
@@ -22,7 +23,11 @@ _VIEWERS = "ui.perfetto.dev, chrome://tracing"
 
 
 def build_export_document(
-    capture: Path, output: Path, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]
+    capture: Path,
+    output: Path,
+    opened: OpenedTrace | None,
+    memory: Sequence[MemoryTracks],
+    check: SelfCheck | None,
 ) -> Document:
     """Return which file was written, what opens it, and what stands in it; profkit reads back what has a trace."""
     viewers = _VIEWERS if opened is None else f"{_VIEWERS}, profkit"
@@ -32,7 +37,7 @@ def build_export_document(
     lines = []
     if opened is not None:
         data["time"] = counted = _count(opened)
-        what = "kernel" if opened.trace.measure == "gpu-kernel" else "CPU operator"
+        what = "kernel" if opened.recorded.measure == "gpu-kernel" else "CPU operator"
         streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
         lines.append(
             f"{format_count(counted['work_count'], what)}, {counted['work_ns']:,} ns in all{streams},"
@@ -48,12 +53,12 @@ def build_export_document(
             "memory was recorded in another process than the kernels: it has its own process in the file, which begins"
             " where the kernels have ended; compare the two by phase, not by time"
         )
-    check = None if opened is None else opened.self_check.findings
-    return Document("export", data, [table, Lines(lines)], table, self_check=check)
+    findings = None if check is None else check.findings
+    return Document("export", data, [table, Lines(lines)], table, self_check=findings)
 
 
 def _count(opened: OpenedTrace) -> dict[str, int]:
-    trace = opened.trace
+    trace = opened.recorded
     places = np.stack([trace.work.process, trace.work.device, trace.work.stream])
     return {
         "work_count": len(trace.work),

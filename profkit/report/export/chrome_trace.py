@@ -59,7 +59,7 @@ def write_chrome_trace(
 
 
 def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]) -> None:
-    layout = None if opened is None else lay_out(opened.trace, opened.ranks)
+    layout = None if opened is None else lay_out(opened.recorded, opened.ranks)
     header = {} if opened is None or layout is None else _header(opened, layout)
     target.write(json.dumps({"schemaVersion": 1, **header})[:-1].encode() + b', "traceEvents": [')
     separator = "\n"
@@ -75,7 +75,7 @@ def _batches(rows: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _header(opened: OpenedTrace, layout: Layout) -> Row:
-    trace, ranks = opened.trace, opened.ranks
+    trace, ranks = opened.recorded, opened.ranks
     known = ranks.members if ranks.evidence in (PROVED, NAMED) else ()  # a guess stays one for the next reader
     ours = {
         "version": __version__,
@@ -108,7 +108,7 @@ def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[Me
 class _TimeRows:
     def __init__(self, opened: OpenedTrace, layout: Layout, free: Iterator[int]) -> None:
         self._attribution, self._layout = opened.attribution, layout
-        self._trace = trace = opened.trace
+        self._trace = trace = opened.recorded
         self._paths = [json.dumps(path) for path in kind_paths(opened.attribution)]
         self._names = [json.dumps(name) for name in trace.names]
         self._thread = {

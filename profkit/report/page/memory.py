@@ -14,6 +14,7 @@ rarer ones. Phases have no hue, so that nobody takes one for a category.
 from __future__ import annotations
 
 import linecache
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -156,8 +157,8 @@ def _find_source(stack: tuple[str, ...], folder: Path) -> str:
     if match is None:
         return ""
     try:
-        file = (folder / match["file"]).resolve()
-        if not file.is_relative_to(folder.resolve()) or file.suffix != ".py":
+        file = Path(os.path.realpath(folder / match["file"]))
+        if not file.is_relative_to(os.path.realpath(folder)) or file.suffix != ".py":
             return ""
     except (OSError, ValueError):
         # The name comes from a capture, and may be none that a file can have.
