@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from profkit.launch.gpu_state import GpuState, GpuWatch
+from profkit.launch.gpu_state import GpuState, describe_gpus, warn_of_used_gpus
 from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_run
 from profkit.run import manifest
 from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
@@ -17,18 +17,11 @@ IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
 
 
-def _conditions(*states: GpuState, **environment: str) -> GpuWatch:
-    waiting = iter(states)
-    conditions = GpuWatch(environment, lambda: next(waiting))
-    conditions.close()
-    return conditions
-
-
-def test_the_gpus_are_looked_at_before_and_after() -> None:
-    said = _conditions(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),))).gpus
-    assert [gpus[0].temperature_c for gpus in (said.before, said.after)] == [34, 61]
-    assert said.reason is None
-    assert _conditions(GpuState(reason="no driver"), GpuState()).gpus == Gpus((), (), "no driver")
+def test_the_gpus_are_kept_as_they_were_before_and_after() -> None:
+    gpus = describe_gpus(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),)))
+    assert [state[0].temperature_c for state in (gpus.before, gpus.after)] == [34, 61]
+    assert gpus.reason is None
+    assert describe_gpus(GpuState(reason="no driver"), GpuState()) == Gpus((), (), "no driver")
 
 
 def test_only_harmless_variables_are_kept() -> None:
@@ -39,14 +32,16 @@ def test_only_harmless_variables_are_kept() -> None:
 
 
 def test_only_the_gpus_that_were_used_are_judged() -> None:
-    state = GpuState((IDLE, OTHER))
-    conditions = _conditions(state, state)
+    def warn(*processes: Process) -> list[str]:
+        state = GpuState((IDLE, OTHER))
+        return warn_of_used_gpus(state, state, processes, {})
+
     process = Process(device="cuda", conditions=manifest.Conditions(gpu_uuid="GPU-1"))
-    assert conditions.warnings([process]) == []
-    (warning,) = conditions.warnings([process, replace(process, conditions=manifest.Conditions(gpu_uuid="GPU-2"))])
+    assert warn(process) == []
+    (warning,) = warn(process, replace(process, conditions=manifest.Conditions(gpu_uuid="GPU-2")))
     assert "GPU 1 was shared during the run" in warning
-    assert conditions.warnings([Process(device="cpu")]) == []
-    assert len(conditions.warnings([Process(device="cuda")])) == 1
+    assert warn(Process(device="cpu")) == []
+    assert len(warn(Process(device="cuda"))) == 1
 
 
 def test_the_times_of_either_kind_of_run_are_judged() -> None:

@@ -130,7 +130,7 @@ def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Check]:
 
 
 def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:
-    """Say which nsys is used, where it came from, and which others are installed."""
+    """Say which nsys is used, and which others are installed."""
     if nsys is None:
         install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler works without it"
         return Check("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
@@ -138,21 +138,7 @@ def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:
         return Check("nsys", "failed", nsys, "reinstall it, or name one that starts in $NSYS")
     others = [path for path in list_installed(machine.root) if path.resolve() != nsys.path.resolve()]
     also = f"; also here: {', '.join(map(str, others))}" if others else ""
-    return Check("nsys", "ok", f"{nsys.version}, {_origin(machine, nsys.path)}: {nsys.path}{also}")
-
-
-def _origin(machine: Machine, path: Path) -> str:
-    if "NSYS" in machine.environment:
-        return "named in $NSYS"
-    on_path = shutil.which("nsys", path=machine.environment.get("PATH", os.defpath))
-    if on_path is not None and Path(on_path) == path:
-        return "on PATH"
-    places = {
-        "nsight-compute": "inside Nsight Compute",
-        "opt/nvidia/nsight-systems": "Nsight Systems' own package",
-        "usr/local/cuda": "in the CUDA toolkit",
-    }
-    return next((said for part, said in places.items() if part in str(path)), "Debian's package")
+    return Check("nsys", "ok", f"{nsys.version}: {nsys.path}{also}")
 
 
 def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) -> Check:

@@ -259,36 +259,18 @@ def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
     return f"GPU {last.index}'s clocks were held down when the run ended ({', '.join(bad)})" if bad else None
 
 
-class GpuWatch:
-    """The state of the GPUs from when this is made to when `close` is called.
+def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
+    """Return the GPUs before and after a run, as its manifest holds them."""
+    return Gpus(before.gpus, after.gpus, before.reason or after.reason, before.links)
 
-    Args:
-        environment: the environment of the run's processes.
-        read: returns the GPUs' state now.
-    """
 
-    def __init__(self, environment: Mapping[str, str], read: Callable[[], GpuState] = read_gpu_state) -> None:
-        self._environment = environment
-        self._read = read
-        self._before = read()
-        self._after = GpuState()
-
-    def close(self) -> None:
-        """Look at the GPUs again: the run's processes have ended."""
-        self._after = self._read()
-
-    @property
-    def gpus(self) -> Gpus:
-        """Return the GPUs before and after."""
-        return Gpus(self._before.gpus, self._after.gpus, self._before.reason or self._after.reason, self._before.links)
-
-    def warnings(self, processes: Iterable[Process]) -> list[str]:
-        """Return what disturbed the GPUs that these processes of the run used."""
-        on_gpu = [process for process in processes if process.device == "cuda"]
-        uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
-        if not on_gpu:
-            return []
-        return warn_of_gpus(*(used_gpus(state, uuids, self._environment) for state in (self._before, self._after)))
+def warn_of_used_gpus(
+    before: GpuState, after: GpuState, processes: Iterable[Process], environment: Mapping[str, str]
+) -> list[str]:
+    """Return what disturbed the GPUs that these processes of a run used."""
+    on_gpu = [process for process in processes if process.device == "cuda"]
+    uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
+    return warn_of_gpus(*(used_gpus(state, uuids, environment) for state in (before, after))) if on_gpu else []
 
 
 # The driver branch that came with each CUDA version, newest first: "CUDA Toolkit and Corresponding Driver Versions" in

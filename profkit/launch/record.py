@@ -15,7 +15,7 @@ from typing import Any
 from profkit.errors import RunError, ToolError
 from profkit.files import clear_partial_files
 from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder, why_not_twice
-from profkit.launch.gpu_state import GpuWatch
+from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys
 from profkit.launch.nsys_session import NsysSession, clear_unexported, lost_events, open_log, open_session
@@ -134,7 +134,7 @@ def record_run(
     run = make_run_directory(output, target.name, job)
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest, is_first=True)
-    gpus = GpuWatch(os.environ)
+    gpus_before = read_gpu_state()
     recording = _Recording(target, nsys, run, manifest, progress=progress, say=say)
     try:
         recording.make_passes()
@@ -143,8 +143,7 @@ def record_run(
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
         _give_up(run, replace(recording.manifest, processes=take_processes(run)), error)
         raise
-    gpus.close()
-    return recording.conclude(gpus)
+    return recording.conclude(gpus_before, read_gpu_state())
 
 
 def build_environment(environment: Mapping[str, str], order: Order) -> dict[str, str]:
@@ -203,7 +202,7 @@ class _Recording:
     def _say(self, line: str) -> None:
         self._say_plainly(f"{self._target.name}: {line}")
 
-    def conclude(self, gpus: GpuWatch) -> Recorded:
+    def conclude(self, gpus_before: GpuState, gpus_after: GpuState) -> Recorded:
         last = self._done[-1]
         has_failed = last.exit_status != 0
         counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
@@ -212,8 +211,9 @@ class _Recording:
             reason = why_no_step(last.processes, last.order)
         if has_failed:
             reason = last.what_failed or reason
-        manifest = replace(self.manifest, gpus=gpus.gpus)
-        warnings = (*self._what_lacks(counted), *gpus.warnings(last.processes), *self._doubts(manifest))
+        manifest = replace(self.manifest, gpus=describe_gpus(gpus_before, gpus_after))
+        disturbed = warn_of_used_gpus(gpus_before, gpus_after, last.processes, os.environ)
+        warnings = (*self._what_lacks(counted), *disturbed, *self._doubts(manifest))
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
             why = reason or last.what_failed or f"exit status {last.exit_status}"

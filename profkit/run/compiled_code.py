@@ -1,8 +1,7 @@
 """``compiled.jsonl``: where compiled code comes from, written while torch.compile's code is made or loaded.
 
-A compiled model runs generated code, in which modules are gone. This file says of each launch in that code which
-modules, lines and operators of the program it computes. Every process of a run appends to it what it learns; one JSON
-object a line, written whole or not at all, each with ``kind``; a last line that was cut off is left out::
+A compiled model runs generated code, in which modules are gone. Every process of a run appends what it learns of each
+launch in that code: one JSON object a line, written whole or not at all; a last line that was cut off is left out::
 
     {"kind": "graph", "id": "3f9a1c22e0", "code": "cxyz…", "torch": "2.11.0", "name": "Model.forward model.py:20",
      "is_backward": false, "launches": [{"line": 123, "kernel": "triton_poi_fused_gelu_3", "is_extern": false,

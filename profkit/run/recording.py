@@ -245,32 +245,33 @@ class Failure:
     by_signal: bool = False
 
 
-def leave_attached(run: Path, pid: int) -> None:
-    """Leave word that profkit is in the process ``pid``.
+# Each of the following raises OSError if the word cannot be left.
 
-    Raises:
-        OSError: it cannot be written.
-    """
+
+def leave_attached(run: Path, pid: int) -> None:
+    """Leave word that profkit is in the process ``pid``."""
     (run / _ATTACHED.format(pid)).touch()
 
 
 def leave_ended(run: Path, pid: int) -> None:
-    """Leave word that the process ``pid`` ended as Python ends: neither killed, nor by ``os._exit``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Leave word that the process ``pid`` ended as Python ends: neither killed, nor by ``os._exit``."""
     if not any(run.glob(_UNSAVED.format("*", pid))):
         (run / _ATTACHED.format(pid)).rename(run / _ENDED.format(pid))
 
 
 def leave_unsaved(run: Path, pid: int, error: OSError) -> None:
-    """Leave word why the process ``pid`` could not write its recording, in a name: on a full disk nothing else fits.
-
-    Raises:
-        OSError: that cannot be left either.
-    """
+    """Leave word why the process ``pid`` could not write its recording, in a name: on a full disk nothing else fits."""
     (run / _ATTACHED.format(pid)).rename(run / _UNSAVED.format(error.errno or errno.EIO, pid))
+
+
+def leave_process(run: Path, process: Process) -> None:
+    """Leave what a process knows of its steps."""
+    write_json(run / _PROCESS.format(process.process), asdict(process))
+
+
+def leave_failure(run: Path, name: str, failure: Failure) -> None:
+    """Leave what ended the process ``name``."""
+    write_json(run / _FAILURE.format(name), asdict(failure))
 
 
 @dataclass(frozen=True)
@@ -304,24 +305,6 @@ def take_attached(run: Path) -> Attached:
     for path in (*unended, *ended, *refused, *unsaved):
         path.unlink()
     return attached
-
-
-def leave_process(run: Path, process: Process) -> None:
-    """Write what a process knows of its steps for the launcher.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(run / _PROCESS.format(process.process), asdict(process))
-
-
-def leave_failure(run: Path, name: str, failure: Failure) -> None:
-    """Write what ended the process ``name`` for the launcher.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(run / _FAILURE.format(name), asdict(failure))
 
 
 def has_recorded(run: Path) -> bool:

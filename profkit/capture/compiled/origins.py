@@ -4,11 +4,10 @@ Inductor reports every launch that it writes to a function for its own debugging
 what it did before, and no setting of Inductor's is changed, so that the code and the keys of its caches stay as they
 are. What it does not report is taken where it writes the call of a library.
 
-What is known of a generated file lies next to it, where all who share that cache find it, and in profkit's own cache
-under the code's content. So a cache that was filled without profkit, or that was moved, has its modules as soon as the
-same code was compiled with profkit anywhere. One generated file may serve graphs of several modules. What was recorded
-names those of the graph that was compiled first. Another graph's are found by the operators' places: both have the same
-operators in the same order.
+What is known of a generated file lies next to it, and in profkit's own cache under the code's content: a cache that was
+filled without profkit has its modules as soon as the same code was compiled with profkit anywhere. One generated file
+may serve graphs of several modules: those of another graph than the first are found by the operators' places, which
+stand in the same order in both.
 """
 
 from __future__ import annotations
