@@ -270,23 +270,12 @@ def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> 
     order = replace(order, own_steps=True)
     clean = replace(order, recorder="none", annotate=False, flops=False)
     remembered = replace(order, recorder="memory", memory=memory, flops=False)
-    orders = (*[remembered] * (memory is not None), clean, order)
-    return [
-        Pass(
-            tuple(
-                _python(
-                    "profkit.capture.steps.call_steps",
-                    target,
-                    str(asked.warmup_steps),
-                    str(asked.steps),
-                    "count" if asked.flops else "-",
-                    str(Path("{run}", LOSSES)),
-                )
-            ),
-            asked,
-        )
-        for asked in orders
-    ]
+    passes = []
+    for asked in (*[remembered] * (memory is not None), clean, order):
+        counts = "count" if asked.flops else "-"
+        words = (target, str(asked.warmup_steps), str(asked.steps), counts, str(Path("{run}", LOSSES)))
+        passes.append(Pass(tuple(_python("profkit.capture.steps.call_steps", *words)), asked))
+    return passes
 
 
 def _python(module: str, *words: str) -> list[str]:

@@ -53,7 +53,10 @@ RANK_LIGHT = re.compile(r"light(?:\.rank(\d+))?\.jsonl")
 
 
 class Run:
-    """A run directory; each file is read when it is first asked for."""
+    """A run directory; each file is read when it is first asked for, and once.
+
+    What reads a file raises `RunError` if that cannot be read.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Open ``path``, or the only run in the directory of a job.
@@ -71,62 +74,38 @@ class Run:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What was run, on what, and how it went.
-
-        Raises:
-            RunError: it cannot be read.
-        """
+        """What was run, on what, and how it went."""
         from profkit.run.manifest import read_manifest
 
         return read_manifest(self.path / MANIFEST)
 
     @cached_property
     def work(self) -> RunWork | None:
-        """How much work each range does, if that was counted.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """How much work each range does, if that was counted."""
         from profkit.run.work import read_work
 
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
 
     @cached_property
     def compiled_code(self) -> dict[str, CompiledGraph]:
-        """What is known of the compiled code that ran, by the graphs' ids: those of all ranks.
-
-        Raises:
-            RunError: a file cannot be read.
-        """
+        """What is known of the compiled code that ran, by the graphs' ids: those of all ranks."""
         return {graph.id: graph for code in self._compiled for graph in code.graphs}
 
     @cached_property
     def ceilings(self) -> Ceilings | None:
-        """What the GPU can do at most, if that was measured for this run.
-
-        Raises:
-            RunError: the file cannot be read.
-        """
+        """What the GPU can do at most, if that was measured for this run."""
         from profkit.run.ceilings import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
 
     @cached_property
     def compilations(self) -> tuple[tuple[tuple[Compilation, ...], tuple[GraphBreak, ...]], ...]:
-        """What torch.compile did while the run was recorded, and where graphs broke: a pair for each rank's file.
-
-        Raises:
-            RunError: a file cannot be read.
-        """
+        """What torch.compile did while the run was recorded, and where graphs broke: a pair for each rank's file."""
         return tuple((code.compilations, code.breaks) for code in self._compiled)
 
     @cached_property
     def captured_graphs(self) -> tuple[CapturedGraph, ...]:
-        """What was captured into CUDA graphs, by all ranks.
-
-        Raises:
-            RunError: a file cannot be read.
-        """
+        """What was captured into CUDA graphs, by all ranks."""
         return tuple({graph.id: graph for code in self._compiled for graph in code.captured}.values())
 
     @cached_property

@@ -1,10 +1,8 @@
 """``ledger.jsonl``: which tensor each allocation held, written next to a snapshot while the allocator was recorded.
 
-The allocator knows addresses, the program knows names. While it records, profkit writes down whose storage lies where
-(`Owned`), what the allocator says of itself (`Figures`) and when steps began and ended (`Step`). One JSON object a
-line, in order of time; every line has ``kind`` and, but for the header, ``time_us``, microseconds since the epoch on
-the host's clock, which is the clock of the snapshot's events. A line is written whole or not at all; a last line that
-was cut off is left out::
+Whose storage lies where (`Owned`), what the allocator says of itself (`Figures`), and when steps began and ended
+(`Step`): one JSON object a line, in order of time. ``time_us`` are microseconds since the epoch on the host's clock,
+which is the clock of the snapshot's events. A last line that was cut off is left out::
 
     {"kind": "header", "version": 1, "torch": "2.11.0", "peaks_reset_us": 1795193514683000}
     {"kind": "step", "name": "step 0", "start_us": …, "end_us": …, "time_us": …}
@@ -17,15 +15,11 @@ was cut off is left out::
     {"kind": "unread", "time_us": …, "step": 0, "saved_tensors": 3}
 
 ``address`` is that of the *storage* (``tensor.untyped_storage().data_ptr()``), ``bytes`` its ``nbytes()``: views and
-tied tensors then name one allocation, each in a line of its own (the gradients in one of DistributedDataParallel's
-buckets, both names of a tied weight). ``offset_bytes`` and ``own_bytes`` (older files lack them) say which part of the
-storage the named tensor spans; ``element_bytes`` (older files lack it) is the size of one element. ``role`` is one of
-`ROLES`. An entry says that the storage was alive at ``time_us``; it needs to be written once in the life of a storage,
-best at a step's end, and may be repeated. ``name`` is the parameter's qualified name, for optimizer state followed by
-the state's (``head.weight.exp_avg``), for a saved tensor the module that ran. ``figures`` are
-``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, when the recorder called ``reset_peak_memory_stats``,
-just before the first event; only those of the moment ``start`` are older, from before the reset. ``capacity_bytes``
-(may be left out) is the device's memory, ``torch.cuda.mem_get_info()[1]``.
+tied tensors then name one allocation, each in a line of its own. ``offset_bytes`` and ``own_bytes`` say which part of
+the storage the named tensor spans; older files lack them and ``element_bytes``. ``role`` is one of `ROLES`. ``name`` is
+the parameter's qualified name, for optimizer state followed by the state's (``head.weight.exp_avg``), for a saved
+tensor the module that ran. ``figures`` are ``torch.cuda.memory_stats``; peaks count from ``peaks_reset_us``, just
+before the first event, and those of the moment ``start`` from before. ``capacity_bytes`` is the device's memory.
 """
 
 from __future__ import annotations
