@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 from threading import Thread
 from types import FrameType, ModuleType, SimpleNamespace
@@ -319,7 +320,9 @@ class _Graph:
     is_backward = True
 
 
-def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_call() -> None:
+def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class TritonScheduling:
         def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
             return src_code
@@ -339,9 +342,13 @@ def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_ca
         CodeGeneration(pytest.fail),
         SimpleNamespace(set_kernel_post_grad_provenance_tracing=lambda *_: 5),
     )
-    generation.watch_debug(debug)
-    generation.watch_triton(SimpleNamespace(TritonScheduling=TritonScheduling))
-    generation.watch_wrapper(SimpleNamespace(PythonWrapperCodegen=PythonWrapperCodegen))
+    for name, module, watch in (
+        ("debug", debug, generation.watch_debug),
+        ("codegen.triton", SimpleNamespace(TritonScheduling=TritonScheduling), generation.watch_triton),
+        ("codegen.wrapper", SimpleNamespace(PythonWrapperCodegen=PythonWrapperCodegen), generation.watch_wrapper),
+    ):
+        monkeypatch.setitem(sys.modules, f"torch._inductor.{name}", module)
+        watch(module)
     with V.set_graph_handler(_Graph()):
         TritonScheduling().define_kernel("triton_red", schedule, None)
         assert debug.set_kernel_post_grad_provenance_tracing(schedule, "triton_red") == 5
@@ -358,13 +365,14 @@ def test_a_kernel_of_which_inductors_debugging_is_not_told_is_recorded_at_its_ca
     assert [(record.origins, record.buffers) for record in records] == [((origin,), {"buf0": origin})] * 2
 
 
-def test_generated_code_is_loaded_with_whatever_else_torch_says() -> None:
+def test_generated_code_is_loaded_with_whatever_else_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class PyCodeCache:
         @classmethod
         def load_by_key_path(cls, key: str, path: str, *_: Any, set_sys_modules: bool | None = None) -> Any:
             return SimpleNamespace(said=(key, path, set_sys_modules))
 
     watched = SimpleNamespace(PyCodeCache=PyCodeCache)
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", watched)
     CompiledCode(Hooks(Always(lambda _: None), depth=9), None)._watch_code_cache(watched)
     # as torch 2.13 loads the templates that max-autotune times
     assert PyCodeCache.load_by_key_path("key", "path", set_sys_modules=False).said == ("key", "path", False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -93,9 +94,26 @@ def test_two_replacements_of_one_function_are_undone_in_reverse(library: Any) ->
     assert library.add is plain
 
 
-def test_each_function_that_is_named_is_there_in_this_torch_or_known_to_be_elsewhere() -> None:
-    import nvtx  # noqa: F401  a name is looked up among what is imported
+def test_a_replacement_that_stays_is_not_undone_with_the_others(library: Any) -> None:
+    plain = library.add
+    patch("somebodys.library.add", call_between(None, None), stays=True)
+    restore()
+    assert library.add is not plain
+    assert library.add(1, b=4) == 5
 
+
+def test_each_function_that_is_named_is_there_in_this_torch_or_known_to_be_elsewhere() -> None:
+    for module in (  # a name is looked up among what is imported
+        "nvtx",
+        "torch._dynamo.output_graph",
+        "torch._inductor.codecache",
+        "torch._inductor.codegen.triton",
+        "torch._inductor.codegen.wrapper",
+        "torch._inductor.debug",
+        "torch._inductor.runtime.triton_heuristics",
+        "torch._inductor.scheduler",
+    ):
+        import_module(module)
     elsewhere = {"torch._C._cuda_record_memory_history_legacy", "torch._C._accelerator_resetPeakStats"}
     gpu_alone = {name for name in patches.REASONS if name.startswith("torch._C._cuda_")}
     missing = set()

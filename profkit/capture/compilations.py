@@ -11,7 +11,6 @@ that was made again since 2.7. Where a record is missing, its field is None.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -27,7 +26,7 @@ from torch._guards import CompileContext
 
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
-from profkit.capture.patches import outside_dynamo
+from profkit.capture.patches import Function, outside_dynamo, patch
 from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
@@ -36,7 +35,7 @@ _EXPLANATION = "  Explanation: "
 _HINT = "  Hint: "
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """The rest of a function after a graph break."""
-_OURS = "_profkit_opens_a_range"
+_watched_tuners: set[type] = set()
 _NS_PER_US = 1000
 _NS_PER_S = 10**9
 
@@ -97,21 +96,20 @@ class CompilationRecorder:
             self._watch_autotuning()
 
     def _watch_autotuning(self) -> None:
+        def wrap(plain: Function) -> Function:
+            def choosing(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+                self._open_range(f"{COMPILING}: choosing among configurations of {_kernel_name(tuner)}")
+                try:
+                    return plain(tuner, *args, **kwargs)
+                finally:
+                    self._close_range()
+
+            return choosing
+
         kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
-        method = getattr(kind, "autotune_to_one_config", None)
-        if method is None or hasattr(method, _OURS):
-            return
-
-        @functools.wraps(method)
-        def choosing(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._open_range(f"{COMPILING}: choosing among configurations of {_kernel_name(tuner)}")
-            try:
-                return method(tuner, *args, **kwargs)
-            finally:
-                self._close_range()
-
-        setattr(choosing, _OURS, True)
-        kind.autotune_to_one_config = choosing  # type: ignore[union-attr]
+        if kind is not None and kind not in _watched_tuners:
+            _watched_tuners.add(kind)
+            patch(f"{_HEURISTICS}.CachingAutotuner.autotune_to_one_config", wrap, stays=True)
 
     def _begins(self, *given: Any) -> None:
         self.look()

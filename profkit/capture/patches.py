@@ -29,6 +29,13 @@ REASONS = {
     "torch._C._cuda_record_memory_history": "the script records the allocator's history itself",
     "torch._C._cuda_record_memory_history_legacy": "the script records the allocator's history itself",
     "torch._C._autograd._push_saved_tensors_default_hooks": "saved tensors may be packed, and are not to be read",
+    "torch._dynamo.output_graph.OutputGraph.call_user_compiler": "Dynamo has traced a graph",
+    "torch._inductor.codecache.PyCodeCache.load_by_key_path": "generated code is loaded",
+    "torch._inductor.codegen.triton.TritonScheduling.define_kernel": "the operators that a fused kernel is made of",
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_kernel_call": "launches that it does not report",
+    "torch._inductor.debug.set_kernel_post_grad_provenance_tracing": "launches that Inductor writes",
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.autotune_to_one_config": "kernels run to be compared",
+    "torch._inductor.scheduler.Scheduler.codegen_extern_call": "calls of libraries that Inductor does not report",
     "torch.autograd.backward": "backward passes begin and end",
     "torch.autograd.grad": "backward passes begin and end",
     "torch.autograd.profiler.profile.__exit__": "the script's own torch.profiler ends",
@@ -66,7 +73,7 @@ _INHERITED = object()
 _replaced: defaultdict[str, list[_Replaced]] = defaultdict(list)
 
 
-def patch(target: str, wrap: Callable[[Function], Any]) -> bool:
+def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) -> bool:
     """Put ``wrap(function)`` in the place of the function ``target``, and return whether there is one to replace.
 
     A static or class method stays one; a ``classmethod`` that ``wrap`` returns itself is put there as it is. Nothing is
@@ -74,6 +81,7 @@ def patch(target: str, wrap: Callable[[Function], Any]) -> bool:
 
     Args:
         target: its full name, a key of `REASONS`.
+        stays: it is not put back when the recording ends: later processes use what it notes.
     """
     assert target in REASONS, target
     owner, name = _owner_of(target)
@@ -93,7 +101,8 @@ def patch(target: str, wrap: Callable[[Function], Any]) -> bool:
         setattr(owner, name, now)
     except TypeError:  # a class that is written in C
         return False
-    _replaced[target].append(_Replaced(owner, name, before, now))
+    if not stays:
+        _replaced[target].append(_Replaced(owner, name, before, now))
     return True
 
 

@@ -7,7 +7,6 @@ graphs apart that are compiled to the same code.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import fx, nn
 
 from profkit.capture.compiled.origins import Operator, line_of, modules_of
 from profkit.capture.hooks.module_depth import plain_name
+from profkit.capture.patches import Function, patch
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
 # A module's name may hold anything but a dot.
@@ -65,16 +65,17 @@ class TracedGraphs:
         # A graph's backward is compiled or loaded later, in the same context.
         self._by_context: WeakKeyDictionary[Any, TracedGraph] = WeakKeyDictionary()
 
-    def watch_output_graph(self, module: Any) -> None:
+    def watch_output_graph(self, _: Any) -> None:
         """Watch ``torch._dynamo.output_graph``."""
-        plain = module.OutputGraph.call_user_compiler
 
-        @functools.wraps(plain)
-        def watched(output: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note(output, gm)
-            return plain(output, gm, *args, **kwargs)
+        def wrap(plain: Function) -> Function:
+            def watched(output: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
+                self._note(output, gm)
+                return plain(output, gm, *args, **kwargs)
 
-        module.OutputGraph.call_user_compiler = watched
+            return watched
+
+        patch("torch._dynamo.output_graph.OutputGraph.call_user_compiler", wrap, stays=True)
 
     def current(self) -> TracedGraph | None:
         """Return the graph that is compiled or loaded on this thread; None if Dynamo traced none."""

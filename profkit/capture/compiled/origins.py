@@ -12,7 +12,6 @@ stand in the same order in both.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import torch
 
 from profkit.capture.compilations import program_line
 from profkit.capture.node_work import NodeWork, called, work_of_launches
-from profkit.capture.patches import outside_dynamo
+from profkit.capture.patches import Function, outside_dynamo, patch
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import KNOWN_CODE, says_origins
@@ -95,74 +94,74 @@ class CodeGeneration:
 
     def watch_debug(self, module: Any) -> None:
         """Watch ``torch._inductor.debug``; whoever imported the function by name before is watched too."""
-        name = "set_kernel_post_grad_provenance_tracing"
-        plain = getattr(module, name, None)
-        if plain is None:
-            return
-        # Earlier ones have the function, and call it if a setting says so.
-        self.is_possible = says_origins(torch.__version__)
+        before = getattr(module, _REPORT, None)
 
-        @functools.wraps(plain)
-        def watched(node_schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
-            outside_dynamo(self._note, _ir_nodes(node_schedule), kernel_name, is_extern=is_extern)
-            return plain(node_schedule, kernel_name, is_extern, *args, **kwargs)
+        def wrap(plain: Function) -> Function:
+            def watched(schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
+                outside_dynamo(self._note, _ir_nodes(schedule), kernel_name, is_extern=is_extern)
+                return plain(schedule, kernel_name, is_extern, *args, **kwargs)
 
-        for where in (module, *map(sys.modules.get, ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"))):
-            if where is not None and getattr(where, name, None) is plain:
-                setattr(where, name, watched)
+            return watched
 
-    def watch_scheduler(self, module: Any) -> None:
+        if patch(f"torch._inductor.debug.{_REPORT}", wrap, stays=True):
+            # Earlier versions have the function, and call it if a setting says so.
+            self.is_possible = says_origins(torch.__version__)
+            for importer in map(sys.modules.get, ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton")):
+                if importer is not None and getattr(importer, _REPORT, None) is before:
+                    setattr(importer, _REPORT, getattr(module, _REPORT))
+
+    def watch_scheduler(self, _: Any) -> None:
         """Watch ``torch._inductor.scheduler``: the calls of libraries that Inductor does not report."""
-        plain = module.Scheduler.codegen_extern_call
 
-        @functools.wraps(plain)
-        def watched(scheduler: Any, scheduler_node: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._count()
-            result = plain(scheduler, scheduler_node, *args, **kwargs)
-            if self._count() == before:
-                node = getattr(scheduler_node, "node", None)
-                name = getattr(node, "python_kernel_name", None)
-                if name or type(node).__name__ in _COPIES:
-                    outside_dynamo(self._note, [node], str(name or "aten.copy_"), is_extern=True)
-            return result
+        def wrap(plain: Function) -> Function:
+            def watched(scheduler: Any, scheduler_node: Any, *args: Any, **kwargs: Any) -> Any:
+                before = self._count()
+                result = plain(scheduler, scheduler_node, *args, **kwargs)
+                if self._count() == before:
+                    node = getattr(scheduler_node, "node", None)
+                    name = getattr(node, "python_kernel_name", None)
+                    if name or type(node).__name__ in _COPIES:
+                        outside_dynamo(self._note, [node], str(name or "aten.copy_"), is_extern=True)
+                return result
 
-        module.Scheduler.codegen_extern_call = watched
+            return watched
 
-    def watch_triton(self, module: Any) -> None:
+        patch("torch._inductor.scheduler.Scheduler.codegen_extern_call", wrap, stays=True)
+
+    def watch_triton(self, _: Any) -> None:
         """Watch ``torch._inductor.codegen.triton``: of which operators a kernel is made."""
-        plain = module.TritonScheduling.define_kernel
 
-        @functools.wraps(plain)
-        def watched(scheduling: Any, src_code: Any, node_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            name = plain(scheduling, src_code, node_schedule, *args, **kwargs)
-            graph = _current_graph()
-            if graph is not None:
-                self._written.setdefault(graph, _Written()).defined[name] = _ir_nodes(node_schedule)
-            return name
+        def wrap(plain: Function) -> Function:
+            def watched(scheduling: Any, src_code: Any, node_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+                name = plain(scheduling, src_code, node_schedule, *args, **kwargs)
+                graph = _current_graph()
+                if graph is not None:
+                    self._written.setdefault(graph, _Written()).defined[name] = _ir_nodes(node_schedule)
+                return name
 
-        module.TritonScheduling.define_kernel = watched
+            return watched
 
-    def watch_wrapper(self, module: Any) -> None:
+        patch("torch._inductor.codegen.triton.TritonScheduling.define_kernel", wrap, stays=True)
+
+    def watch_wrapper(self, _: Any) -> None:
         """Watch ``torch._inductor.codegen.wrapper``: the call of a kernel that Inductor did not report.
 
         Such are reductions of one input in two directions at once.
         """
-        wrapper = getattr(module, "PythonWrapperCodegen", None)
-        plain = getattr(wrapper, "generate_kernel_call", None)
-        if wrapper is None or plain is None:
-            return
 
-        @functools.wraps(plain)
-        def watched(code: Any, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
-            graph = _current_graph()
-            written = self._written.get(graph) if graph is not None else None
-            if written is not None:
-                if written.reported != kernel_name and kernel_name in written.defined:
-                    outside_dynamo(self._note, written.defined[kernel_name], kernel_name, is_extern=False)
-                written.reported = None
-            return plain(code, kernel_name, *args, **kwargs)
+        def wrap(plain: Function) -> Function:
+            def watched(code: Any, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
+                graph = _current_graph()
+                written = self._written.get(graph) if graph is not None else None
+                if written is not None:
+                    if written.reported != kernel_name and kernel_name in written.defined:
+                        outside_dynamo(self._note, written.defined[kernel_name], kernel_name, is_extern=False)
+                    written.reported = None
+                return plain(code, kernel_name, *args, **kwargs)
 
-        wrapper.generate_kernel_call = watched
+            return watched
+
+        patch("torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_kernel_call", wrap, stays=True)
 
     def take(self) -> tuple[tuple[Record, ...], bool] | None:
         """Return the records of the graph that Inductor compiles now, and whether it is a backward pass.
@@ -266,6 +265,9 @@ def line_of(stack_trace: str | None) -> str:
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = f"{_TORCH}optim{os.sep}"
 _CAPTURE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+_REPORT = "set_kernel_post_grad_provenance_tracing"
+"""With this Inductor reports, for its own debugging, each launch that it writes."""
 
 _COPIES = frozenset({"DeviceCopy", "InplaceCopyFallback"})
 

@@ -7,7 +7,6 @@ Nothing here changes what is compiled, what is cached under which key, or what r
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from hashlib import sha256
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
@@ -33,7 +32,7 @@ from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.node_work import NodeWork
-from profkit.capture.patches import outside_dynamo
+from profkit.capture.patches import Function, outside_dynamo, patch
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
 
@@ -92,20 +91,20 @@ class CompiledCode:
         is_possible = self._error is None and not self._in_cpp and self._generation.is_possible
         return self._unknown if is_possible else 0
 
-    def _watch_code_cache(self, codecache: Any) -> None:
-        plain = codecache.PyCodeCache.load_by_key_path.__func__
+    def _watch_code_cache(self, _: Any) -> None:
+        def wrap(plain: Function) -> Function:
+            def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None, **more: Any) -> Any:
+                module = plain(cls, key, path, linemap, attrs, **more)
+                if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
+                    try:
+                        outside_dynamo(self._loaded, module, Path(path), linemap or ())
+                    except Exception as error:
+                        self._failed(error)
+                return module
 
-        @functools.wraps(plain)
-        def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None, **more: Any) -> Any:
-            module = plain(cls, key, path, linemap, attrs, **more)
-            if attrs is not None and hasattr(module, "call"):  # the code of a graph, not that of one kernel
-                try:
-                    outside_dynamo(self._loaded, module, Path(path), linemap or ())
-                except Exception as error:
-                    self._failed(error)
-            return module
+            return watched
 
-        codecache.PyCodeCache.load_by_key_path = classmethod(cast(Any, watched))
+        patch("torch._inductor.codecache.PyCodeCache.load_by_key_path", wrap, stays=True)
 
     def _loaded(self, module: ModuleType, path: Path, linemap: Sequence[tuple[int, str | None]]) -> None:
         traced = self._traced.current()
