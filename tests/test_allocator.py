@@ -197,54 +197,6 @@ def test_a_split_that_the_limit_at_the_dump_forbids_bounds_the_other_sizes() -> 
     assert history.bounds == (peak, peak + 10 * MIB)
 
 
-@pytest.mark.parametrize("notes_pools", [False, True])
-def test_a_request_that_did_not_get_the_best_block_bounds_the_sizes(notes_pools: bool) -> None:
-    """The block of 30 MiB kept a rest of 10 under a limit that was lifted later: 9 MiB would have fitted there."""
-    allocator = ReferenceAllocator(max_split=25 * MIB, notes_pools=notes_pools)
-    allocator.record()
-    allocator.free(allocator.malloc(40 * MIB))
-    hidden = allocator.malloc(30 * MIB)
-    other = allocator.malloc(9 * MIB)
-    peak = allocator.allocated.current
-    for block in (hidden, other):
-        allocator.free(block)
-    if notes_pools:
-        allocator.empty_cache()
-    allocator.max_split = None
-    assert replayed(allocator).bounds == (40 * MIB, peak)
-
-
-def test_a_released_segment_of_an_unknown_pool_says_nothing_of_the_settings() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
-    allocator.free(allocator.malloc(40 * MIB, pool=(0, 1)))
-    allocator.free(allocator.malloc(30 * MIB))
-    allocator.empty_cache()
-    assert replayed(allocator).bounds is None
-
-
-def test_the_search_for_best_blocks_finds_most_limits_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some changes leave no trace: no later request could have used the rest of a block."""
-    searched = count_wrong_peaks()
-    monkeypatch.setattr("profkit.allocator.history.chose_best_fits", lambda *_: True)
-    assert searched < count_wrong_peaks() / 2
-
-
-def count_wrong_peaks() -> int:
-    """Return in how many histories whose split limit changed the true peak is outside the bounds."""
-    wrong = 0
-    for seed in range(120):
-        chance = random.Random(seed)
-        steps = [step if step[0] != "malloc" else (*step[:3], (0, 0)) for step in random_steps(chance, 0)]
-        steps.insert(chance.randrange(len(steps)), ("set_max_split", chance.choice([None, 64 * MIB])))
-        allocator = ReferenceAllocator(max_split=25 * MIB, notes_pools=True)
-        drive(allocator, [("malloc", 1, 0, (0, 0)), *steps], record_at=0)
-        history = replayed(allocator)
-        low, high = history.bounds or (history.allocated_peak_bytes, history.allocated_peak_bytes)
-        wrong += not low <= allocator.peaks()[0] <= (high or 0)
-    return wrong
-
-
 # -- single rules -----------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.best_fit import chose_best_fits
 from profkit.allocator.replay import Replay, replay_device, reserved_changes
 from profkit.allocator.rules import (
     MIN_LARGE_SEGMENT_REQUEST_BYTES,
@@ -91,20 +90,16 @@ def replay_history(device: Device, settings: Settings) -> History:
     """Replay a device, check the replay against the state at the dump, and draw its curves.
 
     A program can change the settings while it runs, and the snapshot holds only the last ones. Where the history
-    contradicts these, it is replayed once more without relying on them. It nearly always does if
-    ``expandable_segments`` changed. A change of ``max_split_size_mb`` shows if memory was used that the last limit
-    would not have split off, or if a request got another block than the best (`profkit.allocator.best_fit`); else the
-    rest of such a block can be counted wrongly.
+    contradicts these, it is replayed once more without relying on them. A change of ``expandable_segments`` nearly
+    always shows. A change of ``max_split_size_mb`` shows only if memory was used later that the last limit would not
+    have split off: else the rest of a block can be counted wrongly.
     """
     replay = replay_device(device, settings)
     contradictions = _find_contradictions(device, settings, replay)
-    contradicts_settings = replay.contradicts_settings or not (
-        contradictions or _chose_best_fits(device, settings, replay)
-    )
-    if contradictions or contradicts_settings:
+    if contradictions or replay.contradicts_settings:
         other = replay_device(device, settings, is_settled=False)
         others = _find_contradictions(device, settings, other)
-        if contradicts_settings or not (others or _count_odd_segments(device, settings)):
+        if replay.contradicts_settings or not (others or _count_odd_segments(device, settings)):
             replay, contradictions = other, others
     curves = Curves(
         allocated=_curve(replay, replay.freed, replay.size_bytes),
@@ -124,12 +119,6 @@ def _find_broken_sums(replay: Replay, curves: Curves) -> dict[str, int]:
         "blocks smaller than what was asked for": replay.size_bytes < replay.requested_bytes,
     }
     return {what: int(np.count_nonzero(where)) for what, where in broken.items() if where.any()}
-
-
-def _chose_best_fits(device: Device, settings: Settings, replay: Replay) -> bool:
-    """Return whether a search for the best blocks gives those that were chosen; True where that cannot be judged."""
-    is_judged = settings.is_recorded and not settings.expandable_segments and not replay.slack_bytes.any()
-    return not is_judged or chose_best_fits(device, settings, replay)
 
 
 def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
