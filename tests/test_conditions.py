@@ -96,3 +96,30 @@ else:
 print(torch.cuda.is_initialized())
 """
     assert _tell(code) == ["[]", "['bfloat16']", "high True", "None tf32", "False"]
+
+
+def test_an_optimizer_is_described_by_its_class_its_flags_and_its_bytes() -> None:
+    pytest.importorskip("torch")
+    code = """
+import torch
+class AdamW(torch.optim.AdamW):
+    pass
+layer = torch.nn.Linear(4, 4, bias=False)
+frozen = torch.nn.Linear(4, 4)
+used = UsedOptimizers()
+for kind, flags in ((torch.optim.AdamW, {}), (AdamW, {"foreach": True}), (torch.optim.SGD, {"fused": False})):
+    optimizer = kind([*layer.parameters(), *frozen.parameters()], lr=0.1, **flags)
+    for _ in range(2):
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        used.note_step(optimizer)
+for one in read_conditions((), used.described).optimizers:
+    print(one.name, one.is_torchs, one.fused, one.foreach, one.parameter_bytes, one.state_bytes)
+print(read_conditions().optimizers)
+"""
+    assert _tell(code) == [
+        "AdamW True None None 64 132",
+        "AdamW False None True 64 132",
+        "SGD True False None 64 0",
+        "None",
+    ]

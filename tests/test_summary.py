@@ -159,6 +159,24 @@ def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) ->
     assert (modules["inner"].forward_ns, modules["inner"].recompute_ns) == (10, 7)
 
 
+@pytest.mark.parametrize(
+    ("conditions", "shown"),
+    [
+        ({"cudnn_allow_tf32": True}, "TF32 off in matrix products, on in convolutions"),
+        ({"cudnn_conv_fp32_precision": "ieee", "cudnn_allow_tf32": True}, "TF32 off"),
+        ({"cudnn_allow_tf32": False}, "TF32 off"),
+        ({}, "TF32 off in matrix products"),
+    ],
+)
+def test_tf32_is_said_of_matrix_products_and_of_convolutions(
+    tmp_path: Path, conditions: dict[str, object], shown: str
+) -> None:
+    run = make_small_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text()) | {"conditions": conditions}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert _summary(run).head.precision == f"fp32, {shown}"
+
+
 def test_its_memory_is_that_of_the_memory_command() -> None:
     said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
     assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]
@@ -173,7 +191,7 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
 ) -> None:
     lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
     assert list(lines) == ["", "STEP", "GPU", "WORK", "MODULE", "Try", "Closed", "More"]
-    assert lines[""].endswith("1 × H200 · fp32, TF32 off · 2 steps recorded (0–1)")
+    assert lines[""].endswith("1 × H200 · fp32, TF32 off in matrix products · 2 steps recorded (0–1)")
     assert lines["STEP"].startswith("105.8 ms as recorded; the unprofiled time is unknown")
     assert "idle 71.7% = 75.8" in lines["GPU"]
     assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
@@ -311,12 +329,14 @@ def test_the_head_names_the_command_without_folders_and_a_long_one_by_its_ends(
 
 def test_at_most_three_proposals_are_printed_and_all_are_data() -> None:
     summary = _summary(SMALL)
+    assert [one["code"] for one in _json("summary", SMALL)["advice"]] == [one.code for one in find_advice(summary)]
+    assert summary.optimizer is not None
+    summary = replace(summary, optimizer=replace(summary.optimizer, fusable=("AdamW",)))
     advice = find_advice(summary)
-    assert len(advice) > 3
+    assert len(advice) == 4
     assert [one.share for one in advice] == sorted((one.share for one in advice), reverse=True)
     text = render(build_summary_document(summary, advice), "table")
     assert advice[2].action in " ".join(text.split())
     assert advice[3].action not in " ".join(text.split())
-    assert [one["code"] for one in _json("summary", SMALL)["advice"]] == [one.code for one in advice]
     few = render(build_summary_document(replace(summary), advice[:1]), "table")
     assert few.count("\n        2 ") == 0

@@ -151,29 +151,31 @@ def _precision(summary: Summary) -> Advice | None:
 
 
 def _optimizer(summary: Summary) -> Advice | None:
-    """One kernel for the whole step of the optimizer: it reads and writes each state once, and keeps no temporaries."""
+    """One kernel for the whole step of the optimizer: it reads and writes each state once, and keeps no temporaries.
+
+    Only where torch has such a kernel for these optimizers, which nobody chose against, and more than one launch.
+    """
     optimizer, memory, work = summary.optimizer, summary.memory, summary.work
-    if optimizer is None or optimizer.kind not in ("foreach", "single tensor") or work is None:
+    if optimizer is None or not optimizer.fusable or work is None or optimizer.kind not in ("foreach", "single tensor"):
         return None
     costs, launches = summary.find_costliest("optimizer_ns"), optimizer.launch_count / summary.program_steps
+    if launches <= 1:
+        return None
     span_ns = summary.per_step(optimizer.span_ns) if costs is None else costs.optimizer_ns
     if optimizer.unprofiled_ns is not None:
         span_ns = optimizer.unprofiled_ns
-    least_ns, temporary = 0.0, 0
-    if memory is not None and work.peaks is not None:
-        parameters, state = (memory.by_category.get(one, 0) for one in ("parameters", "optimizer state"))
-        # It reads parameters, gradients and state, and writes parameters and state.
-        least_ns = (3 * parameters + 2 * state) / work.peaks.bytes_per_s * 1e9
+    least_ns = 0.0 if work.peaks is None else optimizer.least_bytes / work.peaks.bytes_per_s * 1e9
+    temporary = 0
     if memory is not None and memory.phase == "optimizer":
         temporary = memory.by_category.get("temporaries", 0)
-    reason = ("1 launch takes" if launches == 1 else "{launches} launches take") + " {span_ns} of a step"
+    reason = "{launches} launches take {span_ns} of a step"
     if least_ns:
         reason += ", its bytes {least_ns} at the GPU's peak"
     if temporary:
         reason += ", and temporaries of {temporary_bytes} stand at the peak of memory"
     return Advice(
         "fused-optimizer",
-        "the optimizer with fused=True",
+        f"{', '.join(optimizer.fusable)} with fused=True",
         reason,
         saves_ns=max(span_ns - least_ns, 0.0),
         saves_bytes=temporary or None,

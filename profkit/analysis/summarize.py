@@ -57,12 +57,15 @@ from profkit.names import (
     VALUE_PRODUCT,
     kind_of,
 )
-from profkit.run.manifest import Compiled, Manifest
+from profkit.run.manifest import Compiled, Manifest, UsedOptimizer
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
 _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
-_TF32 = ("high", "medium")
+_TF32 = ("high", "medium", True, "tf32")
+"""What torch's settings of fp32 products are where they allow TF32."""
+_HAVE_FUSED_STEPS = ("Adam", "AdamW", "SGD")
+"""Classes of torch.optim with a fused step on CUDA in every torch from 2.4 on (Adagrad's began on the CPU alone)."""
 _OWN_PARTS = frozenset((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
 """Ranges of the built-in model in which attention itself is computed."""
 
@@ -140,13 +143,25 @@ def _precision(manifest: Manifest, counted: str | None) -> str | None:
     autocast = find_condition(manifest, "autocast_dtypes")
     if isinstance(autocast, tuple) and autocast:
         return f"{', '.join(autocast)} autocast".replace("bfloat16", "bf16").replace("float16", "fp16")
-    tf32 = manifest.float32_matmul_precision
-    if tf32 is None or manifest.device == "cpu":
-        return counted or manifest.workload.dtype
+    products = manifest.float32_matmul_precision or find_condition(
+        manifest, "cuda_matmul_fp32_precision", "cuda_matmul_allow_tf32"
+    )
     dtype = counted or manifest.workload.dtype
-    if dtype is not None and dtype != "fp32":
+    if products is None or manifest.device == "cpu" or dtype not in (None, "fp32"):
         return dtype
-    return f"{'no autocast' if dtype is None else dtype}, TF32 {'on' if tf32 in _TF32 else 'off'}"
+    convolutions = find_condition(manifest, "cudnn_conv_fp32_precision", "cudnn_allow_tf32")
+    return f"{dtype or 'no autocast'}, {_say_tf32(products in _TF32, convolutions)}"
+
+
+def _say_tf32(in_products: bool, convolutions: object) -> str:
+    """Return where TF32 is on: cuDNN has a switch of its own, ``convolutions``, which is None if it is not known."""
+    words = "TF32 on" if in_products else "TF32 off"
+    if convolutions is None:
+        return f"{words} in matrix products"
+    in_convolutions = convolutions in _TF32
+    if in_convolutions == in_products:
+        return words
+    return f"{words} in matrix products, {'on' if in_convolutions else 'off'} in convolutions"
 
 
 def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Finding]]:
@@ -338,12 +353,42 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse |
         kind = "compiled"
     elif any("multi_tensor_apply" in name for name in names):
         kind = "fused" if any("Fused" in name for name in names) else "foreach"
+    used = _used_optimizers(manifest)
     return OptimizerUse(
         kind,
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
         unprofiled[0].clean_ns if len(unprofiled) == 1 else None,
+        fusable=tuple(dict.fromkeys(one.name for one in used)) if _can_all_be_fused(manifest, used) else (),
+        least_bytes=min((_least_bytes(one) for one in used), default=0),
     )
+
+
+def _used_optimizers(manifest: Manifest) -> tuple[UsedOptimizer, ...]:
+    used = find_condition(manifest, "optimizers")
+    return used if isinstance(used, tuple) else ()
+
+
+def _can_all_be_fused(manifest: Manifest, used: tuple[UsedOptimizer, ...]) -> bool:
+    """Return whether ``fused=True`` can be added to every optimizer: classes of torch itself, with no such choice made.
+
+    In fp16 a GradScaler scales the loss, and Lightning refuses to clip the gradients of a fused optimizer then.
+    """
+    autocast = find_condition(manifest, "autocast_dtypes")
+    if not used or (isinstance(autocast, tuple) and "float16" in autocast):
+        return False
+    return all(
+        one.is_torchs
+        and one.name in _HAVE_FUSED_STEPS
+        and one.fused is None
+        and not (one.foreach or one.differentiable)
+        for one in used
+    )
+
+
+def _least_bytes(used: UsedOptimizer) -> int:
+    """Return what a fused step moves: it reads parameters, gradients and state, and writes parameters and state."""
+    return 3 * used.parameter_bytes + 2 * used.state_bytes
 
 
 def _is_measured(path: str) -> bool:

@@ -200,6 +200,10 @@ class OptimizerUse:
     span_ns: int
     launch_count: int
     unprofiled_ns: float | None
+    fusable: tuple[str, ...] = ()
+    """The optimizers' classes, if the run recorded that torch could fuse the step of each and does not."""
+    least_bytes: int = 0
+    """What a fused step at least reads and writes; of several optimizers the one with the fewest, which may be alone."""
 
 
 @dataclass(frozen=True)

@@ -168,19 +168,38 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class UsedOptimizer:
+    """An optimizer that made a step: its class, and if that is torch's own; its flags; what a step reads and writes.
+
+    The bytes are those of this process: ``parameter_bytes`` of the parameters that had a gradient, ``state_bytes`` of
+    their state after the first step.
+    """
+
+    name: Word = ""
+    is_torchs: bool = False
+    fused: bool | None = None
+    foreach: bool | None = None
+    differentiable: bool = False
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Conditions:
-    """How a process multiplied matrices, what it compiled, and on which GPU it ran; None if unknown."""
+    """How a process multiplied matrices, what it compiled and optimized with, and its GPU; None if unknown."""
 
     float32_matmul_precision: Word | None = None
     cuda_matmul_allow_tf32: bool | None = None
     cuda_matmul_fp32_precision: Word | None = None
     cudnn_allow_tf32: bool | None = None
+    cudnn_conv_fp32_precision: Word | None = None
     cudnn_benchmark: bool | None = None
     deterministic_algorithms: bool | None = None
     cpu_threads: int | None = None
     autocast_dtypes: tuple[Word, ...] = ()
     compiled: Compiled | None = None
     gpu_uuid: Message | None = None
+    optimizers: tuple[UsedOptimizer, ...] | None = None
 
 
 @dataclass(frozen=True)

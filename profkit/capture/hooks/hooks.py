@@ -42,7 +42,7 @@ from profkit.capture.hooks.script_ranges import watch_script_ranges
 from profkit.capture.hooks.watcher import StepListener, Watcher
 from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
-from profkit.capture.steps.conditions import autocast_dtypes
+from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
 from profkit.capture.steps.policy import StepPolicy, is_loss_module
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import (
@@ -131,6 +131,7 @@ class Hooks(RangeObserver):
         self._outside = OutsideNodes()
         self.autocast_dtypes: set[str] = set()
         """The types that autocast computed in around the modules called while ranges were open."""
+        self.optimizers = UsedOptimizers()
         self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
         self._is_interrupted = False
         self.times_waits = False
@@ -528,6 +529,7 @@ class Hooks(RangeObserver):
         self.clock.end()
         self.steps.optimizer_left()
         if is_well:
+            self.optimizers.note_step(optimizer)
             self._watcher.optimizer_ends(optimizer)
             number = self.steps.optimizer_ends(optimizer)
             self._make_boundary(number)

@@ -8,36 +8,91 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-from profkit.run.manifest import Compiled, Conditions
+from profkit.run.manifest import Compiled, Conditions, UsedOptimizer
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def read_conditions(autocast_dtypes: Collection[str] = ()) -> Conditions:
+def read_conditions(
+    autocast_dtypes: Collection[str] = (), optimizers: Collection[UsedOptimizer] | None = None
+) -> Conditions:
     """Return how this process multiplies matrices, what it compiled, and on which GPU it runs.
 
-    ``float32_matmul_precision`` and ``cuda_matmul_allow_tf32`` are torch's older settings, and since torch 2.9
-    ``cuda_matmul_fp32_precision`` stands for both; a setting that this torch does not have, or does not return because
-    the other kind is in use, is None.
+    ``float32_matmul_precision`` and the two ``allow_tf32`` are torch's older settings; since torch 2.9
+    ``fp32_precision`` stands for them, of matrix products and of convolutions. A setting that this torch does not have,
+    or does not return because the other kind is in use, is None.
 
     Args:
         autocast_dtypes: those in which autocast was seen to be on.
+        optimizers: those that made a step; None if they were not watched.
     """
     return Conditions(
         float32_matmul_precision=_read(torch.get_float32_matmul_precision),
         cuda_matmul_allow_tf32=_read(lambda: torch.backends.cuda.matmul.allow_tf32),
         cuda_matmul_fp32_precision=_read(lambda: torch.backends.cuda.matmul.fp32_precision),
         cudnn_allow_tf32=_read(lambda: torch.backends.cudnn.allow_tf32),
+        cudnn_conv_fp32_precision=_read(lambda: torch.backends.cudnn.conv.fp32_precision),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         cpu_threads=torch.get_num_threads(),
         autocast_dtypes=tuple(sorted(autocast_dtypes)),
         compiled=_compiled(),
         gpu_uuid=_gpu_uuid(),
+        optimizers=None if optimizers is None else tuple(optimizers),
     )
+
+
+class UsedOptimizers:
+    """The optimizers that have made a step in this process, each described after its first."""
+
+    def __init__(self) -> None:
+        self._known: WeakSet[Optimizer] = WeakSet()
+        self.described: dict[UsedOptimizer, None] = {}
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """A step of ``optimizer`` has ended; its gradients are still there."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self.described[describe_optimizer(optimizer)] = None
+
+
+def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
+    """Return an optimizer's class, its flags in any group of parameters, and the bytes on this process's device."""
+    groups = optimizer.param_groups
+    parameters = [one for group in groups for one in group["params"] if one.grad is not None]
+    states = [
+        value
+        for one in parameters
+        if isinstance(optimizer.state.get(one), dict)
+        for value in optimizer.state[one].values()
+        if isinstance(value, Tensor)
+    ]
+
+    def flag(name: str) -> bool | None:
+        values = [group[name] for group in groups if group.get(name) is not None]
+        return any(values) if values else None
+
+    return UsedOptimizer(
+        name=type(optimizer).__name__,
+        is_torchs=type(optimizer).__module__.startswith("torch.optim"),
+        fused=flag("fused"),
+        foreach=flag("foreach"),
+        differentiable=bool(flag("differentiable")),
+        parameter_bytes=sum(map(_local_bytes, parameters)),
+        state_bytes=sum(map(_local_bytes, states)),
+    )
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Return a tensor's bytes in this process: of a DTensor those of its shard."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.numel() * local.element_size())
 
 
 def autocast_dtypes() -> set[str]:
