@@ -297,6 +297,15 @@ def test_expandable_segments_are_simulated(tmp_path: Path) -> None:
     assert "expandable-segments" not in _codes(on)
 
 
+def test_no_share_is_above_one(tmp_path: Path) -> None:
+    """Reserved memory can be several times the allocated peak, and a recorded step longer than an unprofiled one."""
+    torn = _codes(_training(memory=_memory(reserved_peak_bytes=30 * GIB, expandable_reserved_bytes=10 * GIB)))
+    assert torn["expandable-segments"].share == pytest.approx(20 / 30)
+    recorded = _write(tmp_path, {"forward": [(NVJET, 5 * MS)]}, data_ns=40 * MS)
+    quick = _codes(replace(recorded, steps=(StepUse(None, 8 * MS, 4, 8 * MS, 8 * MS, 46 * MS),)))
+    assert (quick["data-workers"].saves_ns, quick["data-workers"].share) == (8 * MS, 1.0)
+
+
 def test_communication_that_is_not_hidden_is_waiting_or_begins_late() -> None:
     waiting = summarize_capture(open_capture(capture("ddp.nsys2025.sqlite")))
     assert waiting.gpu is not None

@@ -7,13 +7,14 @@ figures and its effect follows from them, and it never proposes what the run alr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import is_shared
 
+_EXPANDABLE_CODE = "expandable-segments"
 _LAUNCHES = 0.1
 """The share of a step from which preparing kernels is worth a change of the program."""
 _TIGHT = 0.8
@@ -26,7 +27,7 @@ class Advice:
 
     ``saves_ns`` is per step, ``saves_bytes`` of the peak, or of what is reserved. ``is_bound`` says that no more can
     be saved, else the figures are estimates; ``is_bytes_bound`` the same of ``saves_bytes`` where that differs.
-    ``share`` is of the step time or of the peak, whichever is larger. ``{name}`` in a text stands for one of the
+    ``share`` is of the step time or of that memory, whichever is larger. ``{name}`` in a text stands for one of the
     ``figures``; its name ends with its unit (``_ns``, ``_bytes``, else a plain number). In the proof ``RUN`` is this
     run and ``NEW`` one that was recorded with the change.
     """
@@ -51,33 +52,35 @@ def find_advice(summary: Summary) -> tuple[Advice, ...]:
     """Return all that the rules propose, the largest effect first; nothing where the figures are not to be trusted."""
     if summary.has_failed:
         return ()
-    found = []
-    for rule in RULES:
-        one = rule(summary)
-        if one is not None and (share := _share(summary, one)) >= WORTH:
-            found.append(_with_share(one, share))
-    return tuple(sorted(found, key=lambda one: -_weight(summary, one)))
+    proposals = [_limit(summary, proposal) for rule in RULES if (proposal := rule(summary)) is not None]
+    worth = [proposal for proposal in proposals if proposal.share >= WORTH]
+    return tuple(sorted(worth, key=lambda proposal: -_weight(summary, proposal)))
 
 
-def _share(summary: Summary, one: Advice) -> float:
-    """Return the part of the step time or of the peak that would go; 0 if the whole is unknown."""
-    of_time = (one.saves_ns or 0.0) / summary.step_ns if summary.step_ns else 0.0
-    peak = 0 if summary.memory is None else summary.memory.peak_bytes
-    return max(of_time, (one.saves_bytes or 0) / peak if peak else 0.0)
+def _limit(summary: Summary, proposal: Advice) -> Advice:
+    """Return a proposal with its share, the larger of those of the step time and of the memory; 0 if both are unknown.
+
+    Nothing saves more than the whole step: figures of recorded steps can be longer than the step without a profiler.
+    """
+    saves_ns, share = proposal.saves_ns, 0.0
+    if saves_ns is not None and summary.step_ns:
+        saves_ns = min(saves_ns, summary.step_ns)
+        share = saves_ns / summary.step_ns
+    if proposal.saves_bytes and summary.memory is not None:
+        is_of_reserved = proposal.code == _EXPANDABLE_CODE
+        whole = summary.memory.reserved_peak_bytes if is_of_reserved else summary.memory.peak_bytes
+        share = max(share, proposal.saves_bytes / whole if whole else 0.0)
+    return replace(proposal, saves_ns=saves_ns, share=share)
 
 
-def _with_share(one: Advice, share: float) -> Advice:
-    return Advice(**(vars(one) | {"share": share}))
-
-
-def _weight(summary: Summary, one: Advice) -> float:
+def _weight(summary: Summary, proposal: Advice) -> float:
     """Return what decides the order: the share, of memory that is not short the half."""
     memory = summary.memory
     is_tight = memory is not None and (
         memory.failure is not None
         or (memory.capacity_bytes is not None and memory.reserved_peak_bytes > _TIGHT * memory.capacity_bytes)
     )
-    return one.share if one.saves_ns is not None or is_tight else one.share / 2
+    return proposal.share if proposal.saves_ns is not None or is_tight else proposal.share / 2
 
 
 def _compile(summary: Summary) -> Advice | None:
@@ -256,7 +259,7 @@ def _expandable(summary: Summary) -> Advice | None:
     if memory is None or memory.expandable_reserved_bytes is None:
         return None
     return Advice(
-        "expandable-segments",
+        _EXPANDABLE_CODE,
         f"PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}",
         "would reserve {simulated_bytes} in place of {reserved_bytes} (simulated)",
         saves_bytes=memory.reserved_peak_bytes - memory.expandable_reserved_bytes,
