@@ -170,7 +170,7 @@ def test_an_optimizer_of_many_launches_is_to_be_fused(tmp_path: Path, kernel: st
 
 
 def test_a_fused_step_takes_at_least_what_its_bytes_take(tmp_path: Path) -> None:
-    """1.2 ms of a step, of which the bytes of parameters and state alone take 1.17: what is left is not worth a line."""
+    """1.2 ms of a step, of which the bytes of parameters and state alone take 1.17: no line is worth the rest."""
     large = ADAMW | {"parameter_bytes": 800 * 10**6, "state_bytes": 1_600 * 10**6}
     phases = {"forward": [(NVJET, MS)], "optimizer": [(FOREACH, 50_000)] * 20}
     assert "fused-optimizer" not in _codes(_write(tmp_path, phases, conditions={"optimizers": [large]}))

@@ -17,7 +17,8 @@ from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
 from profkit.reading import open_snapshot
-from profkit.report.document import FORMATS
+from profkit.report.commands.whatif import build_whatif_document
+from profkit.report.document import FORMATS, render
 from recipes.model_memory.predict import predict_memory
 from recipes.whole_model.cells import Work
 from tests.allocator_reference import MIB, Block
@@ -278,12 +279,19 @@ def whatif(*words: str | Path) -> Any:
     return CliRunner().invoke(cli, ["whatif", *map(str, words)])
 
 
+def test_computing_again_costs_at_least_its_kernels(tmp_path: Path) -> None:
+    """Python prepares these kernels again, too, which no trace of the recorded program shows."""
+    snapshot = opened(Blocks(), tmp_path / "run")
+    result = snapshot.whatif(edits=["checkpoint:h.*"], cost=lambda names: 3_300_000 if names else None)
+    assert "Computing again adds at least 3.300 ms to a step" in render(build_whatif_document(result), "table")
+
+
 def test_the_command_shows_the_edited_peak_and_what_it_is_made_of(run: Path) -> None:
     result = whatif(run, "--edit", "checkpoint:h.*", "--edit", "optimizer:sgd")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
     for text in (
-        "edited 36.00 MiB ≈ 36.00 MiB",
+        "edited 35.64–36.36 MiB 35.64–36.36 MiB",
         "checkpoint:h.*: 2 of 2 ranges, 6 calls",
         "optimizer:sgd: SGD without momentum and weight decay: known state and 6 temporaries of its steps removed",
         "What computing again takes is not known: the run has no trace of these ranges",

@@ -263,6 +263,7 @@ def test_the_json_has_the_keys_that_other_programs_read() -> None:
         "allocator": "expandable_segments:True",
         "edits": [],
         "requested_peak_bytes": 3219960876,
+        "requested_range_bytes": [3_219_960_876, 3_219_960_876],
         "allocated_peak_bytes": 3219962880,
         "reserved_peak_bytes": 3252682752,
         "exact": True,
@@ -273,6 +274,16 @@ def test_the_json_has_the_keys_that_other_programs_read() -> None:
         "unused_bytes": 32719872,
         "failed_request_bytes": None,
     }
+
+
+def test_unused_memory_is_unknown_where_more_is_allocated_than_reserved() -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    allocator.malloc(30 * MIB)
+    allocator.events[0]["size"] = 10 * MIB  # the segment, as a damaged file has it
+    case = opened(allocator).whatif().cases[0]
+    assert (case.allocated_peak_bytes, case.reserved_peak_bytes) == (30 * MIB, 10 * MIB)
+    assert case.unused_bytes is None
 
 
 @pytest.mark.parametrize("style", FORMATS)

@@ -23,8 +23,8 @@ class Prediction:
     """The simulations of one request stream under some settings: the first, and the ranges over all of them."""
 
     simulation: Simulation
-    allocated_range_bytes: Range
-    reserved_range_bytes: Range
+    allocated_range_bytes: tuple[int, int]
+    reserved_range_bytes: tuple[int, int]
     exact: bool
     fits: bool | None
     failed: Failure | None

@@ -244,7 +244,7 @@ def _checkpoint(summary: Summary) -> Advice | None:
         "their activations hold {activation_bytes} of {peak_bytes}",
         saves_bytes=activations - activations // kept.number,
         is_bound=False,
-        cost="about +{forward_ns} a step, their forward pass again",
+        cost="at least +{forward_ns} a step, the kernels of their forward pass again",
         figures={
             "activation_bytes": activations,
             "peak_bytes": memory.peak_bytes,

@@ -203,7 +203,7 @@ class OptimizerUse:
     fusable: tuple[str, ...] = ()
     """The optimizers' classes, if the run recorded that torch could fuse the step of each and does not."""
     least_bytes: int = 0
-    """What a fused step at least reads and writes; of several optimizers the one with the fewest, which may be alone."""
+    """What a fused step at least reads and writes; of several optimizers, the smallest one's."""
 
 
 @dataclass(frozen=True)

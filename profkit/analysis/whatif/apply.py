@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from profkit.analysis.whatif.change import CannotModelError, Change
+from profkit.analysis.whatif.change import Bound, CannotModelError, Change
 from profkit.analysis.whatif.checkpoint import edit_checkpoint
 from profkit.analysis.whatif.known_tensors import (
     drop,
@@ -35,11 +35,11 @@ _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
     "optimizer": edit_optimizer,
     "gradients": edit_gradients,
     "parameters": edit_parameters,
-    "checkpoint": edit_checkpoint,
     "loss": edit_loss,
     "zero-grad": drop_gradients,
     "drop": drop,
 }
+_CHECKPOINT = "checkpoint"
 _SCALES = ("batch", "sequence")
 
 
@@ -55,7 +55,12 @@ class Applied:
 
 
 def apply_edits(
-    program: Program, texts: Sequence[str], others: Sequence[Program] = (), *, stream: Stream | None = None
+    program: Program,
+    texts: Sequence[str],
+    others: Sequence[Program] = (),
+    *,
+    stream: Stream | None = None,
+    bound: Bound = "likely",
 ) -> tuple[Stream, tuple[Applied, ...]]:
     """Return the program's requests after some edits, and what each of them rests on.
 
@@ -64,6 +69,7 @@ def apply_edits(
         texts: edits such as ``optimizer:sgd``; `FORMS` lists them.
         others: runs of the same program with another batch or sequence, for ``batch:×F`` and ``sequence:×F``.
         stream: what the edits change; by default what was recorded.
+        bound: what to take for what is not known of them.
 
     Raises:
         UsageError: an edit is unknown, the snapshot says too little for it, or it would change nothing.
@@ -71,14 +77,15 @@ def apply_edits(
     stream, applied = stream or program.recorded(), []
     for text in texts:
         name, _, argument = text.partition(":")
-        if not argument or name not in (*_EDITS, *_SCALES):
+        if not argument or name not in (*_EDITS, *_SCALES, _CHECKPOINT):
             raise UsageError(f"no edit {text!r}; edits are {', '.join(FORMS)}")
         try:
-            change = (
-                edit_size(program, stream, argument, others)
-                if name in _SCALES
-                else _EDITS[name](program, stream, argument)
-            )
+            if name in _SCALES:
+                change = edit_size(program, stream, argument, others, bound)
+            elif name == _CHECKPOINT:
+                change = edit_checkpoint(program, stream, argument, bound)
+            else:
+                change = _EDITS[name](program, stream, argument)
         except CannotModelError as error:
             raise UsageError(f"{text}: {error}") from None
         stream = change.stream

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from profkit.analysis.whatif.stream import Stream
 from profkit.errors import UsageError
+
+Bound = Literal["least", "likely", "most"]
+"""What is taken for that which nobody knows of an edit: what needs least memory, what was seen mostly, or most."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from itertools import groupby
 import numpy as np
 
 from profkit.allocator.requests import Floats
-from profkit.analysis.whatif.change import CannotModelError, Change
+from profkit.analysis.whatif.change import Bound, CannotModelError, Change
 from profkit.analysis.whatif.stream import Bools, Program, Stream
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
@@ -37,8 +37,11 @@ from profkit.snapshot.columns import Ints
 _FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?(?P<reentrant>:reentrant)?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
 _SHOWN_KINDS = 8
-_USED_BY = 2
+_USED_BY: dict[Bound, int] = {"least": 1, "likely": 2, "most": 3}
 """What is not kept is freed before the second allocation after it: the first one is of the operation that reads it."""
+
+_WORKSPACE_BYTES = 2**20
+"""What cuBLASLt needs once on each thread, for products with a bias: in backward only if these are computed again."""
 
 _TINY = 256
 """An output is not so much smaller than the largest allocation that outlives its call."""
@@ -55,7 +58,7 @@ class Call:
     backward_end: int
 
 
-def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
+def edit_checkpoint(program: Program, stream: Stream, text: str, bound: Bound = "likely") -> Change:
     """Checkpoint the ranges or modules that match ``GLOB``.
 
     Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
@@ -80,11 +83,11 @@ def edit_checkpoint(program: Program, stream: Stream, text: str) -> Change:
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
-    stream, count = _checkpoint(program, stream, calls, is_reentrant=match["reentrant"] is not None)
+    stream, count = _checkpoint(program, stream, calls, bound, is_reentrant=match["reentrant"] is not None)
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it compiled?")
     unknown = (
-        "when a checkpointed call frees what it no longer keeps: taken as after the allocation that follows it",
+        "when a checkpointed call frees what it no longer keeps, and backward what was computed again",
         *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
     )
     return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
@@ -204,7 +207,9 @@ def _unit_of(module: str, glob: str) -> str | None:
     return next((name for name in names if _matches(name, glob)), None)
 
 
-def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reentrant: bool) -> tuple[Stream, int]:
+def _checkpoint(
+    program: Program, stream: Stream, calls: list[Call], bound: Bound, *, is_reentrant: bool
+) -> tuple[Stream, int]:
     """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
 
     The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
@@ -233,7 +238,7 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reent
         kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
         if not len(kept):
             continue
-        used = np.minimum(born[np.minimum(kept + _USED_BY, len(born) - 1)], call.end)
+        used = np.minimum(born[np.minimum(kept + _USED_BY[bound], len(born) - 1)], call.end)
         new_freed[kept] = np.where(stays[kept], call.backward_begin, used) - 0.5
         new_freed[np.intersect1d(output, kept)] = others_end
         new_freed[_inputs_of(born, freed, by_free, call, end)] = freed[kept].max()
@@ -246,6 +251,9 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reent
             made = np.arange(backward, own)
             is_given = (freed[made] > born[own]) & (freed[made] < own_end) & (sizes[made] == sizes[result].max())
             new_freed[made[is_given][-1:]] = own_end
+        elif bound != "most":
+            is_kept = np.isin(again, kept)
+            frees[is_kept] = [_when_unpacked_goes(born, freed, sizes, one) for one in again[is_kept].tolist()]
         copies.append((at[again], births, frees))
     if not copies:
         return stream, 0
@@ -253,7 +261,33 @@ def _checkpoint(program: Program, stream: Stream, calls: list[Call], *, is_reent
     is_changed = np.zeros(len(stream), dtype=np.bool_)
     is_changed[at[new_freed != freed]] = True
     edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
-    return edited.with_copies(of, stream.requests.requested_bytes[of], births, frees), len(copies)
+    edited = edited.with_copies(of, stream.requests.requested_bytes[of], births, frees)
+    workspace = at[_shared_workspaces(program, stream.source[at], sizes, freed)]
+    is_needed = bound == "most" or (bound == "likely" and bool(np.isin(workspace, of).any()))
+    if len(workspace) and is_needed:
+        never = np.array([float(stream.requests.event_count)])
+        edited = edited.with_copies(workspace[:1], np.array([_WORKSPACE_BYTES], dtype=np.int64), births[:1], never)
+    return edited, len(copies)
+
+
+def _when_unpacked_goes(born: Floats, freed: Floats, sizes: Ints, kept: int) -> float:
+    """Return when a tensor that was computed again is freed: earlier than the saved one that it stands for.
+
+    A saved tensor goes when its node is released, after the gradients of biases have been summed. A tensor computed
+    again goes when the node's own computation ends, before these sums: a tiny allocation that lasts, and temporaries.
+    """
+    last = int(np.searchsorted(born, freed[kept])) - 1
+    while last > kept and freed[last] < freed[kept]:
+        last -= 1
+    is_sum = last > kept and sizes[last] * _TINY <= sizes[kept]
+    return float(born[last]) - 0.25 if is_sum else float(freed[kept])
+
+
+def _shared_workspaces(program: Program, rows: Ints, sizes: Ints, freed: Floats) -> Ints:
+    """Return which requests may be cuBLASLt's workspace of the main thread; none if backward has one of its own."""
+    kept = np.flatnonzero((sizes == _WORKSPACE_BYTES) & (freed >= program.replay.event_count))
+    phases = [program.phases[row] for row in rows[kept].tolist()]
+    return kept[:0] if BACKWARD in phases else kept[[phase not in _NO_FORWARD for phase in phases]]
 
 
 def _is_made_in(program: Program, row: int, module: str) -> bool:

@@ -51,7 +51,10 @@ class EditedPeak:
     place: str | None
     """What asks for the memory at the peak: the module and the line."""
     added_kernel_ns: int | None
-    """What checkpoints compute again in a step, at most; None if there are none, or if it is not known."""
+    """The kernels that checkpoints run again in a step; None if there are none, or if it is not known.
+
+    A step becomes longer by at least this: Python prepares the kernels again, too.
+    """
     by_category: tuple[PartChange, ...] = ()
     by_module: tuple[PartChange, ...] = ()
 

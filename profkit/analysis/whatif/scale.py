@@ -20,7 +20,7 @@ from math import ceil
 
 import numpy as np
 
-from profkit.analysis.whatif.change import CannotModelError, Change
+from profkit.analysis.whatif.change import Bound, CannotModelError, Change
 from profkit.analysis.whatif.stream import Bools, Program, Stream
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
@@ -42,7 +42,9 @@ def read_factor(text: str) -> Fraction:
 _LARGEST_FACTOR = 1024
 
 
-def edit_size(program: Program, stream: Stream, text: str, others: Sequence[Program]) -> Change:
+def edit_size(
+    program: Program, stream: Stream, text: str, others: Sequence[Program], bound: Bound = "likely"
+) -> Change:
     """Scale the batch or the sequence by a factor, as one or more other runs of the program show."""
     factor = read_factor(text)
     if not others:
@@ -58,7 +60,8 @@ def edit_size(program: Program, stream: Stream, text: str, others: Sequence[Prog
     doubt = highest.requested_peak_bytes() - edited.requested_peak_bytes()
     shown = ", ".join(f"×{float(one):g}" for one in ratios)
     unknown = _name_sites(program, ~fits, wanted, doubt) if not fits.all() else ()
-    return Change(edited, f"{np.count_nonzero(fits):,} of {len(fits):,} sizes follow from runs at {shown}", unknown)
+    text = f"{np.count_nonzero(fits):,} of {len(fits):,} sizes follow from runs at {shown}"
+    return Change(highest if bound == "most" else edited, text, unknown)
 
 
 def _follow(program: Program, stream: Stream, wanted: Ints) -> Ints:

@@ -10,7 +10,7 @@ from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.findings import Finding
 from profkit.report.commands.whatif_edits import edited_parts
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
+from profkit.report.units import TEXT, Unit, format_bytes, format_exactly, format_share
 
 _EXACT = (
     "allocator",
@@ -19,6 +19,8 @@ _EXACT = (
     "allocated_peak_bytes",
     "reserved_peak_bytes",
     "exact",
+    "requested_low_bytes",
+    "requested_high_bytes",
     "allocated_low_bytes",
     "allocated_high_bytes",
     "reserved_low_bytes",
@@ -50,7 +52,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
         Column("name", "allocator" if result.edited is None else "program", TEXT, flexible=True),
-        Column("requested_peak_bytes", "requested", BYTES, wide=is_same),
+        Column("requested", "requested", _PEAK, wide=is_same),
         Column("allocated", "allocated", _PEAK),
         Column("reserved", "reserved", _PEAK),
         Column("change", "change", _SIGNED),
@@ -95,10 +97,13 @@ def _row(case: Case, today: Case) -> Row:
         **asdict(case),
         "edits": " ".join(case.edits),
         "name": name_case(case) if case is not today else f"today: {name_case(case)}",
+        "requested": _peak(case.requested_range_bytes, case.exact or not case.edits),
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
         "change": None if case is today or not known else _change(case, today),
         "unused": _share(case.unused_bytes, case),
+        "requested_low_bytes": case.requested_range_bytes[0],
+        "requested_high_bytes": case.requested_range_bytes[1],
         "allocated_low_bytes": case.allocated_range_bytes[0],
         "allocated_high_bytes": case.allocated_range_bytes[1],
         "reserved_low_bytes": case.reserved_range_bytes[0],

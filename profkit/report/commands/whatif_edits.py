@@ -50,7 +50,7 @@ def _evidence(peak: EditedPeak) -> Iterator[str]:
         for line in edit.unknown:
             yield f"  not known: {line}"
     if peak.added_kernel_ns is not None:
-        yield f"Computing again adds at most {format_ns(peak.added_kernel_ns)} of kernels to a step"
+        yield f"Computing again adds at least {format_ns(peak.added_kernel_ns)} to a step: its kernels alone"
     elif any(edit.recomputed for edit in peak.edits):
         yield "What computing again takes is not known: the run has no trace of these ranges"
 
