@@ -12,7 +12,7 @@ import pytest
 from profkit.analysis.advice import RULES, Advice, find_advice
 from profkit.analysis.memory.parts import PartRow
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import MemoryUse, Summary
+from profkit.analysis.summary import MemoryUse, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
 from tests.captures import capture

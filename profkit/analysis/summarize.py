@@ -183,7 +183,9 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         gpu=use,
         gpus=() if use is None else tuple(_costs(account, use, rows)),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
-        optimizer=None if result is None else _optimizer(account, result),
+        optimizer=None
+        if result is None
+        else _optimizer(account, result, opened.run.manifest if opened.run else Manifest()),
         modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
         passes=_passes(measured, account.steps),
@@ -338,7 +340,7 @@ def _is_inductors(name: str) -> bool:
     return name.startswith("triton_") and categorize(name).rule.startswith("inductor")
 
 
-def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse | None:
+def _optimizer(account: TimeAccount, result: EfficiencyResult, manifest: Manifest) -> OptimizerUse | None:
     attribution = account.attribution
     rows = [row for row in result.ranges if row.name == OPTIMIZER and row.gpu is not None and _is_measured(row.path)]
     members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
