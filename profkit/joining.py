@@ -67,17 +67,17 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
     """
     path = Path(path)
     sources = find_sources(path)
-    found = _read_by_cluster(sources, scheduler) if scheduler else _read_by_processes(sources, workers)
-    ranks = [rank for one in found for rank in one.ranks]
-    lost = [entry for one in found for entry in one.lost]
+    reads = _read_by_cluster(sources, scheduler) if scheduler else _read_by_processes(sources, workers)
+    ranks = [rank for read in reads for rank in read.ranks]
+    lost = [entry for read in reads for entry in read.lost]
     if not ranks and lost:
         raise CaptureError(lost[0][1])
-    twice = [rank for rank, count in Counter(one.record.rank for one in ranks).items() if count > 1]
+    twice = [rank for rank, count in Counter(rank.record.rank for rank in ranks).items() if count > 1]
     if twice:
         holders = dict.fromkeys(
             source.folder
-            for source, one in zip(sources, found, strict=True)
-            if any(rank.record.rank == min(twice) for rank in one.ranks)
+            for source, read in zip(sources, reads, strict=True)
+            if any(rank.record.rank == min(twice) for rank in read.ranks)
         )
         raise UsageError(
             f"{path}: {' and '.join(folder.name for folder in holders)} both hold rank {min(twice)}. If they are two"
@@ -87,7 +87,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
     if not ranks:
         raise RunError(f"{path}: no trace and no light record in it; `profkit summary` of a run says how it ended")
     if len(ranks) < 2:
-        source = next(source for source, one in zip(sources, found, strict=True) if one.ranks)
+        source = next(source for source, read in zip(sources, reads, strict=True) if read.ranks)
         (only,) = ranks
         if only.record.world_size > 1 or source.trace is None:
             others = "; put the runs of the other machines together with `profkit gather`"
@@ -102,7 +102,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
             f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
         )
     links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
-    return explain_peaks(path, join_ranks(found, links))
+    return explain_peaks(path, join_ranks(reads, links))
 
 
 def explain_peaks(path: Path, result: RanksResult) -> RanksResult:
@@ -128,8 +128,8 @@ def find_sources(path: Path) -> list[RankSource]:
 
 
 def _runs_in(path: Path) -> list[Run]:
-    inner = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
-    return [Run(one) for one in ([path] if (path / MANIFEST).exists() else []) + inner]
+    inner = sorted(run.parent for run in path.glob(f"*/{MANIFEST}"))
+    return [Run(run) for run in ([path] if (path / MANIFEST).exists() else []) + inner]
 
 
 def _compare_snapshots(path: Path, peaks: PeakDifference) -> PeakDifference:
@@ -185,8 +185,8 @@ def _read_by_cluster(sources: Iterable[RankSource], scheduler: str) -> list[Read
     except (OSError, ValueError) as error:
         raise ToolError(f"--scheduler {scheduler}: {error}") from None
     with client:
-        found: list[ReadRanks] = client.gather(client.map(reduce_source, list(sources), pure=False))
-    return found
+        reads: list[ReadRanks] = client.gather(client.map(reduce_source, list(sources), pure=False))
+    return reads
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,9 @@ class FlightRecorder:
 
     def look(self) -> None:
         """Read what is new, and what was not settled when it was read before."""
-        unsettled = next((at for at, one in enumerate(self._known) if not one.is_settled), len(self._known))
+        unsettled = next(
+            (at for at, collective in enumerate(self._known) if not collective.is_settled), len(self._known)
+        )
         first = self._known[unsettled].number if unsettled < len(self._known) else self._next
         with collector_off():  # some 20,000 objects come and go, and none is in a cycle
             self._read(first)
@@ -132,11 +134,11 @@ class FlightRecorder:
         held = dump.get("entries", ())
         if held and held[0]["record_id"] > self._next:
             self._dropped.append((self._called_ns, held[0]["time_created_ns"]))
-        found = list(self._entries(dump, first))
+        news = list(self._entries(dump, first))
         if held:
             self._next, self._called_ns = held[-1]["record_id"] + 1, held[-1]["time_created_ns"]
-        changed = {one.number for one in found}
-        self._known = [one for one in self._known if one.number not in changed] + found
+        changed = {collective.number for collective in news}
+        self._known = [collective for collective in self._known if collective.number not in changed] + news
         self._known.sort(key=_called)
 
     def between(self, start_ns: int, end_ns: int) -> list[Collective]:
@@ -150,7 +152,7 @@ class FlightRecorder:
     @property
     def is_settled(self) -> bool:
         """Whether nothing more will be known of any collective."""
-        return all(one.is_settled for one in self._known)
+        return all(collective.is_settled for collective in self._known)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop what was called before a time since the epoch."""
@@ -210,16 +212,16 @@ class FlightRecorder:
 
     def _dimensions(self) -> dict[str, str]:
         """Return group → the name of its dimension; of a group in several meshes the name in the first."""
-        found: dict[str, str] = {}
+        dimensions: dict[str, str] = {}
         for mesh in list(self._meshes):
             for dimension in getattr(mesh, "mesh_dim_names", None) or ():
                 with suppress(Exception):  # a mesh without groups, or of another world
-                    found.setdefault(mesh.get_group(dimension).group_name, dimension)
-        return found
+                    dimensions.setdefault(mesh.get_group(dimension).group_name, dimension)
+        return dimensions
 
 
-def _called(one: Collective) -> int:
-    return one.called_ns
+def _called(collective: Collective) -> int:
+    return collective.called_ns
 
 
 def _dumps() -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -280,8 +282,8 @@ def waiting_ns(collectives: Sequence[Collective]) -> float:
     half of the collectives is passed over: there ranks wait for each other's start.
     """
     later = collectives[len(collectives) // 2 :]
-    timed = [one.duration_ns for one in later if one.duration_ns is not None]
-    return fmean(timed) if timed else -median([one.called_ns for one in later] or [0])
+    timed = [collective.duration_ns for collective in later if collective.duration_ns is not None]
+    return fmean(timed) if timed else -median([collective.called_ns for collective in later] or [0])
 
 
 def _agree(rank: int, mine: float) -> int:

@@ -229,7 +229,9 @@ class LightRecorder:
                 break
             self._unread.popleft()
             start_ns = step.start_ns
-            step.phases = [(one.phase, one.first.host_ns - start_ns, one.last.host_ns - start_ns) for one in step.spans]
+            step.phases = [
+                (span.phase, span.first.host_ns - start_ns, span.last.host_ns - start_ns) for span in step.spans
+            ]
             step.spans = []
             if has_passed and spans and self._gpu_zero is not None and step.number >= self._zero_since:
                 self._read_events(step, spans, *self._gpu_zero)
@@ -308,7 +310,9 @@ class LightRecorder:
         records: list[StepRecord] = []
         for step in self._steps:
             mine = self._collectives_of(step)
-            if not is_last and not (not step.spans and (step.is_delayed or all(one.is_settled for one in mine))):
+            if not is_last and not (
+                not step.spans and (step.is_delayed or all(collective.is_settled for collective in mine))
+            ):
                 break
             groups += self._new_groups(mine)
             records.append(self._describe(step, mine))
@@ -332,10 +336,10 @@ class LightRecorder:
     def _new_groups(self, collectives: list[Collective]) -> list[str]:
         """Return the lines of groups that these collectives are the first to use."""
         lines = []
-        for one in collectives:
-            if one.group not in self._groups:
-                self._groups[one.group] = len(self._groups)
-                lines.append(group_line(self._flight.group(one.group, self._groups[one.group])))
+        for collective in collectives:
+            if collective.group not in self._groups:
+                self._groups[collective.group] = len(self._groups)
+                lines.append(group_line(self._flight.group(collective.group, self._groups[collective.group])))
         return lines
 
     def _describe(self, step: _Step, collectives: list[Collective]) -> StepRecord:
@@ -399,7 +403,7 @@ class LightRecorder:
         self._left = step.number, left_ns
         return waited_ns
 
-    def _columns(self, found: list[Collective], step: _Step) -> Collectives:
+    def _columns(self, collectives: list[Collective], step: _Step) -> Collectives:
         """Return the collectives with times from the step's start.
 
         The flight recorder does not say when one began on the GPU: not before it was called, and not before the one
@@ -407,27 +411,27 @@ class LightRecorder:
         noted with the last collective that the host called in it.
         """
         zero_ns = self._on_our_clock(step.start_ns)
-        called = [one.called_ns - zero_ns for one in found]
+        called = [collective.called_ns - zero_ns for collective in collectives]
         ends: dict[str, int] = {}
         start_ns: list[int | None] = []
         end_ns: list[int | None] = []
-        for one, called_ns in zip(found, called, strict=True):
-            begins = max(called_ns, ends.get(one.group, called_ns))
-            is_timed = one.duration_ns is not None
-            ends[one.group] = begins + (one.duration_ns or 0)
+        for collective, called_ns in zip(collectives, called, strict=True):
+            begins = max(called_ns, ends.get(collective.group, called_ns))
+            is_timed = collective.duration_ns is not None
+            ends[collective.group] = begins + (collective.duration_ns or 0)
             start_ns.append(begins if is_timed else None)
-            end_ns.append(ends[one.group] if is_timed else None)
+            end_ns.append(ends[collective.group] if is_timed else None)
         columns = Collectives(
-            group=[self._groups[one.group] for one in found],
-            sequence=[one.sequence for one in found],
-            kind=[one.kind for one in found],
-            dtype=[one.dtype for one in found],
-            bytes=[one.bytes for one in found],
+            group=[self._groups[collective.group] for collective in collectives],
+            sequence=[collective.sequence for collective in collectives],
+            kind=[collective.kind for collective in collectives],
+            dtype=[collective.dtype for collective in collectives],
+            bytes=[collective.bytes for collective in collectives],
             called_ns=[*called],
             start_ns=start_ns,
             end_ns=end_ns,
-            hidden_ns=[None] * len(found),
-            exposed_ns=[None] * len(found),
+            hidden_ns=[None] * len(collectives),
+            exposed_ns=[None] * len(collectives),
         )
         for begin, end, waited_ns in step.waits:
             rows = [at for at, called_ns in enumerate(called) if begin <= called_ns < end]

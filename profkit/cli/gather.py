@@ -21,11 +21,12 @@ def gather(sources: tuple[Path, ...], output: Path) -> None:
     one disk need no gathering. The sources are only read; `profkit ranks OUTPUT` compares all ranks.
     """
     with shown_after_a_second(f"copying {format_count(len(sources), 'run')}"):
-        found = gather_to(sources, output)
-    write_warnings(f"{path}: no file, so it is left out" for path in found.left_out)
-    held = sum(len(ranks) for _, ranks in found.runs)
+        gathered = gather_to(sources, output)
+    write_warnings(f"{path}: no file, so it is left out" for path in gathered.left_out)
+    held = sum(len(ranks) for _, ranks in gathered.runs)
     missing = ""
-    if found.expected is not None and found.expected > len(found.runs):
-        missing = f"; the job has {found.expected}"
-    print_line(f"{output} holds {format_count(held, 'rank')} of {format_count(len(found.runs), 'machine')}{missing}.")
+    if gathered.expected is not None and gathered.expected > len(gathered.runs):
+        missing = f"; the job has {gathered.expected}"
+    machines = format_count(len(gathered.runs), "machine")
+    print_line(f"{output} holds {format_count(held, 'rank')} of {machines}{missing}.")
     print_line(f"Next:\n  profkit ranks {quote_path(output)}")

@@ -222,9 +222,9 @@ def claim(shared: Path, job: Job) -> Path:
     ]
     if foreign:
         raise RunError(f"{shared}: exists and is not empty; name a new directory with -o, or remove this one")
-    found = _share(shared, job)
-    if found.id != job.id:
-        raise RunError(f"{shared}: holds the job {found.id}, and this is {job.id}; name a new directory with -o")
+    held = _share(shared, job)
+    if held.id != job.id:
+        raise RunError(f"{shared}: holds the job {held.id}, and this is {job.id}; name a new directory with -o")
     numbers: Iterable[int] = range(job.count or 2**16) if job.number is None else [job.number]
     for number in numbers:
         path = shared / f"{job.unit}{number}"

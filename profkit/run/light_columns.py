@@ -112,13 +112,13 @@ class StepColumns:
         """Return the steps at these positions alone."""
         number = np.full(len(self), -1)
         number[kept] = np.arange(len(kept))
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name, column in vars(self).items():
             if isinstance(column, Phases):
-                found[name] = column.of_steps(number)
+                columns[name] = column.of_steps(number)
             elif name in self.__dataclass_fields__:
-                found[name] = column[kept] if isinstance(column, np.ndarray) else tuple(column[at] for at in kept)
-        return StepColumns(**found)
+                columns[name] = column[kept] if isinstance(column, np.ndarray) else tuple(column[at] for at in kept)
+        return StepColumns(**columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,15 +257,17 @@ def _join(parts: Sequence[Columns]) -> Columns:
     sizes = [len(part["name"]) for part in parts]
 
     def numbers(name: str, of: Sequence[Columns], sizes: Sequence[int], lacking: str | None = None) -> str | None:
-        found = [one.get(name) for one in of]
-        if not any(found) and lacking is None:
+        columns = [column.get(name) for column in of]
+        if not any(columns) and lacking is None:
             return None
         cell = UNKNOWN_CELL if lacking is None else lacking
-        texts = [",".join([cell] * size) if one is None else one for one, size in zip(found, sizes, strict=True)]
+        texts = [
+            ",".join([cell] * size) if column is None else column for column, size in zip(columns, sizes, strict=True)
+        ]
         return ",".join(filter(None, texts))
 
     def texts(name: str, of: Sequence[Columns]) -> list[Any]:
-        return list(chain.from_iterable([one.get(name, ()) for one in of]))
+        return list(chain.from_iterable([table.get(name, ()) for table in of]))
 
     throttle = [part.get("throttle", [()] * size) for part, size in zip(parts, sizes, strict=True)]
     joined: Columns = {"name": texts("name", parts), "throttle": list(chain.from_iterable(throttle))}
@@ -275,11 +277,13 @@ def _join(parts: Sequence[Columns]) -> Columns:
         joined[name] = {"count": numbers("count", tables, sizes, "0")}
         # A table that a line leaves out has no rows there.
         rows = [0] * len(parts)
-        joined[name] |= {one: texts(one, tables) if one in TEXTS else numbers(one, tables, rows) for one in columns}
+        joined[name] |= {
+            column: texts(column, tables) if column in TEXTS else numbers(column, tables, rows) for column in columns
+        }
     tables = [part.get("collectives", {}) for part in parts]
     rows = [sequence.count(",") + 1 if (sequence := table.get("sequence")) else 0 for table in tables]
     joined["collectives"] = {"calls": numbers("calls", tables, sizes, str(NO_CALLS))}
-    joined["collectives"] |= {one: numbers(one, tables, rows) for one in OF_CALLS}
+    joined["collectives"] |= {column: numbers(column, tables, rows) for column in OF_CALLS}
     return joined
 
 
@@ -327,25 +331,25 @@ def _numbers(what: str, column: Any, count: int, *, may_lack: bool = False) -> I
     if isinstance(column, str):
         try:
             text = column.replace(UNKNOWN_CELL, str(UNKNOWN)) if may_lack else column
-            found: Ints = np.fromstring(text, np.int64, sep=",")
+            numbers: Ints = np.fromstring(text, np.int64, sep=",")
             # A number that does not fit is read as the largest that does.
-            if len(found) and (found.max() > _LARGEST or found.min() < -_LARGEST):
+            if len(numbers) and (numbers.max() > _LARGEST or numbers.min() < -_LARGEST):
                 raise ValueError
         except (ValueError, DeprecationWarning):
             raise WrongRecord(f"{what} holds something else than whole numbers") from None
     else:
-        found = _listed(what, column, may_lack=may_lack)
-    if len(found) != count:
+        numbers = _listed(what, column, may_lack=may_lack)
+    if len(numbers) != count:
         raise WrongRecord(f"{what} does not hold {count} numbers")
-    return found
+    return numbers
 
 
 def _listed(what: str, values: Sequence[Any], *, may_lack: bool) -> Ints:
     try:
         # An array takes whole numbers alone, and quickly; but also True and False, which it holds for 1 and 0.
-        found = np.frombuffer(array("q", values), dtype=np.int64)
-        if not ((found >> 1) == 0).any() or bool not in set(map(type, values)):
-            return found
+        numbers = np.frombuffer(array("q", values), dtype=np.int64)
+        if not ((numbers >> 1) == 0).any() or bool not in set(map(type, values)):
+            return numbers
     except TypeError:
         if may_lack and set(map(type, values)) <= {int, NoneType}:
             return _listed(what, [UNKNOWN if value is None else value for value in values], may_lack=False)
@@ -379,8 +383,8 @@ def _texts(what: str, column: Any, count: int) -> tuple[tuple[str, ...], Ints]:
     if len(column) != count:
         raise WrongRecord(f"{what} does not hold {count} names")
     names = tuple(map(intern, sorted(set(column))))
-    number = {one: at for at, one in enumerate(names)}
-    return names, np.array([number[one] for one in column], dtype=np.int64)
+    number = {text: at for at, text in enumerate(names)}
+    return names, np.array([number[text] for text in column], dtype=np.int64)
 
 
 def _require_texts(what: str, values: Iterable[Any]) -> None:
@@ -400,8 +404,8 @@ def _build_since(table: Columns, counts: Ints) -> SinceColumns:
     if len(whats) != len(step):
         raise WrongRecord(f"since does not hold {len(step)} parts")
     parts = tuple(sorted(set(whats)))
-    number = {one: at for at, one in enumerate(parts)}
-    return SinceColumns(parts, step, rows, np.array([number[one] for one in whats], dtype=np.int64), time_ns)
+    number = {part: at for at, part in enumerate(parts)}
+    return SinceColumns(parts, step, rows, np.array([number[part] for part in whats], dtype=np.int64), time_ns)
 
 
 def _build_calls(table: Columns, count: int, shared: Mapping[int, Columns]) -> CallColumns:

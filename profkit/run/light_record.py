@@ -229,19 +229,21 @@ class Packer:
 
     def pack(self, steps: Sequence[StepRecord]) -> tuple[Columns, dict[int, Columns]]:
         """Return steps as columns, and by number what the calls of those are that are the first to share it."""
-        found: Columns = {"name": [step.name for step in steps]}
-        found |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
-        found["throttle"] = [step.throttle for step in steps]
+        packed: Columns = {"name": [step.name for step in steps]}
+        packed |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
+        packed["throttle"] = [step.throttle for step in steps]
         for table, names in TABLES.items():
             rows = [getattr(step, table) for step in steps]
             columns = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((),) * len(names)
-            found[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
+            packed[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
         shared: dict[int, Columns] = {}
         calls = [step.collectives for step in steps]
-        found["collectives"] = {"calls": [self._number(one, shared) if len(one) else NO_CALLS for one in calls]}
+        packed["collectives"] = {
+            "calls": [self._number(step_calls, shared) if len(step_calls) else NO_CALLS for step_calls in calls]
+        }
         for name in OF_CALLS:
-            found["collectives"][name] = list(chain.from_iterable([getattr(one, name) for one in calls]))
-        return found, shared
+            packed["collectives"][name] = list(chain.from_iterable([getattr(step_calls, name) for step_calls in calls]))
+        return packed, shared
 
     def _number(self, calls: Collectives, new: dict[int, Columns]) -> int:
         columns = {name: getattr(calls, name) for name in COMMON}
@@ -258,26 +260,26 @@ class Packer:
 def unpack(steps: Columns, shared: Mapping[int, Columns]) -> list[StepRecord]:
     """Return steps from columns that are known to be right: the reverse of `Packer.pack`."""
     count = len(steps["name"])
-    found: list[dict[str, Any]] = [{"name": name} for name in steps["name"]]
+    fields: list[dict[str, Any]] = [{"name": name} for name in steps["name"]]
     for name in OF_STEPS:
-        for step, value in zip(found, _cells(steps[name], count), strict=True):
+        for step, value in zip(fields, _cells(steps[name], count), strict=True):
             step[name] = value
     for name, columns in TABLES.items():
         table = steps[name]
         counts = _cells(table["count"], count)
         rows = zip(*(_cells(table[column], sum(counts)) for column in columns), strict=True)
-        for step, size in zip(found, counts, strict=True):
+        for step, size in zip(fields, counts, strict=True):
             step[name] = tuple(islice(rows, size))
     calls = steps["collectives"]
     nothing: Columns = {name: [] for name in COMMON}
     common = [nothing if number == NO_CALLS else shared[number] for number in _cells(calls["calls"], count)]
-    sizes = [len(one["group"]) for one in common]
+    sizes = [len(shared_calls["group"]) for shared_calls in common]
     own = {name: iter(_cells(calls[name], sum(sizes))) for name in OF_CALLS}
-    for step, reasons, of_all, size in zip(found, steps["throttle"], common, sizes, strict=True):
+    for step, reasons, of_all, size in zip(fields, steps["throttle"], common, sizes, strict=True):
         step["throttle"] = tuple(reasons)
         mine = {name: of_all.get(name) or [None] * size for name in COMMON}
         step["collectives"] = Collectives(**mine, **{name: list(islice(column, size)) for name, column in own.items()})
-    return [StepRecord(**step) for step in found]
+    return [StepRecord(**step) for step in fields]
 
 
 def _cells(column: str | list[Any] | None, count: int) -> list[Any]:
@@ -290,7 +292,7 @@ def _cells(column: str | list[Any] | None, count: int) -> list[Any]:
 
 def _shorten(columns: Columns) -> Columns:
     """Return columns as a line holds them: numbers as one text; what is unknown or empty is left out."""
-    found: Columns = {}
+    line: Columns = {}
     numbers: list[tuple[Columns, str, list[int | None]]] = []
 
     def take(table: Columns, into: Columns) -> None:
@@ -300,17 +302,17 @@ def _shorten(columns: Columns) -> Columns:
             elif column.count(None) < len(column):
                 numbers.append((into, name, column))
 
-    take({name: column for name, column in columns.items() if not isinstance(column, dict)}, found)
-    if not any(found["throttle"]):
-        del found["throttle"]
+    take({name: column for name, column in columns.items() if not isinstance(column, dict)}, line)
+    if not any(line["throttle"]):
+        del line["throttle"]
     for name, table in columns.items():
-        if isinstance(table, dict) and any(table[one] for one in table if one not in ("count", "calls")):
-            take(table, found.setdefault(name, {}))
+        if isinstance(table, dict) and any(table[name] for name in table if name not in ("count", "calls")):
+            take(table, line.setdefault(name, {}))
     # One call of the encoder for all of them: it is made anew for each call.
     texts = _encode([column for *_, column in numbers])[2:-2].replace("null", UNKNOWN_CELL).split("],[")
     for (into, name, _), text in zip(numbers, texts, strict=True):
         into[name] = text
-    return found
+    return line
 
 
 class StepLines:
@@ -324,7 +326,7 @@ class StepLines:
         lines = []
         for first in range(0, len(steps), TOGETHER):
             columns, shared = self._packer.pack(steps[first : first + TOGETHER])
-            lines += [_line("calls", {"number": number, "collectives": one}) for number, one in shared.items()]
+            lines += [_line("calls", {"number": number, "collectives": calls}) for number, calls in shared.items()]
             lines.append(_line("steps", _shorten(columns)))
         return "".join(lines)
 

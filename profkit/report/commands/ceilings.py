@@ -49,13 +49,13 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
 
 
 def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:
-    found = []
-    for one in ceilings.gemm:
-        peak = None if sheet is None else sheet.flops_per_s.get(one.dtype)
-        size = f"{one.m}×{one.n}×{one.k}"
-        found.append((one.dtype, size, one.best_flops_per_s, one.median_flops_per_s, "FLOP/s", peak))
+    measured = []
+    for gemm in ceilings.gemm:
+        peak = None if sheet is None else sheet.flops_per_s.get(gemm.dtype)
+        size = f"{gemm.m}×{gemm.n}×{gemm.k}"
+        measured.append((gemm.dtype, size, gemm.best_flops_per_s, gemm.median_flops_per_s, "FLOP/s", peak))
     copy, peak = ceilings.copy, None if sheet is None else sheet.bytes_per_s
-    found.append(("copy", f"{copy.bytes} B", copy.best_bytes_per_s, copy.median_bytes_per_s, "B/s", peak))
+    measured.append(("copy", f"{copy.bytes} B", copy.best_bytes_per_s, copy.median_bytes_per_s, "B/s", peak))
     return [
         {
             "of": of,
@@ -66,7 +66,7 @@ def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:
             "datasheet_per_s": peak,
             "share": None if peak is None else best / peak,
         }
-        for of, size, best, middle, unit, peak in found
+        for of, size, best, middle, unit, peak in measured
     ]
 
 

@@ -40,7 +40,7 @@ def describe_ranks(result: RanksResult) -> list[str]:
     if not result.recorded_step_count:
         step = f"{result.world_size:,} ranks, no recorded steps: times are those of the whole recording"
     if result.exposed_ns is not None and result.recorded_step_count:
-        full = sum(one.exposed_ns is not None for one in result.ranks)
+        full = sum(rank.exposed_ns is not None for rank in result.ranks)
         of = "" if result.is_exact else f" (of {format_count(full, 'rank')} recorded in full)"
         step += f"; communication not hidden behind computing: {format_ns(result.exposed_ns)}{of}"
     waiting = f"{format_ns(result.waiting_ns)} (hidden or not)"
@@ -147,7 +147,7 @@ def find_lost(result: RanksResult) -> Iterator[Finding]:
         by_count.setdefault(count, []).append(rank)
     for count, ranks in by_count.items():
         held = f"the record holds {format_count(count, 'step')}, others up to {result.recorded_step_count:,}"
-        lost = {one.rank for one in result.ranks if one.waiting_ns is None}
+        lost = {rank.rank for rank in result.ranks if rank.waiting_ns is None}
         left_out = "; too few to compare" if lost.issuperset(ranks) else ""
         yield Finding("short-record", f"{_name_ranks(ranks)}: {held}{left_out}")
 

@@ -54,7 +54,12 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
-        Lines([*_describe_links(result), *(line for one in result.pipelines for line in _describe_pipeline(one))]),
+        Lines(
+            [
+                *_describe_links(result),
+                *(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
+            ]
+        ),
         *([] if result.verdict.most_rank is None else [wait_table(result)]),
         ranks,
         Lines(_notes(result)),
@@ -82,18 +87,22 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
             "differences": [{"cause": cause, "time_ns": time} for cause, time in verdict.differences.items()],
         },
         "groups": [asdict(row) for row in result.groups],
-        "ranks": [_rank_data(one) for one in result.ranks],
+        "ranks": [_rank_data(rank) for rank in result.ranks],
         "waits": result.waits_ns.tolist(),
         "links": {"links": [asdict(link) for link in result.links]},
         "pipelines": [
             {
-                "group": {"name": one.group.name, "dimension": one.group.dimension, "ranks": list(one.ranks)},
-                "between_ns": list(one.between_ns),
-                "own_ns": list(one.own_ns),
-                "longest_rank": one.ranks[one.longest],
-                "bubble_ns": one.bubble_ns,
+                "group": {
+                    "name": pipeline.group.name,
+                    "dimension": pipeline.group.dimension,
+                    "ranks": list(pipeline.ranks),
+                },
+                "between_ns": list(pipeline.between_ns),
+                "own_ns": list(pipeline.own_ns),
+                "longest_rank": pipeline.ranks[pipeline.longest],
+                "bubble_ns": pipeline.bubble_ns,
             }
-            for one in result.pipelines
+            for pipeline in result.pipelines
         ],
         "peaks": None if result.peaks is None else asdict(result.peaks),
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
@@ -103,7 +112,7 @@ def ranks_data(result: RanksResult) -> dict[str, Any]:
 def wait_table(result: RanksResult) -> Table:
     """Return who waited for whom, per step; of many ranks, those that were waited for most."""
     steps = max(result.step_count, 1)
-    numbers = [one.rank for one in result.ranks]
+    numbers = [rank.rank for rank in result.ranks]
     waits = result.waits_ns
     title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
     if len(numbers) <= _WIDEST_MATRIX:
@@ -136,24 +145,29 @@ def _describe_links(result: RanksResult) -> list[str]:
     return [f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []
 
 
-def _describe_pipeline(one: Pipeline) -> list[str]:
+def _describe_pipeline(pipeline: Pipeline) -> list[str]:
     """Return what the stages spend in send and recv: the bubble, and waiting for the stage that works longest."""
-    name, rank = one.group.dimension or f"of ranks {', '.join(map(str, one.ranks))}", one.ranks[one.longest]
-    share = f" ({format_share(one.bubble_ns / one.step_ns)})" if one.step_ns else ""
-    between = f"{format_ns(min(one.between_ns))} to {format_ns(max(one.between_ns))}"
+    name, rank = (
+        pipeline.group.dimension or f"of ranks {', '.join(map(str, pipeline.ranks))}",
+        pipeline.ranks[pipeline.longest],
+    )
+    share = f" ({format_share(pipeline.bubble_ns / pipeline.step_ns)})" if pipeline.step_ns else ""
+    between = f"{format_ns(min(pipeline.between_ns))} to {format_ns(max(pipeline.between_ns))}"
     return [
         f"pipeline {name}: ranks spend {between} a step in send and recv that nothing hides; rank {rank} (stage"
-        f" {one.longest}) works longest, {format_ns(max(one.own_ns))}, so others wait for it, up to"
-        f" {format_ns(one.uneven_ns)}",
-        f"bubble of pipeline {name}: {format_ns(one.bubble_ns)} a step{share}, what even rank {rank} spends there: the"
-        " pipeline fills and drains, and data are sent; more micro-batches shorten it",
+        f" {pipeline.longest}) works longest, {format_ns(max(pipeline.own_ns))}, so others wait for it, up to"
+        f" {format_ns(pipeline.uneven_ns)}",
+        f"bubble of pipeline {name}: {format_ns(pipeline.bubble_ns)} a step{share}, what even rank {rank} spends there:"
+        " the pipeline fills and drains, and data are sent; more micro-batches shorten it",
     ]
 
 
 def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str:
     """Return who needs most memory, how much more than the median rank, and what for."""
     more = peaks.peak_bytes - peaks.median_bytes
-    stage = next((f" (stage {one.ranks.index(peaks.rank)})" for one in pipelines if peaks.rank in one.ranks), "")
+    stage = next(
+        (f" (stage {pipeline.ranks.index(peaks.rank)})" for pipeline in pipelines if peaks.rank in pipeline.ranks), ""
+    )
     share = f" ({format_share(more / peaks.median_bytes)})" if peaks.median_bytes else ""
     line = (
         f"peak memory is highest on rank {peaks.rank}{stage}: {format_bytes(peaks.peak_bytes)},"
@@ -198,9 +212,9 @@ def _group_table(result: RanksResult) -> Table:
 def _rank_table(result: RanksResult, top: int | None) -> Table:
     ranks = outliers_first(result)
     shown = ranks if top is None else ranks[:top]
-    nodes = len({one.node for one in ranks}) > 1
-    has_clock = any(one.sm_mhz is not None for one in ranks)
-    has_peak = any(one.peak_bytes is not None for one in ranks)
+    nodes = len({rank.node for rank in ranks}) > 1
+    has_clock = any(rank.sm_mhz is not None for rank in ranks)
+    has_peak = any(rank.peak_bytes is not None for rank in ranks)
     columns = [
         Column("rank", "rank", _PLAIN),
         *([Column("node", "node", _PLAIN)] if nodes else []),
@@ -218,41 +232,45 @@ def _rank_table(result: RanksResult, top: int | None) -> Table:
     rest = f"{len(ranks) - len(shown)} more ranks" if len(shown) < len(ranks) else ""
     per_step = ", per step" * bool(result.recorded_step_count)
     title = f"Ranks{per_step}, the most unusual first{f' ({rest}: --top)' if rest else ''}"
-    return Table(columns, [_rank_data(one) for one in shown], title=title)
+    return Table(columns, [_rank_data(rank) for rank in shown], title=title)
 
 
-def _rank_data(one: RankSummary) -> dict[str, Any]:
+def _rank_data(rank: RankSummary) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "node": one.node,
-        "device": one.device,
-        "source": one.source,
-        "steps": one.step_count,
-        "step_ns": one.step_ns,
-        **{f"{cause}_ns": one.parts.get(cause, 0) for cause in _PARTS},  # type: ignore[call-overload]
-        "exposed_ns": one.exposed_ns,
-        "waiting_ns": one.waiting_ns,
-        "peak_bytes": one.peak_bytes,
-        "sm_mhz": one.sm_mhz,
-        "throttle": list(one.throttle),
+        "rank": rank.rank,
+        "node": rank.node,
+        "device": rank.device,
+        "source": rank.source,
+        "steps": rank.step_count,
+        "step_ns": rank.step_ns,
+        **{f"{cause}_ns": rank.parts.get(cause, 0) for cause in _PARTS},  # type: ignore[call-overload]
+        "exposed_ns": rank.exposed_ns,
+        "waiting_ns": rank.waiting_ns,
+        "peak_bytes": rank.peak_bytes,
+        "sm_mhz": rank.sm_mhz,
+        "throttle": list(rank.throttle),
     }
 
 
-def _culprit_data(one: Culprit) -> dict[str, Any]:
+def _culprit_data(culprit: Culprit) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "cause": one.cause,
-        "phase": one.phase,
-        "module": one.module,
-        "late_ns": one.late_ns,
-        "share": one.share,
-        "extra_ns": one.extra_ns,
-        "idle_ns": one.idle_ns,
-        "gain_ns": one.gain_ns,
-        "late_steps": one.late_steps,
-        "steps": one.steps,
-        "group": {"name": one.group.group.name, "dimension": one.group.group.dimension, "ranks": list(one.group.ranks)},
-        "compared_with": one.compared_with,
+        "rank": culprit.rank,
+        "cause": culprit.cause,
+        "phase": culprit.phase,
+        "module": culprit.module,
+        "late_ns": culprit.late_ns,
+        "share": culprit.share,
+        "extra_ns": culprit.extra_ns,
+        "idle_ns": culprit.idle_ns,
+        "gain_ns": culprit.gain_ns,
+        "late_steps": culprit.late_steps,
+        "steps": culprit.steps,
+        "group": {
+            "name": culprit.group.group.name,
+            "dimension": culprit.group.group.dimension,
+            "ranks": list(culprit.group.ranks),
+        },
+        "compared_with": culprit.compared_with,
     }
 
 
@@ -262,7 +280,7 @@ def _notes(result: RanksResult) -> Sequence[str]:
         lines.append("what a rank did by itself is known of steps alone")
     elif result.is_exact:
         sums = "step = computing + copying + data + launching + Python + communication not hidden, for each rank"
-        is_first_out = any(one.step_count < result.recorded_step_count for one in result.ranks)
+        is_first_out = any(rank.step_count < result.recorded_step_count for rank in result.ranks)
         lines.append(f"{sums}{', without the first step' * is_first_out}")
     else:
         lines.append(
@@ -296,10 +314,10 @@ def _notes(result: RanksResult) -> Sequence[str]:
 
 def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
     """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
-    sides = [{_key(row): row for row in one.groups} for one in (before, after)]
+    sides = [{_key(row): row for row in result.groups} for result in (before, after)]
     rows, shown = [], []
     for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
-        was, now = (_per_step(side.get(key), one) for side, one in zip(sides, (before, after), strict=True))
+        was, now = (_per_step(side.get(key), result) for side, result in zip(sides, (before, after), strict=True))
         named = dict(zip(("group", "rank_count", "kind", "dtype"), key, strict=True))
         rows.append({**named, "before": was, "after": now})
         cells = {f"{name}_before": (was or {}).get(name) for name in _COMPARED}

@@ -42,7 +42,7 @@ def _matrix(result: RanksResult) -> dict[str, Any] | None:
     if not longest:
         return None
     size = min(_WIDEST // len(result.ranks), _LARGEST_CELL)
-    numbers = [one.rank for one in result.ranks]
+    numbers = [rank.rank for rank in result.ranks]
     cells = [
         {
             "x": to * size,
