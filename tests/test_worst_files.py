@@ -10,12 +10,13 @@ import pytest
 
 from profkit.allocator import recorded_heap
 from profkit.allocator.history import replay_history
-from profkit.analysis import attribution, backward_links, range_tree
 from profkit.analysis.checks.self_check import _in_stream_capture
 from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.analysis.memory import parts, stacks
 from profkit.analysis.memory.owners import match_owners
 from profkit.analysis.memory.phases import find_timeline
+from profkit.analysis.placing import attribution, backward_links
+from profkit.analysis.tree import range_tree
 from profkit.reading import open_trace
 from profkit.run.owners import Owned, Owners, Step
 from profkit.run.records import WrongRecord, decode
