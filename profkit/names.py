@@ -58,6 +58,16 @@ MODEL = "model"
 """The range of the outermost module; the modules in it are named as its ``named_modules`` does."""
 
 
+_PHASE = re.compile(rf"({'|'.join(PHASES)})(?: (?:\d+|\*))?", re.IGNORECASE)
+
+
+@lru_cache(4096)
+def phase_of(name: str) -> str | None:
+    """Return the phase that a range of this name is: ``forward`` of ``Forward`` and ``forward 2``; None of others."""
+    match = _PHASE.fullmatch(name)
+    return None if match is None else match[1].lower()
+
+
 def step_range(number: int) -> str:
     """Return the name of the range around step ``number``, counted from 0."""
     return f"{STEP} {number}"

@@ -13,6 +13,7 @@ from profkit import read_trace
 from profkit.analysis.advice import Advice, find_advice
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, Summary
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import ModuleTime, PassTimes, time_modules
 from profkit.reading import open_capture
 from profkit.report import document as document_module
@@ -141,6 +142,24 @@ def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None
     assert opened.kernels("forward").total_ns == modules["model"].forward_ns
     text = render(build_summary_document(_summary(tmp_path / "t.sqlite"), ()), "table")
     assert "head 20 ns (forward 10 ns, inference 10 ns)" in " ".join(text.split())
+
+
+def test_a_phase_is_one_in_any_letter_case_and_with_a_number(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_000)
+    for number, name in enumerate(("Forward", "forward 1", "BACKWARD")):
+        at = 100 + 200 * number
+        builder.range(name, at, at + 190)
+        builder.range("head", at + 1, at + 189)
+        builder.kernel(at + 10, 10)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    (head,) = time_modules(opened.attribution)
+    assert (head.module, head.forward_ns, head.backward_ns) == ("head", 20, 10)
+    assert {label: len(rows) for label, rows in measured_ranges(opened.attribution).items()} == {
+        "step": 1,
+        "forward": 2,
+        "backward": 1,
+    }
 
 
 def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from profkit.analysis.time_account.steps import context_of, find_contexts, find_
 from profkit.analysis.time_account.waits import DataWait, find_data_waits, sum_host_waits
 from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.findings import Finding
-from profkit.names import DATA, STEP
+from profkit.names import DATA, STEP, phase_of
 from profkit.run.manifest import Loading
 from profkit.trace.columns import Bools, Ints, empty_ints, rows_by_value
 
@@ -252,8 +252,8 @@ def scale_ranges(account: TimeAccount, nodes: RangeNodes, parts: Mapping[int, Gp
     beyond_ns = [0.0] * len(nodes)
     for node, names in reversed([*enumerate(nodes.names_above())]):
         context = context_of(names)
-        keys = [(name.lower(), context) for name in names]
-        phase = next((at for at, key in enumerate(keys) if key[0] != STEP and key in known), None)
+        keys = [(phase_of(name) or "", context) for name in names]
+        phase = next((at for at, key in enumerate(keys) if key in known), None)
         step = next((at for at, name in enumerate(names) if is_step(name)), None)
         rest = rest_of.get(context) if step is not None else None
         is_inside = phase is not None and phase < len(names) - 1

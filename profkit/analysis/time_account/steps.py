@@ -9,10 +9,9 @@ import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
-from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP
+from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
 
-_LABEL = re.compile(rf"({'|'.join((STEP, *PHASES))})(?: \d+)?", re.I)
 _STEP = re.compile(rf"{STEP}( (\d+|\*))?", re.I)
 _CONTEXT = re.compile(rf"{CONTEXT} (\d+)")
 
@@ -25,7 +24,7 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     """
     trace = attribution.trace
     names = {i: trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
-    label_of = {i: match[1].lower() for i, name in names.items() if (match := _LABEL.fullmatch(name))}
+    label_of = {i: kind for i, name in names.items() if (kind := STEP if is_step(name) else phase_of(name))}
     if not label_of:
         return {}
     labels = [*dict.fromkeys(label_of.values())]
@@ -36,9 +35,9 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     warm[[i for i, name in names.items() if is_warmup(name)]] = True
     measured = ~mark_nested(attribution.parent, warm[trace.ranges.name]) & ~trace.ranges.is_open
     if STEP in labels:
-        is_step, parent = measured & (label == labels.index(STEP)), attribution.parent
-        measured &= ~(is_step & (parent != NO_RANGE) & mark_nested(parent, is_step)[parent])
-        measured[_unfinished_steps(attribution, is_step)] = False
+        steps, parent = measured & (label == labels.index(STEP)), attribution.parent
+        measured &= ~(steps & (parent != NO_RANGE) & mark_nested(parent, steps)[parent])
+        measured[_unfinished_steps(attribution, steps)] = False
     by_label = {name: np.flatnonzero(measured & (label == index)) for index, name in enumerate(labels)}
     return {name: by_label[name] for name in (STEP, *PHASES) if name in by_label}
 

@@ -30,7 +30,7 @@ from profkit.analysis.time_account.gpu_time import (
 )
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.range_tree import kind_paths
-from profkit.names import DATA, PHASES, STEP
+from profkit.names import DATA, STEP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints
 
 _LOADS = re.compile(rf"^{DATA}$|^.*data[ _]?load(er|ing)", re.IGNORECASE)
@@ -119,7 +119,7 @@ def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
 
 def _input_copies(trace: Trace, waits: Bools) -> Bools:
     ranges, copies = trace.ranges, trace.copies
-    is_phase = np.array([text.lower() in PHASES for text in trace.names], dtype=np.bool_)[ranges.name]
+    is_phase = np.array([phase_of(text) is not None for text in trace.names], dtype=np.bool_)[ranges.name]
     is_input = np.zeros(len(copies), dtype=np.bool_)
     for thread in distinct_values(ranges.thread[waits]).tolist():
         phases = is_phase & (ranges.thread == thread)

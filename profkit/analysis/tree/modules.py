@@ -19,7 +19,7 @@ import numpy as np
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import is_warmup
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes
-from profkit.names import BACKWARD, EVALUATION, OPTIMIZER, PHASES, RECOMPUTE, REPLICA, kind_of
+from profkit.names import BACKWARD, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, kind_of, phase_of
 from profkit.run.compiled_code import COMPILING
 from profkit.trace.columns import Ints, distinct_values
 
@@ -63,12 +63,12 @@ def read_place(path: Sequence[tuple[str, str]]) -> Place:
     names = [name for name, _ in path]
     if any(name.startswith(COMPILING) for name in names):
         return Place(COMPILING)
-    at = next((n for n, name in enumerate(names) if name in PHASES), None)
-    if at is None or names[at] == OPTIMIZER:
-        return Place(None if at is None else OPTIMIZER)
+    at, phase = next(((n, phase) for n, name in enumerate(names) if (phase := phase_of(name))), (0, None))
+    if phase is None or phase == OPTIMIZER:
+        return Place(phase)
     inner = path[at + 1 :]
     modules = dict.fromkeys(name for name, domain in inner if _is_module(name, domain))
-    return Place(names[at], tuple(modules), RECOMPUTE in names[at + 1 :])
+    return Place(phase, tuple(modules), RECOMPUTE in names[at + 1 :])
 
 
 def _is_module(name: str, domain: str) -> bool:
