@@ -26,7 +26,11 @@ TYPED_BY_THE_USER = {
     "profkit.analysis.memory.opened_snapshot._TIME",
 }
 # Matched where a value ends or an item begins, not searched for.
-MATCHED_AT_A_PLACE = {"profkit.allocator.settings._ITEM", "profkit.trace.json_stream._COMMA"}
+MATCHED_AT_A_PLACE = {
+    "profkit.allocator.settings._ITEM",
+    "profkit.snapshot.shared_copy._MADE_LINE",
+    "profkit.trace.json_stream._COMMA",
+}
 # These read the patterns of our own rules.
 READ_OUR_RULES = {"profkit.analysis.kernels.categories._NOT_PLAIN", "profkit.analysis.kernels.categories._PERHAPS"}
 

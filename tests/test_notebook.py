@@ -22,7 +22,6 @@ RESULTS: dict[str, tuple[Callable[[], Any], int]] = {
     "kernels": (lambda: read_trace(NSYS).kernels(), 51),
     "ranges": (lambda: read_trace(NSYS).ranges(), 178),
     "efficiency": (lambda: read_trace(NSYS).efficiency(), 12),
-    "attention": (lambda: read_trace(NSYS).attention(), 39),
     "self-check": (lambda: read_trace(NSYS).self_check, 2),
     "memory": (lambda: read_snapshot(SNAPSHOT).memory(), 7),
     "two traces": (lambda: compare(NSYS, KINETO, force=True), 36),
