@@ -81,7 +81,7 @@ def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) 
 
     Args:
         target: its full name, a key of `REASONS`.
-        stays: it is not put back when the recording ends: later processes use what it notes.
+        stays: it is not put back when the recording ends: what was compiled, or will be, depends on it.
     """
     assert target in REASONS, target
     owner, name = _owner_of(target)

@@ -45,9 +45,12 @@ class CallObserver(Protocol):
 
 
 def observe_module_calls(observer: CallObserver) -> None:
-    """Show ``observer`` every call of a module in this process from now on, until the process ends."""
-    patch("torch.nn.Module.__call__", lambda plain: _shown_to(observer, plain))
-    patch("torch.compile", _compile_around)
+    """Show ``observer`` every call of a module in this process from now on, until the process ends.
+
+    Dynamo guards on how modules are called: what the program has compiled would be compiled anew without the wrapper.
+    """
+    patch("torch.nn.Module.__call__", lambda plain: _shown_to(observer, plain), stays=True)
+    patch("torch.compile", _compile_around, stays=True)
 
 
 def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[..., Any]:
