@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from profkit.analysis.advice import RULES, Advice, find_advice
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime

@@ -22,9 +22,8 @@ import pytest
 
 from profkit.allocator.heap import Limit
 from profkit.allocator.history import History, replay_history
-from profkit.allocator.predict import predict
 from profkit.allocator.requests import requests_of
-from profkit.allocator.simulate import check_identity, simulate
+from profkit.allocator.simulate import check_identity, predict, simulate
 from profkit.snapshot.reader import read_snapshot
 
 SETTINGS = {

@@ -11,7 +11,7 @@ import pytest
 
 from profkit import read_snapshot
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch, append_records
 from profkit.run.directory import COMPILED
 from tests.allocator_reference import MIB, Block

@@ -16,7 +16,7 @@ import pytest
 
 from profkit import read_snapshot
 from profkit.analysis.memory.composition import Composition
-from profkit.analysis.memory.parts import fold
+from profkit.analysis.memory.places import fold
 from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
 from profkit.run.directory import SNAPSHOT

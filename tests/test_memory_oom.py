@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_snapshot
-from profkit.allocator.free_blocks import find_free_blocks
+from profkit.allocator.layout import find_free_blocks
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.snapshot.reader import build_snapshot

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import EXPANDABLE, WORTH, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import is_shared

@@ -13,7 +13,7 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
-from profkit.analysis.memory.parts import fold
+from profkit.analysis.memory.places import fold
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members

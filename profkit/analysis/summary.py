@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger
 from profkit.analysis.time_account.account import IdleCauses, IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts

@@ -16,8 +16,7 @@ from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_
 from profkit.errors import UsageError
 from profkit.files import collector_off
 from profkit.reading import open_snapshot
-from profkit.report.commands.memory import BY, TOP_STACKS, By, build_memory_document
-from profkit.report.commands.memory_parts import TOP_MODULES
+from profkit.report.commands.memory import BY, TOP_MODULES, TOP_STACKS, By, build_memory_document
 from profkit.report.document import Format
 from profkit.report.page.memory import STACKINGS, Stacking
 from profkit.run.directory import Run, find_run

@@ -14,7 +14,7 @@ from profkit.allocator.history import History
 from profkit.allocator.layout import lay_out, sum_releasable
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.parts import (
+from profkit.analysis.memory.places import (
     BEFORE_RECORDING,
     IN_NO_PHASE,
     PartRow,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.free_blocks import FreeBlock, find_free_blocks
 from profkit.allocator.heap import Limit
+from profkit.allocator.layout import FreeBlock, find_free_blocks
 from profkit.allocator.requests import requests_of, until, with_request
 from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
 from profkit.allocator.settings import format_settings, list_variants

@@ -12,7 +12,7 @@ from profkit.analysis.memory.device import DeviceMemory, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict
 from profkit.analysis.memory.owners import AllocatorCheck
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.findings import Finding
 from profkit.snapshot.columns import Snapshot

@@ -1,23 +1,42 @@
-"""Apply edits, written as on the command line, to a recorded program's requests: one after the other."""
+"""Apply edits, written as on the command line, to a recorded program's requests, and search for those that make it fit.
+
+What is tried, alone and together: pages for segments (``expandable_segments``), a fused optimizer or one in 8 bits, a
+fused loss, gradients set to None, and checkpoints of every or of every second block. If none of these is enough, the
+optimizer and the gradients go to the host, whose time nobody knows. Nothing that changes what the model computes in
+bf16 is tried.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
-from profkit.analysis.whatif.change import Bound, CannotModelError, Change
-from profkit.analysis.whatif.checkpoint import edit_checkpoint
-from profkit.analysis.whatif.known_tensors import (
+from profkit.allocator.requests import highest_sum
+from profkit.allocator.simulate import predict
+from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
+from profkit.analysis.whatif.outcome import Cost
+from profkit.analysis.whatif.scale import edit_size
+from profkit.analysis.whatif.stream import (
+    Applied,
+    Bound,
+    CannotModelError,
+    Change,
+    Program,
+    Stream,
+    with_failed_request,
+)
+from profkit.analysis.whatif.tensor_edits import (
     drop,
     drop_gradients,
     edit_gradients,
+    edit_loss,
     edit_optimizer,
     edit_parameters,
 )
-from profkit.analysis.whatif.loss import edit_loss
-from profkit.analysis.whatif.scale import edit_size
-from profkit.analysis.whatif.stream import Program, Stream
 from profkit.errors import UsageError
+from profkit.snapshot.columns import Settings
 
 FORMS = (
     "optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",
@@ -41,17 +60,6 @@ _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
 }
 _CHECKPOINT = "checkpoint"
 _SCALES = ("batch", "sequence")
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One edit as it was written, and what is known of it."""
-
-    text: str
-    rests_on: str
-    unknown: tuple[str, ...]
-    recomputed: tuple[str, ...]
-    """Ranges whose forward pass runs a second time."""
 
 
 def apply_edits(
@@ -91,3 +99,93 @@ def apply_edits(
         stream = change.stream
         applied.append(Applied(text, change.rests_on, change.unknown, change.recomputed))
     return stream, tuple(applied)
+
+
+_OPTIMIZERS = ("optimizer:adamw-fused", "optimizer:adamw-8bit", "optimizer:offload")
+_OTHERS = ("loss:fused", "zero-grad:none", "gradients:offload")
+_UNKNOWN_TIME = ("optimizer:offload", "gradients:offload")
+_MOST_PATTERNS = 3
+_NUMBERED = re.compile(r"\d+")
+_ENDS_IN_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+$")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A set of edits, with the settings of the allocator."""
+
+    edits: tuple[str, ...]
+    settings: Settings
+    added: float
+    """What checkpoints compute again: nanoseconds of kernel time a step, or calls where that is not known."""
+
+
+def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None) -> tuple[Rung, bool]:
+    """Return the cheapest set that fits, or else the one that needs least, and whether it fits."""
+    streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
+    rungs = sorted(_rungs(program, settings, cost), key=lambda rung: _price(rung, settings))
+    least, least_bytes = rungs[0], 2**62
+    for rung in rungs:
+        stream = _stream(program, rung.edits, streams)
+        if stream is None:
+            continue
+        requests = with_failed_request(program.memory, stream.requests)
+        requested = highest_sum(requests, requests.requested_bytes, requests.completed)
+        if requested < least_bytes:
+            least, least_bytes = rung, requested
+        if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits:
+            return rung, True
+    return least, False
+
+
+def _price(rung: Rung, today: Settings) -> tuple[int, float, int]:
+    unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
+    return unknown, rung.added, len(rung.edits) + (rung.settings != today)
+
+
+def _rungs(program: Program, settings: Settings, cost: Cost | None) -> Iterator[Rung]:
+    """Yield every set of edits that each do something on their own, under the recorded settings and with pages."""
+    streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
+
+    def possible(texts: tuple[str, ...]) -> list[str]:
+        return ["", *(text for text in texts if _stream(program, (text,), streams) is not None)]
+
+    checkpoints = possible(tuple(_checkpoints(program)))
+    added = {text: _added(program, text, cost) for text in checkpoints}
+    chosen = product(possible(_OPTIMIZERS), checkpoints, *(possible((text,)) for text in _OTHERS))
+    variants = [settings] if settings.expandable_segments else [settings, replace(settings, expandable_segments=True)]
+    for edits in chosen:
+        for variant in variants:
+            yield Rung(tuple(filter(None, edits)), variant, added[edits[1]])
+
+
+def _stream(program: Program, edits: tuple[str, ...], known: dict[tuple[str, ...], Stream]) -> Stream | None:
+    """Return the program after some edits; None if one of them changes nothing or cannot be modelled."""
+    if edits not in known:
+        before = _stream(program, edits[:-1], known)
+        if before is None:
+            return None
+        try:
+            known[edits], _ = apply_edits(program, edits[-1:], stream=before)
+        except UsageError:
+            return None
+    return known[edits]
+
+
+def _checkpoints(program: Program) -> Iterator[str]:
+    """Yield checkpoints of numbered modules, such as ``h.*``: of every one, and of every second."""
+    patterns: dict[str, set[str]] = {}
+    for name in forward_ranges(program):
+        if _ENDS_IN_NUMBER.search(name):
+            patterns.setdefault(_NUMBERED.sub("*", name), set()).add(name)
+    several = [pattern for pattern, names in patterns.items() if len(names) > 1 and not pattern.startswith("step")]
+    for pattern in several[:_MOST_PATTERNS]:
+        yield f"checkpoint:{pattern}"
+        yield f"checkpoint:{pattern}:every=2"
+
+
+def _added(program: Program, text: str, cost: Cost | None) -> float:
+    if not text:
+        return 0
+    _, (applied,) = apply_edits(program, [text])
+    known = cost(applied.recomputed) if cost else None
+    return len(applied.recomputed) if known is None else known

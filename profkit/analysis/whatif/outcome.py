@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.allocator.simulate import Simulation
-from profkit.analysis.memory.parts import Path, Piece, fold, sum_by_module
+from profkit.analysis.memory.places import Path, Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
-from profkit.analysis.whatif.apply import Applied
-from profkit.analysis.whatif.stream import Program, Stream
+from profkit.analysis.whatif.stream import Applied, Program, Stream
 from profkit.names import BACKWARD
 
 FAILED_REQUEST = "(the request that failed)"

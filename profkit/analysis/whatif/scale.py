@@ -20,8 +20,7 @@ from math import ceil
 
 import numpy as np
 
-from profkit.analysis.whatif.change import Bound, CannotModelError, Change
-from profkit.analysis.whatif.stream import Bools, Program, Stream
+from profkit.analysis.whatif.stream import Bools, Bound, CannotModelError, Change, Program, Stream
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
 

@@ -1,9 +1,10 @@
-"""A program's requests, and what is known of the allocation that each comes from: what edits read and change."""
+"""A program's requests, what is known of the allocation that each comes from, and what an edit makes of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from profkit.allocator.requests import ADDED, Floats, Requests, highest_sum, req
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.oom import last_failure
+from profkit.errors import UsageError
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.snapshot.columns import ALLOC, Ints
 
@@ -146,3 +148,33 @@ class Program:
 
     def _mask(self, values: object) -> Bools:
         return np.fromiter(values, np.bool_, len(self.replay))  # type: ignore[call-overload,no-any-return]
+
+
+Bound = Literal["least", "likely", "most"]
+"""What is taken for that which nobody knows of an edit: what needs least memory, what was seen mostly, or most."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An edited stream; ``rests_on`` and each line of ``unknown`` are sentences for people."""
+
+    stream: Stream
+    rests_on: str
+    unknown: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    """Ranges whose forward pass runs a second time."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One edit as it was written, and what is known of it."""
+
+    text: str
+    rests_on: str
+    unknown: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    """Ranges whose forward pass runs a second time."""
+
+
+class CannotModelError(UsageError):
+    """An edit that this snapshot says too little about, or that would change nothing."""

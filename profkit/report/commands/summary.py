@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.advice import Advice, repeated_module, repeated_time
-from profkit.analysis.memory.parts import PartRow
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.analysis.tree.modules import PASSES, ModuleTime
 from profkit.names import MODEL, is_shared

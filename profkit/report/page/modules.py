@@ -19,7 +19,7 @@ from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.composition import piece_of
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.parts import PartRow, Piece, sum_by_module
+from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.analysis.tree.selection import split_path
