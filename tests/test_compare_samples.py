@@ -141,3 +141,19 @@ def test_paths_of_two_captures_are_kinds_if_either_has_several(tmp_path: Path) -
     assert [{join_path(key.path) for key in side.keys} for side in sides] == [{"forward/conv2", "forward/layer *"}] * 2
     assert {join_path(key.path) for key in sample_steps(before).keys} == {"forward/conv2", "forward/layer 0"}
     assert {line.name for line in compare_times(*sides).by_range} == {"forward/conv2", "forward/layer *"}
+
+
+def test_a_path_that_one_capture_lacks_counts_in_the_range_around_it(tmp_path: Path) -> None:
+    one = {"forward": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}
+    two = {"forward": [(SGEMM, 6)]}
+    before, after = (
+        read_trace(write_steps(tmp_path / name, [steps, steps])).attribution
+        for name, steps in (("before.sqlite", one), ("after.sqlite", two))
+    )
+    sides = sample_both(before, after)
+    assert [{join_path(path) for path in side.paths} for side in sides] == [
+        {"", "forward", "forward/layer 0"},
+        {"", "forward"},
+    ]
+    (line,) = compare_times(*sides).by_range
+    assert (line.name, line.change.before_ns, line.change.after_ns) == ("forward", 12, 12)

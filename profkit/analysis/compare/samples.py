@@ -137,7 +137,7 @@ def _sample(
         kernel_count=np.bincount(column, minlength=len(keys)),
         busy_ns=_busy_per_sample(attribution, rows, sample[rows], size),
         wall_ns=wall_ns if range is None else None,
-        paths=frozenset(path for path, _ in _read_paths(nodes)),
+        paths=_paths_of(nodes),
         left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
         even=even,
         has_contexts=by_step and len(distinct_values(find_contexts(attribution)[steps])) > 1,
@@ -197,6 +197,12 @@ def _number_keys(attribution: Attribution, rows: Ints, nodes: RangeNodes) -> tup
         category = COMPILING if place.phase == COMPILING else categorize(kernel, trace.measure).name
         keys.append(Key(path, category, kernel, place))
     return tuple(keys), column
+
+
+def _paths_of(nodes: RangeNodes) -> frozenset[RangePath]:
+    """Return the paths that a capture's own ranges have: its nodes may be those of two captures."""
+    paths = _read_paths(nodes)
+    return frozenset({(), *(paths[node][0] for node in distinct_values(nodes.of_range).tolist())})
 
 
 def _read_paths(nodes: RangeNodes) -> list[tuple[RangePath, Place]]:
