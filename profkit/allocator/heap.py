@@ -222,7 +222,6 @@ class Heap:
             self._spaces[before] = self._unmapped[holes[bisect_left(holes, base) - 1]] = base
 
     def _take(self, number: int, begin: int) -> int:
-        """Remove a free block; return its size."""
         size = self._free.pop(begin)
         del self._start_of[begin + size]
         blocks = self._lists[number]
@@ -269,7 +268,6 @@ class Heap:
         return base
 
     def _has_room(self, number: int, want: int) -> bool:
-        """Return whether the limit lets memory for a request be reserved."""
         assert self._limit is not None
         size = segment_size_bytes(want)
         if self._limit.counts_pages and self._is_expandable:

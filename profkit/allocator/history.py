@@ -111,7 +111,6 @@ def replay_history(device: Device, settings: Settings) -> History:
 
 
 def _find_broken_sums(replay: Replay, curves: Curves) -> dict[str, int]:
-    """Return which sums of the replay no allocator could have had, and how often."""
     in_use = _curve(replay, replay.completed, replay.size_bytes)
     broken = {
         "moments with more memory in use than reserved": in_use > curves.reserved,
@@ -143,7 +142,6 @@ def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> 
 
 
 def _count_differences(device: Device, replay: Replay) -> int:
-    """Return how many blocks are different at the end of the replay and in the snapshot."""
     live = np.flatnonzero(replay.completed == replay.event_count)
     state = np.where(replay.freed[live] == replay.event_count, ALLOCATED, PENDING)
     columns = (replay.address[live], replay.size_bytes[live], state, replay.requested_bytes[live])

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -140,40 +141,45 @@ class FreeBlock:
 
 
 def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
-    """Return the free blocks at a moment on the curves, the largest first."""
-    device, replay = history.device, history.replay
-    plain, mapped = find_regions(device, Counter(), moment)
-    regions = sorted([(begin, begin + size) for begin, size in plain.items()] + mapped)
-    live = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
-    live = live[np.argsort(replay.address[live], kind="stable")]
-    begins = replay.address[live].tolist()
-    ends = (replay.address[live] + replay.size_bytes[live]).tolist()
-    streams = _streams(history)
-    found = []
-    at = 0
-    for begin, end in regions:
-        first = at = bisect_right(begins, begin - 1, at)
-        while at < len(begins) and begins[at] < end:
-            at += 1
-        inside = live[first:at].tolist()
-        is_large = (begin not in plain or end - begin != SMALL_SEGMENT_BYTES) and (
-            not inside or int(replay.size_bytes[inside].max()) > SMALL_BYTES
-        )
-        edges = [begin, *(edge for row in range(first, at) for edge in (begins[row], ends[row])), end]
-        for gap in range(0, len(edges), 2):
-            low, high = edges[gap], edges[gap + 1]
-            if low < high:
-                near = inside[max(gap // 2 - _MOST_NEIGHBOURS, 0) : gap // 2 + _MOST_NEIGHBOURS]
-                around = sorted(near, key=lambda row: _distance(int(replay.address[row]), low, high))
-                stream = streams[1][max(bisect_right(streams[0], begin) - 1, 0)] if streams[0] else 0
-                found.append(
-                    FreeBlock(low, high - low, end - begin, stream, is_large, tuple(around[:_MOST_NEIGHBOURS]))
+    """Return the free blocks at a moment on the curves, the largest first; none if the blocks do not fit together."""
+    layout = lay_out(history, moment)
+    if layout is None:
+        return []
+    begins, streams = _streams(history)
+    borders = np.searchsorted(layout.segment, np.arange(len(layout.segment_bytes) + 1)).tolist()
+    blocks = []
+    for segment, (first, end) in enumerate(pairwise(borders)):
+        stream = streams[max(bisect_right(begins, int(layout.segment_address[segment])) - 1, 0)] if streams else 0
+        is_large = _holds_large_blocks(layout, segment, slice(first, end))
+        used = np.flatnonzero(layout.row[first:end] >= 0) + first
+        for at in (np.flatnonzero(layout.state[first:end] == INACTIVE) + first).tolist():
+            blocks.append(
+                FreeBlock(
+                    int(layout.address[at]),
+                    int(layout.size_bytes[at]),
+                    int(layout.segment_bytes[segment]),
+                    stream,
+                    is_large,
+                    _nearest(layout, used, at),
                 )
-    return sorted(found, key=lambda one: (-one.size_bytes, one.address))
+            )
+    return sorted(blocks, key=lambda block: (-block.size_bytes, block.address))
 
 
-def _distance(address: int, low: int, high: int) -> int:
-    return min(abs(address - high), abs(low - address))
+def _holds_large_blocks(layout: Layout, segment: int, blocks: slice) -> bool:
+    sizes = layout.size_bytes[blocks][layout.row[blocks] >= 0]
+    is_small_segment = layout.segment_bytes[segment] == SMALL_SEGMENT_BYTES and not layout.is_expandable[segment]
+    return not is_small_segment and (not len(sizes) or int(sizes.max()) > SMALL_BYTES)
+
+
+def _nearest(layout: Layout, used: Ints, free: int) -> tuple[int, ...]:
+    """Return the allocations (rows) nearest to a free block; ``used`` are the used blocks of its segment."""
+    at = int(np.searchsorted(used, free))
+    near = used[max(at - _MOST_NEIGHBOURS, 0) : at + _MOST_NEIGHBOURS]
+    begin, end = layout.address[free], layout.address[free] + layout.size_bytes[free]
+    distance = np.minimum(np.abs(layout.address[near] - end), np.abs(begin - layout.address[near]))
+    rows: list[int] = layout.row[near][np.argsort(distance, kind="stable")][:_MOST_NEIGHBOURS].tolist()
+    return tuple(rows)
 
 
 def _streams(history: History) -> tuple[list[int], list[int]]:

@@ -194,7 +194,6 @@ class RecordedHeap:
         self.contradicts_settings |= at < 0 or address >= self.private[at][1]
 
     def _take_impossible(self, address: int, want: int, have: int) -> int:
-        """Do what can be done for an alloc that no allocator could have served, and count it."""
         if have:
             self.start_of.pop(address + have, None)
             self.contradictions["allocs larger than the free block that they begin"] += 1

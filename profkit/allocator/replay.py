@@ -136,7 +136,6 @@ def reserved_changes(device: Device) -> Ints:
 
 
 def _final_sizes(device: Device, addresses: list[int]) -> dict[int, int]:
-    """Return the size at the dump of each row that is still there; ``addresses`` are those of the rows."""
     blocks = device.blocks
     row_at = {address: row for row, address in enumerate(addresses)}
     used = blocks.state != INACTIVE

@@ -131,7 +131,6 @@ def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, by: Stacking
 
 
 def _capture(path: Path, opened: OpenedSnapshot) -> OpenedCapture:
-    """Return the snapshot with the run that it lies in, which names the page."""
     run = find_run(Path(opened.snapshot.path))
     return OpenedCapture(path if run is None else run.path, run, None, opened)
 

@@ -276,7 +276,7 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
     """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
     if failed.is_fatal and failed.rank is not None:
-        from profkit.report.commands.out_of_memory import render_out_of_memory
+        from profkit.report.commands.memory import render_out_of_memory
 
         try:
             print_line(render_out_of_memory(recorded.run, failed.rank))

@@ -115,8 +115,6 @@ def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: i
 
 
 class _Grouping:
-    """The allocations that are alive at a sampled moment, and ways to group them."""
-
     def __init__(self, memory: DeviceMemory, moments: Ints, wanted: Filter) -> None:
         replay = memory.history.replay
         self._memory = memory
@@ -221,7 +219,6 @@ class _Grouping:
         )
 
     def _sum(self, groups: Ints, count: int) -> Ints:
-        """Return per group and sample the bytes alive."""
         changes = np.zeros((count, self._count + 1), dtype=np.int64)
         np.add.at(changes, (groups, self._first[self._rows]), self._sizes[self._rows])
         np.subtract.at(changes, (groups, self._end[self._rows]), self._sizes[self._rows])
@@ -229,13 +226,11 @@ class _Grouping:
 
 
 def _shared(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the frames at the beginning of all stacks."""
     same = takewhile(lambda frames: len(set(frames)) == 1, zip(*stacks, strict=False))
     return tuple(frames[0] for frames in same)
 
 
 def _highest(curve: Ints, edges: Ints) -> Ints:
-    """Return, for each bin between two edges, where the curve is first at its highest."""
     tops = np.maximum.reduceat(curve, edges[:-1])
     bins = np.repeat(np.arange(len(tops)), np.diff(edges))
     is_top = np.flatnonzero(curve == tops[bins])

@@ -202,7 +202,6 @@ class Classifier:
 
     @cached_property
     def _has_modules(self) -> bool:
-        """Whether modules ran: only then does a stack without a module mean something."""
         rows = range(self._history.replay.start_count, len(self._history.replay))
         return any(any(frame[0] == "_call_impl" for frame in self._stacks.of(row).python) for row in rows)
 

@@ -91,8 +91,6 @@ class Comparison(NotebookResult):
 
 
 class _Side:
-    """One run, with its allocations by what they match by."""
-
     def __init__(self, memory: DeviceMemory, shared: frozenset[Named]) -> None:
         self.memory = memory
         self.shared = shared
@@ -189,7 +187,6 @@ def _names(memory: DeviceMemory) -> frozenset[Named]:
 
 
 def _sum_up(kind: str, shares: list[_Share]) -> Part:
-    """Return the part of the allocations of one kind and one stack."""
     _, side, row = shares[-1]
     stack = side.memory.stacks.of(row)
     owners: dict[str | None, int] = defaultdict(int)

@@ -194,7 +194,6 @@ def _by_stack(
 def _by_place(
     memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
 ) -> tuple[tuple[PartRow, ...], tuple[PartRow, ...]]:
-    """Return what was allocated by module, and by phase."""
     pieces = [piece_of(memory, row, moment) for row, _ in chosen]
     others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
     by_module = sum_by_module(pieces, total, memory.places.modules)

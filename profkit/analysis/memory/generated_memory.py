@@ -225,7 +225,6 @@ class GeneratedMemory:
         return [] if site is None else self._call(site[0], row).rows
 
     def _site(self, row: int) -> tuple[_Code, int] | None:
-        """Return the generated code that made an allocation, and the line."""
         if not self._codes:
             return None
         number = self._stacks.number_of(row)
@@ -290,7 +289,6 @@ class GeneratedMemory:
 
 
 def _tenants(code: _Code, graph: int, memory: Allocation, first: int, last: int) -> Iterator[_Tenant]:
-    """Yield who holds an allocation while its call goes from one place to another."""
     places = [code.position(holder.line) for holder in memory.holders]
     for number, holder in enumerate(memory.holders):
         ends = places[number + 1] if number + 1 < len(places) else _END + 1

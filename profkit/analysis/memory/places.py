@@ -99,7 +99,6 @@ class Places:
         return Place(((module, None),), evidence)
 
     def _running_module(self, row: int, birth: int, owner: Owner | None) -> tuple[str | None, str]:
-        """Return the innermost module that ran when an allocation was made, and how it is known."""
         text = read_text(self._raw_at(row))
         if text is not None:
             return text.module, "metadata"
@@ -169,7 +168,6 @@ class Places:
 
 
 def _place_in_code(held: Held, compiled: str) -> Place:
-    """Return the place of what compiled code allocated; ``compiled`` is the module that was compiled."""
     names = [_below(compiled, module) for module in held.modules]
     if len(names) <= 1:
         return Place(((names[0] if names else compiled, None),), "code")
@@ -394,7 +392,6 @@ def _is_module(path: Path) -> bool:
 
 
 def _add(path: Path, rows: list[PartRow]) -> PartRow:
-    """Return rows of one kind as one row."""
     first = rows[0]
     if len(rows) == 1 and path == first.path:
         return first

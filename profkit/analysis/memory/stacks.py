@@ -185,7 +185,6 @@ class StackBook:
         return self._device.blocks.raw[block] if block >= 0 else {}
 
     def _read(self, frame: dict[str, Any]) -> Stack:
-        """Return a frame and what it was made from; a frame that many stacks share is read once."""
         place = id(frame)
         if place not in self._by_frame:
             self._by_frame[place] = tuple(_read_frame(frame))
@@ -238,7 +237,6 @@ def _is_library(frame: tuple[str, str, int]) -> bool:
 
 
 def _is_nobodys(frame: tuple[str, str, int]) -> bool:
-    """Return whether a frame is torch's, profkit's, Python's, or was written by torch.compile."""
     return _stands_in(frame[1], (*_TORCH, *_PROFKIT)) or _STANDARD.search(frame[1]) is not None
 
 

@@ -270,7 +270,6 @@ def _cases(
     capacity: int | None,
     is_proven: bool,
 ) -> tuple[list[Case], list[Simulation]]:
-    """Return the case of each of some settings, and the simulations; none where these are not believed."""
     if not is_proven:
         return [_bounded(requests, settings, edits) for settings in variants], []
     found = [predict(requests, settings, capacity) for settings in variants]

@@ -109,7 +109,6 @@ def find_calls(program: Program, glob: str) -> list[Call]:
 
 
 def _recomputed(program: Program) -> set[str]:
-    """Return the ranges and modules that were computed again in a recorded backward pass."""
     timeline = program.memory.timeline
     found = set()
     for row in range(program.replay.start_count, len(program.replay)):
@@ -200,7 +199,6 @@ def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
 
 
 def _unit_of(module: str, glob: str) -> str | None:
-    """Return the outermost module around ``module``, or itself, that matches."""
     parts = module.split(".")
     names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
     return next((name for name in names if _matches(name, glob)), None)

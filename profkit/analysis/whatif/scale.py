@@ -135,7 +135,6 @@ def _extrapolate(size: int, points: dict[Fraction, int], factor: Fraction) -> tu
 
 
 def _interpolate(points: dict[Fraction, int], at: Fraction) -> Fraction:
-    """Return the value at ``at`` of the polynomial through some points."""
     total = Fraction(0)
     for x, y in points.items():
         term = Fraction(y)

@@ -243,7 +243,6 @@ def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_cha
 
 
 def _unknown(program: Program, what: str) -> CannotModelError:
-    """Return what to say where the run knows no tensors of a role."""
     if program.memory.recorded is None:
         return CannotModelError(f"nothing says which allocations are {what}; `profkit run --memory` records that")
     return CannotModelError(f"the run recorded no {what} on the GPU")

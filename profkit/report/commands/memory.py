@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from profkit.analysis.memory.composition import Composition, LargeRow
 from profkit.analysis.memory.leaks import LeakCheck
-from profkit.analysis.memory.oom import OomVerdict
+from profkit.analysis.memory.oom import OomVerdict, last_failure
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
 from profkit.analysis.memory.result import MemoryResult, Totals
-from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.reading import open_snapshot
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table, render
 from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,
@@ -84,7 +85,6 @@ def build_memory_document(
 
 
 def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table | Lines]:
-    """Return the tables of what a moment was made of."""
     if by == "module":
         return build_module_parts(result.composition, _moment(result), top)
     if by == "phase":
@@ -131,7 +131,6 @@ _MOMENTS = {PEAK: "At the peak", FAILURE: "When the allocation failed"}
 
 
 def _moment(result: MemoryResult) -> str:
-    """Return which moment the tables describe."""
     at = result.composition
     what = _MOMENTS.get(at.what, f"At {at.what}")
     phase = f" in {at.phase}" if at.phase else ""
@@ -214,7 +213,6 @@ def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
 
 
 def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
-    """Return the verdict on an out-of-memory error."""
     limit = "up to " if oom.is_limited else ""
     lines = [
         oom.message,
@@ -407,7 +405,6 @@ def _cells(row: PartRow) -> dict[str, Any]:
 
 
 def _uses(row: PartRow) -> Counter[str]:
-    """Return a row's bytes by the uses that have a column."""
     uses: Counter[str] = Counter()
     for category, size in row.categories.items():
         uses[category if category in _COLUMNS else "other"] += size
@@ -434,3 +431,19 @@ def _module_notes(at: Composition, shown: Sequence[PartRow], hidden: int) -> Ite
         yield "Modules are known from: " + ", ".join(f"{words} {format_share(share)}" for words, share in shares)
     if any(row.path == (NO_MODULE_KNOWN,) for row in shown) and not known["identity"]:
         yield "`profkit run --memory` records which module each tensor belongs to"
+
+
+_TOP = 3
+
+
+def render_out_of_memory(run: Path, rank: int) -> str:
+    """Return why a rank's last allocation failed, and who held the memory then.
+
+    Raises:
+        CaptureError: the snapshot cannot be read.
+        UsageError: it shows no allocation that failed.
+    """
+    opened = open_snapshot(run, rank=rank)
+    failed = [one for one in opened.devices.values() if last_failure(one) is not None]
+    device = failed[-1].device.index if failed else None
+    return render(build_memory_document(opened.memory(at=FAILURE, device=device), top=_TOP), "table")

@@ -52,7 +52,6 @@ def build_peaks_document(comparison: Comparison, *, top: int = TOP_PARTS) -> Doc
 
 
 def _head(comparison: Comparison) -> Lines:
-    """Return the two peaks and their difference, or that no allocation differs."""
     difference = f"{_SIZE.show(comparison.difference_bytes)} ({comparison.difference_bytes:+,} B)"
     change = f"the peak changed by {difference}"
     if _is_same(comparison):
@@ -69,7 +68,6 @@ def _head(comparison: Comparison) -> Lines:
 
 
 def _is_same(comparison: Comparison) -> bool:
-    """Return whether both peaks consist of the same allocations, of the same sizes."""
     return all(part.kind == "same" for part in comparison.parts)
 
 

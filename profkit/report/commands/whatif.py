@@ -176,7 +176,6 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
 
 
 def _highest(case: Case) -> float:
-    """Return the reserved peak that a case has at most."""
     high = case.reserved_range_bytes[1]
     return float("inf") if high is None else high
 
