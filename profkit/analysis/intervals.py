@@ -22,11 +22,6 @@ class Stretches:
     def __len__(self) -> int:
         return len(self.start_ns)
 
-    @property
-    def length_ns(self) -> int:
-        """Return how long all of them are together."""
-        return int(self._before[-1])
-
     def until(self, time_ns: Ints) -> Ints:
         """Return how much of the set lies before each time."""
         if not len(self):

@@ -288,7 +288,6 @@ def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding
 
 
 def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding, ...]:
-    """Return a warning if only one side has something."""
     if (before is None) == (after is None):
         return ()
     return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has them; not compared"),)

@@ -277,7 +277,6 @@ def nearest(path: RangePath, common: frozenset[RangePath]) -> RangePath:
 
 
 def _match_unmatched(path: RangePath, categories: dict[str, _Unmatched], fused: set[str]) -> list[Match]:
-    """Match names that only one side has, within one range."""
     renamed = {name: left for name, left in categories.items() if left.before and left.after}
     rest = {name: left for name, left in categories.items() if name not in renamed}
     joined = rest | {name: left for name, left in renamed.items() if name in fused}
@@ -311,7 +310,6 @@ def _match(path: RangePath, kind: PartKind, categories: dict[str, _Unmatched]) -
 
 
 def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
-    """Yield what a reader must know about the samples."""
     if not before.has_steps:
         yield Finding(
             "no-steps", "one of the two has no steps (ranges `step N`): whole captures are compared, without intervals"

@@ -108,7 +108,6 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
 
 
 def _state_facts(capture: OpenedCapture) -> dict[str, str]:
-    """Return what a capture knows about where it comes from."""
     facts = dict(_state_trace(capture.trace.trace)) if capture.trace is not None else {}
     if capture.run is None:
         return facts
@@ -126,7 +125,6 @@ def _state_facts(capture: OpenedCapture) -> dict[str, str]:
 
 
 def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield what the trace itself knows."""
     yield "profiler", trace.product.partition("(")[0].rstrip()
     if trace.gpus:
         yield "GPU", ", ".join(sorted(set(trace.gpus)))

@@ -102,8 +102,6 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class _Rule:
-    """One rule: it fits if one of its patterns does."""
-
     category: Category
     patterns: tuple[_Pattern, ...]
 

@@ -245,7 +245,6 @@ def extent_ns(trace: Trace) -> tuple[int, int]:
 
 
 def _warn_of_instances(attribution: Attribution, instances: Instances | None, row_count: int) -> list[Finding]:
-    """Return what is odd about the range that was asked for."""
     if instances is None:
         return []
     request, findings = instances.request, []

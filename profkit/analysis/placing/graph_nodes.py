@@ -229,7 +229,6 @@ def _opened(ranges: Ranges, replays: Ints, layout: _Layout, names: NamesWithNew)
 
 
 def _note_unknown(trace: Trace, known: Container[str]) -> Trace:
-    """Return the trace with a note if it holds replays of graphs that nothing is known of."""
     unknown = [at for at, name in enumerate(trace.names) if read_graph_range(name) is not None and name not in known]
     count = int(np.isin(trace.ranges.name, unknown).sum())
     if not count:
@@ -242,7 +241,6 @@ def _note_unknown(trace: Trace, known: Container[str]) -> Trace:
 
 
 def _note_whole(trace: Trace) -> Trace:
-    """Return the trace with a note if its CUDA graphs were traced as wholes."""
     count = int(trace.work.is_graph.sum())
     if not count:
         return trace

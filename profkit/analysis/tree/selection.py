@@ -231,8 +231,6 @@ def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
         present = ~lies_within(attribution, without)[members]
     if wanted.device is not None:
         present &= _has_work(attribution, members, rows)
-    # Work that a waiting thread or a link places here keeps its range, even if that lies in an excluded one.
-    present[of_row[rows]] = True
     top = outermost(trace.ranges, members[present])
     wall_ns = trace.ranges.sum_open(top)
     first = wanted.instance or 0
@@ -272,13 +270,11 @@ def lies_within(attribution: Attribution, around: Ints) -> Bools:
 
 
 def _has_work(attribution: Attribution, members: Ints, rows: Bools) -> Bools:
-    """Return which instances hold any of the rows."""
     under = attribution.work.under(members, np.arange(len(members)))
     return mark_members(len(members), under.member[rows[under.rows]])
 
 
 def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:
-    """Return the rows of the wanted processes and devices."""
     keep = np.ones(len(rows), dtype=np.bool_)
     processes = _processes(trace, wanted)
     if processes is not None:

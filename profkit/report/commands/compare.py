@@ -301,7 +301,6 @@ def _change_row(change: Change) -> dict[str, Any]:
 
 
 def _sum_row(time: TimeComparison, changes: Sequence[Change], what: str) -> dict[str, Any]:
-    """Return the row of lines that are not shown."""
     return {
         "change_ns": sum(change.change_ns for change in changes),
         "before_ns": _per_sample(sum(change.before_ns for change in changes), time.samples[0]),

@@ -82,7 +82,6 @@ def _of_gpus(run: Results) -> str:
 
 
 def _parts(run: Results) -> Sequence[PartRow]:
-    """Return what each module held at the peak."""
     return () if run.memory is None else run.memory.composition.by_module
 
 
