@@ -268,6 +268,17 @@ def test_no_time_is_negative_where_another_rank_began_before_the_first(profkit: 
     assert min(row["ts"] for row in read.rows if "ts" in row) == 0
 
 
+def assert_slices_nest(read: Read) -> None:
+    """Perfetto drops a slice that begins within another one of its track and ends after it."""
+    open_now: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for one in sorted(read.slices, key=lambda row: (row["start"], -row["end"])):
+        ends = open_now[one["pid"], one["tid"]]
+        while ends and ends[-1] <= one["start"]:
+            ends.pop()
+        assert not ends or one["end"] <= ends[-1], one
+        ends.append(one["end"])
+
+
 def odd_capture(path: Path) -> Path:
     """Return an export with what Kineto's format has no place for."""
     builder = NsysBuilder()
@@ -309,7 +320,10 @@ def test_what_torch_profiler_cannot_say_survives_in_the_chrome_trace(profkit: Ru
     assert after.work.is_graph.sum() == 1
     assert after.diagnostics == before.diagnostics != ()
     assert (after.ranges.end_thread != after.ranges.thread).sum() == 1
+    assert len(set(after.ranges.thread.tolist())) == len(set(before.ranges.thread.tolist()))
     read = Read(chrome)
+    assert read.tracks.count("range that crosses others") == 1
+    assert_slices_nest(read)
     assert sum(read.sums("kernel").values()) == int(before.work.duration_ns.sum())
     assert read.tracks.count("GPU 0 stream 7") == 3  # two kernels at once, and another process's
 

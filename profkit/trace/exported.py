@@ -69,7 +69,7 @@ def read_exported(header: dict[str, Any]) -> Exported | None:
 
 def complete_ranges(ranges: Ranges, rows: HostRows, reading: Reading) -> Ranges:
     """Return the ranges with the domains, payloads and other threads that their rows name."""
-    domain, end_thread = ranges.domain.copy(), ranges.end_thread.copy()
+    domain, thread, end_thread = ranges.domain.copy(), ranges.thread.copy(), ranges.end_thread.copy()
     payload: dict[int, int | float] = {}
     is_replayed = np.zeros(len(ranges), dtype=np.bool_)
     for index, event in enumerate(rows.events):
@@ -82,11 +82,15 @@ def complete_ranges(ranges: Ranges, rows: HostRows, reading: Reading) -> Ranges:
         if number is not None:
             payload[index] = number
         is_replayed[index] = parse_argument(event, "replayed") == 1
+        process = int(rows.process[index])
+        own = parse_argument(event, "thread")
+        if own is not None:
+            thread[index] = end_thread[index] = reading.threads.setdefault((process, own), len(reading.threads))
         other = parse_argument(event, "end_tid")
         if other is not None:
-            end_thread[index] = reading.threads.setdefault((int(rows.process[index]), other), len(reading.threads))
+            end_thread[index] = reading.threads.setdefault((process, other), len(reading.threads))
     replayed = is_replayed if is_replayed.any() else None
-    return replace(ranges, domain=domain, end_thread=end_thread, payload=payload, is_replayed=replayed)
+    return replace(ranges, domain=domain, thread=thread, end_thread=end_thread, payload=payload, is_replayed=replayed)
 
 
 def _list(said: dict[str, Any], key: str) -> list[Any]:

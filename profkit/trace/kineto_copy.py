@@ -46,7 +46,7 @@ ARGUMENTS: dict[str, Kind | None] = {
     "Process Group Name": GROUP,
     "Process Group Ranks": Kind("ranks", r"\[[\d, ]*\]"),
     # Of traces that profkit exported.
-    **dict.fromkeys(("is_graph", "end_tid", "node_ns", "replayed", "payload"), None),
+    **dict.fromkeys(("is_graph", "end_tid", "thread", "node_ns", "replayed", "payload"), None),
     "domain": RANGE,
 }
 _STREAM = re.compile(r"stream \d{1,9}")

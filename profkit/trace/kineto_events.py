@@ -70,6 +70,7 @@ _ARGUMENTS = frozenset(
             "domain",
             "payload",
             "end_tid",
+            "thread",
             "node_ns",
             "replayed",
         ),  # in exported traces alone (`profkit.trace.exported`)

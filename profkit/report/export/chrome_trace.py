@@ -1,7 +1,7 @@
 """A Chrome trace (``.json.gz``) as torch.profiler writes it, which Perfetto opens too; profkit reads the same figures.
 
-Two kernels that run at once on one stream, or two copies, stand on two tracks of one name: Perfetto drops slices that
-overlap on a track.
+Two kernels that run at once on one stream, or two copies, stand on two tracks of one name, and a range that crosses
+another one of its thread on a track of its own: Perfetto drops slices that overlap on a track.
 
 Rows have the categories and arguments of torch.profiler's. What its format has no place for (domains and payloads of
 ranges, whole CUDA graphs, ranks, what the profiler said of itself) stands in arguments of the rows and under the key
@@ -29,6 +29,7 @@ from profkit.report.export.layout import (
     MemoryTracks,
     assign_lanes,
     count_free_ids,
+    find_crossing,
     find_idle_time,
     launching_calls,
     lay_out,
@@ -146,6 +147,8 @@ class _TimeRows:
         ranges = self._trace.ranges
         columns = _columns(ranges, "name", "domain", "start_ns", "end_ns", "thread", "end_thread", "is_open")
         was_open = ranges.was_open.tolist()
+        aside = self._tracks_aside()
+        yield from (name for _, name in aside.values())
         for row, (name, domain, start, end, thread, end_thread, is_open) in enumerate(columns):
             arguments = []
             if self._trace.names[domain]:
@@ -159,7 +162,23 @@ class _TimeRows:
             if not was_open[row]:
                 arguments.append('"replayed": 1')
             where = self._thread[thread]
+            if row in aside:
+                arguments.append(f'"thread": {self._layout.tids[thread]}')
+                where = aside[row][0]
             yield self._slice("user_annotation", self._names[name], (start, end), where, ", ".join(arguments))
+
+    def _tracks_aside(self) -> dict[int, tuple[str, str]]:
+        """Return a track, and the row that names it, for each range that crosses another one of its thread."""
+        ranges = self._trace.ranges
+        aside: dict[int, tuple[str, str]] = {}
+        for thread, mine in rows_by_value(ranges.thread).items():
+            for at in find_crossing(ranges.start_ns[mine], ranges.end_ns[mine]):
+                pid, tid = self._layout.pids[self._layout.owners[thread]], next(self._free_tids)
+                aside[int(mine[at])] = (
+                    f'"pid": {pid}, "tid": {tid}',
+                    _metadata("thread_name", pid, tid, "range that crosses others"),
+                )
+        return aside
 
     def _calls(self) -> Iterator[str]:
         columns = _columns(self._trace.calls, "name", "start_ns", "end_ns", "thread")

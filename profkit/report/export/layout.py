@@ -132,6 +132,21 @@ def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
     return lanes
 
 
+def find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
+    """Return the rows that begin within another one and end after it: all others lie in one another, or apart."""
+    crossing = []
+    around: list[int] = []
+    order = np.lexsort((-end_ns, start_ns))
+    for row, start, end in zip(order.tolist(), start_ns[order].tolist(), end_ns[order].tolist(), strict=True):
+        while around and around[-1] <= start:
+            around.pop()
+        if around and end > around[-1]:
+            crossing.append(row)
+        else:
+            around.append(end)
+    return crossing
+
+
 @dataclass(frozen=True, eq=False)
 class IdleTime:
     """When a GPU was idle between its first and its last work, and what the host did then."""
