@@ -1,4 +1,4 @@
-"""The parent of ranges that cross, against a plain search through all that are open."""
+"""The parent of ranges that cross, and what lies within others, against a plain search."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from profkit.analysis.placing.nesting import NO_RANGE, build_timelines
+from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, mark_nested
 from profkit.trace.columns import Ranges
 from profkit.trace.nsys import read_nsys
 from tests.child import run_in_child
@@ -46,3 +48,11 @@ def test_thousands_of_ranges_that_cross_are_not_searched_one_by_one(tmp_path: Pa
     ranges = read_nsys(worst_exports.overlapping(60_000).write(tmp_path / "server.sqlite")).ranges
     parents = run_in_child(lambda: int((build_timelines(ranges)[1] != NO_RANGE).sum()), cpu_seconds=5)
     assert parents == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=40))
+def test_what_lies_within_a_marked_range_is_found_at_any_depth(drawn: list[tuple[int, bool]]) -> None:
+    parent = np.array([number % (at + 1) - 1 for at, (number, _) in enumerate(drawn)], dtype=np.int64)
+    marked = np.array([is_marked for _, is_marked in drawn], dtype=np.bool_)
+    slowly = [any(marked[index] for index in ancestors(parent, at)) for at in range(len(drawn))]
+    assert mark_nested(parent, marked).tolist() == slowly
