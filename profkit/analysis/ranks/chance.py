@@ -1,25 +1,21 @@
 """Whether a rank may be late by chance: a test for ranks that are late as a rule, one for those late now and then.
 
-Both are held at `CHANCE` for the whole recording: whoever asks divides it by the number of ranks, places and stretches
-of steps among which the one that looks latest was chosen (Bonferroni).
+Both allow a false alarm in a share `CHANCE` of recordings, divided by the number of ranks, places and stretches of
+steps among which the one that looks latest was chosen (Bonferroni).
 
-**As a rule.** The null hypothesis is that a rank is as late as it is early in the long run, but drifts: what it is late
-in neighbouring steps is correlated, as if (AR(1)) each step kept a share of the one before. The statistic is Student's:
-the mean over its standard error. The fifth of the steps that are latest and the fifth that are earliest count as the
-next ones (trimmed mean, Winsorized variance; Tukey and McLaughlin 1963), so that strange steps neither accuse nor
-acquit. A mean of n steps with a correlation of neighbours ρ has the variance V = (n + 2 Σ (n − k) ρᵏ) / n² of one step,
-and n such steps seem to vary by 1 − V of their variance alone. Few steps tell neither their variance nor ρ. So what is
-known beforehand counts as steps that were seen (a moderated t, Smyth 2004): how much ranks vary, at least
-`KNOWN_SPREAD` of a step, as `SPREAD_STEPS` steps, and `KNOWN_CORRELATION` as `CORRELATION_STEPS` steps. That is why few
-steps must be much clearer; of one alone a fifth of a step and more is enough.
+**As a rule.** Null hypothesis: in the long run a rank is as late as it is early, but it drifts; neighbouring steps are
+correlated (AR(1)). The statistic is Student's t, of a trimmed mean with Winsorized variance (Tukey and McLaughlin
+1963), so that strange steps neither accuse nor acquit. A mean of n steps with correlation ρ of neighbours has the
+variance V = (n + 2 Σ (n − k) ρᵏ) / n² of one step, and n such steps seem to vary by 1 − V of their variance. What is
+known of ranks beforehand, `KNOWN_SPREAD` and `KNOWN_CORRELATION`, counts as steps that were seen (a moderated t, Smyth
+2004): few steps must be much clearer.
 
-**Beside others.** Of many ranks the others show how late ranks of this recording typically are, drift and all: the
-statistic is how far a rank is from their median, over two errors: their median absolute deviation, scaled to a standard
-deviation (it counts as 37 % of the ranks: its efficiency), and the rank's own standard error, so that stalls in half of
-few steps do not accuse. The clearer of the two tests counts.
+**Beside others.** With many ranks: how far a rank is from their median, over two errors. One is their median absolute
+deviation as a standard deviation (it counts as 37 % of the ranks: its efficiency), the other the rank's own standard
+error. The clearer of the two tests counts.
 
-**Now and then.** The null hypothesis is that stalls hit each rank alike, and each place of the program in proportion to
-the time spent there. How many of them hit one rank at one place is binomial. Steps in a row count as one stall.
+**Now and then.** Null hypothesis: stalls hit each rank alike, and each place of the program in proportion to the time
+spent there. How many hit one rank at one place is binomial. Steps in a row count as one stall.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ NOT_COMPARED = "no two ranks recorded the same collectives in which all ranks wa
 """Why nobody can be judged, where `Verdict.most_rank` is None: ranks of a pipeline only send and receive."""
 
 Doubt = Literal["varies", "few", "unexplained", "launches", "profiler", "untimed"]
+_DOUBTS_OF_PROFILER: tuple[Doubt, ...] = ("launches", "profiler")
 
 
 @dataclass(frozen=True)
@@ -132,25 +133,17 @@ def find_culprit(
     If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
     of the two are compared.
     """
-    alike = [
-        account_before_waits(rank, matched) if account.is_exact else account
-        for rank, account in zip(ranks, accounts, strict=True)
-    ]
-    # Nobody can wait for a rank that calls no collective.
-    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
-    every = _usable(ranks, [account if account.rank in members else None for account in alike])
-    of_both = {account.rank for _, account in every}
-    full = [account if account.is_exact and account.rank in of_both else None for account in accounts]
-    exact = _usable(ranks, full)
-    if len(every) < 2 or not any(kind in WAITS_FOR_ALL for match in matched for kind in match.kind):
+    if not any(kind in WAITS_FOR_ALL for match in matched for kind in match.kind):
         return Verdict(None)
-    lateness = lateness_by_step({account.rank: reduced.steps for reduced, account in every}, matched)
+    every, exact = _comparable(ranks, accounts, matched)
+    if len(every) < 2:
+        return Verdict(None)
+    lateness = lateness_by_step({account.rank: rank.steps for rank, account in every}, matched)
     last = max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
     is_untimed = is_untimed and len(exact) < len(every)
-    is_exact = len(exact) > 1 and (len(exact) == len(every) or any(account.rank == last for _, account in exact))
-    is_exact = is_exact and not is_untimed
-    chosen = [rank for rank, _ in (exact if is_exact else every)]
-    compared = [account for _, account in (exact if is_exact else every)]
+    has_last = len(exact) == len(every) or any(account.rank == last for _, account in exact)
+    is_exact = len(exact) > 1 and has_last and not is_untimed
+    chosen, compared = map(list, zip(*(exact if is_exact else every), strict=True))
     if is_exact:
         cost = cost_by_accounts(compared, {rank.record.rank: rank.steps for rank in chosen}, matched)
         return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
@@ -163,6 +156,25 @@ def find_culprit(
         if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
             return estimated
     return verdict
+
+
+_Accounted = list[tuple[ReducedRank, Account]]
+
+
+def _comparable(
+    ranks: Sequence[ReducedRank], accounts: Sequence[Account], matched: Sequence[Matched]
+) -> tuple[_Accounted, _Accounted]:
+    """Return all ranks with what they did before long waits, and those with full traces with their exact accounts."""
+    # Nobody can wait for a rank that calls no collective.
+    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
+    alike = [
+        account_before_waits(rank, matched) if account.is_exact else account
+        for rank, account in zip(ranks, accounts, strict=True)
+    ]
+    every = _usable(ranks, [account if account.rank in members else None for account in alike])
+    of_both = {account.rank for _, account in every}
+    exact = [account if account.is_exact and account.rank in of_both else None for account in accounts]
+    return every, _usable(ranks, exact)
 
 
 def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
@@ -181,7 +193,7 @@ def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
     return lost
 
 
-def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) -> list[tuple[ReducedRank, Account]]:
+def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) -> _Accounted:
     """Ranks with an account of more than half as many steps as the typical rank: others are too short to compare."""
     known = [
         (rank, account)
@@ -201,13 +213,31 @@ def _judge(
     is_untimed: bool,
     written: Mapping[int, ReducedRank],
 ) -> Verdict:
+    """Return who is late, as a rule or now and then; else why nobody is called late."""
+    nobody = _nobody_late(ranks, cost)
+    doubts: list[Doubt] = []
+    for rank, cause, late_ns in find_suspects(cost):
+        weighed = _weigh(ranks, matched, cost, written=written, late=rank, cause=cause, late_ns=late_ns)
+        if isinstance(weighed, Culprit):
+            return replace(nobody, doubt=None, culprit=_arrives_late(weighed, lateness))
+        doubts.append(weighed)
+    stalled = _find_stalled(ranks, matched, cost)
+    if stalled is not None:
+        return replace(nobody, doubt=None, culprit=stalled)
+    # That a profiler makes one suspect late says nothing of another one: those doubts count last.
+    others = [doubt for doubt in doubts if doubt not in _DOUBTS_OF_PROFILER]
+    return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
+
+
+def _nobody_late(ranks: Sequence[ReducedRank], cost: Cost) -> Verdict:
+    """Return the verdict that names nobody, with the rank that costs the others most."""
     usually = np.median(cost.saved_ns, axis=1)
     most = int(usually.argmax())
     late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
     by_cause: dict[Cause, float] = {}
     for (cause, _), time in zip(cost.places, np.median(cost.longer_ns[most], axis=0).tolist(), strict=True):
         by_cause[cause] = by_cause.get(cause, 0.0) + time
-    nobody = Verdict(
+    return Verdict(
         None,
         ranks[most].record.rank,
         round(float(usually[most])) if usually[most] >= LATE_NS else 0,
@@ -216,37 +246,51 @@ def _judge(
         doubt=_doubt_level(cost, most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
         turns={rank.record.rank: times for rank, times in zip(ranks, late, strict=True) if times},
     )
-    doubts: list[Doubt] = []
-    for rank, cause, all_ns in find_suspects(cost):
-        is_hidden = cause == "launch" and cost.is_exact
-        late_ns = all_ns - (_launches_that_others_hid(ranks, cost, rank) if is_hidden else 0.0)
-        doubt = _doubt_profiler(ranks, cost, rank, cause, written)
-        if doubt is not None or typical(late_ns) < LEAST_SHARE * cost.step_ns:
-            doubts.append(doubt or "launches")
-            continue
-        if not cost.is_exact and typical(late_ns) < LEAST_EXPLAINED * typical(cost.saved_ns[rank]):
-            doubts.append(_doubt_level(cost, rank))
-            continue
-        steps = late_steps(late_ns, cost, rank, cause)
-        if steps is None:
-            doubts.append(_doubt_chance(cost))
-            continue
-        culprit = _describe(ranks, matched, cost, late=rank, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
-        if culprit.is_always:
-            middle = round(float(np.median(lateness[culprit.rank][-culprit.steps :])))
-            culprit = replace(culprit, late_ns=max(culprit.late_ns, middle))
-        return replace(nobody, doubt=None, culprit=culprit)
+
+
+def _weigh(
+    ranks: Sequence[ReducedRank],
+    matched: Sequence[Matched],
+    cost: Cost,
+    *,
+    written: Mapping[int, ReducedRank],
+    late: int,
+    cause: Cause,
+    late_ns: Floats,
+) -> Culprit | Doubt:
+    """Return the suspect (its position is ``late``) as the culprit, or why it is not named."""
+    doubt = _doubt_profiler(ranks, cost, late, cause, written)
+    if doubt is not None:
+        return doubt
+    if cause == "launch" and cost.is_exact:
+        late_ns = late_ns - _launches_that_others_hid(ranks, cost, late)
+    if typical(late_ns) < LEAST_SHARE * cost.step_ns:
+        return "launches"
+    if not cost.is_exact and typical(late_ns) < LEAST_EXPLAINED * typical(cost.saved_ns[late]):
+        return _doubt_level(cost, late)
+    steps = late_steps(late_ns, cost, late, cause)
+    if steps is None:
+        return _doubt_chance(cost)
+    return _describe(ranks, matched, cost, late=late, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
+
+
+def _arrives_late(culprit: Culprit, lateness: Mapping[int, Floats]) -> Culprit:
+    """Return a rank that is late as a rule with how late it arrives, if that is more than what it saves."""
+    if not culprit.is_always:
+        return culprit
+    arrives_ns = round(float(np.median(lateness[culprit.rank][-culprit.steps :])))
+    return replace(culprit, late_ns=max(culprit.late_ns, arrives_ns))
+
+
+def _find_stalled(ranks: Sequence[ReducedRank], matched: Sequence[Matched], cost: Cost) -> Culprit | None:
+    """Return the rank that is late now and then."""
     stalls = find_stalls(cost)
-    if stalls is not None:
-        rank, place, steps = stalls
-        cause, phase = cost.places[place]
-        late_ns = cost.of_place(rank, place)
-        culprit = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
-        return replace(nobody, doubt=None, culprit=culprit)
-    of_profiler: tuple[Doubt, ...] = ("launches", "profiler")
-    # That a profiler makes one suspect late says nothing of another one: those doubts count last.
-    others = [doubt for doubt in doubts if doubt not in of_profiler]
-    return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
+    if stalls is None:
+        return None
+    rank, place, steps = stalls
+    cause, phase = cost.places[place]
+    late_ns = cost.of_place(rank, place)
+    return _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
 
 
 def _doubt_level(cost: Cost, rank: int) -> Doubt:
