@@ -75,11 +75,11 @@ class Bases:
 
     def note_tie(self, blocks: list[int], at: int) -> None:
         """Note whether the choice between equal free blocks, the first of which is at ``at``, hangs on a base."""
-        size, found = blocks[at] >> SHIFT, set()
+        size, bases = blocks[at] >> SHIFT, set()
         while at < len(blocks) and blocks[at] >> SHIFT == size:
-            found.add(self.of(blocks[at] & ADDRESS))
+            bases.add(self.of(blocks[at] & ADDRESS))
             at += 1
-        self.decide = len(found) > 1 and not found <= self.proven
+        self.decide = len(bases) > 1 and not bases <= self.proven
 
     def forget(self, base: int) -> None:
         """Remove a segment."""

@@ -150,7 +150,7 @@ class Heap:
     def release(self, release: Release) -> None:
         """Release cached memory where the recording did: all of it for the program, else the recorded pieces alone."""
         numbers = [self._number_at.get(self._bases.of(address)) for address, _ in release.pieces]
-        self._seen_released |= {self._requests.kinds[one // 2][0] for one in numbers if one is not None}
+        self._seen_released |= {self._requests.kinds[number // 2][0] for number in numbers if number is not None}
         if release.by_program:
             self._release_all(release.position)
             return
@@ -299,14 +299,14 @@ class Heap:
         page = SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
         if begin is None:
             return [(0, -(-want // page) * page)]
-        at, found = begin, []
+        at, pages = begin, []
         while at < begin + want:
             end = at + self._free.get(at, 0)
             if end == at:
                 end = min(at - (at - begin - want) // page * page, self._unmapped[at])
-                found.append((at, end))
+                pages.append((at, end))
             at = end
-        return found
+        return pages
 
     def _find_room(self, number: int, want: int) -> int | None:
         """Return the lowest place with room for a request, free or without pages (``find_expandable_block``)."""

@@ -130,15 +130,15 @@ def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
 
 def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> dict[str, int]:
     """Return what speaks against the replay, and how often; empty when its figures are proven."""
-    found = dict(replay.contradictions)
+    contradictions = dict(replay.contradictions)
     odd_segments = 0 if settings.is_recorded else _count_odd_segments(device, settings)
     for what, count in (
         ("blocks at the dump that the history does not lead to", _count_differences(device, replay)),
         ("segments of a size that the default settings do not give", odd_segments),
     ):
         if count:
-            found[what] = count
-    return found
+            contradictions[what] = count
+    return contradictions
 
 
 def _count_differences(device: Device, replay: Replay) -> int:

@@ -96,10 +96,10 @@ def _fill(device: Device, moment: int, used: Ints) -> Layout | None:
     """
     plain, mapped = find_regions(device, Counter(), moment)
     regions = sorted(
-        [(begin, begin + length, False) for begin, length in plain.items()] + [(*one, True) for one in mapped]
+        [(begin, begin + length, False) for begin, length in plain.items()] + [(*stretch, True) for stretch in mapped]
     )
     address, size, state, row = used[:, np.argsort(used[0], kind="stable")].tolist()
-    found: list[tuple[int, int, int, int, int]] = []
+    filled: list[tuple[int, int, int, int, int]] = []
     covered = 0
     for number, (begin, end, _) in enumerate(regions):
         first, last = bisect_left(address, begin), bisect_left(address, end)
@@ -108,13 +108,13 @@ def _fill(device: Device, moment: int, used: Ints) -> Layout | None:
         for block in range(first, last):
             if address[block] < at or address[block] + size[block] > end:
                 return None
-            found += _gap(at, address[block], number)
-            found.append((address[block], size[block], state[block], number, row[block]))
+            filled += _gap(at, address[block], number)
+            filled.append((address[block], size[block], state[block], number, row[block]))
             at = address[block] + size[block]
-        found += _gap(at, end, number)
+        filled += _gap(at, end, number)
     if covered != len(address):
         return None
-    blocks = np.array(found, dtype=np.int64).reshape(-1, 5)
+    blocks = np.array(filled, dtype=np.int64).reshape(-1, 5)
     extents = np.array([(begin, end - begin) for begin, end, _ in regions], dtype=np.int64).reshape(-1, 2)
     is_expandable = np.array([kind for _, _, kind in regions], dtype=np.bool_)
     return Layout(extents[:, 0], extents[:, 1], is_expandable, *blocks.T)

@@ -139,8 +139,8 @@ def _final_sizes(device: Device, addresses: list[int]) -> dict[int, int]:
     blocks = device.blocks
     row_at = {address: row for row, address in enumerate(addresses)}
     used = blocks.state != INACTIVE
-    found = zip(blocks.address[used].tolist(), blocks.size_bytes[used].tolist(), strict=True)
-    return {row_at[address]: size for address, size in found if address in row_at}
+    used_blocks = zip(blocks.address[used].tolist(), blocks.size_bytes[used].tolist(), strict=True)
+    return {row_at[address]: size for address, size in used_blocks if address in row_at}
 
 
 def _join_frees(device: Device) -> Codes:

@@ -133,7 +133,7 @@ def until(requests: Requests, event: int) -> Requests:
         kind=requests.kind[came],
         row=requests.row[came],
         event_count=event + 1,
-        releases=tuple(one for one in requests.releases if one.position < event),
+        releases=tuple(release for release in requests.releases if release.position < event),
         failures=(),
     )
 
@@ -193,7 +193,7 @@ def _find_releases(history: History) -> tuple[Release, ...]:
     """
     events = history.device.events
     is_release = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
-    found = []
+    releases = []
     borders = np.flatnonzero(np.diff(is_release.astype(np.int8), prepend=0, append=0))
     for first, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
         pieces = zip(events.address[first:end].tolist(), events.size_bytes[first:end].tolist(), strict=True)
@@ -201,8 +201,8 @@ def _find_releases(history: History) -> tuple[Release, ...]:
         frames = events.raw[first].get("frames") if first < len(events.raw) else None
         names = [frame.get("name") for frame in frames if isinstance(frame, dict)] if isinstance(frames, list) else []
         is_asked = not follows or not names or _EMPTY_CACHE in names
-        found.append(Release(float(first), tuple(pieces), is_asked))
-    return tuple(found)
+        releases.append(Release(float(first), tuple(pieces), is_asked))
+    return tuple(releases)
 
 
 def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region, ...]]:
@@ -223,7 +223,7 @@ def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region,
         number = kinds.setdefault(of_start(begin), len(kinds))
         is_small = _is_small(history, *_around(ranges, begin)) if is_expandable else end - begin == SMALL_SEGMENT_BYTES
         regions.append(Region(begin, end - begin, number, is_small, is_expandable, base))
-    reserved = [(event, int(events.address[event]), kinds.setdefault(one, len(kinds))) for event, one in of_event]
+    reserved = [(event, int(events.address[event]), kinds.setdefault(kind, len(kinds))) for event, kind in of_event]
     if len(kinds) <= 1:
         return tuple(kinds) or ((DEFAULT_POOL, 0),), np.zeros(len(replay), dtype=np.int64), tuple(regions)
     return tuple(kinds), _walk(history, regions, reserved), tuple(regions)
@@ -235,8 +235,8 @@ def _is_small(history: History, begin: int, end: int) -> bool:
     served = np.flatnonzero((replay.address >= begin) & (replay.address < end))
     if len(served):
         return bool(replay.size_bytes[served[0]] <= SMALL_BYTES)
-    found = np.flatnonzero((segments.address >= begin) & (segments.address < end))
-    return not segments.is_large[found].any() if len(found) else (end - begin) % LARGE_SEGMENT_BYTES != 0
+    inside = np.flatnonzero((segments.address >= begin) & (segments.address < end))
+    return not segments.is_large[inside].any() if len(inside) else (end - begin) % LARGE_SEGMENT_BYTES != 0
 
 
 def _around(ranges: list[tuple[int, int]], address: int) -> tuple[int, int]:
@@ -264,23 +264,23 @@ def _find_pools(device: Device, ranges: list[tuple[int, int]]) -> tuple[list[tup
         pool, begin = pools[event], begin_of(int(events.address[event]))
         if events.action[event] in (SEGMENT_MAP, SEGMENT_UNMAP) and (pool or begin not in known):
             known[begin] = (pool or DEFAULT_POOL, int(events.stream[event]))
-    found = []
+    reserved = []
     for event in where:
         begin, stream = begin_of(int(events.address[event])), int(events.stream[event])
         if events.action[event] == SEGMENT_FREE:
             known[begin] = (pools[event] or DEFAULT_POOL, stream)
         elif events.action[event] == SEGMENT_ALLOC:
-            found.append((event, (pools[event] or known.pop(begin, (DEFAULT_POOL, stream))[0], stream)))
+            reserved.append((event, (pools[event] or known.pop(begin, (DEFAULT_POOL, stream))[0], stream)))
         elif events.action[event] == SEGMENT_MAP:
-            found.append((event, known[begin]))
-    return found[::-1], lambda address: known.get(begin_of(address), (DEFAULT_POOL, 0))
+            reserved.append((event, known[begin]))
+    return reserved[::-1], lambda address: known.get(begin_of(address), (DEFAULT_POOL, 0))
 
 
 def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int, int]]) -> Ints:
     """Return the kind of the segment that each row lies in; ``reserved`` are the later events: number, base, kind."""
     replay = history.replay
     kind_at = {region.address: region.kind for region in regions}
-    bases, found, at = sorted(kind_at), [], 0
+    bases, kinds, at = sorted(kind_at), [], 0
     for address, birth in zip(replay.address.tolist(), replay.birth.tolist(), strict=True):
         while at < len(reserved) and reserved[at][0] < birth:
             _, base, kind = reserved[at]
@@ -288,12 +288,12 @@ def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int
                 insort(bases, base)
             kind_at[base] = kind
             at += 1
-        found.append(kind_at[bases[max(bisect_right(bases, address) - 1, 0)]] if bases else 0)
-    return np.array(found, dtype=np.int64)
+        kinds.append(kind_at[bases[max(bisect_right(bases, address) - 1, 0)]] if bases else 0)
+    return np.array(kinds, dtype=np.int64)
 
 
 def _pool(record: dict[str, Any]) -> tuple[int, int] | None:
     value = record.get("pool_id")
-    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int) for one in value):
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, int) for part in value):
         return (value[0], value[1])
     return None

@@ -77,7 +77,8 @@ def format_settings(settings: Settings) -> str:
 
 def _choice(key: str, value: str, choices: dict[str, bool] | dict[str, None]) -> bool:
     if value not in choices:
-        raise UsageError(f"allocator setting {key}:{value}: write {' or '.join(f'{key}:{one}' for one in choices)}")
+        forms = " or ".join(f"{key}:{choice}" for choice in choices)
+        raise UsageError(f"allocator setting {key}:{value}: write {forms}")
     return bool(choices[value])
 
 
@@ -105,22 +106,22 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
     """
     wrong = UsageError(f"allocator setting {key}:{value}: write a power of two, or a list such as [64:8,256:4,>:1]")
     if not value.startswith("["):
-        found = [_power(value, wrong)] * _INTERVALS
+        table = [_power(value, wrong)] * _INTERVALS
     else:
-        found, last = [0] * _INTERVALS, -1
+        table, last = [0] * _INTERVALS, -1
         for text in value[1:-1].split(","):
             item = _DIVISION.fullmatch(text)
             if item is None:
                 raise wrong
             divisions = 0 if item[2] == "0" else _power(item[2], wrong)
             if item[1] == ">":
-                found[last + 1 :] = [divisions] * (_INTERVALS - last - 1)
+                table[last + 1 :] = [divisions] * (_INTERVALS - last - 1)
                 continue
             index = min(_power(item[1], wrong).bit_length() - 1, _INTERVALS - 1)
             if last < 0:
-                found[:index] = [divisions] * index
-            found[index], last = divisions, index
-    return tuple(found) if any(one > 1 for one in found) else ()
+                table[:index] = [divisions] * index
+            table[index], last = divisions, index
+    return tuple(table) if any(count > 1 for count in table) else ()
 
 
 def _power(text: str, wrong: UsageError) -> int:
@@ -133,9 +134,9 @@ def _power(text: str, wrong: UsageError) -> int:
 def _format_divisions(divisions: tuple[int, ...]) -> str:
     if len(set(divisions)) == 1:
         return str(divisions[0])
-    last = max(at for at, one in enumerate(divisions) if one != divisions[-1]) + 1
+    last = max(at for at, count in enumerate(divisions) if count != divisions[-1]) + 1
     # The last interval is written out before `>`, so that every version of torch reads the same.
-    parts = [f"{2**at}:{one}" for at, one in enumerate(divisions[: last + 1])]
+    parts = [f"{2**at}:{count}" for at, count in enumerate(divisions[: last + 1])]
     return f"[{','.join(parts)},>:{divisions[-1]}]"
 
 
@@ -146,14 +147,14 @@ def list_variants(settings: Settings) -> list[Settings]:
     without one it changes nothing.
     """
     plain = replace(settings, is_recorded=True, text="")
-    found = [replace(plain, expandable_segments=not plain.expandable_segments), Settings(is_recorded=True)]
-    found += [replace(plain, roundup_power2_divisions=(count,) * _INTERVALS) for count in (4, 8)]
-    found += [replace(plain, max_split_size_bytes=count * _MIB) for count in (64, 128, 512)]
-    found.append(replace(plain, garbage_collection_threshold=0.8))
+    candidates = [replace(plain, expandable_segments=not plain.expandable_segments), Settings(is_recorded=True)]
+    candidates += [replace(plain, roundup_power2_divisions=(count,) * _INTERVALS) for count in (4, 8)]
+    candidates += [replace(plain, max_split_size_bytes=count * _MIB) for count in (64, 128, 512)]
+    candidates.append(replace(plain, garbage_collection_threshold=0.8))
     unique: dict[str, Settings] = {}
-    for one in found:
-        is_mixed = one.max_split_size_bytes < NO_SPLIT_LIMIT or one.garbage_collection_threshold > 0
-        if not (is_mixed and one.expandable_segments):
-            unique.setdefault(format_settings(one), one)
+    for candidate in candidates:
+        is_mixed = candidate.max_split_size_bytes < NO_SPLIT_LIMIT or candidate.garbage_collection_threshold > 0
+        if not (is_mixed and candidate.expandable_segments):
+            unique.setdefault(format_settings(candidate), candidate)
     unique.pop(format_settings(settings), None)
     return list(unique.values())

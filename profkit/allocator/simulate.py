@@ -217,30 +217,31 @@ def predict(requests: Requests, settings: Settings, capacity_bytes: int | None =
         capacity_bytes: what PyTorch may reserve. Where that is too little without releasing cached memory, the peaks
             are those with it if the program survives, and else those that it would need.
     """
-    found, exact = _simulate_all(requests, settings, None)
+    simulations, exact = _simulate_all(requests, settings, None)
     fits: bool | None = None
     failed = None
-    if found[0].failed is not None:
-        fits, failed = False, found[0].failed  # more than any GPU has
+    if simulations[0].failed is not None:
+        fits, failed = False, simulations[0].failed  # more than any GPU has
     elif capacity_bytes is not None:
-        fits = max(one.reserved_peak_bytes for one in found) <= capacity_bytes
+        fits = max(simulation.reserved_peak_bytes for simulation in simulations) <= capacity_bytes
         if not fits:
             limited, _ = _simulate_all(requests, settings, Limit(capacity_bytes))
-            failures = [one.failed for one in limited if one.failed is not None]
+            failures = [simulation.failed for simulation in limited if simulation.failed is not None]
             failed = failures[0] if failures else None
             fits = None if 0 < len(failures) < len(limited) else not failures
-            found = limited if fits else found
-    allocated, reserved = ([getattr(one, f"{kind}_peak_bytes") for one in found] for kind in ("allocated", "reserved"))
+            simulations = limited if fits else simulations
+    allocated = [simulation.allocated_peak_bytes for simulation in simulations]
+    reserved = [simulation.reserved_peak_bytes for simulation in simulations]
     ranges = (min(allocated), max(allocated)), (min(reserved), max(reserved))
-    return Prediction(found[0], *ranges, exact, fits, failed)
+    return Prediction(simulations[0], *ranges, exact, fits, failed)
 
 
 def _simulate_all(requests: Requests, settings: Settings, limit: Limit | None) -> tuple[list[Simulation], bool]:
     """Return one simulation, or several that show what the unknown changes; and whether the one is exact."""
-    found = [simulate(requests, settings, limit=limit)]
-    if found[0].bases_decide:
+    simulations = [simulate(requests, settings, limit=limit)]
+    if simulations[0].bases_decide:
         draws = min(max(_DRAWN_REQUESTS // max(len(requests), 1), _LEAST_DRAWS), _MOST_DRAWS)
-        found += [simulate(requests, settings, limit=limit, draw=draw) for draw in range(1, draws)]
+        simulations += [simulate(requests, settings, limit=limit, draw=draw) for draw in range(1, draws)]
     if requests.start:
-        found.append(simulate(requests, settings, limit=limit, keeps_start=False))
-    return found, len(found) == 1 and all(release.by_program for release in requests.releases)
+        simulations.append(simulate(requests, settings, limit=limit, keeps_start=False))
+    return simulations, len(simulations) == 1 and all(release.by_program for release in requests.releases)

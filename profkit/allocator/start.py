@@ -72,9 +72,9 @@ def find_start(device: Device, settings: Settings, is_settled: bool = True) -> S
     start.reserved_bytes = sum(plain.values()) + sum(end - begin for begin, end in stretches)
     start.fences = set(plain)
     # Where nothing was reserved nothing was live, and the events need not be sorted by address.
-    found = _first_blocks(device, start.contradictions) if start.reserved_bytes else []
-    rounded = round_sizes(np.array([requested for _, requested, _, _ in found], dtype=np.int64), settings).tolist()
-    for (address, requested, is_pending, final), size in zip(found, rounded, strict=True):
+    live = _first_blocks(device, start.contradictions) if start.reserved_bytes else []
+    rounded = round_sizes(np.array([requested for _, requested, _, _ in live], dtype=np.int64), settings).tolist()
+    for (address, requested, is_pending, final), size in zip(live, rounded, strict=True):
         start.address.append(address)
         start.size_bytes.append(size if final < 0 else int(device.blocks.size_bytes[final]))
         start.requested_bytes.append(requested)
@@ -96,20 +96,20 @@ def _first_blocks(device: Device, contradictions: Counter[str]) -> list[tuple[in
     first, last = where[borders[:-1]], where[borders[1:] - 1]
     addresses, first_action, last_action = events.address[first], events.action[first], events.action[last]
     final_of = {int(blocks.address[row]): row for row in np.flatnonzero(blocks.state != INACTIVE).tolist()}
-    found = []
+    live = []
     for row in np.flatnonzero(first_action != ALLOC).tolist():
         address, event = int(addresses[row]), int(first[row])
         still_waits = first[row] == last[row] and last_action[row] == FREE_REQUESTED
         final = final_of.get(address, -1) if still_waits else -1
-        found.append((address, int(events.size_bytes[event]), bool(first_action[row] == FREE_COMPLETED), final))
+        live.append((address, int(events.size_bytes[event]), bool(first_action[row] == FREE_COMPLETED), final))
     last_of = dict(zip(addresses.tolist(), last_action.tolist(), strict=True))
     for address, row in final_of.items():
         action = last_of.get(address)
         if action is None:
-            found.append((address, int(blocks.requested_bytes[row]), int(blocks.state[row]) != ALLOCATED, row))
+            live.append((address, int(blocks.requested_bytes[row]), int(blocks.state[row]) != ALLOCATED, row))
         elif action == FREE_COMPLETED:
             contradictions["blocks in use at the dump although their free was the last recorded event"] += 1
-    return sorted(found)
+    return sorted(live)
 
 
 def find_regions(

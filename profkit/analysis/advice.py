@@ -234,7 +234,7 @@ def _checkpoint(summary: Summary) -> Advice | None:
     kept = None if memory is None or memory.phase == "optimizer" else repeated_module(memory.modules)
     if memory is None or kept is None or summary.recomputes:
         return None
-    again = next((one for one in summary.modules if one.module == kept.name), None)
+    again = next((module for module in summary.modules if module.module == kept.name), None)
     if again is None or not again.forward_ns or again.recompute_ns:
         return None
     activations = kept.categories["activations"]

@@ -144,13 +144,13 @@ def what_if(
     if edits is None:
         variants = variants or list_variants(history.settings)
         if not capacity:
-            variants = [one for one in variants if allocators or not one.garbage_collection_threshold]
+            variants = [variant for variant in variants if allocators or not variant.garbage_collection_threshold]
         asked = with_failed_request(memory, requests)
         cases, simulations = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
-        edited = found = None
+        edited = has_found = None
     else:
         variants = variants or [history.settings]
-        cases, simulations, edited, found = _edited_cases(
+        cases, simulations, edited, has_found = _edited_cases(
             memory, edits, variants, today, capacity=capacity, is_proven=identity.exact
         )
     return WhatIf(
@@ -162,7 +162,7 @@ def what_if(
         history_is_complete=history.is_complete,
         cases=(today, *cases),
         edited=edited,
-        search=found,
+        search=has_found,
         curves=(_curve_of_today(today, history), *map(_curve_of, cases, simulations)),
     )
 
@@ -185,10 +185,10 @@ def _find_capacity(
     return recorded, "gpu" if recorded else None
 
 
-def _curve_of(case: Case, one: Simulation) -> CaseCurve:
-    ends = np.linspace(0, one.event_count, min(_CURVE_PARTS, one.event_count) + 1)
-    at = np.searchsorted(one.positions, ends, "right")
-    return CaseCurve(case, _highest(one.allocated, at), _highest(one.reserved, at))
+def _curve_of(case: Case, simulation: Simulation) -> CaseCurve:
+    ends = np.linspace(0, simulation.event_count, min(_CURVE_PARTS, simulation.event_count) + 1)
+    at = np.searchsorted(simulation.positions, ends, "right")
+    return CaseCurve(case, _highest(simulation.allocated, at), _highest(simulation.reserved, at))
 
 
 def _curve_of_today(case: Case, history: History) -> CaseCurve:
@@ -212,13 +212,13 @@ def _edited_cases(
     is_proven: bool,
 ) -> tuple[list[Case], list[Simulation], EditedPeak | None, bool | None]:
     """Return the cases of an edited program, their simulations, what its peak is made of, and what a search found."""
-    program, texts, found = Program(memory), edits.texts, None
+    program, texts, has_found = Program(memory), edits.texts, None
     if edits.searches:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
         if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
             return [], [], None, True
-        rung, found = find_fitting(program, memory.history.settings, capacity, edits.cost)
+        rung, has_found = find_fitting(program, memory.history.settings, capacity, edits.cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
     requests = with_failed_request(memory, stream.requests)
@@ -226,14 +226,14 @@ def _edited_cases(
     if any(edit.unknown for edit in applied):
         others = [Program(other) for other in edits.others]
         extremes = [apply_edits(program, texts, others, bound=bound)[0] for bound in ("least", "most")]
-        asked = [with_failed_request(memory, one.requests) for one in extremes]
+        asked = [with_failed_request(memory, stream.requests) for stream in extremes]
         cases = [
             _widen(case, asked, settings, is_proven=is_proven) for case, settings in zip(cases, variants, strict=True)
         ]
         if any(edit.recomputed for edit in applied):
             cases = list(map(_add_margins, cases))
     first = simulations[0] if simulations else None
-    return cases, simulations, take_apart(program, stream, applied, first, edits.cost), found
+    return cases, simulations, take_apart(program, stream, applied, first, edits.cost), has_found
 
 
 def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_proven: bool) -> Case:
@@ -243,11 +243,13 @@ def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_prove
     case = replace(case, exact=False, requested_range_bytes=spread)
     if not is_proven:
         return case
-    found = [predict(requests, settings) for requests in extremes]
+    predictions = [predict(requests, settings) for requests in extremes]
+    allocated = [prediction.allocated_range_bytes for prediction in predictions]
+    reserved = [prediction.reserved_range_bytes for prediction in predictions]
     return replace(
         case,
-        allocated_range_bytes=_span(case.allocated_range_bytes, [one.allocated_range_bytes for one in found]),
-        reserved_range_bytes=_span(case.reserved_range_bytes, [one.reserved_range_bytes for one in found]),
+        allocated_range_bytes=_span(case.allocated_range_bytes, allocated),
+        reserved_range_bytes=_span(case.reserved_range_bytes, reserved),
     )
 
 
@@ -272,11 +274,12 @@ def _cases(
 ) -> tuple[list[Case], list[Simulation]]:
     if not is_proven:
         return [_bounded(requests, settings, edits) for settings in variants], []
-    found = [predict(requests, settings, capacity) for settings in variants]
+    predictions = [predict(requests, settings, capacity) for settings in variants]
     cases = [
-        build_case(memory, prediction, settings, edits) for prediction, settings in zip(found, variants, strict=True)
+        build_case(memory, prediction, settings, edits)
+        for prediction, settings in zip(predictions, variants, strict=True)
     ]
-    return cases, [prediction.simulation for prediction in found]
+    return cases, [prediction.simulation for prediction in predictions]
 
 
 def read_requests(history: History, snapshot: str) -> Requests:
@@ -295,22 +298,22 @@ def read_requests(history: History, snapshot: str) -> Requests:
 
 def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings, edits: tuple[str, ...] = ()) -> Case:
     """Return the figures of a prediction."""
-    one = prediction.simulation
-    peak = int(one.allocated.argmax())
+    simulation = prediction.simulation
+    peak = int(simulation.allocated.argmax())
     failed = prediction.failed
     return Case(
         allocator=format_settings(settings),
         edits=edits,
-        requested_peak_bytes=one.requested_peak_bytes,
-        allocated_peak_bytes=one.allocated_peak_bytes,
-        reserved_peak_bytes=one.reserved_peak_bytes,
+        requested_peak_bytes=simulation.requested_peak_bytes,
+        allocated_peak_bytes=simulation.allocated_peak_bytes,
+        reserved_peak_bytes=simulation.reserved_peak_bytes,
         exact=prediction.exact,
-        requested_range_bytes=(one.requested_peak_bytes, one.requested_peak_bytes),
+        requested_range_bytes=(simulation.requested_peak_bytes, simulation.requested_peak_bytes),
         allocated_range_bytes=prediction.allocated_range_bytes,
         reserved_range_bytes=prediction.reserved_range_bytes,
-        phase=memory.timeline.phase_at(min(int(one.peak_position), len(memory.device.events) - 1)),
+        phase=memory.timeline.phase_at(min(int(simulation.peak_position), len(memory.device.events) - 1)),
         fits=prediction.fits,
-        unused_bytes=_unused(int(one.reserved[peak]), int(one.allocated[peak])),
+        unused_bytes=_unused(int(simulation.reserved[peak]), int(simulation.allocated[peak])),
         failed_request_bytes=None if failed is None else failed.requested_bytes,
     )
 

@@ -110,19 +110,19 @@ def find_calls(program: Program, glob: str) -> list[Call]:
 
 def _recomputed(program: Program) -> set[str]:
     timeline = program.memory.timeline
-    found = set()
+    names = set()
     for row in range(program.replay.start_count, len(program.replay)):
         if program.phases[row] == RECOMPUTE:
             for name, _ in program.memory.running_place_of(row).modules:
                 parts = name.removeprefix(f"{MODEL}/").split(".")
-                found |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
-    spans = [(one.start_us, one.end_us) for one in timeline.recomputations]
+                names |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+    spans = [(span.start_us, span.end_us) for span in timeline.recomputations]
     starts = [start for start, _ in spans]
-    for one in program.memory.device.annotations:
-        at = bisect_right(starts, one.start_us) - 1
-        if at >= 0 and one.start_us <= spans[at][1]:
-            found.add(one.name)
-    return found
+    for span in program.memory.device.annotations:
+        at = bisect_right(starts, span.start_us) - 1
+        if at >= 0 and span.start_us <= spans[at][1]:
+            names.add(span.name)
+    return names
 
 
 def forward_ranges(program: Program) -> list[str]:
@@ -143,23 +143,23 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _outermost_ranges(program: Program, glob: str) -> list[tuple[str, int, int]]:
-    found, end = [], -1
+    ranges, end = [], -1
     for name, start_us, end_us in _ranges(program):
         if start_us >= end and _matches(name, glob):
             end = end_us
             begin = int(np.searchsorted(program.memory.timeline.times_us, start_us, "left"))
-            found.append((name, begin, program.memory.timeline.moment_at(end_us)))
-    return found
+            ranges.append((name, begin, program.memory.timeline.moment_at(end_us)))
+    return ranges
 
 
 def _ranges(program: Program) -> Iterator[tuple[str, int, int]]:
     """Yield the ranges of the forward passes by their beginning, the outer before the inner ones, in microseconds."""
     timeline = program.memory.timeline
     others = [phase for phase in timeline.phases if phase.name in _NO_FORWARD] + list(timeline.recomputations)
-    others.sort(key=lambda one: one.start_us)
+    others.sort(key=lambda span: span.start_us)
     starts = np.array([phase.start_us for phase in others], dtype=np.int64)
     ends = np.maximum.accumulate(np.array([phase.end_us for phase in others], dtype=np.int64))
-    closed = [(one.start_us, -one.end_us, one.name) for one in program.memory.device.annotations if one.end_us]
+    closed = [(span.start_us, -span.end_us, span.name) for span in program.memory.device.annotations if span.end_us]
     for start_us, end_us, name in sorted(closed):
         at = int(np.searchsorted(starts, start_us, "right")) - 1
         if (at < 0 or start_us >= ends[at]) and name not in (*PHASES, RECOMPUTE):
@@ -179,7 +179,7 @@ def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
             modules = program.memory.running_place_of(row).modules
             birth = int(program.replay.birth[row])
             made.append((modules[0][0].removeprefix(f"{MODEL}/") if modules else "", birth))
-    runs = [(name, [birth for _, birth in some]) for name, some in groupby(made, lambda one: one[0])]
+    runs = [(name, [birth for _, birth in some]) for name, some in groupby(made, lambda run: run[0])]
     units = [_unit_of(name, glob) for name, _ in runs]
     for at in range(1, len(runs) - 1):
         if units[at] is not None and units[at - 1] == units[at + 1] is not None:
@@ -187,15 +187,15 @@ def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
     placed = [(unit, birth) for unit, (_, births) in zip(units, runs, strict=True) for birth in births]
     stretches = [
         (unit, [birth for _, birth in some])
-        for (unit, _), some in groupby(placed, lambda one: (one[0], int(np.searchsorted(starts, one[1]))))
+        for (unit, _), some in groupby(placed, lambda run: (run[0], int(np.searchsorted(starts, run[1]))))
     ]
     ends = [births[0] for _, births in stretches[1:]] + [program.replay.event_count]
-    found = []
+    calls = []
     for (unit, births), end in zip(stretches, ends, strict=True):
         following = int(np.searchsorted(starts, births[-1]))
         if unit is not None and following < len(starts):
-            found.append((unit, births[0], min(end, starts[following])))
-    return found
+            calls.append((unit, births[0], min(end, starts[following])))
+    return calls
 
 
 def _unit_of(module: str, glob: str) -> str | None:
@@ -229,7 +229,7 @@ def _checkpoint(
         if len(output):
             last = int(np.searchsorted(born, max(freed[output[0]], others_end), "right"))
             until_then = zip(range(own, last), stream.source[at[own:last]].tolist(), strict=True)
-            own = next((one for one, row in until_then if _is_made_in(program, row, call.name)), last)
+            own = next((index for index, row in until_then if _is_made_in(program, row, call.name)), last)
         if own == len(born):
             continue
         kept = inside[(freed[inside] > born[own]) & (freed[inside] < call.backward_end)]
@@ -250,7 +250,7 @@ def _checkpoint(
             new_freed[made[is_given][-1:]] = own_end
         elif bound != "most":
             is_kept = np.isin(again, kept)
-            frees[is_kept] = [_when_unpacked_goes(born, freed, sizes, one) for one in again[is_kept].tolist()]
+            frees[is_kept] = [_when_unpacked_goes(born, freed, sizes, index) for index in again[is_kept].tolist()]
         copies.append((at[again], births, frees))
     if not copies:
         return stream, 0

@@ -117,5 +117,5 @@ def _by_module(program: Program, rows: Sequence[tuple[int, int]]) -> dict[str, i
 
 def _join(before: dict[str, int], after: dict[str, int]) -> tuple[PartChange, ...]:
     names = dict.fromkeys([*before, *after])
-    found = [PartChange(name, before.get(name, 0), after.get(name, 0)) for name in names]
-    return tuple(sorted(found, key=lambda one: -max(one.before_bytes, one.after_bytes)))
+    changes = [PartChange(name, before.get(name, 0), after.get(name, 0)) for name in names]
+    return tuple(sorted(changes, key=lambda change: -max(change.before_bytes, change.after_bytes)))

@@ -49,7 +49,7 @@ def edit_size(
     if not others:
         raise CannotModelError("give a run of the same program at another size: --scale-from OTHER")
     sizes = [_sizes_in(program, other) for other in others]
-    ratios = [_ratio(program.replay.requested_bytes, found) for found in sizes]
+    ratios = [_ratio(program.replay.requested_bytes, known) for known in sizes]
     points = dict(zip(ratios, sizes, strict=True))
     if len(points) < len(others):
         raise CannotModelError("two of the other runs have the same size")
@@ -57,7 +57,7 @@ def edit_size(
     edited = stream.resized(np.ones(len(stream), dtype=np.bool_), _follow(program, stream, wanted))
     highest = stream.resized(np.ones(len(stream), dtype=np.bool_), _follow(program, stream, most))
     doubt = highest.requested_peak_bytes() - edited.requested_peak_bytes()
-    shown = ", ".join(f"×{float(one):g}" for one in ratios)
+    shown = ", ".join(f"×{float(ratio):g}" for ratio in ratios)
     unknown = _name_sites(program, ~fits, wanted, doubt) if not fits.all() else ()
     text = f"{np.count_nonzero(fits):,} of {len(fits):,} sizes follow from runs at {shown}"
     return Change(highest if bound == "most" else edited, text, unknown)
@@ -72,14 +72,14 @@ def _follow(program: Program, stream: Stream, wanted: Ints) -> Ints:
 
 def _sizes_in(program: Program, other: Program) -> Ints:
     """Return for each allocation its size in another run, -1 where that has none like it."""
-    found = np.full(len(program.replay), -1, dtype=np.int64)
+    sizes = np.full(len(program.replay), -1, dtype=np.int64)
     theirs = _sites(other)
     last = max((step for step, _ in theirs), default=-1)
     for (step, site), rows in _sites(program).items():
         matched = theirs.get((min(step, last), site), [])
         if len(matched) == len(rows):
-            found[rows] = other.replay.requested_bytes[matched]
-    return found
+            sizes[rows] = other.replay.requested_bytes[matched]
+    return sizes
 
 
 def _sites(program: Program) -> dict[tuple[int, Hashable], list[int]]:
@@ -124,8 +124,8 @@ def _extrapolate(size: int, points: dict[Fraction, int], factor: Fraction) -> tu
     """Return a size at ``factor``, the most that it may be, and whether the first is proven."""
     for power in (0, 1, 2):
         if all(other == size * ratio**power for ratio, other in points.items()):
-            found = ceil(size * factor**power)
-            return found, found, True
+            scaled = ceil(size * factor**power)
+            return scaled, scaled, True
     through = {Fraction(1): size, **points}
     curve = max(ceil(_interpolate(through, factor)), 1)
     if len(points) > 1:
@@ -153,7 +153,7 @@ def _name_sites(program: Program, doubtful: Bools, wanted: Ints, doubt: int) -> 
         stack = program.memory.stacks.of(row)
         place = kind_of(module) if module and not stack.own else stack.label
         places.setdefault(place, []).append(int(wanted[row]))
-    ordered = sorted(places.items(), key=lambda one: -max(one[1]))
+    ordered = sorted(places.items(), key=lambda place: -max(place[1]))
     lines = [
         f"{len(sizes):,} sizes at {place}, up to {max(sizes):,} B, follow from no line through 0"
         for place, sizes in ordered[:_SHOWN_SITES]

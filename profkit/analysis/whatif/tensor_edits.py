@@ -212,15 +212,15 @@ def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
 def _made_again(program: Program, stream: Stream, at: Ints, ends: Floats) -> tuple[Ints, Floats, Floats]:
     """Return which gradients later steps make anew, when, and when they are freed: after the ``ends`` of the steps."""
     starts = np.array([low for low, _ in program.backward_passes], dtype=np.float64)
-    found = []
-    for one in at.tolist():
-        born, freed = float(stream.requests.born[one]), float(stream.requests.freed[one])
+    copies = []
+    for gradient in at.tolist():
+        born, freed = float(stream.requests.born[gradient]), float(stream.requests.freed[gradient])
         first = int(np.searchsorted(starts, born, "right")) - 1
         for end in ends[ends > born][1:].tolist():
             start = starts[np.searchsorted(starts, end) - 1]
             if first >= 0 and start < freed:
-                found.append((one, _handed_over(stream, one, start + born - starts[first]), end + 0.25))
-    of, births, frees = zip(*found, strict=True) if found else ((), (), ())
+                copies.append((gradient, _handed_over(stream, gradient, start + born - starts[first]), end + 0.25))
+    of, births, frees = zip(*copies, strict=True) if copies else ((), (), ())
     return np.array(of, dtype=np.int64), np.array(births, dtype=np.float64), np.array(frees, dtype=np.float64)
 
 
