@@ -246,6 +246,9 @@ def _check_steps_and_idle_time(path: Path) -> None:
     for step in summary["steps"]:
         assert step["recorded_ns"] == account.recorded_step_ns(step["context"])
         assert step["unprofiled_ns"] == account.step_ns(step["context"])
+    (headline,) = _run_json("compare", path, path, "--force")["headlines"]
+    (step,) = summary["steps"]
+    assert headline["before_ns"] == round(step["unprofiled_ns"] or step["recorded_ns"]), headline["what"]
     assert capture.trace.account.steps.tolist() == measured_ranges(capture.trace.attribution)["step"].tolist()
     _check_bars(capture.trace, idle)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from profkit import read_trace
+from profkit import compare, read_trace
 from profkit.analysis.advice import find_advice
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.summarize import summarize_capture
@@ -150,6 +150,20 @@ def test_rows_follow_one_another_in_time_with_the_ranks_of_their_processes(tmp_p
     assert account.windows.device.tolist() == [0, 1, 0, 1]
     assert account.rank.tolist() == [0, 1, 0, 1]
     assert account.parts[:, 2].tolist() == [4 * MS, 36 * MS] * 2
+
+
+def test_a_recorded_step_of_several_ranks_takes_as_long_as_the_longest_of_them(tmp_path: Path) -> None:
+    """Steps of 100 ms, but one of 140: on one rank the first, on the other the second. compare says the same."""
+    builder = NsysBuilder()
+    for rank, lengths in enumerate(((140, 100), (100, 140))):
+        for step, length in enumerate(lengths):
+            at, thread = step * 200 * MS, 100 * (rank + 1)
+            builder.range(f"step {step}", at, at + length * MS, tid=thread, pid=thread)
+            builder.kernel(at + MS, MS, tid=thread, pid=thread, device=rank)
+    path = builder.write(tmp_path / "t.sqlite")
+    assert read_trace(path).account.recorded_step_ns() == 140 * MS
+    (headline,) = compare(path, path).headlines
+    assert headline.before_ns == 140 * MS
 
 
 @pytest.mark.parametrize(("profiled", "recorded_ns"), [((120 * MS, 140 * MS), 130 * MS), ((), 100 * MS)])

@@ -108,15 +108,26 @@ class TimeAccount:
         return None if times is None else times.clean_ns
 
     def recorded_step_ns(self, context: int | None = None) -> float | None:
-        """Return the step time with the profiler: by the host's clock, else on the GPUs, else Python time."""
+        """Return the step time with the profiler: by the host's clock, else on the GPUs, else Python time.
+
+        Without the host's times it is the mean over the steps of the program: the n-th steps of all processes are one,
+        which takes as long as the longest of them.
+        """
         times = self._times(STEP, context)
         if times is not None and times.profiled_ns:
             return times.profiled_ns
-        if len(self):
-            return float(self.parts[:, 0].sum() / len(self))
+        if not len(self.steps):
+            return None
         ranges = self.attribution.trace.ranges
-        durations = (ranges.end_ns - ranges.start_ns)[self.steps]
-        return float(np.median(durations)) if len(durations) else None
+        number = np.zeros(len(self.steps), dtype=np.int64)
+        for mine in rows_by_value(ranges.process[self.steps]).values():
+            number[mine[np.argsort(ranges.start_ns[self.steps[mine]], kind="stable")]] = np.arange(len(mine))
+        longest = np.zeros(number.max() + 1, dtype=np.int64)
+        if len(self):
+            np.maximum.at(longest, number[self.step], self.parts[:, 0])
+        else:
+            np.maximum.at(longest, number, (ranges.end_ns - ranges.start_ns)[self.steps])
+        return float(longest[longest > 0].mean()) if longest.any() else None
 
     def measure(self, sets: Mapping[int, Stretches]) -> Ints:
         """Return how much of each row's time on its GPU lies in the set of that GPU; 0 for a GPU without a set."""
