@@ -53,11 +53,6 @@ def describe_ranks(result: RanksResult) -> list[str]:
     return [f"{step}; waiting in collectives: {waiting}", *describe_verdict(result), *[clocks] * result.by_clocks]
 
 
-def name_culprit(culprit: Culprit) -> str:
-    """Return who is late and what it does meanwhile, in a few words."""
-    return f"Rank {culprit.rank} is late: {_CAUSES[culprit.cause]}{_place(culprit)}"
-
-
 def describe_verdict(result: RanksResult) -> list[str]:
     """Return who is late, why and what it costs; else the figure that shows that nobody is."""
     verdict = result.verdict

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.report.commands.late_rank import name_culprit
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.plots.pictures import draw_png
 from profkit.report.units import format_ns
 
 _MOST_WRITTEN = 8
 """A matrix of up to this many ranks has room for figures."""
+_TITLE_WIDTH = 80
 
 
 def plot_waits(result: RanksResult, path: Path) -> None:
@@ -41,6 +43,5 @@ def _draw(figure: Figure, axes: Axes, result: RanksResult) -> None:
             axes.text(to, at, format_ns(round(waits[at, to] * 1e6)), ha="center", va="center", color=color)
     axes.set_xlabel("waits for rank")
     axes.set_ylabel("rank")
-    culprit = result.verdict.culprit
-    axes.set_title("No rank is late" if culprit is None else name_culprit(culprit))
+    axes.set_title("\n".join(wrap(describe_verdict(result)[0], _TITLE_WIDTH)), fontsize="medium")
     figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")
