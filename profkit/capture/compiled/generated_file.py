@@ -25,8 +25,17 @@ _ALLOCATES = ("empty_strided", "tracked_empty_strided", "empty(", "torch.empty")
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool", "torch.ops.inductor._alloc_from_pool")
 _PARTS = ("partition_", "subgraph_")
 _WRITES_NOTHING = (
-    *("assert_size_stride", "assert_alignment", "args.clear", "get_raw_stream", "torch.cuda.set_device"),
-    *("torch.cuda._DeviceGuard", "print", "len", "int", "start_graph", "end_graph"),
+    "assert_size_stride",
+    "assert_alignment",
+    "args.clear",
+    "get_raw_stream",
+    "torch.cuda.set_device",
+    "torch.cuda._DeviceGuard",
+    "print",
+    "len",
+    "int",
+    "start_graph",
+    "end_graph",
 )
 _REUSE = "# reuse"
 _WORKSPACE = "workspace_"
