@@ -154,10 +154,10 @@ class _Grouping:
             groups.append(facts.label if row in self._claims else NOT_SELECTED)
             stacks.setdefault(groups[-1], {})[facts.user_first if row in self._claims else ()] = None
         return tuple(
-            replace(one, stack=_shared(list(stacks[one.name])), stack_count=len(stacks[one.name]))
-            if one.name in stacks
-            else one
-            for one in self._largest(groups, OTHER_STACKS)
+            replace(series, stack=_shared(list(stacks[series.name])), stack_count=len(stacks[series.name]))
+            if series.name in stacks
+            else series
+            for series in self._largest(groups, OTHER_STACKS)
         )
 
     def by_module(self) -> tuple[Series, ...]:

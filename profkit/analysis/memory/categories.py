@@ -194,11 +194,11 @@ class Classifier:
     @cached_property
     def _first_and_only_kept(self) -> frozenset[int]:
         """The allocations of a workspace's size that are their lines' first, and the only ones that these keep."""
-        replay, found = self._history.replay, dict[tuple[int, int], list[int]]()
+        replay, rows_of = self._history.replay, dict[tuple[int, int], list[int]]()
         for row in np.flatnonzero(np.isin(replay.requested_bytes, _WORKSPACE_BYTES)).tolist():
-            found.setdefault((int(replay.requested_bytes[row]), self._stacks.number_of(row)), []).append(row)
+            rows_of.setdefault((int(replay.requested_bytes[row]), self._stacks.number_of(row)), []).append(row)
         kept = replay.freed == replay.event_count
-        return frozenset(rows[0] for rows in found.values() if kept[rows[0]] and kept[rows].sum() == 1)
+        return frozenset(rows[0] for rows in rows_of.values() if kept[rows[0]] and kept[rows].sum() == 1)
 
     @cached_property
     def _has_modules(self) -> bool:

@@ -125,17 +125,17 @@ class _Side:
     @cached_property
     def all_like(self) -> dict[Key, list[int]]:
         """Identity and requested size → the allocations of the whole history, by birth."""
-        found: dict[Key, list[int]] = defaultdict(list)
+        rows_by_key: dict[Key, list[int]] = defaultdict(list)
         for row, requested in enumerate(self.replay.requested_bytes.tolist()):
-            found[self.identity(row), requested].append(row)
-        return found
+            rows_by_key[self.identity(row), requested].append(row)
+        return rows_by_key
 
     @cached_property
     def ordinals(self) -> dict[int, int]:
         """Allocation → how many equal ones were made before it in its step."""
         starts = np.array([step.start_us for step in self.memory.timeline.steps], dtype=np.int64)
         times = self.memory.timeline.times_us
-        found: dict[int, int] = {}
+        ordinal_of: dict[int, int] = {}
         for rows in self.all_like.values():
             births = self.replay.birth[rows]
             born = times[np.maximum(births, 0)] if len(times) else births
@@ -143,8 +143,8 @@ class _Side:
             for row, step in zip(rows, np.searchsorted(starts, born, "right").tolist(), strict=True):
                 ordinal = ordinal + 1 if step == last else 0
                 last = step
-                found[row] = ordinal
-        return found
+                ordinal_of[row] = ordinal
+        return ordinal_of
 
     def like(self, other: _Side, row: int) -> list[int]:
         """Return this side's allocations that match one of the other side's."""
@@ -183,7 +183,7 @@ def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, s
 
 def _names(memory: DeviceMemory) -> frozenset[Named]:
     named = map(memory.classifier.named, range(len(memory.history.replay)))
-    return frozenset(one for one in named if one is not None)
+    return frozenset(name for name in named if name is not None)
 
 
 def _sum_up(kind: str, shares: list[_Share]) -> Part:
@@ -249,16 +249,16 @@ def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -
     """Return why allocations at one side's peak have no counterpart at the other's: the kind of each."""
     never, lives_otherwise = kinds
     moment = _corresponding(side, other)
-    found = []
+    judged = []
     for row in rows:
         likes = other.like(side, row)
         if not likes:
-            found.append((never, row))
+            judged.append((never, row))
         elif any(other.is_live(like, moment) for like in likes):
-            found.append(("moved peak", row))
+            judged.append(("moved peak", row))
         else:
-            found.append((lives_otherwise, row))
-    return found
+            judged.append((lives_otherwise, row))
+    return judged
 
 
 def _corresponding(side: _Side, other: _Side) -> int:

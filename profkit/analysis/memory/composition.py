@@ -131,7 +131,7 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
     rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
     live = np.array(rows, dtype=np.int64)
     by_module, by_phase = _by_place(memory, moment, chosen, total, rest)
-    ordered = sorted(chosen, key=lambda one: (-int(replay.size_bytes[one[0]]), one[0]))
+    ordered = sorted(chosen, key=lambda claimed: (-int(replay.size_bytes[claimed[0]]), claimed[0]))
     return Composition(
         what=what,
         moment=moment,
@@ -144,7 +144,7 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
         by_stack=_by_stack(memory, moment, chosen, total, rest),
         by_module=by_module,
         by_phase=by_phase,
-        largest=tuple(_large_row(memory, moment, *one) for one in ordered[:LARGEST_COUNT]),
+        largest=tuple(_large_row(memory, moment, *claimed) for claimed in ordered[:LARGEST_COUNT]),
         largest_groups=_largest_groups(memory, moment, ordered),
         evidence=_by_evidence(memory, chosen),
     )
@@ -159,7 +159,7 @@ def _by_category(
         evidence = sizes.setdefault(claim.category, {})
         evidence[claim.evidence] = evidence.get(claim.evidence, 0) + int(memory.history.replay.size_bytes[row])
         counts[claim.category] = counts.get(claim.category, 0) + 1
-    found = [
+    rows = [
         CategoryRow(
             category,
             sum(evidence.values()),
@@ -169,26 +169,26 @@ def _by_category(
         )
         for category, evidence in sizes.items()
     ]
-    found.sort(key=lambda one: (-one.bytes, CATEGORIES.index(one.category)))
+    rows.sort(key=lambda entry: (-entry.bytes, CATEGORIES.index(entry.category)))
     if rest[1]:
-        found.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
-    return tuple(found)
+        rows.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
+    return tuple(rows)
 
 
 def _by_stack(
     memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
 ) -> tuple[StackRow, ...]:
-    found = [
+    rows = [
         StackRow(size, _share(size, total), count, stack.user_first, stack.label)
         for stack, size, count in sum_by_stack(
             (memory.stack_of(row, moment) for row, _ in chosen),
             (int(memory.history.replay.size_bytes[row]) for row, _ in chosen),
         )
     ]
-    found.sort(key=lambda one: (-one.bytes, one.label))
+    rows.sort(key=lambda entry: (-entry.bytes, entry.label))
     if rest[1]:
-        found.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
-    return tuple(found)
+        rows.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
+    return tuple(rows)
 
 
 def _by_place(
@@ -222,16 +222,16 @@ def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[tuple[int, 
     """
     groups: dict[LargeRow, list[LargeRow]] = {}
     for row, claim in ordered:
-        one = _large_row(memory, moment, row, claim)
-        if len(groups) >= LARGEST_COUNT and one.bytes < next(reversed(groups)).bytes:
+        large = _large_row(memory, moment, row, claim)
+        if len(groups) >= LARGEST_COUNT and large.bytes < next(reversed(groups)).bytes:
             break
-        kind = replace(one, owner=None if one.owner is None else kind_of(one.owner))
-        groups.setdefault(kind, []).append(one)
-    found = [
-        replace(kind if len({one.owner for one in some}) > 1 else some[0], count=len(some))
+        kind = replace(large, owner=None if large.owner is None else kind_of(large.owner))
+        groups.setdefault(kind, []).append(large)
+    rows = [
+        replace(kind if len({large.owner for large in some}) > 1 else some[0], count=len(some))
         for kind, some in groups.items()
     ]
-    return tuple(sorted(found, key=lambda one: (-one.bytes, -one.count))[:LARGEST_COUNT])
+    return tuple(sorted(rows, key=lambda large: (-large.bytes, -large.count))[:LARGEST_COUNT])
 
 
 def _large_row(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> LargeRow:
@@ -250,10 +250,10 @@ def _large_row(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> Lar
 
 
 def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:
-    found = dict.fromkeys(EVIDENCE, 0)
+    sums = dict.fromkeys(EVIDENCE, 0)
     for row, claim in chosen:
-        found[claim.evidence] += int(memory.history.replay.size_bytes[row])
-    return found
+        sums[claim.evidence] += int(memory.history.replay.size_bytes[row])
+    return sums
 
 
 def _share(part: int, whole: int) -> float:

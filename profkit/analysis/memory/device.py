@@ -157,18 +157,18 @@ class DeviceMemory:
 
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
         """Return each phase's peak, in the order in which they first occur."""
-        found: dict[str, PhasePeak] = {}
+        peaks: dict[str, PhasePeak] = {}
         allocated = self.history.curves.allocated
         for phase in self.timeline.phases:
             first, last = self.timeline.moments_of(phase)
             moment = first + int(allocated[first : last + 1].argmax())
-            one = PhasePeak(
+            peak = PhasePeak(
                 phase.name, 1, int(allocated[moment]), self.history.time_us(moment) or phase.start_us, moment
             )
-            old = found.get(phase.name, one)
-            higher = one if one.peak_bytes > old.peak_bytes else old
-            found[phase.name] = replace(higher, instances=old.instances + (phase.name in found))
-        return tuple(found.values())
+            old = peaks.get(phase.name, peak)
+            higher = peak if peak.peak_bytes > old.peak_bytes else old
+            peaks[phase.name] = replace(higher, instances=old.instances + (phase.name in peaks))
+        return tuple(peaks.values())
 
     def _mentions(self, row: int, text: str) -> bool:
         owner = self.owner_of(row) or ""

@@ -77,9 +77,9 @@ class _Code:
         self._by_line: list[dict[int, list[Allocation]]] = []
         for graph in graphs:
             by_line: dict[int, list[Allocation]] = {}
-            for one in graph.allocations:
-                if one.line is not None:
-                    by_line.setdefault(one.line, []).append(one)
+            for allocation in graph.allocations:
+                if allocation.line is not None:
+                    by_line.setdefault(allocation.line, []).append(allocation)
             self._by_line.append(by_line)
         self._spans = [(span[0], span[-1]) for span in graphs[0].spans if span]
 
@@ -95,7 +95,7 @@ class _Code:
         """
         for number, by_line in enumerate(self._by_line):
             if line in by_line:
-                yield from ((number, one) for one in by_line[line])
+                yield from ((number, allocation) for allocation in by_line[line])
             elif line in self.launches[number]:
                 yield number, Allocation(line, (Holder(line, line),))
 
@@ -153,54 +153,56 @@ class GeneratedMemory:
         if site is None:
             return None
         code, line = site
-        found = list(code.allocations(line))
-        if not found:
+        allocations = list(code.allocations(line))
+        if not allocations:
             return None
         first, last = (code.position(line),) * 2 if moment is None else self._window(code, row, moment)
-        tenants = [one for number, memory in found for one in _tenants(code, number, memory, first, last)]
+        tenants = [tenant for number, memory in allocations for tenant in _tenants(code, number, memory, first, last)]
         if first == _END and moment is not None:
             tenants = self._after_taking(code, row, moment, tenants)
         modules: dict[tuple[str, ...], None] = {}
         sources: dict[str | None, None] = {}
-        for one in tenants:
-            owners, source = one.code.owners(one.graph, one.holder)
+        for tenant in tenants:
+            owners, source = tenant.code.owners(tenant.graph, tenant.holder)
             modules[owners] = None
             sources[source] = None
         return Held(
             modules=tuple(dict.fromkeys(name for some in modules for name in some)),
             source=next(iter(sources)) if len(sources) == 1 else None,
-            buffers=tuple(dict.fromkeys(one.holder.name for one in tenants)),
+            buffers=tuple(dict.fromkeys(tenant.holder.name for tenant in tenants)),
             is_decided=len(modules) == 1,
-            is_first=all(one.is_first for one in tenants),
-            is_freed_in_call=all(one.freed is not None for _, one in found),
+            is_first=all(tenant.is_first for tenant in tenants),
+            is_freed_in_call=all(memory.freed is not None for _, memory in allocations),
             is_of_library=not code.allocates(line),
         )
 
     def _after_taking(self, code: _Code, row: int, moment: int, tenants: list[_Tenant]) -> list[_Tenant]:
         """Return who holds what a call returned, by a moment at which the backward pass may have taken it."""
         _, line = self._site(row) or (code, 0)
-        found = list(code.allocations(line))
-        takers = [one for number, memory in found for one in self._takers(code, number, memory.holders[-1].name)]
-        calls = [(began, one) for one in takers if (began := self._next_call(one[0], row)) is not None]
+        allocations = list(code.allocations(line))
+        takers = [
+            taker for number, memory in allocations for taker in self._takers(code, number, memory.holders[-1].name)
+        ]
+        calls = [(began, taker) for taker in takers if (began := self._next_call(taker[0], row)) is not None]
         if not calls:
             return tenants
         began, (other, number, memory) = min(calls, key=lambda call: call[0])
         if int(self._replay.birth[began]) >= moment:
             return tenants
         now = list(_tenants(other, number, memory, *self._window(other, began, moment)))
-        taken = [one for one in now if not one.is_first]
+        taken = [taker for taker in now if not taker.is_first]
         # Of several results of one call nobody knows which has this address.
-        return taken if len(taken) == len(now) and len(found) == 1 else [*tenants, *taken]
+        return taken if len(taken) == len(now) and len(allocations) == 1 else [*tenants, *taken]
 
     def _takers(self, code: _Code, number: int, name: str) -> list[tuple[_Code, int, Allocation]]:
         """Return where backward passes reuse what a graph returns under a name."""
         if (id(code), number) not in self._taken:
-            found: dict[str, list[tuple[_Code, int, Allocation]]] = {}
+            by_output: dict[str, list[tuple[_Code, int, Allocation]]] = {}
             for other in self._codes.values():
                 for which, graph in enumerate(other.graphs):
                     for output, memory in _reused_outputs(code.graphs[number], graph):
-                        found.setdefault(output, []).append((other, which, memory))
-            self._taken[id(code), number] = found
+                        by_output.setdefault(output, []).append((other, which, memory))
+            self._taken[id(code), number] = by_output
         return self._taken[id(code), number].get(name, [])
 
     def _next_call(self, code: _Code, row: int) -> int | None:
@@ -211,7 +213,12 @@ class GeneratedMemory:
             module = self._module(row)
             later = range(call.rows[-1] + 1, len(self._replay))
             self._next_calls[key] = next(
-                (one for one in later if (self._site(one) or (None,))[0] is code and self._module(one) == module), None
+                (
+                    candidate
+                    for candidate in later
+                    if (self._site(candidate) or (None,))[0] is code and self._module(candidate) == module
+                ),
+                None,
             )
         return self._next_calls[key]
 
@@ -256,7 +263,7 @@ class GeneratedMemory:
             site = self._site(row)
             assert site is not None
             yield int(self._replay.birth[row]), code.position(site[1])
-            lines = {one.freed for _, one in code.allocations(site[1])}
+            lines = {allocation.freed for _, allocation in code.allocations(site[1])}
             freed = lines.pop() if len(lines) == 1 else None
             if freed is not None:
                 yield int(self._replay.freed[row]), code.position(freed)
@@ -298,7 +305,7 @@ def _tenants(code: _Code, graph: int, memory: Allocation, first: int, last: int)
 
 def _reused_outputs(forward: CompiledGraph, backward: CompiledGraph) -> Iterator[tuple[str, Allocation]]:
     """Yield what a graph returns and its backward pass reuses: the name in the forward code, and what reuses it."""
-    reused = [one for one in backward.allocations if one.line is None]
+    reused = [memory for memory in backward.allocations if memory.line is None]
     known = [(at, name) for at, name in enumerate(backward.inputs) if name in forward.inputs]
     if not reused or not known or not backward.is_backward or forward.name != backward.name:
         return
@@ -306,8 +313,8 @@ def _reused_outputs(forward: CompiledGraph, backward: CompiledGraph) -> Iterator
     for place in (at for at, output in enumerate(forward.outputs) if output == name):
         offset = place - first
         if all(forward.outputs[at + offset : at + offset + 1] == (name,) for at, name in known if at + offset >= 0):
-            for one in reused:
-                at = backward.inputs.index(one.holders[0].name) + offset
+            for memory in reused:
+                at = backward.inputs.index(memory.holders[0].name) + offset
                 if 0 <= at < len(forward.outputs):
-                    yield forward.outputs[at], one
+                    yield forward.outputs[at], memory
             return

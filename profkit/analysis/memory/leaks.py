@@ -70,24 +70,24 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
     # Rows are sorted by birth, so each step's are together.
     births = timeline.times_us[replay.birth[replay.start_count :]]
     firsts = (np.searchsorted(births, starts, "left") + replay.start_count).tolist()
-    found = []
+    left_behind = []
     for number in range(1, len(steps)):
         moment = timeline.moment_at(steps[number].end_us)
         first, end = firsts[number - 1], firsts[number]
         rows = np.flatnonzero(replay.freed[first:end] >= moment) + first
         by_stack = _by_stack(memory, rows.tolist())
         total = sum(row.bytes for row in by_stack)
-        found.append(LeftBehind(steps[number].name, steps[number - 1].name, total, by_stack))
+        left_behind.append(LeftBehind(steps[number].name, steps[number - 1].name, total, by_stack))
     ends = [timeline.moments_of(step)[0] for step in steps[1:]] + [timeline.moment_at(steps[-1].end_us)]
     moments = np.array(ends, dtype=np.int64)
-    return LeakCheck(tuple(found), _find_suspects(memory, moments, np.array([*firsts, len(replay)])))
+    return LeakCheck(tuple(left_behind), _find_suspects(memory, moments, np.array([*firsts, len(replay)])))
 
 
 def _by_stack(memory: DeviceMemory, rows: list[int]) -> tuple[LeakRow, ...]:
-    found = [
+    rows_of_stacks = [
         LeakRow(size, count, stack.user_first, stack.label) for stack, size, count in memory.stacks.sum_by_stack(rows)
     ]
-    return tuple(sorted(found, key=lambda one: (-one.bytes, one.label)))
+    return tuple(sorted(rows_of_stacks, key=lambda leak: (-leak.bytes, leak.label)))
 
 
 def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[LeakRow, ...]:
@@ -104,8 +104,8 @@ def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[L
     for row in rows[stays].tolist():
         facts = memory.stacks.of(row)
         by_stack[facts.shown, facts.is_compiled].append(row)
-    found = [_judge(memory, np.array(some), moments, firsts) for some in by_stack.values()]
-    return tuple(sorted((row for row in found if row), key=lambda one: (-one.bytes, one.label)))
+    judged = [_judge(memory, np.array(some), moments, firsts) for some in by_stack.values()]
+    return tuple(sorted((row for row in judged if row), key=lambda one: (-one.bytes, one.label)))
 
 
 def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> LeakRow | None:

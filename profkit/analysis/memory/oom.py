@@ -143,16 +143,16 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
 
     def fails(settings: Settings, capacity: int, draws: int = 1) -> bool:
         limit = Limit(capacity, counts_pages=not is_limited)
-        found = (simulate(requests, settings, draw=draw, limit=limit).failed for draw in range(draws))
-        return any(one is not None for one in found)
+        failures = (simulate(requests, settings, draw=draw, limit=limit).failed for draw in range(draws))
+        return any(failure is not None for failure in failures)
 
     if not fails(history.settings, most):
         return None
     variants = list_variants(history.settings)
-    fitting = [one for one in variants if not fails(one, least, _DRAWS)]
-    if not fitting and not all(fails(one, most) for one in variants):
+    fitting = [settings for settings in variants if not fails(settings, least, _DRAWS)]
+    if not fitting and not all(fails(settings, most) for settings in variants):
         return None
-    return tuple(format_settings(one) for one in fitting)
+    return tuple(format_settings(settings) for settings in fitting)
 
 
 _DRAWS = 3

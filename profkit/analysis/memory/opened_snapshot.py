@@ -58,7 +58,9 @@ class OpenedSnapshot:
             UsageError: nothing was recorded of that device.
         """
         if index is None:
-            return max(self.devices.values(), key=lambda one: (one.history.allocated_peak_bytes, -one.device.index))
+            return max(
+                self.devices.values(), key=lambda memory: (memory.history.allocated_peak_bytes, -memory.device.index)
+            )
         if index not in self.devices:
             known = ", ".join(map(str, self.devices))
             raise UsageError(f"no device {index}: this snapshot recorded device {known}")
@@ -192,7 +194,7 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
 
 
 def _phase_moment(memory: DeviceMemory, name: str) -> int:
-    peaks = {one.name: one.moment for one in memory.phase_peaks()}
+    peaks = {peak.name: peak.moment for peak in memory.phase_peaks()}
     if name not in peaks:
         raise UsageError(f"no phase {name!r}; the phases are: {', '.join(peaks) or 'none'}")
     return peaks[name]

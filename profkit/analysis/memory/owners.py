@@ -83,7 +83,7 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
     for row, place in enumerate(zip(replay.address.tolist(), replay.requested_bytes.tolist(), strict=True)):
         if place[0] in wanted:
             rows_at.setdefault(place, []).append(row)
-    found: dict[int, dict[str, dict[Part, None]]] = {}
+    parts_of: dict[int, dict[str, dict[Part, None]]] = {}
     missed = 0
     for entry in recorded.owned:
         if entry.device != device or not entry.size_bytes:
@@ -93,10 +93,10 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
             missed += 1
         else:
             part = Part(entry.name, entry.offset_bytes, entry.own_bytes, entry.element_bytes)
-            found.setdefault(match, {}).setdefault(entry.role, {})[part] = None
+            parts_of.setdefault(match, {}).setdefault(entry.role, {})[part] = None
     owners = {}
-    for row, by_role in found.items():
-        role = min(by_role, key=lambda one: rank.get(one, _FAR))
+    for row, by_role in parts_of.items():
+        role = min(by_role, key=lambda role_name: rank.get(role_name, _FAR))
         owners[row] = Owner(role, tuple(by_role[role]))
     return owners, missed
 
@@ -191,14 +191,14 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
 
     A script may have reset the allocator's peaks meanwhile; the recorder notes them before that happens.
     """
-    figures = [] if recorded is None else [one for one in recorded.figures if one.device == history.device.index]
-    earlier = [one.allocated_peak_bytes for one in figures if one.moment == START]
-    figures = [one for one in figures if one.moment != START]
+    figures = [] if recorded is None else [entry for entry in recorded.figures if entry.device == history.device.index]
+    earlier = [entry.allocated_peak_bytes for entry in figures if entry.moment == START]
+    figures = [entry for entry in figures if entry.moment != START]
     if not figures:
         return None
-    allocated = max(one.allocated_peak_bytes for one in figures)
-    reserved = max(one.reserved_peak_bytes for one in figures)
-    requested = max(one.requested_peak_bytes for one in figures)
+    allocated = max(entry.allocated_peak_bytes for entry in figures)
+    reserved = max(entry.reserved_peak_bytes for entry in figures)
+    requested = max(entry.requested_peak_bytes for entry in figures)
     return AllocatorCheck(
         allocated_peak_bytes=allocated,
         reserved_peak_bytes=reserved,
@@ -215,4 +215,4 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
 def find_capacity(recorded: Owners | None, device: int) -> int | None:
     """Return the device's memory in bytes, if the run recorded it."""
     figures = recorded.figures if recorded else ()
-    return next((one.capacity_bytes for one in figures if one.device == device and one.capacity_bytes), None)
+    return next((entry.capacity_bytes for entry in figures if entry.device == device and entry.capacity_bytes), None)

@@ -57,7 +57,7 @@ class Timeline:
         """Return between which phases an event outside all of them happened; None if there are no phases."""
         if event < 0 or not self.phases:
             return None
-        at = bisect_right(self.phases, int(self.times_us[event]), key=lambda one: one.start_us)
+        at = bisect_right(self.phases, int(self.times_us[event]), key=lambda phase: phase.start_us)
         if at == 0:
             return "before the first phase"
         if at == len(self.phases):
@@ -71,7 +71,9 @@ class Timeline:
     def step_at(self, event: int) -> int:
         """Return the index of the step in which an event happened, or the last one before it; -1 before the first."""
         return (
-            bisect_right(self.steps, int(self.times_us[event]), key=lambda one: one.start_us) - 1 if event >= 0 else -1
+            bisect_right(self.steps, int(self.times_us[event]), key=lambda step: step.start_us) - 1
+            if event >= 0
+            else -1
         )
 
     def moments_of(self, phase: Phase) -> tuple[int, int]:
@@ -88,7 +90,7 @@ class Timeline:
         if event < 0 or not spans:
             return None
         time = int(self.times_us[event])
-        at = bisect_right(spans, time, key=lambda one: one.start_us) - 1
+        at = bisect_right(spans, time, key=lambda span: span.start_us) - 1
         return spans[at] if at >= 0 and time <= spans[at].end_us else None
 
 
@@ -107,31 +109,33 @@ def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps:
     end = int(times[-1])
     annotations = device.annotations
     phases = _outermost(_phases(annotations, named or {}, end))
-    found = sorted(steps, key=lambda one: one.start_us) or _outermost(
-        _span(one, one.name, end)
-        for one in annotations
-        if one.end_us is not None and any(fnmatchcase(one.name, glob) for glob in _STEPS)
+    known_steps = sorted(steps, key=lambda step: step.start_us) or _outermost(
+        _span(annotation, annotation.name, end)
+        for annotation in annotations
+        if annotation.end_us is not None and any(fnmatchcase(annotation.name, glob) for glob in _STEPS)
     )
-    again = _outermost(_span(one, one.name, end) for one in annotations if one.name == RECOMPUTE)
-    return Timeline(times, phases, tuple(found) or _steps_between(phases, int(times[0])), again)
+    again = _outermost(
+        _span(annotation, annotation.name, end) for annotation in annotations if annotation.name == RECOMPUTE
+    )
+    return Timeline(times, phases, tuple(known_steps) or _steps_between(phases, int(times[0])), again)
 
 
 def _phases(annotations: Iterable[Annotation], named: Mapping[str, str], end: int) -> Iterable[Phase]:
-    for one in annotations:
-        name = next((name for name, glob in named.items() if fnmatchcase(one.name, glob)), None)
+    for annotation in annotations:
+        name = next((name for name, glob in named.items() if fnmatchcase(annotation.name, glob)), None)
         if name is None:
-            name = OPTIMIZER if one.name.startswith(_OPTIMIZER_STEP) else _NAMES.get(one.name.lower())
+            name = OPTIMIZER if annotation.name.startswith(_OPTIMIZER_STEP) else _NAMES.get(annotation.name.lower())
         if name is not None:
-            yield _span(one, name, end)
+            yield _span(annotation, name, end)
 
 
-def _span(one: Annotation, name: str, end: int) -> Phase:
-    return Phase(name, one.start_us, end if one.end_us is None else one.end_us)
+def _span(annotation: Annotation, name: str, end: int) -> Phase:
+    return Phase(name, annotation.start_us, end if annotation.end_us is None else annotation.end_us)
 
 
 def _outermost(phases: Iterable[Phase]) -> tuple[Phase, ...]:
     kept: list[Phase] = []
-    for phase in sorted(phases, key=lambda one: (one.start_us, -one.end_us)):
+    for phase in sorted(phases, key=lambda span: (span.start_us, -span.end_us)):
         if not kept or phase.start_us >= kept[-1].end_us:
             kept.append(phase)
     return tuple(kept)

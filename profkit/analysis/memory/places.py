@@ -132,18 +132,21 @@ class Places:
     @cached_property
     def _knows_backward(self) -> bool:
         """Whether the ranges of the autograd thread are there, and no other device has such a thread."""
-        passes = [one for one in self._timeline.phases if one.name == BACKWARD]
-        starts = [one.start_us for one in self._ranges]
+        passes = [span for span in self._timeline.phases if span.name == BACKWARD]
+        starts = [span.start_us for span in self._ranges]
         return self._is_only_device and any(
-            bisect_left(starts, one.start_us) < bisect_left(starts, one.end_us) for one in passes
+            bisect_left(starts, span.start_us) < bisect_left(starts, span.end_us) for span in passes
         )
 
     @cached_property
     def _stretches(self) -> tuple[list[int], list[str]]:
         """Times at which ranges began or ended; and which was innermost before the first, between them, at last."""
         last = int(self._timeline.times_us[-1]) + 1
-        marks = [(one.start_us, 1, number) for number, one in enumerate(self._ranges)]
-        marks += [(last if one.end_us is None else one.end_us, 0, number) for number, one in enumerate(self._ranges)]
+        marks = [(annotation.start_us, 1, number) for number, annotation in enumerate(self._ranges)]
+        marks += [
+            (last if annotation.end_us is None else annotation.end_us, 0, number)
+            for number, annotation in enumerate(self._ranges)
+        ]
         borders: list[int] = []
         innermost = [OUTSIDE]
         is_open: dict[int, str] = {}
@@ -163,8 +166,8 @@ class Places:
         A program has ranges of its own: a module's is known by the first part of its name, which the ledger has.
         """
         tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
-        named = (one for one in self._annotations if one.name.partition(".")[0] in tops)
-        return [one for one in named if one.end_us != one.start_us]
+        named = (annotation for annotation in self._annotations if annotation.name.partition(".")[0] in tops)
+        return [annotation for annotation in named if annotation.end_us != annotation.start_us]
 
 
 def _place_in_code(held: Held, compiled: str) -> Place:
@@ -275,9 +278,9 @@ def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
     sums: dict[str, _Sum] = {}
     for piece in pieces:
         sums.setdefault(piece.phase, _Sum()).add(piece.bytes, 1, piece.category)
-    for one in sums.values():
-        one.own_bytes = one.bytes
-    rows = [_row((phase,), one, total) for phase, one in sums.items()]
+    for phase_sum in sums.values():
+        phase_sum.own_bytes = phase_sum.bytes
+    rows = [_row((phase,), phase_sum, total) for phase, phase_sum in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.name)))
 
 
@@ -295,8 +298,8 @@ def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> 
                     raise SnapshotError(
                         f"the texts of its allocations name more than {_MOST_MODULES:,} modules; that many are not read"
                     )
-                one = sums.setdefault(path[:depth], _Sum())
-                one.add(size, count, piece.category, piece.place.evidence)
+                module_sum = sums.setdefault(path[:depth], _Sum())
+                module_sum.add(size, count, piece.category, piece.place.evidence)
             sums[path].own_bytes += size
     order: dict[Path, int] = {}
     for path in [*map(path_of, known), *sums]:
@@ -375,10 +378,19 @@ def _place(piece: Piece, module: str | None) -> Path:
     return (OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module)
 
 
-def _row(path: Path, one: _Sum, total: int) -> PartRow:
-    share = one.bytes / total if total else 0.0
-    categories, evidence = dict(one.categories), dict(one.evidence)
-    return PartRow(_name(path), path, one.bytes, share, one.count, one.own_bytes, categories, evidence)
+def _row(path: Path, total_of_path: _Sum, total: int) -> PartRow:
+    share = total_of_path.bytes / total if total else 0.0
+    categories, evidence = dict(total_of_path.categories), dict(total_of_path.evidence)
+    return PartRow(
+        _name(path),
+        path,
+        total_of_path.bytes,
+        share,
+        total_of_path.count,
+        total_of_path.own_bytes,
+        categories,
+        evidence,
+    )
 
 
 def _name(path: Path) -> str:

@@ -197,10 +197,10 @@ def find_warnings(
     check: AllocatorCheck | None,
 ) -> tuple[Finding, ...]:
     """Return what a reader must know about one device's account, the gravest first."""
-    found = [*_of_proof(memory.history), *_of_owners(check), *_of_snapshot(snapshot, memory)]
+    findings = [*_of_proof(memory.history), *_of_owners(check), *_of_snapshot(snapshot, memory)]
     # A run with a ledger has recorded what can be known: nothing is left to do about the rest.
     purposes = _of_purposes(composition) if memory.recorded is None else ()
-    return (*found, *purposes, *_of_leaks(leaks))
+    return (*findings, *purposes, *_of_leaks(leaks))
 
 
 def _of_proof(history: History) -> Iterator[Finding]:

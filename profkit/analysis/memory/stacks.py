@@ -82,8 +82,8 @@ class StackFacts:
     @cached_property
     def own(self) -> Stack:
         """Frames that name the stack: the user's and those of models' files, or else of packages other than torch."""
-        found = tuple(frame for frame in self.python if not _is_library(frame) or _MODEL.search(frame[1]))
-        return found or tuple(frame for frame in self.python if not _is_nobodys(frame))
+        frames = tuple(frame for frame in self.python if not _is_library(frame) or _MODEL.search(frame[1]))
+        return frames or tuple(frame for frame in self.python if not _is_nobodys(frame))
 
     @cached_property
     def is_compiled(self) -> bool:
@@ -93,8 +93,8 @@ class StackFacts:
     @cached_property
     def generated(self) -> tuple[tuple[str, int], ...]:
         """The lines of Inductor's files: (the file's name without its suffix, line), innermost first."""
-        found = ((_INDUCTORS.search(file), line) for _, file, line in self.python)
-        return tuple((match[1], line) for match, line in found if match)
+        lines = ((_INDUCTORS.search(file), line) for _, file, line in self.python)
+        return tuple((match[1], line) for match, line in lines if match)
 
     @cached_property
     def shown(self) -> Stack:
@@ -191,8 +191,8 @@ class StackBook:
         return self._by_frame[place]
 
     def _intern(self, frames: list[dict[str, Any]]) -> int:
-        found = (one for frame in frames if isinstance(frame, dict) for one in self._read(frame))
-        stack = tuple(itertools.islice(found, _MOST_FRAMES))
+        lines = (line for frame in frames if isinstance(frame, dict) for line in self._read(frame))
+        stack = tuple(itertools.islice(lines, _MOST_FRAMES))
         self._made_lines += max(len(stack) - len(frames), 0)
         if self._made_lines > _MOST_MADE_LINES:
             raise SnapshotError(
