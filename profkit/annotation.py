@@ -91,7 +91,7 @@ class Range:
             for observer in shown_to:
                 observer.opening(self.name)
         self.push(self.attributes, self.domain)
-        if _always_in_torch or _is_profiling():
+        if _always_in_torch or (_is_profiling() and not _leaves_profiler_out):
             return own_kind(sys.modules["torch.autograd"].profiler.record_function)(self.name).__enter__()
         return None
 
@@ -178,6 +178,15 @@ def record_in_torch(on: bool) -> None:
 
 
 _always_in_torch = False
+
+
+def leave_profiler_out(on: bool) -> None:
+    """Have ranges open no ``record_function`` though torch.profiler records, for it keeps none, or stop that."""
+    global _leaves_profiler_out  # noqa: PLW0603  a switch of the process
+    _leaves_profiler_out = on
+
+
+_leaves_profiler_out = False
 
 
 class RangeObserver:

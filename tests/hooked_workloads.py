@@ -343,6 +343,33 @@ class Always:
         raise error
 
 
+def _log_ranges() -> tuple[Callable[[], None], Callable[[], None]]:
+    """Write ranges to profkit's own log from the first step on; return what stops that and what fills EVENTS."""
+    from profkit.capture.hooks.hooks import Hooks
+    from profkit.run.range_log import LEFT
+
+    def begin(number: int) -> None:
+        if number == 0:
+            hooks.start_log()
+            hooks.start()
+
+    def take() -> None:
+        log = hooks.log.content()
+        for thread in log.threads:
+            opened: list[str] = []
+            for number in thread.entries[::2]:
+                if number != LEFT:
+                    opened.append(log.names[number])
+                if number != LEFT or opened:
+                    kind, name = ("close", opened.pop()) if number == LEFT else ("open", opened[-1])
+                    EVENTS.append((kind, name, thread.number))
+            thread.entries.clear()
+
+    hooks = Hooks(Always(begin), depth=3)
+    hooks.install()
+    return hooks.stop, take
+
+
 def _install(memory: Any) -> Callable[[], None]:
     """Open ranges from the first step on, and note each in EVENTS instead of showing it to a profiler."""
     from profkit.capture.hooks import open_ranges
@@ -383,11 +410,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     memory = _remember(Path(sys.argv[2])) if "remembered" in sys.argv else None
     stop = _install(memory) if "hooked" in sys.argv or memory is not None else None
+    take_events = EVENTS.clear
+    if "logged" in sys.argv:
+        stop, take_events = _log_ranges()
     found: dict[str, Any] = {}
     for how in WORKLOADS:
         gc.collect()  # the optimizer that counted is gone
+        take_events()
         EVENTS.clear()
         losses, alive = train(how)
+        if "logged" in sys.argv:
+            take_events()
         found[how] = {
             "losses": losses,
             "alive": alive,

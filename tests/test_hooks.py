@@ -36,6 +36,11 @@ def hooked(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def logged(run: Run) -> dict[str, Any]:
+    return run("logged")
+
+
+@pytest.fixture(scope="module")
 def counted(run: Run) -> dict[str, Any]:
     return run("hooked", "counted")
 
@@ -54,6 +59,18 @@ def _trees(events: list[list[Any]]) -> dict[str, int]:
             assert stack.pop() == name
     assert all(all(name.startswith("step ") for name in stack) for stack in stacks.values()), stacks
     return paths
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_the_log_holds_the_ranges_that_a_profiler_is_shown(
+    how: str, hooked: dict[str, Any], logged: dict[str, Any]
+) -> None:
+    shown, noted = (
+        {path: count for path, count in _trees(run[how]["events"]).items() if "marked" not in path}
+        for run in (hooked, logged)
+    )
+    assert noted == shown
+    assert len(noted) >= 9
 
 
 @pytest.mark.parametrize("how", WORKLOADS)

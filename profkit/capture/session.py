@@ -39,6 +39,7 @@ from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, LOG, WORK, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
+from profkit.run.range_log import RangeLogError
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
@@ -53,6 +54,7 @@ from profkit.run.recording import (
     leave_process,
     leave_unsaved,
 )
+from profkit.run.traces import finish_trace, log_beside
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:
@@ -245,6 +247,7 @@ class Session:
             return
         try:
             self.end()
+            self._finish_trace()
             leave_ended(self.run, self._pid)
         except Exception as error:
             say(f"{self.run}: the recording could not be saved: {describe_error(error)}")
@@ -265,6 +268,16 @@ class Session:
             if found is not None and (self._process is None or self._process.memory != found):
                 state = COMPLETE if self.order.recorder == "oom" else NOT_REACHED
                 self._leave(replace(self._process or self._describe(state), memory=found))
+
+    def _finish_trace(self) -> None:
+        """Join the recorded trace and the log of ranges, now that the program has ended."""
+        path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
+        if self._process is None or not log_beside(path).exists():
+            return
+        try:
+            finish_trace(path)
+        except RangeLogError as error:
+            self._leave(replace(self._process, failure=f"torch.profiler's trace was refused: {error}"))
 
     def _end_early(self) -> None:
         """The process ends before its last recorded step has."""
@@ -361,10 +374,11 @@ class Session:
             return
         wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        log = self.hooks.log if self._may_log() else None
         self._recording = ExitStack()
         if self.order.recorder == "kineto":
             path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
-            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler))
+            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log))
             self._failure = None
             if self._scripts_profiler is not None:
                 self._scripts_profiler.before_start = self._make_way
@@ -374,8 +388,19 @@ class Session:
             self._recording.enter_context(recorded_by_own_nsys(self.run, device))
         elif self.order.recorder == "nsys":
             self._recording.enter_context(recorded_by_nsys(self.run, device))
+        if log is not None:
+            self.hooks.start_log()
         if self.order.annotate and not self._records_memory:
             self.hooks.start()
+
+    def _may_log(self) -> bool:
+        """Return whether CUDA's activities and profkit's own log of ranges hold all that is asked for.
+
+        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too.
+        Collectives' names and sizes come from CPU operators.
+        """
+        needs_operators = self.memory is not None or several_ranks() or not torch.cuda.is_initialized()
+        return self.order.recorder == "kineto" and not needs_operators
 
     def _learn_rank(self) -> None:
         """Ask torch.distributed which rank this is: what torch.multiprocessing.spawn starts has no RANK."""

@@ -32,7 +32,17 @@ from profkit.launch.passes import (
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
 from profkit.run.compiled_code import read_compiled_code
-from profkit.run.directory import COMPILED, MANIFEST, NSYS_REPORT, PARTIAL, WORK, Run, make_run_directory
+from profkit.run.directory import (
+    COMPILED,
+    KINETO_TRACE,
+    MANIFEST,
+    NSYS_REPORT,
+    PARTIAL,
+    WORK,
+    Run,
+    make_run_directory,
+    name_of_rank,
+)
 from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.recording import (
@@ -44,6 +54,7 @@ from profkit.run.recording import (
     take_processes,
 )
 from profkit.run.records import decode, read_json
+from profkit.run.traces import finish_traces
 
 Progress = Callable[[str], AbstractContextManager[object]]
 Say = Callable[[str], None]
@@ -140,6 +151,8 @@ def record_run(
         recording.make_passes()
     except BaseException as error:
         take_failures(run)
+        with uninterrupted(), suppress(RunError):  # on a full disk what went wrong first is what a person must know
+            finish_traces(run)
         # What was recorded before stays: an interrupted script may have been through its recorded steps for hours.
         _give_up(run, replace(recording.manifest, processes=take_processes(run)), error)
         raise
@@ -254,7 +267,8 @@ class _Recording:
             with self._shown(_DOING[order.recorder]):
                 status = run_child(words, environment, reads_input=self._target.reads_input)
         self._took_s = monotonic() - began
-        processes = take_processes(self._run)
+        refused = finish_traces(self._run)
+        processes = tuple(_with_refusal(process, refused) for process in take_processes(self._run))
         reason = why_nothing(self._run, processes, order)
         attached = take_attached(self._run)
         if reason is not None and not processes:
@@ -371,6 +385,11 @@ def _take_losses(run: Path) -> tuple[float, ...]:
     losses: tuple[float, ...] = decode(tuple[float, ...], read_json(path))
     path.unlink()
     return losses
+
+
+def _with_refusal(process: Process, refused: Mapping[str, str]) -> Process:
+    why = refused.get(name_of_rank(KINETO_TRACE, process.rank or 0))
+    return process if why is None else replace(process, failure=f"torch.profiler's trace was refused: {why}")
 
 
 def _give_up(run: Path, manifest: Manifest, error: BaseException) -> None:

@@ -21,9 +21,8 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd import profiler
 
-from profkit.annotation import Range, observers_but
+from profkit.annotation import Range
 from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
 from profkit.capture.compiled.generated_file import GeneratedFile, LaunchSite, describe_memory, read_generated_file
 from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, line_of
@@ -52,7 +51,6 @@ class CompiledCode:
         self._traced = TracedGraphs(self._failed)
         self._sidecars = Sidecars()
         self._written: set[str] = set()
-        self._shown_to = observers_but(hooks)
         self._error: str | None = None
         self._graphs = self._unknown = self._in_cpp = 0
 
@@ -135,7 +133,7 @@ class CompiledCode:
         }
         place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
         entries = Entries(traced, self._hooks, self._failed, is_backward=graph.is_backward)
-        around = _Ranges(place, entries, self._hooks, self._shown_to, self._failed).around
+        around = _Ranges(place, entries, self._hooks, self._failed).around
         vars(module)["call"] = entries.watched(vars(module)["call"])
         stand_in(module, file, self._hooks, around)
         if any(not site.called for site in file.sites):
@@ -181,13 +179,11 @@ class _Ranges:
         graph: LoadedGraph,
         entries: Entries,
         hooks: Hooks,
-        shown_to: Any,
         failed: Callable[[Exception], None],
     ) -> None:
         self._graph = graph
         self._entries = entries
         self._hooks = hooks
-        self._shown_to = shown_to
         self._failed = failed
         self._last: tuple[Call | None, ref[nn.Module] | None, _Sites] = None, None, _Sites({})
         self._known: dict[Any, _Sites] = {}
@@ -203,20 +199,14 @@ class _Ranges:
             sites = outside_dynamo(self._sites_in, opened, call, given)
             self._last = call, given, sites
         site = id(frame.f_code), frame.f_lasti
-        range_, shown_to = sites[site] if site in sites else sites.find(site, frame), self._shown_to
+        range_ = sites[site] if site in sites else sites.find(site, frame)
         if range_ is None:
             return function(*args, **kwargs)
-        if shown_to or profiler._is_profiler_enabled:
-            token = range_.open(shown_to)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                range_.close(token, shown_to)
-        range_.push(range_.attributes, range_.domain)
+        token = opened.begin_range(range_)
         try:
             return function(*args, **kwargs)
         finally:
-            range_.pop(range_.domain)
+            opened.end_range(range_, token)
 
     def _sites_in(self, opened: OpenRanges, call: Call | None, given: ref[nn.Module] | None) -> _Sites:
         module = None if given is None else given()

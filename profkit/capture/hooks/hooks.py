@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.annotation import RangeObserver, ignore_ranges, leave_profiler_out, observe_ranges
 from profkit.capture.hooks.backward_calls import watch_backward_calls
 from profkit.capture.hooks.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
 from profkit.capture.hooks.data_loading import DataLoading
@@ -37,6 +37,7 @@ from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.outside_nodes import OutsideNodes
+from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.hooks.script_ranges import watch_script_ranges
 from profkit.capture.hooks.watcher import StepListener, Watcher
@@ -116,7 +117,9 @@ class Hooks(RangeObserver):
         self.is_over = False
         self.names = ModuleNames(depth)
         self._parts = self.names.parts
-        self.on_thread = OpenOnThread(self, self._watcher.runs_for if self._watcher.follows_modules else None)
+        self.log = LiveLog()
+        runs_for = self._watcher.runs_for if self._watcher.follows_modules else None
+        self.on_thread = OpenOnThread(self, runs_for, self.log)
         self._is_started = self.is_recording = self.is_resting = False
         self._nodes = GraphNodes(self, keep_graph, counts_work=counts_work)
         self._replicas: dict[int, Call | None] = {}
@@ -165,6 +168,11 @@ class Hooks(RangeObserver):
         self._is_started = self.is_recording = True
         self.is_resting = False
 
+    def start_log(self) -> None:
+        """Write ranges to profkit's own log from now on, the script's own among them, until `stop`."""
+        leave_profiler_out(True)
+        self.log.is_on = True
+
     def capture_runs(self, runs: bool) -> None:
         """Open ranges while a CUDA graph is captured too, mostly before the recording: its replays run no Python."""
         self.is_recording = (runs or self._is_started) and not self.is_over
@@ -194,10 +202,13 @@ class Hooks(RangeObserver):
         """Close what is open on this thread, and open no more."""
         self.on_thread.ranges.close_all()
         self._is_started = self.is_recording = False
+        if self.log.is_on:
+            self.log.is_on = False
+            leave_profiler_out(False)
 
     @_harmless
     def opening(self, name: str) -> None:
-        self.on_thread.ranges.note_opening(name)
+        self.on_thread.ranges.note_opening(name, name)
         if name in _TIMED:
             self.clock.begin(name)
 
@@ -212,8 +223,8 @@ class Hooks(RangeObserver):
         self._range_closed()
 
     @_harmless
-    def script_opening(self, _name: Callable[[], str]) -> None:
-        self.on_thread.ranges.note_opening(None)
+    def script_opening(self, name: Callable[[], str]) -> None:
+        self.on_thread.ranges.note_opening(None, name() if self.log.is_on else None)
 
     @_harmless
     def script_closed(self) -> None:

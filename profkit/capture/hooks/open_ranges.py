@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import time_ns
 from typing import Any, Final, Protocol
 from weakref import ref
 
@@ -12,7 +13,9 @@ from torch.autograd import profiler
 
 from profkit.annotation import Range, RangeObserver, observers_but
 from profkit.capture.hooks.backward_nodes import Carrier, running_graph
+from profkit.capture.hooks.range_log import LiveLog
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
+from profkit.run.range_log import LEFT
 
 
 class Call:
@@ -91,7 +94,8 @@ _CALL: Final = 4
 
 _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
-_SCRIPTS_ENTRY: _Entry = (_SCRIPTS, None, None, None, None)
+_LOGGED = object()
+"""What closes a range that the log alone has."""
 
 _PURPOSES = frozenset({*PHASES, RECOMPUTE, "data", "inference"})
 
@@ -113,6 +117,8 @@ class OpenRanges:
     __slots__ = (
         "_entries",
         "_interrupted",
+        "_log",
+        "_logged",
         "_purpose",
         "_runs_for",
         "_shown_to",
@@ -123,8 +129,10 @@ class OpenRanges:
         "scripts",
     )
 
-    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None) -> None:
+    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None, log: LiveLog | None = None) -> None:
         self._shown_to = observers_but(opener)
+        self._log = log or LiveLog()
+        self._logged: list[int] | None = None
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
         self._entries: list[_Entry] = []
@@ -140,15 +148,53 @@ class OpenRanges:
         self.scripts = 0
         """How many of the script's own ranges are open on this thread."""
 
+    def begin_range(self, range_: Range) -> Any:
+        """Open a range on this thread: in the log while that is on, else for NVTX and torch.profiler.
+
+        Return what `end_range` needs.
+        """
+        shown_to = self._shown_to
+        if self._log.is_on:
+            for observer in shown_to:
+                observer.opening(range_.name)
+            self._enter(range_.name)
+            return _LOGGED
+        if shown_to or profiler._is_profiler_enabled:
+            return range_.open(shown_to)
+        range_.push(range_.attributes, range_.domain)
+        return None
+
+    def end_range(self, range_: Range, token: Any) -> None:
+        """Close a range, this thread's innermost; ``token`` is what `begin_range` returned."""
+        shown_to = self._shown_to
+        if token is _LOGGED:
+            for observer in shown_to:
+                observer.closing()
+            self._leave()
+            for observer in shown_to:
+                observer.closed()
+        elif token is None and not shown_to:
+            range_.pop(range_.domain)
+        else:
+            range_.close(token, shown_to)
+
+    def _enter(self, name: str) -> None:
+        logged = self._logged
+        if logged is None:
+            logged = self._logged = self._log.begin_thread()
+        logged.append(self._log.number_of[name])
+        logged.append(time_ns())
+
+    def _leave(self) -> None:
+        if self._log.is_on and self._logged is not None:
+            self._logged.append(LEFT)
+            self._logged.append(time_ns())
+
     def open_call(self, call: Call) -> None:
         """Open the range of a call of a module that begins."""
-        one, token = call.range, None
-        if one is not None:
-            if self._shown_to or profiler._is_profiler_enabled:
-                token = one.open(self._shown_to)
-            else:
-                one.push(one.attributes, one.domain)
-        self._entries.append((call, call.name, one, token, call))
+        range_ = call.range
+        token = None if range_ is None else self.begin_range(range_)
+        self._entries.append((call, call.name, range_, token, call))
         self.call = call
         if self._runs_for is not None:
             self._changed()
@@ -158,8 +204,8 @@ class OpenRanges:
         if name is None:
             self._entries.append((key, None, None, None, call))
         else:
-            one = _ranges[name]
-            self._entries.append((key, name, one, one.open(self._shown_to), call))
+            range_ = _ranges[name]
+            self._entries.append((key, name, range_, self.begin_range(range_), call))
         if call is not None:
             self.call = call
         if self._runs_for is not None:
@@ -169,21 +215,27 @@ class OpenRanges:
         """Close the range of a call that has ended."""
         entries = self._entries
         if entries and entries[-1][_KEY] is call:
-            _, _, one, token, _ = entries.pop()
-            if one is not None:
-                if token is None and not self._shown_to:
-                    one.pop(one.domain)
-                else:
-                    one.close(token, self._shown_to)
+            _, _, range_, token, _ = entries.pop()
+            if range_ is not None:
+                self.end_range(range_, token)
             self.call = call.around
             if self._runs_for is not None:
                 self._changed()
         else:
             self.close(call)
 
-    def note_opening(self, name: str | None) -> None:
-        """Note a range of the script's own that opens on this thread; None: its name is of no interest."""
-        self._entries.append(_SCRIPTS_ENTRY if name is None else (_SCRIPTS, name, None, None, None))
+    def note_opening(self, name: str | None, logged_as: str | None = None) -> None:
+        """Note a range of the script's own that opens on this thread.
+
+        Args:
+            name: its name, None if that is of no interest here.
+            logged_as: what the log calls it; None: the log leaves it out.
+        """
+        token = None
+        if logged_as is not None and self._log.is_on:
+            self._enter(logged_as)
+            token = _LOGGED
+        self._entries.append((_SCRIPTS, name, None, token, None))
         self.scripts += 1
         if self._runs_for is not None:
             self._changed()
@@ -192,7 +244,9 @@ class OpenRanges:
         """Note that the script's innermost range has closed on this thread; return its name, None if it is unknown."""
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index][_KEY] is _SCRIPTS:
-                _, name, _, _, call = self._entries.pop(index)
+                _, name, _, token, call = self._entries.pop(index)
+                if token is _LOGGED:
+                    self._leave()
                 self.scripts -= 1
                 if call is not None:
                     self.call = self._innermost_call()
@@ -212,9 +266,9 @@ class OpenRanges:
         """Make the script's innermost range that of a call, and return the call."""
         if not self._entries or self._entries[-1][_KEY] is not _SCRIPTS:  # it opened before anybody took note
             return None
-        name = self._entries[-1][_NAME]
+        _, name, _, token, _ = self._entries[-1]
         self.call = Call(name, self.call, hooks)
-        self._entries[-1] = (_SCRIPTS, name, None, None, self.call)
+        self._entries[-1] = (_SCRIPTS, name, None, token, self.call)
         return self.call
 
     def has_range(self, name: str) -> bool:
@@ -225,9 +279,9 @@ class OpenRanges:
         """Close the innermost entry of ``key`` and all above it; return False if there is none."""
         entries = self._entries
         if entries and entries[-1][_KEY] is key:
-            _, _, one, token, call = entries.pop()
-            if one is not None:
-                one.close(token, self._shown_to)
+            _, _, range_, token, call = entries.pop()
+            if range_ is not None:
+                self.end_range(range_, token)
             if call is not None:
                 self.call = self._innermost_call()
             if self._runs_for is not None:
@@ -255,7 +309,7 @@ class OpenRanges:
 
         None or a `NoCall`: close those that are open there.
         """
-        entries, shown_to = self._entries, self._shown_to
+        entries = self._entries
         one = None if call is None or call.depth < 0 else call
         is_outside = one is None
         missing: list[Call] = []
@@ -271,21 +325,14 @@ class OpenRanges:
                 break
             entries.pop()
             if last is not None:
-                if token is None and not shown_to:
-                    last.pop(last.domain)
-                else:
-                    last.close(token, shown_to)
+                self.end_range(last, token)
         while one is not None:
             missing.append(one)
             one = one.around
         for one in reversed(missing):
-            new, token = one.range, None
-            if new is not None:
-                if shown_to or profiler._is_profiler_enabled:
-                    token = new.open(shown_to)
-                else:
-                    new.push(new.attributes, new.domain)
-            entries.append((_BACKWARD_OF_CALL, one.name, new, token, one))
+            range_ = one.range
+            token = None if range_ is None else self.begin_range(range_)
+            entries.append((_BACKWARD_OF_CALL, one.name, range_, token, one))
         is_within = missing or (entries and entries[-1][_KEY] is _BACKWARD_OF_CALL)
         self.call = None if is_within else self._innermost_call()
         if is_outside:
@@ -339,9 +386,9 @@ class OpenRanges:
     def _close_down_to(self, index: int) -> None:
         above = self._entries[index:]
         self._entries[index:] = [entry for entry in above if entry[_KEY] is _SCRIPTS]
-        for _, _, one, token, _ in reversed(above):
-            if one is not None:
-                one.close(token, self._shown_to)
+        for _, _, range_, token, _ in reversed(above):
+            if range_ is not None:
+                self.end_range(range_, token)
         self.call = self._innermost_call()
         if above:
             self._changed()
@@ -373,8 +420,8 @@ class OpenRanges:
 class OpenOnThread(threading.local):
     """The open ranges of the thread that looks."""
 
-    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None) -> None:
-        self.ranges = OpenRanges(opener, runs_for)
+    def __init__(self, opener: RangeObserver, runs_for: RunsFor | None, log: LiveLog | None = None) -> None:
+        self.ranges = OpenRanges(opener, runs_for, log)
 
 
 class _Ranges(dict[str, Range]):

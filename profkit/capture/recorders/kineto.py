@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import gzip
 import json
 import os
 import resource
@@ -13,20 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.patches import patch
-from profkit.files import whole_file
+from profkit.run.range_log import write_range_log
+from profkit.run.traces import finish_trace, log_beside, plain_beside
 
-_CHUNK_BYTES = 1024**2
 _TAIL_BYTES = 64 * 1024
 _FULL_BYTES = 1024**2
 _TORCH_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _KINETO_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
 _SILENT = 99
+_WRITTEN = "written."
 
 
 class ScriptsProfiler:
@@ -75,9 +76,19 @@ class ScriptsProfiler:
 
 
 @contextmanager
-def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfiler | None = None) -> Iterator[None]:
-    """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+def recorded_by_kineto(
+    path: Path, device: torch.device, scripts: ScriptsProfiler | None = None, log: LiveLog | None = None
+) -> Iterator[None]:
+    """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well.
+
+    Args:
+        path: where the trace goes.
+        device: where the program computes.
+        scripts: knows the script's own profilers.
+        log: the log of ranges, if CUDA's activities alone are recorded. Then the trace and the log are left for
+            `profkit.run.traces.finish_trace`, so that the program does not wait until they are joined and zipped.
+    """
+    activities = [ProfilerActivity.CUDA] if log is not None else _ACTIVITIES[device.type]
     # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
     options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
     profiler = profile(activities=activities, experimental_config=_of_all_threads(device), **options)
@@ -87,13 +98,27 @@ def recorded_by_kineto(path: Path, device: torch.device, scripts: ScriptsProfile
             profiler.start_trace()
     process = os.getpid()
     os.register_at_fork(after_in_child=_end_without_cpp)
+    if log is not None:
+        log.read_clock()
     try:
         yield
     finally:
         if os.getpid() == process:  # a fork of the program drops its copy of this
+            if log is not None:
+                log.read_clock()
             with _kineto_silent():
                 profiler.stop()
     _export(profiler, path)
+    if log is None:
+        finish_trace(path)
+    else:
+        write_range_log(log_beside(path), log.content())
+
+
+_ACTIVITIES = {
+    "cpu": [ProfilerActivity.CPU],
+    "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+}
 
 
 @contextmanager
@@ -140,13 +165,13 @@ def _export(profiler: profile, path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     # Kineto writes the path into the trace without escaping it, and takes none that is not UTF-8. Other ranks write
     # into the same folder at the same time.
-    plain = Path(f"/proc/self/fd/{folder}/partial.{path.name}.json")
+    plain = Path(f"/proc/self/fd/{folder}/{_WRITTEN}{plain_beside(path).name}")
     try:
         profiler.export_chrome_trace(str(plain))
         if not _is_whole(plain):
             raise _why_not_whole(plain, path)
-        with whole_file(path) as partial, plain.open("rb") as source, gzip.open(partial, "wb") as target:
-            _copy_with_name(source, target, str(plain), path.name)
+        _name_after(plain, path)
+        plain.replace(plain_beside(path))
     finally:
         for left in (plain, Path(f"{plain}.tmp")):  # the second is Kineto's own, half written
             left.unlink(missing_ok=True)
@@ -167,21 +192,16 @@ def _why_not_whole(plain: Path, path: Path) -> OSError:
     return OSError(number, os.strerror(number), str(path.parent))
 
 
-class SupportsWrite(Protocol):
-    """A file that bytes can be written to."""
-
-    def write(self, data: bytes, /) -> int:
-        """Write the bytes."""
-
-
-def _copy_with_name(source: BinaryIO, target: SupportsWrite, path: str, name: str) -> None:
-    """Copy the trace, and name it by ``name``: Kineto ends it with the whole ``path``, and traces are shared."""
-    end = max(0, source.seek(0, os.SEEK_END) - _TAIL_BYTES)
-    source.seek(0)
-    while source.tell() < end:
-        target.write(source.read(min(_CHUNK_BYTES, end - source.tell())))
-    old, new = (json.dumps(text)[1:-1].encode() for text in (path, name))
-    target.write(source.read().replace(old, new))
+def _name_after(plain: Path, path: Path) -> None:
+    """Have the trace call itself by the name of ``path``: Kineto ends it with where it wrote, and traces are shared."""
+    old, new = (json.dumps(text)[1:-1].encode() for text in (str(plain), path.name))
+    with plain.open("r+b") as file:
+        end = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        file.seek(end)
+        tail = file.read().replace(old, new)
+        file.seek(end)
+        file.write(tail)
+        file.truncate()
 
 
 def _is_whole(trace: Path) -> bool:

@@ -1,0 +1,74 @@
+"""The ranges of this process while torch.profiler records CUDA's activities alone: profkit's own log of them.
+
+Entering or leaving a range appends two numbers to a list that one thread alone writes to: no string is made, and no
+profiler is called. The launcher joins the log and the trace (`profkit.run.range_log`) once the program has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from time import sleep, time_ns
+
+import torch
+
+from profkit.run.range_log import ClockReading, RangeLog, ThreadEntries
+
+MOST_ENTRIES = 4_000_000
+"""More are not kept: they would take some 300 MB of the program's memory, and a trace that nobody can open."""
+
+_PAUSES_S = (0.0, 0.0005, 0.001)
+"""The pauses before the waits for the GPU at either end: unequal, so that no other waits look like these."""
+
+
+class LiveLog:
+    """What the threads of this process enter and leave while the log ``is_on``."""
+
+    def __init__(self, most_entries: int = MOST_ENTRIES) -> None:
+        self.is_on = False
+        self.number_of = _Numbers()
+        self._threads: list[ThreadEntries] = []
+        self._readings: list[ClockReading] = []
+        self._most_entries = most_entries
+
+    def begin_thread(self) -> list[int]:
+        """Return the list that this thread appends to: a range's number, or `LEFT`, and the time."""
+        number = threading.get_native_id()
+        entries: list[int] = []
+        self._threads.append(ThreadEntries(threading.get_ident(), number, _name_of_thread(number), entries))
+        return entries
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as much is logged as may be: asked between calls of models, because asking takes time."""
+        return sum(len(thread.entries) for thread in self._threads) >= self._most_entries
+
+    def read_clock(self) -> None:
+        """Read the clock around waits for the GPU, which has nothing to do: the trace holds these calls too."""
+        handle = threading.get_ident()
+        for pause_s in _PAUSES_S:
+            sleep(pause_s)
+            before_ns = time_ns()
+            torch.cuda.synchronize()
+            self._readings.append(ClockReading(handle, before_ns, time_ns()))
+
+    def content(self) -> RangeLog:
+        """Return all that was logged."""
+        return RangeLog(os.getpid(), list(self.number_of), self._threads, self._readings, time_ns())
+
+
+class _Numbers(dict[str, int]):
+    """The ranges' numbers by their names."""
+
+    def __missing__(self, name: str) -> int:
+        number = self[name] = len(self)
+        return number
+
+
+def _name_of_thread(number: int) -> str:
+    """Return what the kernel calls a thread: the autograd engine names its own."""
+    try:
+        return Path(f"/proc/self/task/{number}/comm").read_text().strip()
+    except OSError:
+        return threading.current_thread().name

@@ -1,0 +1,285 @@
+"""The log of ranges that a process leaves beside a trace of CUDA activities alone, and how the two become one trace.
+
+torch.profiler keeps no range without CPU activities, and names a thread by a part of its handle. The log has its own
+times, on the clock that the trace's times are converted to, and the threads' handles and numbers. Joined, the ranges
+are rows of category ``user_annotation``, as torch.profiler itself writes them, and each thread's rows carry its number.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from profkit.errors import ProfkitError
+from profkit.files import collector_off, write_whole
+
+LEFT = -1
+"""In the place of a range's number: the thread's innermost range was left."""
+
+_LOW_BITS = 2**32
+_SIGN_BIT = 2**31
+_SYNCHRONIZES = "DeviceSynchronize"
+_FARTHEST_NS = 50_000_000
+"""How far apart the two clocks may be."""
+_MOST_ACROSS = 0.01
+"""The share of calls that may lie across the edge of a range on their own thread, which no call does."""
+_EVENTS = "traceEvents"
+
+Event = dict[str, Any]
+
+
+class RangeLogError(ProfkitError):
+    """The log and the trace do not fit together."""
+
+
+@dataclass(frozen=True)
+class ThreadEntries:
+    """What one thread entered and left.
+
+    ``entries`` holds pairs: a range's number among `RangeLog.names` or `LEFT`, and the time in ns since the epoch.
+    ``handle`` is what pthread calls the thread, ``number`` what the kernel does.
+    """
+
+    handle: int
+    number: int
+    name: str
+    entries: list[int]
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """The clock before and after a thread waited for the GPU, a call that the trace holds too."""
+
+    handle: int
+    before_ns: int
+    after_ns: int
+
+
+@dataclass(frozen=True)
+class RangeLog:
+    """All that a process logged until ``ended_ns``; the first half of the readings is from the start."""
+
+    process: int
+    names: list[str]
+    threads: list[ThreadEntries]
+    readings: list[ClockReading]
+    ended_ns: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How well the log's times fit the trace's: what is added to them, at the start and at the end, and the error left.
+
+    ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does.
+    """
+
+    start_ns: int
+    end_ns: int
+    error_ns: int
+    calls: int
+    across: int
+
+    def __str__(self) -> str:
+        """The alignment as the run's log says it."""
+        shift = f"{self.start_ns / 1000:+.1f} µs at the start and {self.end_ns / 1000:+.1f} µs at the end"
+        return (
+            f"ranges: the trace's clock is {shift} from the log's, ± {self.error_ns / 1000:.1f} µs; "
+            f"{self.across:,} of {self.calls:,} calls lie across a range's edge"
+        )
+
+
+def write_range_log(path: Path, log: RangeLog) -> None:
+    """Write the log.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path, json.dumps(asdict(log), separators=(",", ":")).encode())
+
+
+def read_range_log(path: Path) -> RangeLog:
+    """Return the log that `write_range_log` wrote."""
+    with collector_off():
+        content = json.loads(path.read_bytes())
+    threads = [ThreadEntries(**thread) for thread in content.pop("threads")]
+    readings = [ClockReading(**reading) for reading in content.pop("readings")]
+    return RangeLog(threads=threads, readings=readings, **content)
+
+
+def fold_handle(handle: int) -> int:
+    """Return what torch.profiler calls a thread: the absolute value of its handle's low 32 bits as a signed number."""
+    low = handle % _LOW_BITS
+    return _LOW_BITS - low if low >= _SIGN_BIT else low
+
+
+def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
+    """Put the log's ranges into a trace of torch.profiler's, and give all rows of its threads their own numbers.
+
+    Raises:
+        RangeLogError: two threads have one name in the trace, it lacks the calls by which clocks and threads are
+            matched, or the times do not fit.
+    """
+    base_ns = int(trace.get("baseTimeNanoseconds") or 0)
+    number_of = _numbers_by_handle(log)
+    row_of = _rows_by_handle(trace, log)
+    calls = _calls_by_row(trace, log.process, base_ns)
+    first, last = _fit_clocks(log, calls, row_of)
+    clock = _Clock(first, last)
+    ranges: list[Event] = []
+    call_count = across = 0
+    for handle, logged in _ranges_by_handle(log).items():
+        rows = [(name, clock.on_trace(start), clock.on_trace(end)) for name, start, end in logged]
+        own = calls.get(row_of[handle], [])
+        call_count += len(own)
+        across += _count_across(own, sorted(edge for _, *edges in rows for edge in edges), clock.error_ns)
+        thread: Event = {"pid": log.process, "tid": number_of[handle]}
+        ranges += ({**thread, **_range_row(name, start - base_ns, end - base_ns)} for name, start, end in rows)
+    fit = Alignment(first.shift_ns, last.shift_ns, clock.error_ns, call_count, across)
+    if across > _MOST_ACROSS * call_count:
+        raise RangeLogError(f"the times of ranges and calls do not fit together ({fit})")
+    _renumber(trace, log.process, {row_of[handle]: number for handle, number in number_of.items()})
+    trace[_EVENTS] += [*ranges, *_thread_names(log)]
+    return fit
+
+
+def _numbers_by_handle(log: RangeLog) -> dict[int, int]:
+    """Return each thread's number; one that ended gave its handle to a later one, and both are one thread here."""
+    numbers: dict[int, int] = {}
+    for thread in log.threads:
+        numbers.setdefault(thread.handle, thread.number)
+    return numbers
+
+
+def _rows_by_handle(trace: dict[str, Any], log: RangeLog) -> dict[int, int]:
+    """Return what the trace's rows call each thread: a part of its handle, or its number as later Kinetos do."""
+    numbers = _numbers_by_handle(log)
+    folded = {handle: fold_handle(handle) for handle in numbers}
+    if len(set(folded.values())) < len(folded):
+        raise RangeLogError(f"two threads of process {log.process} have one name in the trace")
+    there = {event.get("tid") for event in trace[_EVENTS] if event.get("pid") == log.process}
+    return folded if there & set(folded.values()) else numbers
+
+
+def _renumber(trace: dict[str, Any], process: int, numbers: dict[int, int]) -> None:
+    for event in trace[_EVENTS]:
+        if event.get("pid") == process and event.get("tid") in numbers:
+            event["tid"] = numbers[event["tid"]]
+
+
+_Call = tuple[int, int, str]
+"""Start and end of a call of CUDA in ns since the epoch, and its name."""
+
+_CALLS = frozenset({"cuda_runtime", "cuda_driver"})
+
+
+def _calls_by_row(trace: dict[str, Any], process: int, base_ns: int) -> dict[int, list[_Call]]:
+    found: defaultdict[int, list[_Call]] = defaultdict(list)
+    for event in trace[_EVENTS]:
+        if event.get("ph") == "X" and event.get("pid") == process and event.get("cat") in _CALLS:
+            start = base_ns + round(event["ts"] * 1000)
+            found[event["tid"]].append((start, start + round(event.get("dur", 0) * 1000), event["name"]))
+    return found
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What is added to the log's times at one moment to have them on the trace's clock, and how wrong that may be."""
+
+    at_ns: int
+    shift_ns: int
+    error_ns: int
+
+
+def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, int]) -> tuple[_Fit, _Fit]:
+    """Return the fits at the start and at the end."""
+    half = len(log.readings) // 2
+    fits = []
+    for readings in (log.readings[:half], log.readings[half:]):
+        made = calls.get(row_of[readings[0].handle], []) if readings else []
+        fit = _fit(readings, [(start, end) for start, end, name in made if name.endswith(_SYNCHRONIZES)])
+        if fit is None:
+            raise RangeLogError("the trace lacks the calls that match its clock and threads with those of the ranges")
+        fits.append(fit)
+    return fits[0], fits[1]
+
+
+def _fit(readings: list[ClockReading], waits: list[tuple[int, int]]) -> _Fit | None:
+    """Return the smallest shift by which each reading has a wait for the GPU between its two times."""
+    first = readings[0]
+    near = [wait for wait in waits if abs(wait[0] - first.before_ns) < _FARTHEST_NS]
+    found = [shift for wait in near if (shift := _narrow(_shift(first, wait), readings[1:], near)) is not None]
+    if not found:
+        return None
+    least, most = min(found, key=lambda shift: abs(sum(shift)))
+    return _Fit(first.before_ns, (least + most) // 2, (most - least + 1) // 2)
+
+
+def _shift(reading: ClockReading, wait: tuple[int, int]) -> tuple[int, int]:
+    """Return the least and the most by which a reading is to be shifted so that the wait lies within it."""
+    return wait[1] - reading.after_ns, wait[0] - reading.before_ns
+
+
+def _narrow(
+    shift: tuple[int, int], readings: list[ClockReading], waits: list[tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Return what is left of a range of shifts if each of the readings must have a wait within it too."""
+    for reading in readings:
+        both = [(max(shift[0], one[0]), min(shift[1], one[1])) for one in (_shift(reading, wait) for wait in waits)]
+        shift = max(both, key=lambda one: one[1] - one[0])
+        if shift[0] > shift[1]:
+            return None
+    return shift if shift[0] <= shift[1] else None
+
+
+class _Clock:
+    """Times of the log on the trace's clock, by the fits at both ends: clocks may run apart in between."""
+
+    def __init__(self, first: _Fit, last: _Fit) -> None:
+        self._first = first
+        self._drift = (last.shift_ns - first.shift_ns) / max(1, last.at_ns - first.at_ns)
+        self.error_ns = max(first.error_ns, last.error_ns)
+
+    def on_trace(self, time_ns: int) -> int:
+        """Return when a time of the log is on the trace's clock."""
+        return time_ns + self._first.shift_ns + round(self._drift * (time_ns - self._first.at_ns))
+
+
+def _ranges_by_handle(log: RangeLog) -> dict[int, list[tuple[str, int, int]]]:
+    """Return name, start and end of each thread's ranges; one that was never left ends with the log."""
+    found: defaultdict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    for thread in log.threads:
+        found[thread.handle] += _ranges_of(thread, log)
+    return found
+
+
+def _ranges_of(thread: ThreadEntries, log: RangeLog) -> Iterator[tuple[str, int, int]]:
+    opened: list[tuple[int, int]] = []
+    for number, time_ns in zip(thread.entries[::2], thread.entries[1::2], strict=True):
+        if number != LEFT:
+            opened.append((number, time_ns))
+        elif opened:
+            entered, start = opened.pop()
+            yield log.names[entered], start, time_ns
+    for entered, start in reversed(opened):
+        yield log.names[entered], start, log.ended_ns
+
+
+def _count_across(calls: list[_Call], edges: list[int], error_ns: int) -> int:
+    """Return how many calls have one of the sorted edges within them, farther from both their ends than the error."""
+    return sum(bisect_right(edges, start + error_ns) < bisect_left(edges, end - error_ns) for start, end, _ in calls)
+
+
+def _range_row(name: str, start_ns: int, end_ns: int) -> Event:
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "cat": "user_annotation", "name": name, **times, "args": {}}
+
+
+def _thread_names(log: RangeLog) -> Iterator[Event]:
+    for thread in log.threads:
+        row = {"ph": "M", "name": "thread_name", "ts": 0, "pid": log.process, "tid": thread.number}
+        yield {**row, "args": {"name": f"thread {thread.number} ({thread.name})"}}
