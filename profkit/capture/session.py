@@ -25,6 +25,7 @@ from profkit.capture.errors import describe_error, is_out_of_memory, killed_rank
 from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.data_loading import is_loader_worker
 from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
 from profkit.capture.memory.recording import MemoryRecording
 from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
@@ -63,6 +64,11 @@ if TYPE_CHECKING:
 _MEETS = (
     "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
     "(--warmup), or with --nsys"
+)
+
+_FULL_LOG = (
+    f"the log of ranges was full after {MOST_ENTRIES:,} entries, and the recording ended there: record fewer steps "
+    "(--steps) or fewer ranges (--depth)"
 )
 
 _NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
@@ -429,6 +435,11 @@ class Session:
         self._failure = _MEETS
         self._finish(CUT_SHORT)
 
+    def log_is_full(self) -> None:
+        """End the recording: profkit's log of ranges may grow no more."""
+        self._failure = _FULL_LOG
+        self._finish(CUT_SHORT)
+
     def _finish(self, state: str) -> None:
         self._is_over = True
         if self._compilations is not None:
@@ -442,6 +453,7 @@ class Session:
         self.hooks.clock.stop()
         if self._recording is not None:
             recording, self._recording = self._recording, None
+            self.hooks.log.saw_cuda_graphs = self.hooks.steps.has_captured
             try:
                 recording.close()
             except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it

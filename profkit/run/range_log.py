@@ -75,7 +75,8 @@ class RangeLog:
 class Alignment:
     """How well the log's times fit the trace's: what is added to them, at the start and at the end, and the error left.
 
-    ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does.
+    ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does, and
+    one would if the clocks differed by more than the error.
     """
 
     start_ns: int
@@ -128,19 +129,22 @@ def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
     number_of = _numbers_by_handle(log)
     row_of = _rows_by_handle(trace, log)
     calls = _calls_by_row(trace, log.process, base_ns)
-    first, last = _fit_clocks(log, calls, row_of)
-    clock = _Clock(first, last)
+    clock = _Clock(*_fit_clocks(log, calls, row_of))
     ranges: list[Event] = []
-    call_count = across = 0
+    fits = []
     for handle, logged in _ranges_by_handle(log).items():
         rows = [(name, clock.on_trace(start), clock.on_trace(end)) for name, start, end in logged]
-        own = calls.get(row_of[handle], [])
-        call_count += len(own)
-        across += _count_across(own, sorted(edge for _, *edges in rows for edge in edges), clock.error_ns)
+        fits.append(_fit_calls(calls.get(row_of[handle], []), sorted(edge for _, *edges in rows for edge in edges)))
         thread: Event = {"pid": log.process, "tid": number_of[handle]}
         ranges += ({**thread, **_range_row(name, start - base_ns, end - base_ns)} for name, start, end in rows)
-    fit = Alignment(first.shift_ns, last.shift_ns, clock.error_ns, call_count, across)
-    if across > _MOST_ACROSS * call_count:
+    fit = Alignment(
+        clock.first.shift_ns,
+        clock.last.shift_ns,
+        min(clock.error_ns, *(each.room_ns for each in fits)),
+        sum(each.calls for each in fits),
+        sum(each.across for each in fits),
+    )
+    if fit.across > _MOST_ACROSS * fit.calls:
         raise RangeLogError(f"the times of ranges and calls do not fit together ({fit})")
     _renumber(trace, log.process, {row_of[handle]: number for handle, number in number_of.items()})
     trace[_EVENTS] += [*ranges, *_thread_names(log)]
@@ -209,14 +213,23 @@ def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, 
 
 
 def _fit(readings: list[ClockReading], waits: list[tuple[int, int]]) -> _Fit | None:
-    """Return the smallest shift by which each reading has a wait for the GPU between its two times."""
+    """Return the smallest shift by which each reading has a wait for the GPU between its two times.
+
+    Both clocks count the same nanoseconds, so that it is mostly none: one in the middle would be wrong by half of what
+    the program spends around the wait.
+    """
     first = readings[0]
     near = [wait for wait in waits if abs(wait[0] - first.before_ns) < _FARTHEST_NS]
     found = [shift for wait in near if (shift := _narrow(_shift(first, wait), readings[1:], near)) is not None]
     if not found:
         return None
-    least, most = min(found, key=lambda shift: abs(sum(shift)))
-    return _Fit(first.before_ns, (least + most) // 2, (most - least + 1) // 2)
+    least, most = min(found, key=lambda shift: abs(_nearest_to_zero(*shift)))
+    shift_ns = _nearest_to_zero(least, most)
+    return _Fit(first.before_ns, shift_ns, max(most - shift_ns, shift_ns - least))
+
+
+def _nearest_to_zero(least: int, most: int) -> int:
+    return min(max(0, least), most)
 
 
 def _shift(reading: ClockReading, wait: tuple[int, int]) -> tuple[int, int]:
@@ -240,13 +253,14 @@ class _Clock:
     """Times of the log on the trace's clock, by the fits at both ends: clocks may run apart in between."""
 
     def __init__(self, first: _Fit, last: _Fit) -> None:
-        self._first = first
+        self.first = first
+        self.last = last
         self._drift = (last.shift_ns - first.shift_ns) / max(1, last.at_ns - first.at_ns)
         self.error_ns = max(first.error_ns, last.error_ns)
 
     def on_trace(self, time_ns: int) -> int:
         """Return when a time of the log is on the trace's clock."""
-        return time_ns + self._first.shift_ns + round(self._drift * (time_ns - self._first.at_ns))
+        return time_ns + self.first.shift_ns + round(self._drift * (time_ns - self.first.at_ns))
 
 
 def _ranges_by_handle(log: RangeLog) -> dict[int, list[tuple[str, int, int]]]:
@@ -269,9 +283,23 @@ def _ranges_of(thread: ThreadEntries, log: RangeLog) -> Iterator[tuple[str, int,
         yield log.names[entered], start, log.ended_ns
 
 
-def _count_across(calls: list[_Call], edges: list[int], error_ns: int) -> int:
-    """Return how many calls have one of the sorted edges within them, farther from both their ends than the error."""
-    return sum(bisect_right(edges, start + error_ns) < bisect_left(edges, end - error_ns) for start, end, _ in calls)
+@dataclass(frozen=True)
+class _CallFit:
+    """How many calls of a thread lie across an edge of its ranges, and how far its edges may move until one does."""
+
+    calls: int
+    across: int
+    room_ns: int
+
+
+def _fit_calls(calls: list[_Call], edges: list[int]) -> _CallFit:
+    across, room_ns = 0, _FARTHEST_NS
+    for start, end, _ in calls:
+        before, after = bisect_right(edges, start), bisect_left(edges, end)
+        across += before < after
+        gaps = [start - edges[before - 1]] * (before > 0) + [edge - end for edge in edges[after : after + 1]]
+        room_ns = min([room_ns, *gaps])
+    return _CallFit(len(calls), across, max(0, room_ns))
 
 
 def _range_row(name: str, start_ns: int, end_ns: int) -> Event:

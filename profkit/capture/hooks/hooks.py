@@ -374,6 +374,8 @@ class Hooks(RangeObserver):
             return None
         if id(module) in self._replicas:
             return self._begin_replica(opened, module)
+        if self.log.is_on and self.log.is_full:
+            self._listener.log_is_full()
         self._boundaries.work_begins()
         self._make_boundary(self.steps.call_begins(module))
         is_loss = is_loss_module(module)

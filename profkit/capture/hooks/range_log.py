@@ -27,6 +27,8 @@ class LiveLog:
 
     def __init__(self, most_entries: int = MOST_ENTRIES) -> None:
         self.is_on = False
+        self.saw_cuda_graphs = False
+        """Whether the program had captured a CUDA graph when the recording ended."""
         self.number_of = _Numbers()
         self._threads: list[ThreadEntries] = []
         self._readings: list[ClockReading] = []

@@ -15,6 +15,9 @@ class StepListener(Protocol):
     def boundary(self, number: int) -> None:
         """Step ``number`` is about to begin; the one before it, if there was one, has ended."""
 
+    def log_is_full(self) -> None:
+        """The log of ranges holds as many as it may; called between calls of models, and stops it."""
+
     def hooks_failed(self, error: Exception) -> None:
         """A hook failed, and all of them have stopped."""
 

@@ -91,11 +91,13 @@ def recorded_by_kineto(
     activities = [ProfilerActivity.CUDA] if log is not None else _ACTIVITIES[device.type]
     # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
     options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
-    profiler = profile(activities=activities, experimental_config=_of_all_threads(device), **options)
+    profiler = profile(activities=activities, experimental_config=_options(device, log), **options)
     with nullcontext() if scripts is None else scripts.ours():
         profiler.prepare_trace()
         with _kineto_silent():
             profiler.start_trace()
+    # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
+    profiler.profiler.acc_events = False
     process = os.getpid()
     os.register_at_fork(after_in_child=_end_without_cpp)
     if log is not None:
@@ -106,7 +108,7 @@ def recorded_by_kineto(
         if os.getpid() == process:  # a fork of the program drops its copy of this
             if log is not None:
                 log.read_clock()
-            with _kineto_silent():
+            with _kineto_silent(), _detached_afterwards(log):
                 profiler.stop()
     _export(profiler, path)
     if log is None:
@@ -139,18 +141,39 @@ def _kineto_silent() -> Iterator[None]:
         level.value = before
 
 
-def _of_all_threads(device: torch.device) -> Any:
-    """Return what has Kineto record threads that the program starts by itself too; None before torch can.
+def _options(device: torch.device, log: LiveLog | None) -> Any:
+    """Return what Kineto is to record besides: waits of streams, or operators of threads that the program starts.
 
-    None on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that their
-    time would count twice.
+    Nothing on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that
+    their time would count twice. None before torch can.
     """
     if device.type != "cuda":
         return None
+    wanted = {"profile_all_threads": True} if log is None else {"enable_cuda_sync_events": True}
     try:
-        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        return torch._C._profiler._ExperimentalConfig(**wanted)
     except TypeError:
         return None
+
+
+_DETACH = "TEARDOWN_CUPTI"
+
+
+@contextmanager
+def _detached_afterwards(log: LiveLog | None) -> Iterator[None]:
+    """Have Kineto detach CUPTI when the recording ends within the block: else all later calls of CUDA are slow.
+
+    Not where CUDA graphs were captured, which Kineto's detaching does not go well with, and not against the script's
+    own choice.
+    """
+    if log is None or log.saw_cuda_graphs or _DETACH in os.environ:
+        yield
+        return
+    os.environ[_DETACH] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_DETACH]
 
 
 def _end_without_cpp() -> None:

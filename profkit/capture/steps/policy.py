@@ -53,7 +53,8 @@ class StepPolicy:
         self._functions: dict[str, _Function] = {}
         self._captured: WeakKeyDictionary[Any, StepKind] = WeakKeyDictionary()
         self._capturing: Any = None
-        self._has_captured = False
+        self.has_captured = False
+        """Whether anything was captured into a CUDA graph."""
         self._inside = _Inside()
         self._models = Roots()
         self._variables = VariableNames()
@@ -98,7 +99,7 @@ class StepPolicy:
         Not where an optimizer works within backward passes, nor where a CUDA graph may be replayed.
         """
         is_optimizers = self._is_settled and self._kind is StepKind.OPTIMIZER
-        return is_optimizers and not (self._was_postponed or self._has_captured or self._inside.depth)
+        return is_optimizers and not (self._was_postponed or self.has_captured or self._inside.depth)
 
     @property
     def is_final(self) -> bool:
@@ -215,7 +216,7 @@ class StepPolicy:
         """What follows on this thread is captured into a CUDA graph."""
         self._capturing = graph
         self._captured[graph] = StepKind.REPLAY
-        self._has_captured = True
+        self.has_captured = True
 
     def capture_ends(self) -> None:
         """The capture has ended, or failed."""

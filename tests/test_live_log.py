@@ -1,0 +1,119 @@
+"""The log of ranges in the program's process: what threads write, when it is full, and who else is shown a range."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profkit.annotation import RangeObserver, annotate, ignore_ranges, observe_ranges  # noqa: E402
+from profkit.capture.hooks.open_ranges import OpenRanges  # noqa: E402
+from profkit.capture.hooks.range_log import LiveLog  # noqa: E402
+from profkit.run.range_log import LEFT  # noqa: E402
+
+
+class Observer(RangeObserver):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def opening(self, name: str) -> None:
+        self.seen.append(name)
+
+    def closed(self) -> None:
+        self.seen.append("closed")
+
+
+@pytest.fixture
+def observer() -> Iterator[Observer]:
+    observer = Observer()
+    observe_ranges(observer)
+    yield observer
+    ignore_ranges(observer)
+
+
+@pytest.fixture
+def log() -> LiveLog:
+    log = LiveLog(most_entries=8)
+    log.is_on = True
+    return log
+
+
+def _entries(log: LiveLog) -> list[list[str]]:
+    content = log.content()
+    named = [
+        ["left" if one == LEFT else content.names[one] for one in thread.entries[::2]] for thread in content.threads
+    ]
+    for thread in content.threads:
+        assert thread.entries[1::2] == sorted(thread.entries[1::2])
+        assert all(time_ns <= content.ended_ns for time_ns in thread.entries[1::2])
+    return named
+
+
+def test_ranges_are_logged_in_order_and_no_profiler_is_asked(log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, log)
+    with torch.profiler.profile() as profiler:
+        opened.open("outer", "forward")
+        opened.open("inner", "layer")
+        opened.close("outer")
+    assert _entries(log) == [["forward", "layer", "left", "left"]]
+    assert not {"forward", "layer"} & {event.name for event in profiler.events()}
+
+
+def test_each_thread_has_entries_of_its_own(log: LiveLog) -> None:
+    def work(name: str) -> None:
+        opened = OpenRanges(RangeObserver(), None, log)
+        opened.open(name, name)
+        opened.close(name)
+
+    work("here")
+    thread = threading.Thread(target=work, args=("there",))
+    thread.start()
+    thread.join()
+    assert _entries(log) == [["here", "left"], ["there", "left"]]
+    here, there = log.content().threads
+    assert (here.handle, here.number) == (threading.get_ident(), threading.get_native_id())
+    assert there.number != here.number
+
+
+def test_it_is_full_after_as_many_entries_as_it_may_hold(log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, log)
+    for _ in range(2):
+        assert not log.is_full
+        opened.open("key", "range")
+        opened.close("key")
+    assert log.is_full
+
+
+def test_a_range_that_began_before_the_log_is_not_left_in_it(log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, log)
+    log.is_on = False
+    opened.open("before", "before")
+    log.is_on = True
+    opened.open("within", "within")
+    opened.close("before")
+    assert _entries(log) == [["within", "left"]]
+
+
+def test_other_observers_are_shown_what_is_logged(log: LiveLog, observer: Observer) -> None:
+    opened = OpenRanges(RangeObserver(), None, log)
+    opened.open("key", "range")
+    opened.close("key")
+    assert observer.seen == ["range", "closed"]
+    with annotate("the script's own"):
+        pass
+    assert observer.seen[2:] == ["the script's own", "closed"]
+
+
+def test_the_scripts_own_ranges_are_logged_under_their_names(log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, log)
+    opened.note_opening(None, "epoch")
+    opened.note_opening(None)
+    opened.note_closed()
+    opened.note_closed()
+    assert _entries(log) == [["epoch", "left"]]
+    assert opened.scripts == 0
