@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from profkit.errors import RunError, UsageError
 from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
-from profkit.run.job import Job, find_job, launched_rank, local_rank_number, node_number, rank_number, rank_of_command
+from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import run_command
 from tests.launched import started
 
@@ -84,31 +84,6 @@ def test_the_launcher_or_the_cluster_says_which_machine_of_which_job_this_is(
     environment: dict[str, str], words: list[str], job: Job | None
 ) -> None:
     assert find_job(environment, words) == job
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, ("5", "8", "1")),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, ("1", "2", "0")),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            ("3", "4", "1"),
-        ),
-        (MPI_IN_SLURM, ("2", "4", "0")),
-        ({**MPI_IN_SLURM, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, None),
-        ({"RANK": "0"}, None),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({}, None),
-    ],
-)
-def test_one_of_several_ranks_knows_which_it_is(
-    environment: dict[str, str], found: tuple[str, str, str] | None
-) -> None:
-    expected = {} if found is None else dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), found, strict=True))
-    assert launched_rank(environment) == expected
 
 
 @pytest.mark.parametrize(

@@ -150,18 +150,6 @@ def names_torch_launcher(words: Sequence[str]) -> bool:
     return any(Path(word).name in _TORCH for word in before_script)
 
 
-def launched_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and LOCAL_RANK of a process that a launcher started as one of several ranks.
-
-    Nothing of one that is alone, or of which nobody says it.
-    """
-    rank = rank_number(environment)
-    count = (number_in(environment, "WORLD_SIZE") or 1) if "RANK" in environment else _task(environment)[0]
-    if rank is None or rank >= count or count < 2:
-        return {}
-    return {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local_rank_number(environment) or 0)}
-
-
 def starts_on_all_machines(words: Sequence[str]) -> bool:
     """Return whether a command is srun or mpirun, of which one may start the processes of several machines."""
     return bool(words) and Path(words[0]).name.partition(".")[0] in _STARTERS  # Debian has mpirun.openmpi

@@ -46,10 +46,6 @@ class StepParts:
         """Return each part's median over the steps, which one strange step does not move."""
         return self._by_part(np.median(self.times_ns, axis=0)) if len(self) else {}
 
-    def least(self) -> Parts:
-        """Return the least that each part took in a step."""
-        return self._by_part(self.times_ns.min(axis=0)) if len(self) else {}
-
     def mean(self) -> Parts:
         """Return each part per step."""
         return self._by_part(self.times_ns.sum(axis=0) / len(self)) if len(self) else {}
