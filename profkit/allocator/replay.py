@@ -1,13 +1,9 @@
 """Replay the caching allocator: from the recorded events to the blocks that it charged, byte for byte.
 
-An event names an address and the bytes requested. What the allocator charged is the block at that address: the request
-rounded up, plus the rest of the free block where that was too small to split off. So the replay keeps the free blocks
-and follows the allocator's own rules (`profkit.allocator.rules`): split on alloc, merge with free neighbours of the
-same segment on free, add and remove segments. The addresses are recorded, so nothing is searched, and an event costs a
-few dictionary operations.
-
-The allocator counts a block as allocated until ``free_requested``, and as requested and active until
-``free_completed``, when its memory can be used again.
+An event names an address and the bytes requested; what the allocator charged is the block at that address. So the
+replay keeps the free blocks and follows the allocator's own rules (`profkit.allocator.rules`): split on alloc, merge
+with free neighbours of the same segment on free. Addresses are recorded, so nothing is searched. The allocator counts a
+block as allocated until ``free_requested``, and as requested until ``free_completed``, when it can be used again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """What a program asked of the allocator: the input of the simulator, one row an allocation.
 
-The recorded history mixes requests of the program with what the allocator did about them. A request stream holds the
-former alone: what was asked for, when, on which stream, and when it was given back. Another allocator, another setting
-or an edited program can then be simulated on it (`profkit.allocator.simulate`).
-
-Positions are those of the recorded events, as floats, so that an edit can put a request between two of them. -1 is
-before the first event; the number of events, or more, is never.
+A request stream holds what was asked for, when, on which stream, and when it was given back, without what the recorded
+allocator did about it (`profkit.allocator.simulate`). Positions are those of the recorded events, as floats, so that an
+edit can put a request between two of them; -1 is before the first event, the number of events or more is never.
 """
 
 from __future__ import annotations

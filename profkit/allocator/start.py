@@ -1,14 +1,11 @@
 """The allocator's state before the first recorded event, worked back from its state at the dump.
 
-Live blocks at that moment are those that the history frees without an alloc, and those that are there at the end
-without one. The segments are those at the end, without the ones reserved since, plus the ones released since.
-
-Sizes: a block still there at the end has its size in the snapshot. Of a block freed meanwhile the requested bytes are
-known: its size is those, rounded, plus at most a rest that was too small to split off. In the small pool and in
-expandable segments every rest is split off. In the large pool every free block is larger than 1 MiB
-(`profkit.allocator.rules.SMALL_BYTES`). So a gap of up to 1 MiB to the next block belongs to the block as a whole; of a
-larger gap at most the part that leaves a free block of more than 1 MiB. That part is the block's ``slack_bytes``, until
-the replay sees where the free block in the gap begins.
+Live blocks then are those that the history frees without an alloc, and those that are there at the end without one; the
+segments are those at the end, less those reserved since, plus those released since. A block that is still there has its
+size in the snapshot. Of one freed meanwhile the size is the request, rounded, plus at most a rest too small to split
+off: a gap of up to 1 MiB (`SMALL_BYTES`) behind it belongs to it as a whole; of a larger gap in the large pool at most
+what leaves a free block of more than 1 MiB. That part is its ``slack_bytes`` until the replay sees where a block
+begins.
 """
 
 from __future__ import annotations

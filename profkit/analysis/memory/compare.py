@@ -1,10 +1,8 @@
 """What explains the difference of two peaks: the allocations at each are matched, and the differences summed.
 
-Two allocations of two runs match if both runs recorded the same tensor for them (a parameter, a gradient or an
-optimizer state, whichever lines made it); otherwise if the same lines asked for them. Lines are compared by function
-and file: line numbers change with every edit, and code by torch.compile is in one run only. Then the requested size and
-the position among equal allocations of the step must agree; addresses never count. Every allocation at either peak has
-exactly one kind, so the parts sum to the difference:
+Two allocations match if both runs recorded the same tensor for them, otherwise if the same functions of the same files
+asked for them (line numbers change with every edit); then by size and position among equal ones of the step. Every
+allocation at either peak has exactly one kind, so the parts sum to the difference:
 
 - ``same``: at both peaks; ``padding``: at both, but the allocator charged another size for the same request;
   ``larger`` and ``smaller``: at both, with another requested size;
@@ -12,8 +10,7 @@ exactly one kind, so the parts sum to the difference:
 - ``longer-lived`` and ``shorter-lived``: the other run made it too, but it was not live at the corresponding moment;
 - ``moved peak``: the other run had it at the corresponding moment, but its own peak lies elsewhere.
 
-The corresponding moment: of the allocations at one peak that the other run also made, take the youngest; the moment is
-where the other run made it.
+The corresponding moment is where the other run made the youngest allocation at the peak that it made at all.
 """
 
 from __future__ import annotations

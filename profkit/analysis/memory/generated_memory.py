@@ -1,16 +1,10 @@
 """Who holds the memory of compiled code: the module and the line whose result lies in an allocation at a moment.
 
 Inductor's generated code allocates on known lines (`profkit.run.compiled_code.Allocation`), and hands memory on from
-buffer to buffer without asking the allocator. Who holds an allocation at a moment follows from where the call of the
-generated code stood then: at the line of its last event, an alloc or a free, when the moment comes right after it;
-at its end when something else allocated since. Between two events of the call several buffers may hold the memory; all
-of these are named.
-
-What a forward pass saves is given to the code of the backward pass, which may reuse it too. Which of its inputs that is
-follows from their order, in which both codes name the same parameters.
-
-A call is a run of allocations, one after the other, whose lines stand in the order in which the code runs. A first
-line that comes again begins the next call.
+buffer to buffer without asking the allocator. Where a call of it stood at a moment follows from its last alloc or free
+before; between two of them several buffers may hold the memory, and all are named. A call is a run of allocations whose
+lines stand in the order in which the code runs. The code of the backward pass may reuse what the forward pass saved:
+which of its inputs that is follows from their order, in which both codes name the same parameters.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The leak check: what was allocated in one step and is still there when the next one ends.
 
-What a step needs is freed within it, or within the next. Bytes that began in step N-1 and are still there at the end of
-step N are kept by something.
-
-A leak grows. State that is made on first use grows once; what is prefetched, and a window of the last results, grows
-until it is full. So a stack is suspected if at the ends of `_RISES` steps or more it had more allocations than ever
-before, of which something is still there, and if the last rise is recent: about as many steps ago as rises are apart. A
-window frees nothing until it is full, and then one result for each that it takes in. One that fills until the recording
-ends looks like a leak.
+State that is made on first use grows once, and a window of the last results until it is full: a leak goes on. So a
+stack is suspected if at the ends of `_RISES` steps or more it had more allocations than ever before, of which something
+is still there, and if the last rise is about as many steps ago as rises are apart. A window that fills until the
+recording ends looks like a leak.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Which lines asked for the memory: the stacks of allocations, interned on first use and shortened for people.
 
-A stack is a list of frames, the innermost first. The pickle shares one dictionary among equal frames, so two stacks are
-compared by the identities of their frames: comparing the names of hundreds of thousands of stacks would take longer
-than reading them. C++ frames (recorded with ``stacks="all"``) are kept for the rules that look for them; where there
-are Python frames, the C++ frames are not grouped by and not shown.
-
-A stack is named by its innermost line that somebody wrote for this program: the user's, or that of a model's file in an
-installed package. Torch's lines follow in brackets. profkit's own are never shown. Code that torch.compile wrote has no
-line that anybody knows, so its allocations are grouped under the line that it was made from, or else the one that
-called it. The snapshot holds that line: torch puts what Inductor recorded behind the generated frame, and on request
-(``_snapshot(augment_with_fx_traces=True)``) into a generated frame of FX.
+A stack is a list of frames, the innermost first. The pickle shares one dictionary among equal frames, so stacks are
+compared by the identities of their frames, which is much faster than by names. Where there are Python frames, C++
+frames are neither grouped by nor shown. A stack is named by its innermost line that somebody wrote for this program:
+the user's, or that of a model's file in an installed package. Code that torch.compile wrote has no such line: its
+allocations are grouped under the line that it was made from, which torch puts into the frames, or else the one that
+called it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Another batch or sequence length: how each allocation grows, from runs of the same program at other sizes.
 
-Allocations of two runs are matched by where they come from: the step, the stack, and the text that profkit wrote into
-them; the n-th of the one with the n-th of the other. Runs of a program with other sizes ask for the same allocations in
-the same order. What asks for another number of them (a library that chooses another algorithm) matches nothing.
-
-The runs' ratio is the commonest ratio of two matched sizes that differ. A size that is the same in both stays; one that
-grew by exactly the ratio, or by its square, goes on like that; any other lies on a line through the two sizes, and a
-second run with another ratio makes it a parabola. From one other run both a line and a parabola through 0 are possible
-then: such allocations, and the unmatched ones, are named, with what they may take at most.
+Allocations of two runs are matched by the step, the stack and the text that profkit wrote into them, the n-th with the
+n-th. The runs' ratio is the commonest ratio of two matched sizes that differ. A size that is the same in both stays;
+one that grew by the ratio, or by its square, goes on like that; any other lies on a line through the two sizes, or with
+a second run on a parabola. Sizes of which more than one curve is possible are named, with what they may take at most.
 """
 
 from __future__ import annotations
