@@ -72,6 +72,7 @@ def test_a_link_to_itself_is_refused_by_its_name(run: Path, tmp_path: Path) -> N
         ("manifest.json", {"exit_status": 10**400}, "exit_status is 1000"),
         ("manifest.json", {"clean": {"losses": [1e400]}}, "clean.losses[0] is Infinity, not a possible number"),
         ("manifest.json", {"clean": {"steps": [{"step_ns": 2**63}]}}, "clean.steps[0].step_ns is 9223372036854775808"),
+        ("manifest.json", {"clean": {"steps": [{"step_ns": -5}]}}, "clean: a step took a negative time"),
         ("ceilings.json", {"gemm": [{}]}, "gemm[0].dtype is missing"),
         ("work.json", {"version": "1"}, "version"),
     ],

@@ -101,6 +101,7 @@ def test_lines_of_some_steps_give_the_columns_of_all(tmp_path: Path, count: int)
             RECORD.steps[number // TOGETHER % 2],
             name=f"step {number}",
             start_ns=number * 10_000,
+            end_ns=number * 10_000 + 9_000,
             peak_bytes=None if number < TOGETHER else number,
         )
         for number in range(count)
@@ -120,6 +121,7 @@ def test_lines_of_some_steps_give_the_columns_of_all(tmp_path: Path, count: int)
             '"sequence":"99999999999999999999"',
             "collectives.sequence holds something else than whole",
         ),
+        ('"end_ns":"9100', '"end_ns":"-9100', "a step ends before it starts"),
         ('"end_ns":"9100', '"end_ns":"-99999999999999999999', "end_ns holds something else than whole numbers"),
         ('"sequence":"41",', "", "collectives.sequence is missing"),
         ('"sequence":"41"', '"sequence":"41,42"', "collectives.sequence does not hold 1 numbers"),

@@ -298,6 +298,7 @@ def _build(record: LightRecord, steps: Columns, shared: Mapping[int, Columns]) -
         raise WrongRecord("name or throttle is no text")
     _require_texts("throttle", chain.from_iterable(throttle))
     numbers = {name: _numbers(name, steps[name], len(names), may_lack=name not in _MOMENTS) for name in OF_STEPS}
+    _refuse_reversed("a step", numbers["start_ns"], numbers["end_ns"])
     known = {reasons: reasons for reasons in throttle}
     calls = _build_calls(steps["collectives"], len(names), shared)
     return LightColumns(
@@ -367,6 +368,7 @@ def _build_phases(what: str, table: Columns, count: int) -> Phases:
     step = _steps_of(what, table["count"], count)
     names, name = _texts(what, table["name"], len(step))
     start_ns, end_ns = (_numbers(what, table[column], len(step)) for column in ("start_ns", "end_ns"))
+    _refuse_reversed(what, start_ns, end_ns)
     return Phases(names, step, name, start_ns, end_ns)
 
 
@@ -374,7 +376,13 @@ def _build_outside(table: Columns, count: int) -> Phases:
     step = _steps_of("outside_cuda", table["count"], count)
     names, name = _texts("outside_cuda", table["phase"], len(step))
     times_ns = _numbers("outside_cuda", table["time_ns"], len(step))
+    _refuse_reversed("outside_cuda", np.zeros_like(times_ns), times_ns)
     return Phases(names, step, name, np.zeros_like(times_ns), times_ns)
+
+
+def _refuse_reversed(what: str, start_ns: Ints, end_ns: Ints) -> None:
+    if ((end_ns < start_ns) & (start_ns != UNKNOWN) & (end_ns != UNKNOWN)).any():
+        raise WrongRecord(f"{what} ends before it starts")
 
 
 def _texts(what: str, column: Any, count: int) -> tuple[tuple[str, ...], Ints]:
@@ -400,6 +408,7 @@ def _build_since(table: Columns, counts: Ints) -> SinceColumns:
     if not set(cause) <= set(CAUSES) or (rows < NO_COLLECTIVE).any() or (rows >= counts[step]).any():
         raise WrongRecord("since names an unknown cause, or no collective of its step")
     _require_texts("since", chain(phase, module))
+    _refuse_reversed("since", np.zeros_like(time_ns), time_ns)
     whats = list(zip(cause, phase, module, strict=True))
     if len(whats) != len(step):
         raise WrongRecord(f"since does not hold {len(step)} parts")
@@ -418,6 +427,9 @@ def _build_calls(table: Columns, count: int, shared: Mapping[int, Columns]) -> C
     own = {
         name: _numbers(f"collectives.{name}", table[name], len(step), may_lack=name != "sequence") for name in OF_CALLS
     }
+    _refuse_reversed("a collective", own["start_ns"], own["end_ns"])
+    for name in ("hidden_ns", "exposed_ns"):
+        _refuse_reversed(f"collectives.{name}", np.zeros_like(own[name]), own[name])
     return CallColumns(tuple(names), step, group, what, byte_count, **own)
 
 

@@ -96,6 +96,10 @@ class Samples:
     during: dict[Word, int] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if any(value < 0 for step in self.steps for value in step.values()):
+            raise ValueError("a step took a negative time")
+
     @property
     def contexts(self) -> list[int | None]:
         """Return the context lengths of the steps, in their order; of a run over one, None."""

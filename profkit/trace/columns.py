@@ -263,31 +263,6 @@ def report_left_out(what: str, count: int, first_name: str) -> Diagnostic:
     return Diagnostic("error", text)
 
 
-def leave_out_reversed(trace: Trace) -> Trace:
-    """Return the trace without the rows that end before they start, and a message that says how many.
-
-    A row without a time stays, so that `refuse_impossible_times` sees it.
-    """
-    tables: dict[str, Any] = {}
-    messages = []
-    for what, field_name in (
-        ("kernels", "work"),
-        ("memory copies", "copies"),
-        ("calls", "calls"),
-        ("ranges", "ranges"),
-    ):
-        table = getattr(trace, field_name)
-        is_reversed = (table.end_ns < table.start_ns) & (table.end_ns > -LARGEST_TIME_NS)
-        if not is_reversed.any():
-            continue
-        first = int(np.argmax(is_reversed))
-        name = "copy" if isinstance(table, Copies) else trace.names[int(table.name[first])]
-        messages.append(report_left_out(what, int(is_reversed.sum()), name))
-        kept = ~is_reversed
-        tables[field_name] = exchange_ranges(table, kept, []) if isinstance(table, Ranges) else take_rows(table, kept)
-    return replace(trace, **tables, diagnostics=(*trace.diagnostics, *messages))
-
-
 MOST_OPEN_RANGES = 2500
 """As many ranges may be open on a thread at once: more than Python nests calls, or a server holds requests."""
 

@@ -27,8 +27,9 @@ from profkit.trace.columns import (
     Work,
     distinct_values,
     empty_ints,
-    leave_out_reversed,
+    exchange_ranges,
     number_in_graph,
+    report_left_out,
     rows_by_value,
 )
 from profkit.trace.nsys_collectives import read_collectives
@@ -42,6 +43,7 @@ SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 DEVICES = "TARGET_INFO_CUDA_DEVICE"
 STARTED = "TARGET_INFO_SESSION_START_TIME"
+_ROWS = {CALLS: "calls", KERNELS: "kernels", GRAPHS: "CUDA graphs", COPIES: "memory copies", SETS: "memory sets"}
 _FAR_NS = 2**62
 
 # A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process.
@@ -85,7 +87,7 @@ def read_nsys(path: Path) -> Trace:
         with SqliteFile(path) as file:
             tables = file.tables(without=_ENUMS)
             _refuse_foreign(path, tables)
-            return leave_out_reversed(_Reader(file, tables).read())
+            return _Reader(file, tables).read()
     except MemoryError:  # a damaged page may ask for any amount
         raise TraceError(f"{path}: damaged, or too large for this machine's memory; export it again") from None
 
@@ -106,10 +108,11 @@ class _Reader:
         self.schema = self.metadata.get("EXPORT_SCHEMA_VERSION", "unknown")
         self.names: list[str] = []
         self.notes: list[str] = []
+        self.left_out: list[Diagnostic] = []
 
     def read(self) -> Trace:
         requests = {name: self._request(name) for name in (CALLS, KERNELS, COPIES, SETS, GRAPHS) if name in self.tables}
-        found = self._read_tables(requests)
+        found = {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
         self._number_gpus(found)
         calls = _sorted_by_start(found.pop(CALLS, None))
         process = calls["thread"] >> _PID_SHIFT
@@ -119,6 +122,11 @@ class _Reader:
         self._note_shared_ids(launches)
         names = self._intern(work.name, calls["name"])
         ranges = read_ranges(self.file, self.tables, names, _end_of_capture(work, calls))
+        is_reversed = ranges.end_ns < ranges.start_ns
+        if is_reversed.any():
+            first = names.strings[int(ranges.name[np.argmax(is_reversed)])]
+            self.left_out.append(report_left_out("ranges", int(is_reversed.sum()), first))
+            ranges = exchange_ranges(ranges, ~is_reversed, [])
         collective, collectives = read_collectives(self.file, self.tables, work, names)
         work = replace(work, collective=collective)
         processes = {*rows_by_value(work.process), *rows_by_value(process), *rows_by_value(ranges.process)}
@@ -146,7 +154,7 @@ class _Reader:
             main_threads=frozenset(number << _PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
             gpus=self._gpus(),
             clock_base_ns=self._started_ns(),
-            diagnostics=self._diagnostics(processes),
+            diagnostics=(*self._diagnostics(processes), *self.left_out),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             collectives=collectives,
@@ -210,6 +218,16 @@ class _Reader:
                 f" (export schema {self.schema}); export the report again with a newer nsys"
             )
         return there
+
+    def _without_reversed(self, table: str, columns: Columns) -> Columns:
+        """Return the rows that do not end before they start; what such a call launched has no launch record."""
+        is_reversed = (columns["end"] < columns["start"]) & (columns["end"] != NO_TIME)
+        if not is_reversed.any():
+            return columns
+        what = _ROWS[table]
+        names = Names(self.file).values([int(columns["name"][np.argmax(is_reversed)])]) if "name" in columns else {}
+        self.left_out.append(report_left_out(what, int(is_reversed.sum()), next(iter(names.values()), what)))
+        return {name: column[~is_reversed] for name, column in columns.items()}
 
     def _number_gpus(self, found: dict[str, Columns]) -> None:
         """Replace each process's own device numbers by the report's numbers of the GPUs.

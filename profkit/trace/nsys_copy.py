@@ -129,7 +129,8 @@ class _ExportCopy:
         if isinstance(kind, Kind):
             return self._keeper.text_or_none(kind, value)
         if isinstance(kind, TextId):
-            return self._numbers.get((kind.kind, value)) if isinstance(value, int) else None
+            # A number that stands for no text stays: what it names is one thing all the same.
+            return self._numbers.get((kind.kind, value), value) if isinstance(value, int) else None
         if kind == _PAYLOAD:
             return keep_wanted(value, self._schemas) if isinstance(value, bytes) else None
         return value if isinstance(value, float if kind == _REAL else int) else None

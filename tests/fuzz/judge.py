@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.child import ChildError, run_in_child
 from tests.conftest import call_main
-from tests.fuzz.mutants import CLASSES, Mutant, make
+from tests.fuzz.mutants import CLASSES, OUTPUT, Mutant, make
 
 CPU_SECONDS = 20
 MEMORY_BYTES = 2**31
@@ -30,6 +30,8 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _WARNING = re.compile(r"\w*Warning: .*")
 _SUM = "SELECT coalesce(sum(end - start), 0) FROM {} WHERE end >= start"
 _COUNTED = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
+
+_NEVER_NEGATIVE = ("_ns", "bytes", "count", "share")
 
 Task = tuple[str, int]
 
@@ -53,7 +55,8 @@ def warm_up(folder: Path) -> None:
     for maker, *commands in CLASSES.values():
         path = maker(Random(0), folder)
         for command in (commands[0], *commands[1]):
-            call_main([part.replace("FILE", str(path)) for part in command])
+            places = {"FILE": str(path), "OUT": str(folder / OUTPUT)}
+            call_main([places.get(part, part) for part in command])
 
 
 def judge(kind: str, seed: int, folder: Path) -> Verdict:
@@ -87,6 +90,8 @@ def _read(mutant: Mutant) -> Verdict:
     for command in mutant.commands:
         done = call_main(command)
         verdict = _judge_command(done)
+        if verdict is None and done.returncode == 0 and command[0] == "scrub":
+            verdict = _judge_copy(mutant.commands[0][0], mutant.path, Path(command[-1]))
         if verdict is None and done.returncode == 0 and "json" in command:
             verdict = _judge_figures(command[0], mutant.path, json.loads(done.stdout, parse_constant=_refuse))
         if verdict is not None:
@@ -112,7 +117,23 @@ def _judge_command(done: subprocess.CompletedProcess[str]) -> Verdict | None:
     return None if found is None else Verdict(found, last[0])
 
 
+def _judge_copy(command: str, path: Path, copied: Path) -> Verdict | None:
+    """Return what is wrong with a shared copy: it must give the same numbers as what it was made of."""
+    before, after = (call_main([command, str(place), "--format", "json"]) for place in (path, copied))
+    if before.returncode != after.returncode:
+        return Verdict("copy refused", after.stderr)
+    if before.returncode != 0:
+        return None
+    figures = [sorted(_numbers(json.loads(done.stdout)), key=repr) for done in (before, after)]
+    different = [pair for pair in zip(*figures, strict=False) if pair[0] != pair[1]]
+    return Verdict("copy differs", str(different[:3])) if different or len(figures[0]) != len(figures[1]) else None
+
+
 def _judge_figures(command: str, path: Path, content: dict[str, Any]) -> Verdict | None:
+    if command != "compare":
+        negative = [key for key, value in _numbers(content) if value < 0 and key.endswith(_NEVER_NEGATIVE)]
+        if negative:
+            return Verdict("negative figure", ", ".join(negative[:5]))
     if command == "kernels" and path.suffix == ".sqlite":
         total, expected = content["ledger"]["total_ns"], _sum_by_sql(path)
         if expected is not None and total != expected:
@@ -131,8 +152,7 @@ def _judge_memory(content: dict[str, Any]) -> Verdict | None:
     total, expected = sum(content["peak"]["evidence"].values()), content["peak"]["allocated_bytes"]
     if total != expected:
         return Verdict("wrong sum", f"the evidence adds up to {total}, allocated are {expected}")
-    negative = [key for key, value in _numbers(content) if value < 0 and key.endswith(("bytes", "count", "share"))]
-    return Verdict("negative figure", ", ".join(negative[:5])) if negative else None
+    return None
 
 
 def _numbers(content: Any, key: str = "") -> list[tuple[str, float]]:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -17,9 +18,13 @@ from random import Random
 from typing import Any
 
 from tests.allocator_reference import ReferenceAllocator
+from tests.fuzz import families
 from tests.fuzz.values import TEXTS, damage, mutate, odd
 from tests.kineto_builder import flow, kernel, launch, row, thread_name
 from tests.nsys_builder import NsysBuilder
+
+OUTPUT = "out.html"
+"""What commands that write a file write, whatever its ending says."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,12 @@ def make(kind: str, seed: int, folder: Path) -> Mutant:
     maker, fixed, others = CLASSES[kind]
     path = maker(random, folder)
     commands = [fixed, random.choice(others)]
-    return Mutant(path, [[part.replace("FILE", str(path)) for part in command] for command in commands])
+    output = folder / OUTPUT
+    if output.is_dir():
+        shutil.rmtree(output)
+    output.unlink(missing_ok=True)
+    places = {"FILE": str(path), "OUT": str(output)}
+    return Mutant(path, [[places.get(part, part) for part in command] for command in commands])
 
 
 # -- exports of Nsight Systems ----------------------------------------------------------------------------------
@@ -134,6 +144,14 @@ def _change_export(random: Random, database: sqlite3.Connection) -> None:
     database.execute(statement, values)
 
 
+def export_times(random: Random, folder: Path) -> Path:
+    """Change the times of an export's rows, which stay integers."""
+    path = folder / "mutant.sqlite"
+    path.write_bytes(_export_bytes(folder))
+    families.export_times(random, path)
+    return path
+
+
 def export_bytes(random: Random, folder: Path) -> Path:
     """Change some bytes of an export."""
     path = folder / "mutant.sqlite"
@@ -207,6 +225,11 @@ def chrome_values(random: Random, folder: Path) -> Path:
         else:
             data = mutate(random, data)
     return _write_chrome(random, folder, data)
+
+
+def chrome_few(random: Random, folder: Path) -> Path:
+    """Keep few events of a torch.profiler trace, some of which begin or end together."""
+    return _write_chrome(Random(0), folder, families.few_events(random, _chrome()))
 
 
 def chrome_names(random: Random, folder: Path) -> Path:
@@ -294,6 +317,13 @@ def snapshot_names(random: Random, folder: Path) -> Path:
     return _write_snapshot(Random(0), folder, data)
 
 
+def snapshot_objects(random: Random, folder: Path) -> Path:
+    """Let the objects of a snapshot hold each other, or change the program that its pickle is."""
+    path = folder / "mutant.pickle"
+    path.write_bytes(families.shared_pickle(random, random.choice(_snapshots())))
+    return path
+
+
 def _write_snapshot(random: Random, folder: Path, data: Any) -> Path:
     content = pickle.dumps(data, random.choice([2, 4]))
     if random.random() < 0.15:
@@ -373,6 +403,38 @@ def run_directory(random: Random, folder: Path) -> Path:
     return path
 
 
+def _whole_run(folder: Path) -> Path:
+    path = folder / "run"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    for name, content in _run_files().items():
+        (path / name).write_bytes(_text_of(content))
+    (path / "trace.sqlite").write_bytes(_export_bytes(folder))
+    (path / "snapshot.pickle").write_bytes(pickle.dumps(_snapshots()[0]))
+    return path
+
+
+def run_links(random: Random, folder: Path) -> Path:
+    """Put links, pipes and folders into a run."""
+    path = _whole_run(folder)
+    families.put_links(random, path)
+    return path
+
+
+def run_ranks(random: Random, folder: Path) -> Path:
+    """Change the light records of a run's ranks."""
+    path = _whole_run(folder)
+    families.write_light_records(random, path)
+    return path
+
+
+def run_compiled(random: Random, folder: Path) -> Path:
+    """Change what a run knows of compiled code."""
+    path = _whole_run(folder)
+    families.write_compiled_code(random, path)
+    return path
+
+
 def _put_something_else(random: Random, place: Path, files: dict[str, Any]) -> None:
     what = random.choice(["pipe", "zero", "loop", "folder", "other", "bytes", "empty", "nothing", "number", "deep"])
     if what == "pipe":
@@ -399,6 +461,14 @@ _MEMORY = [
     "memory FILE --stack f --format json", "memory FILE --leaks --format json", "compare FILE FILE",
     "memory FILE --at 1s", "memory FILE --format latex", "memory FILE --format markdown",
 ]  # fmt: skip
+_MORE = ["summary FILE --format json", "scrub FILE -o OUT", "report FILE -o OUT"]
+_RANKS = [
+    "ranks FILE",
+    "ranks FILE --format json",
+    "summary FILE --format json",
+    "scrub FILE -o OUT",
+    "gather FILE -o OUT",
+]
 _RUN = ["compare FILE FILE", "check FILE", "memory FILE --format json", "kernels FILE --format json", *_TIME[:7]]
 
 
@@ -407,15 +477,21 @@ def _split(commands: list[str]) -> list[list[str]]:
 
 
 CLASSES: dict[str, tuple[Maker, list[str], list[list[str]]]] = {
-    "export values": (export_values, ["kernels", "FILE", "--format", "json"], _split(_TIME)),
-    "export bytes": (export_bytes, ["kernels", "FILE", "--format", "json"], _split(_TIME)),
-    "export names": (export_names, ["kernels", "FILE"], _split(_TIME)),
-    "chrome values": (chrome_values, ["kernels", "FILE", "--format", "json"], _split(_TIME)),
-    "chrome names": (chrome_names, ["kernels", "FILE"], _split(_TIME)),
-    "snapshot values": (snapshot_values, ["memory", "FILE", "--format", "json"], _split(_MEMORY)),
-    "snapshot order": (snapshot_order, ["memory", "FILE", "--format", "json"], _split(_MEMORY)),
-    "snapshot bytes": (snapshot_bytes, ["memory", "FILE", "--format", "json"], _split(_MEMORY)),
-    "snapshot names": (snapshot_names, ["memory", "FILE"], _split(_MEMORY)),
-    "run directory": (run_directory, ["efficiency", "FILE", "--format", "json"], _split(_RUN)),
+    "export values": (export_values, ["kernels", "FILE", "--format", "json"], _split(_TIME + _MORE)),
+    "export bytes": (export_bytes, ["kernels", "FILE", "--format", "json"], _split(_TIME + _MORE)),
+    "export names": (export_names, ["kernels", "FILE"], _split(_TIME + _MORE)),
+    "chrome values": (chrome_values, ["kernels", "FILE", "--format", "json"], _split(_TIME + _MORE)),
+    "chrome names": (chrome_names, ["kernels", "FILE"], _split(_TIME + _MORE)),
+    "snapshot values": (snapshot_values, ["memory", "FILE", "--format", "json"], _split(_MEMORY + _MORE)),
+    "snapshot order": (snapshot_order, ["memory", "FILE", "--format", "json"], _split(_MEMORY + _MORE)),
+    "snapshot bytes": (snapshot_bytes, ["memory", "FILE", "--format", "json"], _split(_MEMORY + _MORE)),
+    "snapshot names": (snapshot_names, ["memory", "FILE"], _split(_MEMORY + _MORE)),
+    "export times": (export_times, ["kernels", "FILE", "--format", "json"], _split(_TIME + _MORE)),
+    "chrome few": (chrome_few, ["kernels", "FILE", "--format", "json"], _split(_TIME + _MORE)),
+    "snapshot objects": (snapshot_objects, ["memory", "FILE", "--format", "json"], _split(_MEMORY + _MORE)),
+    "run links": (run_links, ["summary", "FILE", "--format", "json"], _split(_RUN + _MORE + _RANKS)),
+    "run ranks": (run_ranks, ["ranks", "FILE", "--format", "json"], _split(_RANKS + _MORE)),
+    "run compiled": (run_compiled, ["kernels", "FILE", "--format", "json"], _split(_RUN + _MORE)),
+    "run directory": (run_directory, ["efficiency", "FILE", "--format", "json"], _split(_RUN + _MORE)),
 }
 """Class → how a mutant is made, the command that always reads it, and those of which one does."""

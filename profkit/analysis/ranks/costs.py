@@ -273,9 +273,10 @@ def cost_by_accounts(accounts: Sequence[Account], steps: Mapping[int, StepColumn
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
-    count = min(len(account.own) for account in accounts)
-    exposed = np.array([account.exposed_ns[:count] for account in accounts])
     waited = waited_by_step(steps, matched)
+    # A damaged record may say less of its collectives than of what the rank did.
+    count = min(min(len(account.own), len(waited[account.rank])) for account in accounts)
+    exposed = np.array([account.exposed_ns[:count] for account in accounts])
     hidden = np.array([waited[account.rank][-len(account.own) :][:count] for account in accounts]) - exposed
     corrected = _subtract_slowed_kernels(accounts, count, np.maximum(hidden, 0.0))
     own = np.array([account.sums() for account in corrected])
