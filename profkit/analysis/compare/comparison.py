@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
-from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times
+from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times, measure_change
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import sample_both
@@ -92,6 +92,7 @@ class CaptureComparison(NotebookResult):
          "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}],
          "modules": null | {"is_compiled", "modules": [{"module", "parent", "depth", "change": CHANGE, "before_count",
                             "after_count"}], "fusions": [{"phase", "modules", "change": CHANGE, "before": …}]},
+         "recorded_step": null | CHANGE, of the steps under the profiler,
          "compilations": [before, after], each null | {"steps", "before_ns", "before_count", "breaks", …}}
 
     CHANGE is ``{"before_per_sample_ns", "after_per_sample_ns", "change_ns", "low_ns", "high_ns", "verdict"}``, all per
@@ -107,6 +108,7 @@ class CaptureComparison(NotebookResult):
     warnings: tuple[Finding, ...]
     modules: ModuleComparison | None = None
     compilations: tuple[RunCompilations | None, RunCompilations | None] = (None, None)
+    recorded_step: Change | None = None
 
     @property
     def headlines(self) -> tuple[Headline, ...]:
@@ -120,8 +122,8 @@ class CaptureComparison(NotebookResult):
         if self.time is None:
             return ()
         change, what = self.time.kernel_time, "kernel time" if self.time.measure == "gpu-kernel" else "self time"
-        if self.time.unit == "step" and self.time.range is None and self.time.wall is not None:
-            change, what = self.time.wall, "step, profiled,"
+        if self.recorded_step is not None:
+            change, what = self.recorded_step, "step, profiled,"
         elif self.time.range is not None:
             what = f"{what} under {self.time.range!r}"
         source = f"means of {self.time.samples[0]} and {self.time.samples[1]} {self.time.unit}s"
@@ -198,10 +200,12 @@ def compare_captures(
     traces = [_with_work(capture.trace) for capture in (before, after)]
     runs = (before.run, after.run)
     steps = [None if run is None else read_unprofiled_steps(run.manifest) for run in runs]
-    time = clean = memory = modules = None
+    time = clean = memory = modules = recorded_step = None
     if traces[0] is not None and traces[1] is not None:
         samples = sample_both(traces[0].attribution, traces[1].attribution, range)
         time, modules = compare_times(*samples), compare_modules(*samples)
+        if time.unit == "step" and range is None:
+            recorded_step = _compare_recorded_steps(traces[0], traces[1])
     if range is None:
         if steps[0] is not None and steps[1] is not None:
             clean = compare_unprofiled(steps[0], steps[1])
@@ -227,7 +231,13 @@ def compare_captures(
         ),
         modules=modules,
         compilations=(read_run_compilations(before.run), read_run_compilations(after.run)),
+        recorded_step=recorded_step,
     )
+
+
+def _compare_recorded_steps(before: OpenedTrace, after: OpenedTrace) -> Change | None:
+    old, new = before.account.recorded_steps_ns(), after.account.recorded_steps_ns()
+    return measure_change(old, new) if len(old) and len(new) else None
 
 
 def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> CleanComparison:

@@ -108,16 +108,20 @@ class TimeAccount:
         return None if times is None else times.clean_ns
 
     def recorded_step_ns(self, context: int | None = None) -> float | None:
-        """Return the step time with the profiler: by the host's clock, else on the GPUs, else Python time.
-
-        Without the host's times it is the mean over the steps of the program: the n-th steps of all processes are one,
-        which takes as long as the longest of them.
-        """
+        """Return the step time with the profiler: by the host's clock, else the mean of `recorded_steps_ns`."""
         times = self._times(STEP, context)
         if times is not None and times.profiled_ns:
             return times.profiled_ns
+        each = self.recorded_steps_ns()
+        return float(each.mean()) if len(each) else None
+
+    def recorded_steps_ns(self) -> Ints:
+        """Return how long each step of the program took as recorded: on the GPUs, else in Python.
+
+        The n-th steps of all processes are one, which takes as long as the longest of them.
+        """
         if not len(self.steps):
-            return None
+            return empty_ints()
         ranges = self.attribution.trace.ranges
         number = np.zeros(len(self.steps), dtype=np.int64)
         for mine in rows_by_value(ranges.process[self.steps]).values():
@@ -127,7 +131,7 @@ class TimeAccount:
             np.maximum.at(longest, number[self.step], self.parts[:, 0])
         else:
             np.maximum.at(longest, number, (ranges.end_ns - ranges.start_ns)[self.steps])
-        return float(longest[longest > 0].mean()) if longest.any() else None
+        return longest[longest > 0]
 
     def measure(self, sets: Mapping[int, Stretches]) -> Ints:
         """Return how much of each row's time on its GPU lies in the set of that GPU; 0 for a GPU without a set."""
