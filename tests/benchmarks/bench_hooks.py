@@ -68,6 +68,9 @@ class StepsByHand:
     def boundary(self, number: int) -> None:
         """Step ``number`` is about to begin."""
 
+    def log_is_full(self) -> None:
+        """The log may grow no more."""
+
     def hooks_failed(self, error: Exception) -> None:
         """A hook failed: there is nothing to measure."""
         raise error
@@ -135,13 +138,15 @@ class Profkit:
         self._take_off(before)
 
     @contextmanager
-    def on(self, *, recording: bool) -> Iterator[None]:
-        """Have the hooks in place, with ranges open or not."""
+    def on(self, *, recording: bool, logs: bool = False) -> Iterator[None]:
+        """Have the hooks in place, with ranges open or not, written to profkit's own log or not."""
         before = [getattr(owner, name) for owner, name in PATCHED]
         self._put(self._after)
         observe_ranges(self._hooks)
         if recording:
             self._hooks.start()
+        if logs:
+            self._hooks.start_log()
         yield
         self._hooks.stop()
         self._take_off(before)
@@ -171,6 +176,7 @@ def bench(blocks: int, steps: int, rounds: int) -> None:
         "profkit, nobody listening": partial(everything.on, recording=False),
         "profkit, the outermost module": partial(outermost.on, recording=True),
         "profkit, all modules": partial(everything.on, recording=True),
+        "profkit, all modules, in its log": partial(everything.on, recording=True, logs=True),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
