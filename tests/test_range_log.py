@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
+from profkit.analysis.checks.self_check import check_capture
+from profkit.errors import UsageError
 from profkit.run.range_log import (
     LEFT,
     ClockReading,
@@ -197,3 +199,21 @@ def test_a_trace_without_a_log_is_zipped_as_it_is(tmp_path: Path) -> None:
     plain_beside(path).write_text('{"traceEvents": [ ]}')
     assert finish_traces(tmp_path) == {}
     assert gzip.decompress(path.read_bytes()) == b'{"traceEvents": [ ]}'
+
+
+def test_a_trace_whose_threads_do_not_match_fails_the_check(tmp_path: Path) -> None:
+    trace = _trace()
+    join_ranges(trace, _log())
+    assert not check_capture(_read(tmp_path, trace).attribution).failed
+    for row in trace["traceEvents"]:
+        if row.get("cat") == "user_annotation":
+            row["tid"] += 10
+    (failure,) = check_capture(_read(tmp_path, trace).attribution).of("failed")
+    assert failure.code == "unmatched-threads"
+
+
+def test_a_trace_without_operators_says_how_to_record_them(tmp_path: Path) -> None:
+    trace = _trace()
+    join_ranges(trace, _log())
+    with pytest.raises(UsageError, match="record with `profkit run --operators`"):
+        _read(tmp_path, trace).kernels(by="operator")

@@ -405,7 +405,8 @@ class Session:
         Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too.
         Collectives' names and sizes come from CPU operators.
         """
-        needs_operators = self.memory is not None or several_ranks() or not torch.cuda.is_initialized()
+        needs_operators = self.order.operators or self.memory is not None or several_ranks()
+        needs_operators = needs_operators or not torch.cuda.is_initialized()
         return self.order.recorder == "kineto" and not needs_operators
 
     def _learn_rank(self) -> None:

@@ -82,6 +82,7 @@ def run(
     depth: int | None,
     annotate: bool,
     flops: bool,
+    operators: bool,
     stop: bool,
     step_on: str | None,
     full_ranks: str | None,
@@ -122,10 +123,12 @@ def run(
             f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
             "does what later ones do not"
         )
+    if operators and with_nsys:
+        raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
     if full_ranks is not None:
         require_rank_choice(full_ranks)
     reach = BY_TREE if depth is None else depth
-    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops, ranks=full_ranks)
+    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops, operators, ranks=full_ranks)
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
     elif kind == "callable":

@@ -39,7 +39,7 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 # An option that is not named here is for every kind.
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
-    **dict.fromkeys(("depth", "annotate", "flops"), _HOOKED),
+    **dict.fromkeys(("depth", "annotate", "flops", "operators"), _HOOKED),
     **dict.fromkeys(("stop", "step_on", "memory_only", "oom", "full_ranks"), _COMMAND),
     "ranks": ("model", "command"),
 }
@@ -157,6 +157,12 @@ _OPTIONS = (
         is_flag=True,
         help="Count each range's FLOPs and the bytes it must move, in the last step before the measured ones, which is "
         "slower then and not timed. Built-in models do not need this.",
+    ),
+    click.option(
+        "--operators",
+        is_flag=True,
+        help="Also record the CPU operators that launch kernels, for `profkit kernels --by operator`. Recorded steps "
+        "become slower, and idle times are estimated less well.",
     ),
     click.option(
         "--nproc-per-node",

@@ -202,9 +202,9 @@ class Order:
     ``depth`` of the modules' ranges, `BY_TREE` or None: modules have none; ``annotate`` False opens no range at all;
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.recording.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
-    range `profkit.names.COUNTED`. ``ranks`` says which ranks are recorded (`profkit.run.job.RankChoice`), None:
-    all; ``rank_nsys`` how each of them starts its Nsight Systems. ``own_steps``: the target's own ranges
-    `profkit.names.WARMUP` and ``step N`` are its steps.
+    range `profkit.names.COUNTED`; ``operators`` records CPU operators on a GPU too. ``ranks`` says which ranks are
+    recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its Nsight Systems.
+    ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
     """
 
     run: str
@@ -216,6 +216,7 @@ class Order:
     stop: bool = False
     step_on: str | None = None
     flops: bool = False
+    operators: bool = False
     memory: MemoryOptions | None = None
     own_steps: bool = False
     ranks: str | None = None

@@ -84,7 +84,7 @@ def read_kineto(path: Path) -> Trace:
     work, copies = gpu.work(rows["kernel"]), gpu.copies(rows["memcpy"], rows["memset"])
     gpu.note_ambiguous()
     origins = None
-    if on_gpu and (exported is None or operators.events):
+    if on_gpu and operators.events:
         launched_in = forest.innermost_at(work.launch_ns, work.launch_thread)
         sequence, origins = _find_origins(reading, rows["flow"], operators, forest, launched_in)
         # One more entry, so that a launch outside every operator (-1) finds no name.

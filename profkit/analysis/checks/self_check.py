@@ -54,6 +54,7 @@ _FEWEST_UNLAUNCHED = 10
 
 # A step without work is not possible. An optimizer may skip steps, as it does while gradients accumulate.
 _NEVER_EMPTY = (STEP, FORWARD, BACKWARD)
+_PHASES = (FORWARD, BACKWARD)
 
 _CLOCK_TOLERANCE_NS = 1_000_000
 # A kernel may outlast the calls that were recorded, but not by ten times and a minute.
@@ -96,6 +97,7 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
         *_check_values(trace),
         *_check_launches(trace),
         *_check_ranges(trace),
+        *_check_threads(attribution),
         *_check_idle_instances(attribution),
         *_check_steps(attribution, even=run.even),
         *check_run(attribution, run),
@@ -180,6 +182,21 @@ def _check_ranges(trace: Trace) -> list[Finding]:
     if trace.has_invisible_ranges:
         findings.append(Finding("invisible-ranges", explain_no_ranges(trace), "warning"))
     return findings
+
+
+def _check_threads(attribution: Attribution) -> list[Finding]:
+    """Look for phases under which nothing lies though kernels were launched meanwhile: threads that do not match."""
+    trace, ledger = attribution.trace, attribution.ledger
+    ranges, work = trace.ranges, trace.work
+    if trace.measure != "gpu-kernel" or ledger.outside_ns + ledger.no_launch_ns < ledger.total_ns:
+        return []
+    phases = np.flatnonzero(np.isin(ranges.name, [trace.names.index(name) for name in _PHASES if name in trace.names]))
+    launched = np.sort(work.launch_ns[work.launch_thread >= 0])
+    begun, ended = (np.searchsorted(launched, edges[phases]) for edges in (ranges.start_ns, ranges.end_ns))
+    if not (begun < ended).any():
+        return []
+    text = "kernels were launched while phases were open, and none lies in any range: their threads do not match"
+    return [Finding("unmatched-threads", text, "failed")]
 
 
 def _check_launches(trace: Trace) -> list[Finding]:

@@ -397,7 +397,7 @@ def _launching_operator(trace: Trace) -> Ints:
         return trace.work.name
     if trace.work.operator is None:
         raise UsageError(
-            f"{trace.path}: does not say which operators launched its kernels; record with torch.profiler, or group"
-            " by kernel, category or range"
+            f"{trace.path}: does not say which operators launched its kernels; record with `profkit run --operators`, "
+            "or group by kernel, category or range"
         )
     return trace.work.operator

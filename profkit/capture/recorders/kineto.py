@@ -142,16 +142,15 @@ def _kineto_silent() -> Iterator[None]:
 
 
 def _options(device: torch.device, log: LiveLog | None) -> Any:
-    """Return what Kineto is to record besides: waits of streams, or operators of threads that the program starts.
+    """Return what has Kineto record operators of threads that the program starts by itself; None before torch can.
 
-    Nothing on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that
-    their time would count twice. None before torch can.
+    None on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that their
+    time would count twice.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or log is not None:
         return None
-    wanted = {"profile_all_threads": True} if log is None else {"enable_cuda_sync_events": True}
     try:
-        return torch._C._profiler._ExperimentalConfig(**wanted)
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:
         return None
 
