@@ -349,6 +349,7 @@ def _log_ranges() -> tuple[Callable[[], None], Callable[[], None]]:
     from profkit.run.range_log import LEFT
 
     def begin(number: int) -> None:
+        hooks.prepare()
         if number == 0:
             hooks.start_log()
             hooks.start()

@@ -381,6 +381,8 @@ class Session:
         wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         log = self.hooks.log if self._may_log() else None
+        if log is not None and self.order.annotate:
+            self.hooks.prepare()
         self._recording = ExitStack()
         if self.order.recorder == "kineto":
             path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)

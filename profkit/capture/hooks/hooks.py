@@ -168,6 +168,12 @@ class Hooks(RangeObserver):
         self._is_started = self.is_recording = True
         self.is_resting = False
 
+    def prepare(self) -> None:
+        """Name the models that were called so far and make their ranges, before anything records: it takes a while."""
+        for model in self.steps.models:
+            self.name_model(model)
+        self.on_thread.ranges.prepare(part.range for part in self.names.parts.values() if part.range is not None)
+
     def start_log(self) -> None:
         """Write ranges to profkit's own log from now on, the script's own among them, until `stop`."""
         leave_profiler_out(True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import time_ns
 from typing import Any, Final, Protocol
 from weakref import ref
@@ -148,6 +148,12 @@ class OpenRanges:
         self.scripts = 0
         """How many of the script's own ranges are open on this thread."""
 
+    @staticmethod
+    def prepare(names: Iterable[str]) -> None:
+        """Make the ranges of these names, which takes longer than opening them."""
+        for name in names:
+            _ = _ranges[name]
+
     def begin_range(self, range_: Range) -> Any:
         """Open a range on this thread: in the log while that is on, else for NVTX and torch.profiler.
 
@@ -155,8 +161,9 @@ class OpenRanges:
         """
         shown_to = self._shown_to
         if self._log.is_on:
-            for observer in shown_to:
-                observer.opening(range_.name)
+            if shown_to:
+                for observer in shown_to:
+                    observer.opening(range_.name)
             self._enter(range_.name)
             return _LOGGED
         if shown_to or profiler._is_profiler_enabled:
@@ -168,6 +175,9 @@ class OpenRanges:
         """Close a range, this thread's innermost; ``token`` is what `begin_range` returned."""
         shown_to = self._shown_to
         if token is _LOGGED:
+            if not shown_to:
+                self._leave()
+                return
             for observer in shown_to:
                 observer.closing()
             self._leave()

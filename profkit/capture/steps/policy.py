@@ -107,6 +107,11 @@ class StepPolicy:
         is_known = self._choice is not None or (self._kind is not None and self._kind >= StepKind.OPTIMIZER)
         return is_known or not self._counts
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were called so far, wrappers taken off."""
+        return self._models.list()
+
     def settle(self) -> None:
         """The recording begins: its steps are numbered on, whatever appears."""
         self._is_settled = True
