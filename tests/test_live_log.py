@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from time import time_ns
 
 import pytest
 
@@ -117,3 +118,20 @@ def test_the_scripts_own_ranges_are_logged_under_their_names(log: LiveLog) -> No
     opened.note_closed()
     assert _entries(log) == [["epoch", "left"]]
     assert opened.scripts == 0
+
+
+def test_the_clock_is_read_around_waits_for_the_gpu(log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(time_ns()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    log.read_clock()
+    (readings,) = log.content().readings
+    assert all(one.before_ns <= wait <= one.after_ns for one, wait in zip(readings, waits, strict=True))
+    assert [thread.handle for thread in log.content().threads] == [readings[0].handle]
+
+
+def test_a_capture_into_a_cuda_graph_is_not_waited_for(log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    log.read_clock()
+    assert log.content().readings == []

@@ -77,7 +77,7 @@ def _log(autograd_handle: int = AUTOGRAD_HANDLE) -> RangeLog:
         ThreadEntries(autograd_handle, AUTOGRAD, "pt_autograd_0", _entries((1, 310), (LEFT, 390))),
     ]
     readings = [ClockReading(MAIN_HANDLE, BASE_NS + (at - 2) * 1000, BASE_NS + (at + 7) * 1000) for at in WAITS_US]
-    return RangeLog(PROCESS, NAMES, threads, readings, BASE_NS + 1_000_000_000)
+    return RangeLog(PROCESS, NAMES, threads, [readings[:3], readings[3:]], BASE_NS + 1_000_000_000)
 
 
 def _read(tmp_path: Path, trace: dict[str, Any]) -> Any:
@@ -133,6 +133,16 @@ def test_clocks_that_run_apart_are_followed() -> None:
             row["ts"] += 5
     fit = join_ranges(trace, _log())
     assert (fit.end_ns - fit.start_ns) == pytest.approx(5_000, abs=2 * fit.error_ns)
+
+
+def test_a_clock_that_was_read_once_is_taken_to_run_as_the_traces() -> None:
+    log = _log()
+    del log.readings[1]
+    fit = join_ranges(_trace(40.0), log)
+    assert fit.start_ns == fit.end_ns
+    del log.readings[0]
+    with pytest.raises(RangeLogError, match="no clock was read"):
+        join_ranges(_trace(), log)
 
 
 def test_a_range_that_was_never_left_ends_with_the_log() -> None:

@@ -62,12 +62,12 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class RangeLog:
-    """All that a process logged until ``ended_ns``; the first half of the readings is from the start."""
+    """All that a process logged until ``ended_ns``; ``readings`` holds those of each moment, the start's first."""
 
     process: int
     names: list[str]
     threads: list[ThreadEntries]
-    readings: list[ClockReading]
+    readings: list[list[ClockReading]]
     ended_ns: int
 
 
@@ -108,7 +108,7 @@ def read_range_log(path: Path) -> RangeLog:
     with collector_off():
         content = json.loads(path.read_bytes())
     threads = [ThreadEntries(**thread) for thread in content.pop("threads")]
-    readings = [ClockReading(**reading) for reading in content.pop("readings")]
+    readings = [[ClockReading(**reading) for reading in moment] for moment in content.pop("readings")]
     return RangeLog(threads=threads, readings=readings, **content)
 
 
@@ -200,16 +200,17 @@ class _Fit:
 
 
 def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, int]) -> tuple[_Fit, _Fit]:
-    """Return the fits at the start and at the end."""
-    half = len(log.readings) // 2
+    """Return the first fit and the last."""
     fits = []
-    for readings in (log.readings[:half], log.readings[half:]):
-        made = calls.get(row_of[readings[0].handle], []) if readings else []
+    for readings in log.readings:
+        made = calls.get(row_of[readings[0].handle], [])
         fit = _fit(readings, [(start, end) for start, end, name in made if name.endswith(_SYNCHRONIZES)])
         if fit is None:
             raise RangeLogError("the trace lacks the calls that match its clock and threads with those of the ranges")
         fits.append(fit)
-    return fits[0], fits[1]
+    if not fits:
+        raise RangeLogError("no clock was read while it was recorded")
+    return fits[0], fits[-1]
 
 
 def _fit(readings: list[ClockReading], waits: list[tuple[int, int]]) -> _Fit | None:

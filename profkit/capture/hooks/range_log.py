@@ -19,7 +19,7 @@ MOST_ENTRIES = 4_000_000
 """More are not kept: they would take some 300 MB of the program's memory, and a trace that nobody can open."""
 
 _PAUSES_S = (0.0, 0.0005, 0.001)
-"""The pauses before the waits for the GPU at either end: unequal, so that no other waits look like these."""
+"""The pauses before the waits for the GPU at one moment: unequal, so that no other waits look like these."""
 
 
 class LiveLog:
@@ -31,7 +31,7 @@ class LiveLog:
         """Whether the program had captured a CUDA graph when the recording ended."""
         self.number_of = _Numbers()
         self._threads: list[ThreadEntries] = []
-        self._readings: list[ClockReading] = []
+        self._readings: list[list[ClockReading]] = []
         self._most_entries = most_entries
 
     def begin_thread(self) -> list[int]:
@@ -47,13 +47,21 @@ class LiveLog:
         return sum(len(thread.entries) for thread in self._threads) >= self._most_entries
 
     def read_clock(self) -> None:
-        """Read the clock around waits for the GPU, which has nothing to do: the trace holds these calls too."""
-        handle = threading.get_ident()
+        """Read the clock around waits for the GPU, which has nothing to do: the trace holds these calls too.
+
+        Within a capture into a CUDA graph, which a wait would break, it is not read.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        handle, readings = threading.get_ident(), []
+        if all(thread.handle != handle for thread in self._threads):
+            self.begin_thread()
         for pause_s in _PAUSES_S:
             sleep(pause_s)
             before_ns = time_ns()
             torch.cuda.synchronize()
-            self._readings.append(ClockReading(handle, before_ns, time_ns()))
+            readings.append(ClockReading(handle, before_ns, time_ns()))
+        self._readings.append(readings)
 
     def content(self) -> RangeLog:
         """Return all that was logged."""
