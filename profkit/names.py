@@ -54,6 +54,9 @@ VALUE_PRODUCT = "final matmul"
 SHARED = "shared: "
 """Begins the name of the range of a kernel that several modules share: ``shared: h.3.ln_2 + h.3.mlp``."""
 
+MEMORY_TEXT = "profkit:"
+"""How the text begins that the hooks write into an allocation: ``profkit:PHASE:MODULE``."""
+
 MODEL = "model"
 """The range of the outermost module; the modules in it are named as its ``named_modules`` does."""
 

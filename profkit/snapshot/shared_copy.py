@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from profkit.files import collector_off, whole_file
+from profkit.names import MEMORY_TEXT
+from profkit.snapshot.frames import MOST_FRAMES, read_frame, write_frame
 from profkit.snapshot.reader import build_snapshot
 from profkit.snapshot.unpickler import load_data
 from profkit.text_kinds import (
@@ -29,13 +31,6 @@ from profkit.text_kinds import (
     base_name,
 )
 
-OWN_TEXT = "profkit:"
-"""How the text begins that profkit writes into allocations."""
-MOST_FRAMES = 2000
-"""Twice as deep as Python calls itself."""
-
-_LONGEST_TEXT = 4096
-_LONGEST_TRACE = 2**16
 _NUMBER = (int, float)
 
 # Which folders and files of torch, profkit and Python the rules for stacks look for (`profkit.analysis.memory`).
@@ -57,7 +52,6 @@ _NAMES = (
     *("at::cuda::setWorkspaceForHandle", "at::autocast::cached_cast"),
     *("torch::unwind", "torch::CapturedTraceback", "torch::cuda::", "c10::cuda::CUDACachingAllocator", "at::detail"),
 )
-_MADE_LINE = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d{1,9}), in (?P<name>.*)')
 
 
 def write_shared_snapshot(path: Path, output: Path, keeper: Keeper) -> None:
@@ -113,31 +107,16 @@ class _SnapshotCopy:
     def _frame(self, frame: dict[str, Any]) -> dict[str, Any]:
         place = id(frame)
         if place not in self._frames:
-            name, file, line = (frame.get(key) for key in ("name", "filename", "line"))
-            copy = self._place(_text(name), _text(file), line if isinstance(line, int) else 0)
-            made_from = frame.get("fx_original_trace")
-            if isinstance(made_from, str):
-                copy["fx_original_trace"] = self._made_from(made_from[:_LONGEST_TRACE])
-            self._frames[place] = copy
+            self._frames[place] = write_frame([self._line(*line) for line in read_frame(frame)])
         return self._frames[place]
 
-    def _made_from(self, trace: str) -> str:
-        places = (self._place(match["name"], match["file"], int(match["line"])) for match in _lines_in(trace))
-        return "\n".join(f'File "{one["filename"]}", line {one["line"]}, in {one["name"]}' for one in places)
-
-    def _place(self, name: str, file: str, line: int) -> dict[str, Any]:
+    def _line(self, name: str, file: str, line: int) -> tuple[str, str, int]:
         folders, _, last = file.rpartition("/")
         if self.keeper.keep_frames:
-            kept = "/".join([*_known_words(folders), base_name(last)]) if last not in ("", "??") else last
-            return {"name": name, "filename": kept, "line": line}
+            return name, "/".join([*_known_words(folders), base_name(last)]) if last not in ("", "??") else last, line
         known = next((beginning for beginning in _NAMES if name.startswith(beginning)), LEFT_OUT)
         is_inductors = _INDUCTORS_FILE.fullmatch(last.removesuffix(".py")) is not None
-        number = line if is_inductors else self.keeper.number_of_line(file, line, name)
-        return {"name": known, "filename": _known_path(file), "line": number}
-
-
-def _lines_in(trace: str) -> list[re.Match[str]]:
-    return [match for line in trace.splitlines() if (match := _MADE_LINE.match(line))]
+        return known, _known_path(file), line if is_inductors else self.keeper.number_of_line(file, line, name)
 
 
 def _known_path(file: str) -> str:
@@ -167,10 +146,6 @@ def _known_word(word: str) -> str:
     return next((beginning for beginning in beginnings if word.startswith(beginning)), _ANY_WORD)
 
 
-def _text(value: object) -> str:
-    return value[:_LONGEST_TEXT] if isinstance(value, str) else "?"
-
-
 def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None:
     """Return the text that an allocation carries: profkit's own names a phase and a module."""
     keeper = copy.keeper
@@ -179,10 +154,10 @@ def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None
         return {keeper.text(LABEL, key): keeper.text(LABEL, text) for key, text in pairs}
     if not isinstance(value, str):
         return None
-    if not value.startswith(OWN_TEXT):
+    if not value.startswith(MEMORY_TEXT):
         return keeper.text(LABEL, value)
-    phase, colon, module = value.removeprefix(OWN_TEXT).partition(":")
-    return f"{OWN_TEXT}{keeper.text(RANGE, phase)}{colon}{keeper.text(MODULE, module)}"
+    phase, colon, module = value.removeprefix(MEMORY_TEXT).partition(":")
+    return f"{MEMORY_TEXT}{keeper.text(RANGE, phase)}{colon}{keeper.text(MODULE, module)}"
 
 
 def _pair(_: _SnapshotCopy, value: object) -> tuple[int, int] | None:

@@ -40,7 +40,6 @@ def _by_process(process: Ints, rows: Ints) -> list[tuple[int, Ints]]:
 
 
 def _moments(begin: dict[int, int], process: Ints) -> Ints:
-    """Return for each row when its process begins."""
     found = np.full(len(process), np.iinfo(np.int64).min, dtype=np.int64)
     for number, moment in begin.items():
         found[process == number] = moment

@@ -101,7 +101,6 @@ class GpuReader:
         return [event for event, _ in timed], start, end
 
     def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
-        """Return process, launch time and launching thread of each row."""
         processes = self._reading.processes()
         found = []
         for event in rows:

@@ -112,7 +112,6 @@ class _ExportCopy:
         self._target.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})", copies)
 
     def _number_texts(self, table: str, columns: Mapping[str, Kind | TextId | str]) -> None:
-        """Note what the numbers in a table stand for."""
         for name, text_id in columns.items():
             if not isinstance(text_id, TextId):
                 continue

@@ -114,7 +114,6 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
 
 
 def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Ints) -> dict[int, int | float]:
-    """Return the number that a range carries, by range index."""
     there = [name for name in PAYLOADS if name in columns]
     if not there:
         return {}

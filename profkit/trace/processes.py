@@ -156,7 +156,6 @@ def _renumbered(trace: Trace, names: dict[str, int], processes: int, threads: in
 
 
 def _thread_count(trace: Trace) -> int:
-    """Return one more than the greatest thread number."""
     columns = (trace.work.launch_thread, trace.calls.thread, trace.ranges.thread, trace.ranges.end_thread)
     known = [*trace.thread_names, *trace.main_threads, *(int(column.max()) for column in columns if len(column))]
     if trace.origins is not None and len(trace.origins.thread):

@@ -217,7 +217,6 @@ class SqliteFile:
         return [column[:done] for column in columns]
 
     def _chunks(self, table: str, size: int) -> Iterator[tuple[int, int]]:
-        """Yield the first and last rowid of each chunk of a table with ``size`` rows."""
         if not size:
             return
         first, last = self.rows(f'SELECT min(rowid), max(rowid) FROM "{table}"')[0]
@@ -316,7 +315,6 @@ class PageReader:
         return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
 
     def _leaves(self, root_page: int) -> Ints:
-        """Return the numbers of the leaf pages from left to right."""
         level = np.array([root_page], dtype=np.int64)
         for _ in range(20):  # deeper than any b-tree of 2³² pages
             first = self._pages(level[:1])[0]
@@ -427,7 +425,6 @@ def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:
 
 
 def _skip_varint(data: Bytes, at: Ints) -> Ints:
-    """Return where the varints at these places end."""
     more = data.take(at) >= 0x80
     at = at + 1
     for _ in range(8):

@@ -19,10 +19,8 @@ from typing import Any
 from profkit.allocator.history import History
 from profkit.allocator.replay import Replay
 from profkit.analysis.memory.phases import Timeline
-from profkit.names import BACKWARD, LOSS, MODEL
+from profkit.names import BACKWARD, LOSS, MEMORY_TEXT, MODEL
 from profkit.run.owners import ROLES, START, Owned, Owners
-
-METADATA_PREFIX = "profkit:"
 
 _CLOCK_SLACK_US = 500
 _FAR = 2**62
@@ -112,9 +110,9 @@ class Text:
 def read_text(raw: dict[str, Any]) -> Text | None:
     """Return what profkit's hooks wrote into an event; None if its text is the program's own or there is none."""
     value = raw.get("user_metadata")
-    if not isinstance(value, str) or not value.startswith(METADATA_PREFIX):
+    if not isinstance(value, str) or not value.startswith(MEMORY_TEXT):
         return None
-    phase, _, module = value[:_LONGEST_TEXT].removeprefix(METADATA_PREFIX).partition(":")
+    phase, _, module = value[:_LONGEST_TEXT].removeprefix(MEMORY_TEXT).partition(":")
     # An earlier profkit called by this name what ran in backward before the first module's.
     return Text(phase, "" if (phase, module) == (BACKWARD, LOSS) else module)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,13 +20,8 @@ from typing import Any
 from profkit.allocator.replay import Replay
 from profkit.errors import SnapshotError
 from profkit.snapshot.columns import Device, Stack
+from profkit.snapshot.frames import MOST_FRAMES, read_frame
 
-_MOST_LINES = 2**31
-# Twice as deep as Python calls itself.
-_MOST_FRAMES = 2000
-# Linux has no longer paths.
-_LONGEST_TEXT = 4096
-_LONGEST_TRACE = 2**16
 _MOST_MADE_LINES = 2**21
 _MOST_FILES = 2**15
 NO_FRAMES = "no Python line (backward pass, or before recording)"
@@ -45,7 +40,6 @@ _STANDARD = re.compile(r"^(?>.*/lib/python3)(?!.*-packages/)|^<frozen")
 # (torch/fx/graph_module.py).
 _GENERATED = re.compile(r"(?:^|/)(?:c[a-z2-7]{51}|fx_generated_[^/]*)\.py$|^<eval_with_key>")
 _INDUCTORS = re.compile(r"(?:^|/)(c[a-z2-7]{51})\.py$")
-_LONGEST_NUMBER = 10
 # Frames around a compiled call, and around every call that torch.compile does not compile.
 _COMPILER = ("torch/_dynamo/", "torch/_inductor/")
 _NATIVE_ENDINGS = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc", ".c", ".so")
@@ -156,7 +150,7 @@ class StackBook:
         place = id(frames)
         number = self._by_list.get(place)
         if number is None:
-            frames = frames[:_MOST_FRAMES]
+            frames = frames[:MOST_FRAMES]
             key = tuple(map(id, frames))
             number = self._numbers.get(key)
             if number is None:
@@ -183,12 +177,12 @@ class StackBook:
     def _read(self, frame: dict[str, Any]) -> Stack:
         place = id(frame)
         if place not in self._by_frame:
-            self._by_frame[place] = tuple(_read_frame(frame))
+            self._by_frame[place] = tuple(read_frame(frame))
         return self._by_frame[place]
 
     def _intern(self, frames: list[dict[str, Any]]) -> int:
         lines = (line for frame in frames if isinstance(frame, dict) for line in self._read(frame))
-        stack = tuple(itertools.islice(lines, _MOST_FRAMES))
+        stack = tuple(itertools.islice(lines, MOST_FRAMES))
         self._made_lines += max(len(stack) - len(frames), 0)
         if self._made_lines > _MOST_MADE_LINES:
             raise SnapshotError(
@@ -249,21 +243,3 @@ def _stands_in(file: str, places: tuple[str, ...]) -> bool:
 def _is_native(frame: tuple[str, str, int]) -> bool:
     file = frame[1]
     return file in ("", "??") or file.endswith(_NATIVE_ENDINGS)
-
-
-def _read_frame(frame: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yield a frame, and after one of code that FX generated the lines that it was made from, innermost first."""
-    yield _text(frame.get("name")), _text(frame.get("filename")), _line(frame.get("line"))
-    for line in reversed(_text(frame.get("fx_original_trace"), _LONGEST_TRACE).splitlines()):
-        place, _, name = line.partition(", in ")
-        file, is_there, number = place.strip().removeprefix('File "').partition('", line ')
-        if is_there:
-            yield name, file, int(number) if number.isdecimal() and len(number) < _LONGEST_NUMBER else 0
-
-
-def _text(value: Any, longest: int = _LONGEST_TEXT) -> str:
-    return value[:longest] if isinstance(value, str) else "?"
-
-
-def _line(value: Any) -> int:
-    return value if isinstance(value, int) and 0 <= value < _MOST_LINES else 0

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from profkit.names import FORWARD
-
-_PREFIX = "profkit:"
+from profkit.names import FORWARD, MEMORY_TEXT
 
 
 def can_write() -> bool:
@@ -24,7 +22,7 @@ def write(phase: str | None, module: str | None) -> None:
 
     MODULE is empty outside every module; a module outside every phase runs forward. A text of the script's own stays.
     """
-    text = "" if phase is None and module is None else f"{_PREFIX}{phase or FORWARD}:{module or ''}"
+    text = "" if phase is None and module is None else f"{MEMORY_TEXT}{phase or FORWARD}:{module or ''}"
     before = torch.cuda.memory._get_memory_metadata()
-    if not before or before.startswith(_PREFIX):
+    if not before or before.startswith(MEMORY_TEXT):
         torch.cuda.memory._set_memory_metadata(text)
