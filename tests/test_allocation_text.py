@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.capture.memory import allocation_text
+from profkit.capture.memory import recording
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_the_text_names_phase_and_module(texts: list[str], phase: str | None, module: str | None, text: str) -> None:
-    allocation_text.write("forward", "before")
-    allocation_text.write(phase, module)
+    recording.write_text("forward", "before")
+    recording.write_text(phase, module)
     assert texts[-1] == text
 
 
 def test_a_text_of_the_scripts_own_stays(texts: list[str]) -> None:
     texts.append("epoch 3")
-    allocation_text.write("forward", "model")
-    allocation_text.write(None, None)
+    recording.write_text("forward", "model")
+    recording.write_text(None, None)
     assert texts[-1] == "epoch 3"

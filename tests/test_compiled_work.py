@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.compiled.watch import loaded  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
-from profkit.capture.work.graph_work import GraphPart, GraphWork, replay_observers  # noqa: E402
+from profkit.capture.work.operator_work import GraphPart, GraphWork, replay_observers  # noqa: E402
 from profkit.run.compiled_code import (  # noqa: E402
     Launch,
     LaunchPlace,

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
 from torch.utils.data import dataloader as torchs  # noqa: E402
 
-from profkit.capture.hooks.data_loading import DataLoading  # noqa: E402
 from profkit.capture.steps import times  # noqa: E402
+from profkit.capture.steps.data_loading import DataLoading  # noqa: E402
 from profkit.capture.steps.times import PhaseClock  # noqa: E402
 from tests.forked_scripts import Forks  # noqa: E402
 from tests.in_process import run_command, run_profkit  # noqa: E402

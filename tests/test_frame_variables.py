@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from profkit.capture.steps.frame_variables import variable_of, variables_at_hand
+from profkit.capture.steps.variable_names import variable_of, variables_at_hand
 
 
 class Thing:

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from torch import nn
 
-from profkit.capture.hooks.module_depth import reach_by_tree
+from profkit.capture.hooks.module_names import reach_by_tree
 
 
 class Calls(nn.Module):

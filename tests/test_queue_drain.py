@@ -17,9 +17,15 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torch.utils.data import dataloader as torchs  # noqa: E402
 
 from profkit import read_trace  # noqa: E402
-from profkit.capture.hooks.data_loading import DataLoading, Queue, queue_of  # noqa: E402
 from profkit.capture.session import Session  # noqa: E402
-from profkit.capture.steps.queue_drain import LONGEST_DRAIN, QueueDrain, count_steps_to_drain  # noqa: E402
+from profkit.capture.steps.data_loading import (  # noqa: E402  # noqa: E402
+    LONGEST_DRAIN,
+    DataLoading,
+    Queue,
+    QueueDrain,
+    count_steps_to_drain,
+    queue_of,
+)
 from profkit.launch.manifest import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
 from profkit.run.manifest import Loading  # noqa: E402
 from profkit.run.recording import Order, take_processes  # noqa: E402
@@ -55,7 +61,7 @@ class Batches:
 
 
 batches = Batches()
-start = profile.start
+start = profile.start_trace
 
 
 def start_slowly(self):
@@ -70,7 +76,7 @@ def ready():
     return held + batches.own._worker_result_queue.qsize()
 
 
-profile.start = start_slowly
+profile.start_trace = start_slowly
 torch.manual_seed(0)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)

@@ -23,7 +23,6 @@ from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.errors import describe_error, is_out_of_memory, killed_rank, say
 from profkit.capture.flight_recorder import is_slowest, several_ranks
-from profkit.capture.hooks.data_loading import is_loader_worker
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
@@ -31,8 +30,8 @@ from profkit.capture.memory.recording import MemoryRecording
 from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.steps.conditions import read_conditions
+from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.own_steps import OwnSteps
-from profkit.capture.steps.queue_drain import QueueDrain
 from profkit.capture.steps.times import StepCollector, sum_times, wait_for_device
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP

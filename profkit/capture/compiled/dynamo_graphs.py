@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import fx, nn
 
 from profkit.capture.compiled.origins import Operator, line_of, modules_of
-from profkit.capture.hooks.module_depth import plain_name
+from profkit.capture.hooks.module_names import plain_name
 from profkit.capture.patches import Function, patch
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")

@@ -31,7 +31,7 @@ from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.module_names import unwrap
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.patches import outside_dynamo
-from profkit.capture.steps.frame_variables import variable_of
+from profkit.capture.steps.variable_names import variable_of
 from profkit.capture.work.account import Instance, WorkAccount
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import LaunchPlace

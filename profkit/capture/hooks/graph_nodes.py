@@ -29,8 +29,7 @@ from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.module_names import ModuleNames, Part
 from profkit.capture.hooks.open_ranges import OpenOnThread
 from profkit.capture.patches import Function, patch
-from profkit.capture.work.graph_work import CapturedOperators, GraphPart, GraphWork, replay_observers
-from profkit.capture.work.operator_work import OperatorWork
+from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range, launch_range, read_launch_range
 
 # CUgraphNodeType

@@ -29,7 +29,6 @@ from torch.optim.optimizer import Optimizer
 from profkit.annotation import RangeObserver, ignore_ranges, leave_profiler_out, observe_ranges
 from profkit.capture.hooks.backward_calls import watch_backward_calls
 from profkit.capture.hooks.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
-from profkit.capture.hooks.data_loading import DataLoading
 from profkit.capture.hooks.generation import Generation
 from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
 from profkit.capture.hooks.module_calls import ReplicaCall, observe_module_calls, watch_replicas
@@ -44,6 +43,7 @@ from profkit.capture.hooks.watcher import StepListener, Watcher
 from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
+from profkit.capture.steps.data_loading import DataLoading
 from profkit.capture.steps.policy import StepPolicy, is_loss_module
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from profkit.capture.hooks.module_depth import plain_name
+from profkit.capture.hooks.module_names import plain_name
 from profkit.capture.memory.saved_tensors import is_cast_of_parameter, read_saved
 from profkit.run.owners import START
 

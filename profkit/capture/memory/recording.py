@@ -5,6 +5,10 @@ anything: the snapshot of that moment, over the one before.
 
 Nothing here changes what the target does: CUDA is never initialised for it, no tensor is held, and whatever fails ends
 the recording alone, and is reported by the launcher.
+
+The allocator keeps a text for each thread and writes it into each event of its history (torch 2.10 and later): here
+the phase and the module that the thread works for. The autograd thread has no Python stack, so more than half of the
+bytes of a training step would otherwise carry nothing that says whose they are.
 """
 
 from __future__ import annotations
@@ -27,12 +31,11 @@ from profkit.annotation import record_in_torch
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.module_names import Roots
 from profkit.capture.hooks.watcher import Watcher
-from profkit.capture.memory import allocation_text
 from profkit.capture.memory.owners import OwnerLedger, now_us
 from profkit.capture.memory.saved_tensors import tensors_at_hand, watch_hooks
 from profkit.capture.patches import call_between, patch, restore
 from profkit.files import whole_file
-from profkit.names import step_range
+from profkit.names import FORWARD, MEMORY_TEXT, step_range
 from profkit.run.directory import OWNERS, PARTIAL, SNAPSHOT, name_of_rank
 from profkit.run.manifest import ProcessMemory
 from profkit.run.recording import MemoryOptions
@@ -180,7 +183,7 @@ class MemoryRecording(Watcher):
     @_harmless
     def runs_for(self, phase: str | None, module: str | None) -> None:
         if self._writes_text:
-            allocation_text.write(phase, module)
+            write_text(phase, module)
 
     @_harmless
     def optimizer_begins(self, optimizer: Optimizer) -> None:
@@ -204,7 +207,7 @@ class MemoryRecording(Watcher):
             return
         try:
             self._open_files()
-            self._writes_text = allocation_text.can_write()
+            self._writes_text = can_write_text()
             switch_on(self._options.stacks, self._options.max_entries)
             call_when_full(self._when_full)
             for name in _RESETS:
@@ -323,3 +326,19 @@ def dump(path: Path) -> None:
     """Write the allocator's snapshot as a pickle; ``path`` appears whole or not at all."""
     with whole_file(path) as partial, partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
+
+
+def can_write_text() -> bool:
+    """Return whether this torch can store a text with each allocation."""
+    return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
+
+
+def write_text(phase: str | None, module: str | None) -> None:
+    """Have the allocator write ``profkit:PHASE:MODULE`` into what this thread allocates from now on, or nothing.
+
+    MODULE is empty outside every module; a module outside every phase runs forward. A text of the script's own stays.
+    """
+    text = "" if phase is None and module is None else f"{MEMORY_TEXT}{phase or FORWARD}:{module or ''}"
+    before = torch.cuda.memory._get_memory_metadata()
+    if not before or before.startswith(MEMORY_TEXT):
+        torch.cuda.memory._set_memory_metadata(text)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from profkit.capture.patches import call_between, patch
-from profkit.capture.steps.frame_variables import variables_at_hand
+from profkit.capture.steps.variable_names import variables_at_hand
 
 _MOST_NODES = 200_000
 _NESTING = 3

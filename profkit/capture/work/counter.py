@@ -6,7 +6,7 @@ launch computes for. Where they are not known there, because a size is a symbol,
 counts. What fused kernels do besides products, and the bytes that they move, is not counted: `missing` says so. It says
 "compiled code" where compiled code ran and no launch of it was seen.
 
-The replay of a CUDA graph does what was captured (`profkit.capture.work.graph_work`); where that was not seen,
+The replay of a CUDA graph does what was captured (`profkit.capture.work.operator_work`); where that was not seen,
 `missing` says "replayed CUDA graphs".
 """
 
@@ -26,8 +26,15 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compiled.places import CompiledInstances
 from profkit.capture.compiled.watch import launch_at, loaded
 from profkit.capture.work.account import Instance, WorkAccount, summarize_work
-from profkit.capture.work.graph_work import GraphPart, GraphWork, replay_observers
-from profkit.capture.work.operator_work import Buffers, OperatorMode, OperatorWork, describe_call
+from profkit.capture.work.operator_work import (
+    Buffers,
+    GraphPart,
+    GraphWork,
+    OperatorMode,
+    OperatorWork,
+    describe_call,
+    replay_observers,
+)
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
 from profkit.run.compiled_code import Launch, LaunchPlace, read_graph_range, read_launch_range
 from profkit.run.work import FUSED, RunWork
