@@ -113,6 +113,7 @@ class Copies:
     from_host: Bools
     """Whether it copies from the host's memory to a GPU's; False where the trace does not say."""
     byte_count: Ints
+    stream: Ints
     graph_node: Ints | None = None
     node_ns: Ints | None = None
 
@@ -142,6 +143,26 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self.start_ns)
+
+
+@dataclass(frozen=True, eq=False)
+class Syncs:
+    """What a call waits for, where the profiler says so; ``call`` is its row in `Calls`.
+
+    The call's name says whether a stream waits or the host (nsys 2025 gives both the type "stream waits"). ``stream``
+    is the stream that waits or is waited for, -1 if none is meant. ``record`` is the call that recorded the event, and
+    ``record_device`` and ``record_stream`` where; -1 if it is unknown.
+    """
+
+    call: Ints
+    device: Ints
+    stream: Ints
+    record: Ints
+    record_device: Ints
+    record_stream: Ints
+
+    def __len__(self) -> int:
+        return len(self.call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +242,9 @@ class Trace:
 
     collectives: tuple[CollectiveCall, ...] = ()
     """What the capture itself says of collectives; `Work.collective` points here."""
+
+    syncs: Syncs | None = None
+    """What calls wait for; None where the profiler does not say."""
 
     clock_base_ns: int = 0
     """What its times count from, where captures of one machine may count from different moments."""
@@ -308,7 +332,7 @@ def refuse_too_many_places(trace: Trace) -> None:
             raise TraceError(f"{trace.path}: holds {count:,} {what}; captures with more than {most:,} are not read")
 
 
-Table = TypeVar("Table", Work, Copies, Calls, Ranges, Origins)
+Table = TypeVar("Table", Work, Copies, Calls, Syncs, Ranges, Origins)
 
 
 def array_columns(table: Table) -> list[str]:

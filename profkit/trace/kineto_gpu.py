@@ -76,6 +76,7 @@ class GpuReader:
             is_memset=np.arange(len(rows)) >= len(copies),
             from_host=np.array([_FROM_HOST in name_of(event) for event in rows], dtype=np.bool_),
             byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
+            stream=integers([_stream(event) for event in rows]),
             graph_node=_nodes(rows),
             node_ns=_node_ns(rows, launch_ns),
         )

@@ -34,6 +34,7 @@ from profkit.trace.columns import (
 )
 from profkit.trace.nsys_collectives import read_collectives
 from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
+from profkit.trace.nsys_syncs import read_syncs
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -56,6 +57,7 @@ _FROM_HOST = 1
 # ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. An unknown level is a warning.
 _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
 
+_PLACE = ("start", "end", "device", "process")
 _OPTIONAL = {"status", "stream", "graph", "node", "bytes", "kind"}
 _SMALL_IDS = 1 << 22
 _LARGEST_ID = 1 << 62
@@ -158,6 +160,7 @@ class _Reader:
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             collectives=collectives,
+            syncs=read_syncs(self.file, self.tables, process, calls["correlation"]),
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
@@ -168,7 +171,7 @@ class _Reader:
             wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
         else:
             wanted |= {"process": ("globalPid", 0), "device": ("deviceId", 0)}
-        if table in (KERNELS, GRAPHS):
+        if table != CALLS:
             wanted |= {"stream": ("streamId", -1)}
         if table == KERNELS:
             wanted |= {"name": (self._kernel_name_column(), -1)}
@@ -279,7 +282,7 @@ class _Reader:
 
     def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
         parts = [found[table] for table in (COPIES, SETS) if table in found]
-        column = {name: _joined(parts, name) for name in ("start", "end", "device", "process", "bytes", "kind")}
+        column = {name: _joined(parts, name) for name in (*_PLACE, "stream", "bytes", "kind")}
         launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
         is_memset = np.zeros(len(column["start"]), dtype=np.bool_)
         is_memset[len(found[COPIES]["start"]) if COPIES in found else 0 :] = True
@@ -293,6 +296,7 @@ class _Reader:
             is_memset=is_memset,
             from_host=column["kind"] == _FROM_HOST,
             byte_count=column["bytes"],
+            stream=column["stream"],
             graph_node=number_in_graph(_joined(parts, "node")),
         )
 

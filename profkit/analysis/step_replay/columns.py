@@ -1,0 +1,304 @@
+"""One process's step as the columns that the replay runs: what the host called, and what ran on the GPU for it.
+
+A call begins a recorded *gap* after the call before it ended: the last one of any thread, since a program's threads
+mostly hand the baton to each other (the main thread waits while autograd's launches); where two calls overlap in time,
+the last one of its own thread. An operation on the GPU follows the one before it on its stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+
+HOST, LAUNCH, WAIT, COPY = range(4)
+"""What a call is: one that does nothing on the GPU, one that launches, one that waits for the GPU, and a copy from or
+to pageable memory, which ends after it has run."""
+
+KERNEL, MEMCPY, MEMSET, NODE = range(4)
+"""What an operation is; a node is one of a CUDA graph after the first on its stream."""
+
+NONE = -1
+"""The call before the first one, and the operation before a stream's first one."""
+
+_WAITS = re.compile(r"^(cuda|cu)(Device|Stream|Event|Ctx|Thread)Synchronize")
+_STREAM_WAITS = re.compile(r"^(cuda|cu)StreamWaitEvent")
+_COPIES = re.compile(r"^(cuda|cu)Memcpy")
+
+
+@dataclass(eq=False)
+class StepColumns:
+    """A step in columns; lists, because the replay reads them one by one.
+
+    Times are nanoseconds since the step began. Of calls: ``before`` is the call whose end the gap is counted from,
+    ``own_ns`` how long the call took, ``targets`` the operations that it waits for, ``launches`` those that it
+    launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
+    ``awaited`` operations of other streams that it waits for. ``free_ns`` is until when earlier steps' work kept each
+    stream busy.
+    """
+
+    call: Ints
+    """Rows of the trace's calls."""
+    thread: list[int]
+    before: list[int]
+    gap_ns: list[int]
+    own_ns: list[int]
+    kind: list[int]
+    targets: list[Sequence[int]]
+    launches: list[tuple[int, int]]
+    call_start_ns: list[int]
+    call_end_ns: list[int]
+
+    row: Ints
+    """Rows of the trace's work; those of its copies follow on."""
+    launcher: list[int]
+    operation: list[int]
+    stream: list[int]
+    previous: list[int]
+    duration_ns: list[int]
+    awaited: dict[int, list[int]]
+    start_ns: list[int]
+    end_ns: list[int]
+    free_ns: dict[int, int] = field(default_factory=dict)
+    unknown_waits: int = 0
+    """How many streams waited for an event whose recording is unknown: these waits are left out."""
+
+    @property
+    def recorded_ns(self) -> int:
+        """How long the step took: until its host and its GPUs had ended."""
+        return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Operations:
+    """Kernels, then copies, of one process; ``call`` is the place of the launching one among its outermost calls."""
+
+    row: Ints
+    kind: Ints
+    start_ns: Ints
+    end_ns: Ints
+    stream: Ints
+    call: Ints
+
+    def take(self, rows: Ints | Bools) -> _Operations:
+        return _Operations(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+class ProcessCalls:
+    """One process's calls and operations; `step` cuts a step out of them.
+
+    Only the outermost of nested calls count: a runtime call makes driver calls.
+    """
+
+    def __init__(self, trace: Trace, process: int) -> None:
+        self._trace = trace
+        calls = trace.calls
+        mine = np.flatnonzero(calls.process == process)
+        is_outer = np.zeros(len(mine), dtype=np.bool_)
+        for thread in distinct_values(calls.thread[mine]).tolist():
+            here = np.flatnonzero(calls.thread[mine] == thread)
+            reach = np.maximum.accumulate(calls.end_ns[mine[here]])
+            is_outer[here] = np.concatenate([[True], calls.start_ns[mine[here]][1:] >= reach[:-1]])
+        self._calls = mine[is_outer]
+        self._place = np.full(len(calls), NONE, dtype=np.int64)
+        """Of each call of the trace, the place of the outermost one around it."""
+        for thread in distinct_values(calls.thread[mine]).tolist():
+            here = mine[calls.thread[mine] == thread]
+            self._place[here] = (np.cumsum(is_outer) - 1)[np.searchsorted(mine, self._outer_of(here, mine, is_outer))]
+        self._streams: dict[tuple[int, int], int] = {}
+        self._operations = self._read_operations(process)
+        self._syncs = self._read_syncs()
+
+    @staticmethod
+    def _outer_of(here: Ints, mine: Ints, is_outer: Bools) -> Ints:
+        """Return for calls of one thread the outermost call around each."""
+        outer = np.where(is_outer[np.searchsorted(mine, here)], np.arange(len(here)), 0)
+        return here[np.maximum.accumulate(outer)]
+
+    def _read_operations(self, process: int) -> _Operations:
+        trace = self._trace
+        work, copies = trace.work, trace.copies
+        parts = []
+        for table, offset, kind in (
+            (work, 0, np.full(len(work), KERNEL)),
+            (copies, len(work), np.where(copies.is_memset, MEMSET, MEMCPY)),
+        ):
+            rows = np.flatnonzero((table.process == process) & (table.launch_thread >= 0))
+            stream = self._number_streams(table.device[rows], table.stream[rows])
+            call = self._place[self._find_calls(table.launch_ns[rows], table.launch_thread[rows])]
+            parts.append(_Operations(rows + offset, kind[rows], table.start_ns[rows], table.end_ns[rows], stream, call))
+        joined = _Operations(
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in _Operations.__dataclass_fields__)
+        )
+        # Operations of one stream run in the order in which they were launched.
+        return joined.take(np.lexsort((joined.start_ns, joined.call)))
+
+    def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
+        """Return the call that began at each time on each thread: two calls of one thread never begin together."""
+        calls = self._trace.calls
+        found = np.searchsorted(calls.start_ns, launch_ns)
+        for _ in range(_MOST_AT_ONCE):
+            wrong = calls.thread[np.minimum(found, len(calls) - 1)] != thread
+            if not wrong.any():
+                break
+            found = np.where(wrong, found + 1, found)
+        return np.minimum(found, len(calls) - 1)
+
+    def _number_streams(self, device: Ints, stream: Ints) -> Ints:
+        pairs = zip(device.tolist(), stream.tolist(), strict=True)
+        return np.array([self._streams.setdefault(pair, len(self._streams)) for pair in pairs], dtype=np.int64)
+
+    def _read_syncs(self) -> dict[int, _Sync]:
+        syncs = self._trace.syncs
+        if syncs is None:
+            return {}
+        columns = (syncs.call, syncs.device, syncs.stream, syncs.record, syncs.record_device, syncs.record_stream)
+        found = {}
+        for call, device, stream, record, at_device, at_stream in zip(*(c.tolist() for c in columns), strict=True):
+            place = int(self._place[call])
+            if place >= 0:
+                recorded = int(self._place[record]) if record >= 0 else NONE
+                found[place] = _Sync(
+                    self._streams.get((device, stream), NONE),
+                    stream >= 0,
+                    recorded,
+                    self._streams.get((at_device, at_stream), NONE),
+                )
+        return found
+
+    def step(self, start_ns: int, end_ns: int) -> StepColumns:
+        """Return the calls that began in ``[start_ns, end_ns)`` and what they launched."""
+        calls = self._trace.calls
+        first, last = np.searchsorted(calls.start_ns[self._calls], [start_ns, end_ns]).tolist()
+        rows = self._calls[first:last]
+        operations = self._operations
+        mine = operations.take((operations.call >= first) & (operations.call < last))
+        starts, ends = ((column[rows] - start_ns).tolist() for column in (calls.start_ns, calls.end_ns))
+        threads = calls.thread[rows].tolist()
+        before, gaps = _gaps(starts, ends, threads)
+        launcher = (mine.call - first).tolist()
+        streams = mine.stream.tolist()
+        previous = _previous(streams)
+        is_node = [at != NONE and launcher[at] == launcher[row] for row, at in enumerate(previous)]
+        step = StepColumns(
+            call=rows,
+            thread=threads,
+            before=before,
+            gap_ns=gaps,
+            own_ns=[end - start for start, end in zip(starts, ends, strict=True)],
+            kind=[HOST] * len(rows),
+            targets=[()] * len(rows),
+            launches=_intervals(mine.call - first, len(rows)),
+            call_start_ns=starts,
+            call_end_ns=ends,
+            row=mine.row,
+            launcher=launcher,
+            operation=np.where(np.array(is_node, dtype=np.bool_), NODE, mine.kind).tolist(),
+            stream=streams,
+            previous=previous,
+            duration_ns=(mine.end_ns - mine.start_ns).tolist(),
+            awaited={},
+            start_ns=(mine.start_ns - start_ns).tolist(),
+            end_ns=(mine.end_ns - start_ns).tolist(),
+            free_ns=self._free(first, start_ns),
+        )
+        self._find_waits(step, first)
+        return step
+
+    def _free(self, first: int, start_ns: int) -> dict[int, int]:
+        """Return until when operations that were launched before keep each stream busy."""
+        earlier = self._operations.take((self._operations.call < first) & (self._operations.end_ns > start_ns))
+        return {
+            number: int(earlier.end_ns[earlier.stream == number].max()) - start_ns
+            for number in distinct_values(earlier.stream).tolist()
+        }
+
+    def _find_waits(self, step: StepColumns, first: int) -> None:
+        """Say of each call what it is and what it waits for, and of each operation what its stream waited for."""
+        names = [self._trace.names[name] for name in self._trace.calls.name[step.call].tolist()]
+        last: dict[int, int] = {}
+        recorded: dict[int, dict[int, int]] = {}
+        pending: dict[int, list[int]] = {}
+        for at, name in enumerate(names):
+            sync = self._syncs.get(first + at)
+            begin, end = step.launches[at]
+            if _WAITS.match(name):
+                step.kind[at] = WAIT
+                step.targets[at] = _targets(sync, last, recorded)
+            elif _STREAM_WAITS.match(name):
+                target = None if sync is None else recorded.get(sync.record, {}).get(sync.recorded_on)
+                if sync is None or sync.record == NONE:
+                    step.unknown_waits += 1
+                elif target is not None:
+                    pending.setdefault(sync.stream, []).append(target)
+            elif begin < end:
+                ended = all(step.end_ns[row] <= step.call_end_ns[at] for row in range(begin, end))
+                step.kind[at] = COPY if ended and _COPIES.match(name) else LAUNCH
+            elif "EventRecord" in name:
+                recorded[first + at] = dict(last)
+            for row in range(begin, end):
+                if step.stream[row] in pending:
+                    step.awaited[row] = pending.pop(step.stream[row])
+                last[step.stream[row]] = row
+
+
+_MOST_AT_ONCE = 64
+"""How many threads may begin a call in the same nanosecond."""
+
+
+@dataclass(frozen=True)
+class _Sync:
+    """What a call waits for: a stream's number (``names_stream`` is set if one is meant), or a recorded event."""
+
+    stream: int
+    names_stream: bool
+    record: int
+    recorded_on: int
+
+
+def _targets(sync: _Sync | None, last: dict[int, int], recorded: dict[int, dict[int, int]]) -> list[int]:
+    """Return the operations that a waiting call waits for: the one before the event, the stream's last, or all last."""
+    if sync is not None and sync.record != NONE:
+        target = recorded.get(sync.record, {}).get(sync.recorded_on)
+        return [] if target is None else [target]
+    if sync is not None and sync.names_stream:
+        return [last[sync.stream]] if sync.stream in last else []
+    return sorted(last.values())
+
+
+def _gaps(starts: list[int], ends: list[int], threads: list[int]) -> tuple[list[int], list[int]]:
+    """Return for each call the one before it, and the time from that one's end to its start."""
+    before, gaps = [], []
+    latest = NONE
+    own: dict[int, int] = {}
+    for at, (start, thread) in enumerate(zip(starts, threads, strict=True)):
+        earlier = latest
+        if latest != NONE and ends[latest] > start:
+            earlier = own.get(thread, NONE)
+        before.append(earlier)
+        gaps.append(start - (0 if earlier == NONE else ends[earlier]))
+        own[thread] = at
+        if latest == NONE or ends[at] >= ends[latest]:
+            latest = at
+    return before, gaps
+
+
+def _previous(streams: list[int]) -> list[int]:
+    """Return for each operation the one before it on its stream."""
+    last: dict[int, int] = {}
+    previous = []
+    for row, stream in enumerate(streams):
+        previous.append(last.get(stream, NONE))
+        last[stream] = row
+    return previous
+
+
+def _intervals(launcher: Ints, calls: int) -> list[tuple[int, int]]:
+    """Return the operations of each call, which are sorted by call."""
+    edges = np.searchsorted(launcher, np.arange(calls + 1)).tolist()
+    return list(pairwise(edges))

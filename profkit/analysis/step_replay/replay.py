@@ -1,0 +1,276 @@
+"""Runs a step again, in one pass over its calls: a race of host threads, streams and waits.
+
+- A call begins its gap after the call before it has ended (`columns`), and takes its own time.
+- An operation begins when the last of these is over: its launch and the launch's latency; the operation before it on
+  its stream and the gap between the two; what its stream waits for.
+- A call that waits ends its own time after it began, or a wake-up time after its last target has ended.
+- A copy from or to pageable memory runs inside its call.
+- A launch into a queue that holds `QUEUE_DEPTH` operations ends when the first of them has begun.
+
+The constants are medians and means of the recording itself. An operation that began more than `STALL_NS` after the
+rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+from profkit.analysis.step_replay.columns import COPY, LAUNCH, NODE, NONE, WAIT, StepColumns
+
+QUEUE_DEPTH = 1024
+STALL_NS = 20_000
+
+BY_LAUNCH = -2
+"""Of an operation: it began as soon as it was launched; its stream was free."""
+
+_FEWEST = 3
+_LONG_BEFORE_NS = 20_000
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a recording shows of its machine, in nanoseconds; the defaults stand where it shows nothing (an H200's).
+
+    ``latency_ns`` lies between the end of a launch and the start of its operation on a free stream; ``gap_ns`` between
+    two operations, ``gaps_ns`` by the kinds of both; ``wake_ns`` between an operation's end and the end of the call
+    that waited for it; ``wait_ns`` is such a call's own time if there is nothing to wait for; ``launch_ns`` is a
+    launch's own time; ``event_ns`` passes before a stream that waited for another one goes on.
+    """
+
+    latency_ns: int = 1_700
+    gap_ns: int = 1_100
+    gaps_ns: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    wake_ns: int = 10_000
+    wait_ns: int = 2_000
+    launch_ns: int = 5_000
+    event_ns: int = 1_000
+
+
+def measure_constants(steps: Iterable[StepColumns]) -> Constants:
+    """Return the constants of a recording: medians over its steps, of cases in which nothing else decides."""
+    latency: list[int] = []
+    gaps: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    wake: list[int] = []
+    wait: list[int] = []
+    launch: list[int] = []
+    for step in steps:
+        for row, at in enumerate(step.previous):
+            launched_ns = step.call_end_ns[step.launcher[row]]
+            free_ns = step.end_ns[at] if at != NONE else step.free_ns.get(step.stream[row], 0)
+            if row in step.awaited or step.kind[step.launcher[row]] == COPY:
+                continue
+            if at != NONE and free_ns > launched_ns + _LONG_BEFORE_NS:
+                gaps[step.operation[at], step.operation[row]].append(step.start_ns[row] - free_ns)
+            elif free_ns < step.call_start_ns[step.launcher[row]]:
+                latency.append(step.start_ns[row] - launched_ns)
+        for call, targets in enumerate(step.targets):
+            if step.kind[call] == LAUNCH:
+                launch.append(step.own_ns[call])
+            if step.kind[call] != WAIT:
+                continue
+            ended_ns = max((step.end_ns[row] for row in targets), default=0)
+            if ended_ns <= step.call_start_ns[call]:
+                wait.append(step.own_ns[call])
+            else:
+                wake.append(step.call_end_ns[call] - ended_ns)
+    default = Constants()
+    together = [gap for some in gaps.values() for gap in some]
+    gap_ns = _mean(together, default.gap_ns)
+    return Constants(
+        latency_ns=_median([one for one in latency if one < STALL_NS], default.latency_ns),
+        gap_ns=gap_ns,
+        gaps_ns={kinds: _mean(some, gap_ns) for kinds, some in gaps.items()},
+        wake_ns=max(0, _median(wake, default.wake_ns)),
+        wait_ns=_median(wait, default.wait_ns),
+        launch_ns=_median(launch, default.launch_ns),
+    )
+
+
+def _median(values: Sequence[int], default: int) -> int:
+    return round(median(values)) if len(values) >= _FEWEST else default
+
+
+def _mean(values: Sequence[int], default: int) -> int:
+    """Return the mean of the values but stalls: of many gaps in a row it is the sum that counts."""
+    usual = [value for value in values if value < STALL_NS]
+    return round(mean(usual)) if len(usual) >= _FEWEST else default
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """When each call and operation began and ended, in nanoseconds since the step began, and what it waited for.
+
+    ``call_cause`` is the operation after whose end a call ended, `NONE` if it ended in its own time. ``cause`` is the
+    operation after whose end another one began, `BY_LAUNCH`, or `NONE` for work of an earlier step.
+    """
+
+    call_start_ns: list[int]
+    call_end_ns: list[int]
+    call_cause: list[int]
+    start_ns: list[int]
+    end_ns: list[int]
+    cause: list[int]
+
+    @property
+    def step_ns(self) -> int:
+        """How long the step took: until its host and its GPUs had ended."""
+        return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """A step that is ready to run: its columns, and what the constants make of them."""
+
+    step: StepColumns
+    constants: Constants
+    between_ns: list[int]
+    """Between each operation and the one before it on its stream."""
+    stall_ns: dict[int, int]
+
+    @classmethod
+    def prepare(cls, step: StepColumns, constants: Constants) -> Runner:
+        """Take what the recording's waits and full queues cost out of the calls' own times, and find stalls."""
+        known = constants.gaps_ns
+        between = [
+            0
+            if at == NONE
+            else step.start_ns[row] - step.end_ns[at]
+            if step.operation[row] == NODE
+            else known.get((step.operation[at], step.operation[row]), constants.gap_ns)
+            for row, at in enumerate(step.previous)
+        ]
+        runner = cls(replace(step, own_ns=_own_times(step, constants)), constants, between, {})
+        runner.stall_ns.update(_find_stalls(runner))
+        return runner
+
+    def run(self, step: StepColumns | None = None) -> Replayed:  # noqa: PLR0912  the loop, in one piece
+        """Run the step, or another form of it with the same operations in the same order."""
+        step = step or self.step
+        constants, between, stalls = self.constants, self.between_ns, self.stall_ns
+        latency, wake, event = constants.latency_ns, constants.wake_ns, constants.event_ns
+        before, gap, own, kinds, launches = step.before, step.gap_ns, step.own_ns, step.kind, step.launches
+        previous, duration, awaited, streams, free = (
+            step.previous,
+            step.duration_ns,
+            step.awaited,
+            step.stream,
+            step.free_ns,
+        )
+        call_start, call_end, call_cause = [0] * len(own), [0] * len(own), [NONE] * len(own)
+        start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
+        queued: defaultdict[int, list[int]] = defaultdict(list)
+        for at, earlier in enumerate(before):
+            begun = gap[at] if earlier < 0 else call_end[earlier] + gap[at]
+            ended = begun + own[at]
+            kind = kinds[at]
+            if kind == WAIT:
+                for row in step.targets[at]:
+                    if end[row] + wake > ended:
+                        ended, call_cause[at] = end[row] + wake, row
+            first, last = launches[at]
+            if first < last:
+                if kind == COPY:
+                    ready = begun + max(0, step.start_ns[first] - step.call_start_ns[at])
+                else:
+                    queue = queued[streams[first]]
+                    if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
+                        ended, call_cause[at] = start[queue[-QUEUE_DEPTH]], queue[-QUEUE_DEPTH]
+                    ready = ended + latency
+                for row in range(first, last):
+                    begins, last_row = ready, previous[row]
+                    if last_row >= 0:
+                        if end[last_row] + between[row] > begins:
+                            begins, cause[row] = end[last_row] + between[row], last_row
+                    elif free and free.get(streams[row], 0) > begins:
+                        begins, cause[row] = free[streams[row]], NONE
+                    if row in awaited:
+                        for other in awaited[row]:
+                            if end[other] + event > begins:
+                                begins, cause[row] = end[other] + event, other
+                    if row in stalls:
+                        begins += stalls[row]
+                    start[row], end[row] = begins, begins + duration[row]
+                    queued[streams[row]].append(row)
+                if kind == COPY:
+                    ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
+                    call_cause[at] = last - 1
+            call_start[at], call_end[at] = begun, ended
+        return Replayed(call_start, call_end, call_cause, start, end, cause)
+
+
+def _own_times(step: StepColumns, constants: Constants) -> list[int]:
+    """Return the calls' own times: less what they waited for the GPU, for a queue with room, or for their copy."""
+    own = list(step.own_ns)
+    order: defaultdict[int, list[int]] = defaultdict(list)
+    for at, (first, last) in enumerate(step.launches):
+        if step.kind[at] == WAIT and any(step.end_ns[row] > step.call_start_ns[at] for row in step.targets[at]):
+            own[at] = min(own[at], constants.wait_ns)
+        elif step.kind[at] == COPY:
+            own[at] = min(own[at], max(0, step.start_ns[first] - step.call_start_ns[at]))
+        for row in range(first, last):
+            queue = order[step.stream[row]]
+            if len(queue) >= QUEUE_DEPTH and step.start_ns[queue[-QUEUE_DEPTH]] > step.call_start_ns[at]:
+                own[at] = min(own[at], constants.launch_ns)
+            queue.append(row)
+    return own
+
+
+def _find_stalls(runner: Runner) -> dict[int, int]:
+    """Return which operations began later than the rules say from the recorded times, and by how much."""
+    step, constants = runner.step, runner.constants
+    stalls = {}
+    for row, at in enumerate(step.previous):
+        call = step.launcher[row]
+        ready = step.call_start_ns[call] if step.kind[call] == COPY else step.call_end_ns[call] + constants.latency_ns
+        ready = max(
+            ready, step.end_ns[at] + runner.between_ns[row] if at != NONE else step.free_ns.get(step.stream[row], 0)
+        )
+        ready = max([ready, *(step.end_ns[other] + constants.event_ns for other in step.awaited.get(row, ()))])
+        if step.start_ns[row] - ready > STALL_NS and step.kind[call] != COPY:
+            stalls[row] = step.start_ns[row] - ready
+    return stalls
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How well a step that runs as it was recorded ends where it ended, in nanoseconds.
+
+    ``operations_p50_ns`` and ``operations_p95_ns`` are of the distances between the recorded and replayed ends of
+    operations, ``waits_p95_ns`` of those of calls that wait.
+    """
+
+    recorded_ns: int
+    replayed_ns: int
+    operations_p50_ns: int
+    operations_p95_ns: int
+    waits_p95_ns: int
+    stalls: int
+
+    @property
+    def error(self) -> float:
+        """The difference as a share of the recorded step."""
+        return (self.replayed_ns - self.recorded_ns) / self.recorded_ns if self.recorded_ns else 0.0
+
+
+def prove(runner: Runner, found: Replayed) -> Proof:
+    """Return how well a step was replayed that ran as it was recorded."""
+    step = runner.step
+    ends = sorted(abs(a - b) for a, b in zip(found.end_ns, step.end_ns, strict=True))
+    waits = sorted(
+        abs(found.call_end_ns[at] - step.call_end_ns[at]) for at, kind in enumerate(step.kind) if kind == WAIT
+    )
+    return Proof(
+        step.recorded_ns,
+        found.step_ns,
+        _quantile(ends, 0.5),
+        _quantile(ends, 0.95),
+        _quantile(waits, 0.95),
+        len(runner.stall_ns),
+    )
+
+
+def _quantile(values: Sequence[int], share: float) -> int:
+    return values[min(len(values) - 1, int(len(values) * share))] if values else 0
