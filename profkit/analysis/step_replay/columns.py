@@ -36,8 +36,8 @@ class StepColumns:
     """A step in columns; lists, because the replay reads them one by one.
 
     Times are nanoseconds since the step began. Of calls: ``before`` is the call whose end the gap is counted from,
-    ``own_ns`` how long the call took, ``targets`` the operations that it waits for, ``launches`` those that it
-    launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
+    ``own_ns`` how long the call took by itself, ``targets`` the operations that it waits for, ``launches`` those that
+    it launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
     ``awaited`` operations of other streams that it waits for. ``free_ns`` is until when earlier steps' work kept each
     stream busy.
     """
@@ -129,8 +129,9 @@ class ProcessCalls:
             (copies, len(work), np.where(copies.is_memset, MEMSET, MEMCPY)),
         ):
             rows = np.flatnonzero((table.process == process) & (table.launch_thread >= 0))
+            call = np.append(self._place, NONE)[self._find_calls(table.launch_ns[rows], table.launch_thread[rows])]
+            rows, call = rows[call != NONE], call[call != NONE]
             stream = self._number_streams(table.device[rows], table.stream[rows])
-            call = self._place[self._find_calls(table.launch_ns[rows], table.launch_thread[rows])]
             parts.append(_Operations(rows + offset, kind[rows], table.start_ns[rows], table.end_ns[rows], stream, call))
         joined = _Operations(
             *(np.concatenate([getattr(part, name) for part in parts]) for name in _Operations.__dataclass_fields__)
@@ -139,15 +140,18 @@ class ProcessCalls:
         return joined.take(np.lexsort((joined.start_ns, joined.call)))
 
     def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
-        """Return the call that began at each time on each thread: two calls of one thread never begin together."""
-        calls = self._trace.calls
-        found = np.searchsorted(calls.start_ns, launch_ns)
+        """Return the call that began at each time on each thread, `NONE` if there is none.
+
+        Two calls of one thread never begin together.
+        """
+        starts, threads = np.append(self._trace.calls.start_ns, NONE), np.append(self._trace.calls.thread, NONE)
+        found = np.searchsorted(starts[:-1], launch_ns)
         for _ in range(_MOST_AT_ONCE):
-            wrong = calls.thread[np.minimum(found, len(calls) - 1)] != thread
-            if not wrong.any():
+            other = (starts[found] == launch_ns) & (threads[found] != thread)
+            if not other.any():
                 break
-            found = np.where(wrong, found + 1, found)
-        return np.minimum(found, len(calls) - 1)
+            found = np.where(other, found + 1, found)
+        return np.where((starts[found] == launch_ns) & (threads[found] == thread), found, NONE)
 
     def _number_streams(self, device: Ints, stream: Ints) -> Ints:
         pairs = zip(device.tolist(), stream.tolist(), strict=True)

@@ -4,7 +4,7 @@
 - An operation begins when the last of these is over: its launch and the launch's latency; the operation before it on
   its stream and the gap between the two; what its stream waits for.
 - A call that waits ends its own time after it began, or a wake-up time after its last target has ended.
-- A copy from or to pageable memory runs inside its call.
+- A copy from or to pageable memory runs inside its call, whose own time is what passes until the copy can begin.
 - A launch into a queue that holds `QUEUE_DEPTH` operations ends when the first of them has begun.
 
 The constants are medians and means of the recording itself. An operation that began more than `STALL_NS` after the
@@ -173,7 +173,7 @@ class Runner:
             first, last = launches[at]
             if first < last:
                 if kind == COPY:
-                    ready = begun + max(0, step.start_ns[first] - step.call_start_ns[at])
+                    ready = ended
                 else:
                     queue = queued[streams[first]]
                     if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
@@ -209,13 +209,22 @@ def _own_times(step: StepColumns, constants: Constants) -> list[int]:
         if step.kind[at] == WAIT and any(step.end_ns[row] > step.call_start_ns[at] for row in step.targets[at]):
             own[at] = min(own[at], constants.wait_ns)
         elif step.kind[at] == COPY:
-            own[at] = min(own[at], max(0, step.start_ns[first] - step.call_start_ns[at]))
+            own[at] = _time_to_copy(step, at, constants)
         for row in range(first, last):
             queue = order[step.stream[row]]
             if len(queue) >= QUEUE_DEPTH and step.start_ns[queue[-QUEUE_DEPTH]] > step.call_start_ns[at]:
                 own[at] = min(own[at], constants.launch_ns)
             queue.append(row)
     return own
+
+
+def _time_to_copy(step: StepColumns, call: int, constants: Constants) -> int:
+    """Return how long after its call a copy began; where its stream was busy until then, how long launches take."""
+    row = step.launches[call][0]
+    inside_ns = max(0, step.start_ns[row] - step.call_start_ns[call])
+    at = step.previous[row]
+    free_ns = step.end_ns[at] if at != NONE else step.free_ns.get(step.stream[row], 0)
+    return min(inside_ns, constants.launch_ns) if free_ns > step.call_start_ns[call] else inside_ns
 
 
 def _find_stalls(runner: Runner) -> dict[int, int]:
