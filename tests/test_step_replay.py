@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.step_replay.calibrate import Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import (
     QUEUE_DEPTH,
     Constants,
     Replayed,
-    Runner,
     measure_constants,
+    prepare,
     prove,
+    run,
 )
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import STEP
@@ -57,8 +59,8 @@ def test_a_step_that_runs_as_recorded_ends_as_recorded(path: Path) -> None:
     for steps in recorded_steps(path):
         constants = measure_constants(steps)
         for step in steps:
-            runner = Runner.prepare(step, constants)
-            proof = prove(runner, runner.run())
+            ready = prepare(step, constants)
+            proof = prove(ready, run(ready, constants))
             assert abs(proof.error) <= 0.005
             assert proof.operations_p95_ns <= 150_000
             assert proof.waits_p95_ns <= 150_000
@@ -69,8 +71,8 @@ def test_what_limits_a_recorded_step_sums_up_to_it(path: Path) -> None:
     for steps in recorded_steps(path):
         constants = measure_constants(steps)
         for step in steps:
-            runner = Runner.prepare(step, constants)
-            check_chain(runner.step, runner.run())
+            ready = prepare(step, constants)
+            check_chain(ready, run(ready, constants))
 
 
 def check_chain(step: StepColumns, found: Replayed) -> None:
@@ -81,19 +83,17 @@ def check_chain(step: StepColumns, found: Replayed) -> None:
         assert (pieces[0].start_ns, pieces[-1].end_ns) == (0, found.step_ns)
 
 
-def run(machine: Machine) -> tuple[Runner, Replayed]:
-    runner = Runner.prepare(machine.columns(), machine.constants)
-    return runner, runner.run()
+def recorded(program: list[Doing]) -> StepColumns:
+    return prepare(Machine(program, CONSTANTS).run().columns(), CONSTANTS)
 
 
 @settings(max_examples=200, deadline=None)
 @given(programs(st))
 def test_a_machine_of_events_runs_a_program_alike(program: list[Doing]) -> None:
     machine = Machine(program, CONSTANTS).run()
-    runner, found = run(machine)
-    assert not runner.stall_ns
-    exact = exact_own_times(runner.step, program)
-    found = runner.run(exact)
+    exact = exact_own_times(recorded(program), program)
+    assert not exact.stall_ns
+    found = run(exact, CONSTANTS)
     assert found.call_end_ns == machine.call_end_ns
     assert found.end_ns == [operation.end_ns for operation in machine.operations]
     check_chain(exact, found)
@@ -109,7 +109,6 @@ def exact_own_times(step: StepColumns, program: list[Doing]) -> StepColumns:
 def test_a_changed_step_ends_when_the_machine_ends_the_changed_program(
     program: list[Doing], host: float, gpu: float
 ) -> None:
-    runner, _ = run(Machine(program, CONSTANTS).run())
     changed = [
         replace(
             doing,
@@ -120,7 +119,7 @@ def test_a_changed_step_ends_when_the_machine_ends_the_changed_program(
         for doing in program
     ]
     truth = Machine(changed, CONSTANTS).run()
-    step = exact_own_times(runner.step, program)
+    step = exact_own_times(recorded(program), program)
     step = replace(
         step,
         gap_ns=[round(time * host) for time in step.gap_ns],
@@ -129,16 +128,16 @@ def test_a_changed_step_ends_when_the_machine_ends_the_changed_program(
         ],
         duration_ns=[1 + round(time * gpu) for time in step.duration_ns],
     )
-    found = runner.run(step)
+    found = run(step, CONSTANTS)
     assert found.step_ns == truth.step_ns
     assert found.end_ns == [operation.end_ns for operation in truth.operations]
     check_chain(step, found)
 
 
 def causes(program: list[Doing]) -> dict[Cause, int]:
-    runner, found = run(Machine(program, CONSTANTS).run())
+    step = recorded(program)
     sums = dict.fromkeys(Cause, 0)
-    for piece in find_limits(runner.step, found):
+    for piece in find_limits(step, run(step, CONSTANTS)):
         sums[piece.cause] += piece.end_ns - piece.start_ns
     return {cause: time_ns for cause, time_ns in sums.items() if time_ns}
 
@@ -176,8 +175,8 @@ def test_a_wait_hands_what_limits_a_step_from_the_gpu_to_the_host() -> None:
 
 def test_a_launch_into_a_full_queue_ends_when_one_operation_has_begun() -> None:
     program = [Doing(100, 1_000, LAUNCH, durations_ns=(10_000_000,)) for _ in range(QUEUE_DEPTH + 5)]
-    step = Machine(program, CONSTANTS).run().columns()
-    found = Runner.prepare(step, CONSTANTS).run()
+    step = recorded(program)
+    found = run(step, CONSTANTS)
     begun = found.start_ns
     for number in range(5):
         assert found.call_end_ns[QUEUE_DEPTH + number] >= begun[number]
@@ -193,9 +192,9 @@ def test_an_operation_that_began_for_no_reason_keeps_its_delay() -> None:
         start_ns=[*step.start_ns[:2], step.start_ns[2] + 400_000],
         end_ns=[*step.end_ns[:2], step.end_ns[2] + 400_000],
     )
-    runner = Runner.prepare(late, CONSTANTS)
-    assert runner.stall_ns == {2: 400_000}
-    assert runner.run().end_ns == late.end_ns
+    ready = prepare(late, CONSTANTS)
+    assert ready.stall_ns == {2: 400_000}
+    assert run(ready, CONSTANTS).end_ns == late.end_ns
 
 
 def test_constants_are_those_of_the_machine() -> None:
@@ -206,3 +205,63 @@ def test_constants_are_those_of_the_machine() -> None:
     measured = measure_constants([Machine(program, CONSTANTS).run().columns()])
     assert (measured.latency_ns, measured.gap_ns, measured.wake_ns) == (1_500, 1_000, 8_000)
     assert (measured.wait_ns, measured.launch_ns) == (3_000, 4_000)
+
+
+def slowed(program: list[Doing], factor: float) -> list[Doing]:
+    """Return the program on a host that a profiler slows."""
+    return [
+        replace(doing, gap_ns=round(doing.gap_ns * factor), own_ns=round(doing.own_ns * factor)) for doing in program
+    ]
+
+
+def fitted(program: list[Doing], factor: float) -> tuple[StepColumns, Phases, Fit]:
+    """Record the program on a slowed host, and fit it to the time that it takes by itself."""
+    step = recorded(slowed(program, factor))
+    whole_ns = step.recorded_ns
+    phases = find_phases(step, {"forward": [(0, whole_ns)]})
+    assert phases.time_ns(step, run(step, CONSTANTS), 1.0, ["forward"]) == whole_ns
+    truth = Machine(program, CONSTANTS).run()
+    fit = fit_host(step, CONSTANTS, phases, {"forward": truth.step_ns, "loss": 5}, spread_ns=truth.step_ns // 200)
+    assert fit is not None
+    return step, phases, fit
+
+
+def test_a_slow_hosts_factor_is_found_where_the_host_sets_the_pace() -> None:
+    program = [Doing(20_000, 5_000, LAUNCH, durations_ns=(10_000,)) for _ in range(200)]
+    step, phases, fit = fitted(program, 1.6)
+    assert fit.is_identified
+    assert fit.middle == pytest.approx(1 / 1.6, rel=0.02)
+    scaled = phases.scale_host(step, fit.middle)
+    slower_gpu = replace(scaled, duration_ns=[4 * time for time in scaled.duration_ns])
+    truth = Machine([replace(doing, durations_ns=(40_000,)) for doing in program], CONSTANTS).run()
+    assert run(slower_gpu, CONSTANTS).step_ns == pytest.approx(truth.step_ns, rel=0.01)
+
+
+def test_the_hosts_factor_is_unknown_where_the_gpu_sets_the_pace() -> None:
+    program = [Doing(2_000, 2_000, LAUNCH, durations_ns=(50_000,)) for _ in range(100)]
+    _, _, fit = fitted(program, 2.0)
+    assert not fit.is_identified
+    assert fit.least <= 0.5 <= fit.most
+
+
+def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:
+    program = [Doing(5_000, 5_000, LAUNCH, durations_ns=(1_000,)) for _ in range(20)]
+    program[10] = replace(program[10], gap_ns=3_000_000)
+    step = recorded(program)
+    phases = find_phases(step, {"forward": [(step.call_start_ns[5] - 2_000, step.call_end_ns[14])]})
+    scaled = phases.scale_host(step, 0.5)
+    assert scaled.gap_ns[4] == 5_000
+    assert scaled.gap_ns[5] == 4_000  # 2 µs of it lie within the phase
+    assert scaled.gap_ns[6] == 2_500
+    assert scaled.gap_ns[10] == 3_000_000
+    assert scaled.own_ns[4:7] == [5_000, 2_500, 2_500]
+    assert run(scaled, CONSTANTS).call_start_ns[5] == step.call_start_ns[5] - 1_000
+
+
+def test_nothing_fits_a_step_that_the_hosts_speed_does_not_explain() -> None:
+    step = recorded([Doing(1_000, 1_000, LAUNCH, durations_ns=(100_000,))])
+    whole_ns = step.recorded_ns
+    phases = find_phases(step, {"forward": [(0, whole_ns)]})
+    for wrong_ns in (whole_ns // 2, whole_ns * 2):
+        assert fit_host(step, CONSTANTS, phases, {"forward": wrong_ns}, spread_ns=100) is None
+    assert fit_host(step, CONSTANTS, phases, {"optimizer": whole_ns}, spread_ns=100) is None

@@ -65,6 +65,10 @@ class StepColumns:
     start_ns: list[int]
     end_ns: list[int]
     free_ns: dict[int, int] = field(default_factory=dict)
+    between_ns: list[int] = field(default_factory=list)
+    """Between each operation and the one before it on its stream, and how much later it began than the rules say:
+    `profkit.analysis.step_replay.replay.prepare` fills in these two."""
+    stall_ns: dict[int, int] = field(default_factory=dict)
     unknown_waits: int = 0
     """How many streams waited for an event whose recording is unknown: these waits are left out."""
 

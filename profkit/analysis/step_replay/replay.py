@@ -120,85 +120,77 @@ class Replayed:
         return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
 
 
-@dataclass(frozen=True, eq=False)
-class Runner:
-    """A step that is ready to run: its columns, and what the constants make of them."""
+def prepare(step: StepColumns, constants: Constants) -> StepColumns:
+    """Return a recorded step that is ready to run.
 
-    step: StepColumns
-    constants: Constants
-    between_ns: list[int]
-    """Between each operation and the one before it on its stream."""
-    stall_ns: dict[int, int]
+    Its calls' own times are less what the recording's waits and full queues cost; the times between its operations are
+    the constants', but within a CUDA graph, where no host takes part, the recorded ones; stalls are known.
+    """
+    known = constants.gaps_ns
+    between = [
+        0
+        if at == NONE
+        else step.start_ns[row] - step.end_ns[at]
+        if step.operation[row] == NODE
+        else known.get((step.operation[at], step.operation[row]), constants.gap_ns)
+        for row, at in enumerate(step.previous)
+    ]
+    ready = replace(step, own_ns=_own_times(step, constants), between_ns=between)
+    return replace(ready, stall_ns=_find_stalls(ready, constants))
 
-    @classmethod
-    def prepare(cls, step: StepColumns, constants: Constants) -> Runner:
-        """Take what the recording's waits and full queues cost out of the calls' own times, and find stalls."""
-        known = constants.gaps_ns
-        between = [
-            0
-            if at == NONE
-            else step.start_ns[row] - step.end_ns[at]
-            if step.operation[row] == NODE
-            else known.get((step.operation[at], step.operation[row]), constants.gap_ns)
-            for row, at in enumerate(step.previous)
-        ]
-        runner = cls(replace(step, own_ns=_own_times(step, constants)), constants, between, {})
-        runner.stall_ns.update(_find_stalls(runner))
-        return runner
 
-    def run(self, step: StepColumns | None = None) -> Replayed:  # noqa: PLR0912  the loop, in one piece
-        """Run the step, or another form of it with the same operations in the same order."""
-        step = step or self.step
-        constants, between, stalls = self.constants, self.between_ns, self.stall_ns
-        latency, wake, event = constants.latency_ns, constants.wake_ns, constants.event_ns
-        before, gap, own, kinds, launches = step.before, step.gap_ns, step.own_ns, step.kind, step.launches
-        previous, duration, awaited, streams, free = (
-            step.previous,
-            step.duration_ns,
-            step.awaited,
-            step.stream,
-            step.free_ns,
-        )
-        call_start, call_end, call_cause = [0] * len(own), [0] * len(own), [NONE] * len(own)
-        start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
-        queued: defaultdict[int, list[int]] = defaultdict(list)
-        for at, earlier in enumerate(before):
-            begun = gap[at] if earlier < 0 else call_end[earlier] + gap[at]
-            ended = begun + own[at]
-            kind = kinds[at]
-            if kind == WAIT:
-                for row in step.targets[at]:
-                    if end[row] + wake > ended:
-                        ended, call_cause[at] = end[row] + wake, row
-            first, last = launches[at]
-            if first < last:
-                if kind == COPY:
-                    ready = ended
-                else:
-                    queue = queued[streams[first]]
-                    if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
-                        ended, call_cause[at] = start[queue[-QUEUE_DEPTH]], queue[-QUEUE_DEPTH]
-                    ready = ended + latency
-                for row in range(first, last):
-                    begins, last_row = ready, previous[row]
-                    if last_row >= 0:
-                        if end[last_row] + between[row] > begins:
-                            begins, cause[row] = end[last_row] + between[row], last_row
-                    elif free and free.get(streams[row], 0) > begins:
-                        begins, cause[row] = free[streams[row]], NONE
-                    if row in awaited:
-                        for other in awaited[row]:
-                            if end[other] + event > begins:
-                                begins, cause[row] = end[other] + event, other
-                    if row in stalls:
-                        begins += stalls[row]
-                    start[row], end[row] = begins, begins + duration[row]
-                    queued[streams[row]].append(row)
-                if kind == COPY:
-                    ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
-                    call_cause[at] = last - 1
-            call_start[at], call_end[at] = begun, ended
-        return Replayed(call_start, call_end, call_cause, start, end, cause)
+def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  the loop, in one piece
+    """Run a step that was prepared, or a changed form of it."""
+    between, stalls = step.between_ns, step.stall_ns
+    latency, wake, event = constants.latency_ns, constants.wake_ns, constants.event_ns
+    before, gap, own, kinds, launches = step.before, step.gap_ns, step.own_ns, step.kind, step.launches
+    previous, duration, awaited, streams, free = (
+        step.previous,
+        step.duration_ns,
+        step.awaited,
+        step.stream,
+        step.free_ns,
+    )
+    call_start, call_end, call_cause = [0] * len(own), [0] * len(own), [NONE] * len(own)
+    start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
+    queued: defaultdict[int, list[int]] = defaultdict(list)
+    for at, earlier in enumerate(before):
+        begun = gap[at] if earlier < 0 else call_end[earlier] + gap[at]
+        ended = begun + own[at]
+        kind = kinds[at]
+        if kind == WAIT:
+            for row in step.targets[at]:
+                if end[row] + wake > ended:
+                    ended, call_cause[at] = end[row] + wake, row
+        first, last = launches[at]
+        if first < last:
+            if kind == COPY:
+                ready = ended
+            else:
+                queue = queued[streams[first]]
+                if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
+                    ended, call_cause[at] = start[queue[-QUEUE_DEPTH]], queue[-QUEUE_DEPTH]
+                ready = ended + latency
+            for row in range(first, last):
+                begins, last_row = ready, previous[row]
+                if last_row >= 0:
+                    if end[last_row] + between[row] > begins:
+                        begins, cause[row] = end[last_row] + between[row], last_row
+                elif free and free.get(streams[row], 0) > begins:
+                    begins, cause[row] = free[streams[row]], NONE
+                if row in awaited:
+                    for other in awaited[row]:
+                        if end[other] + event > begins:
+                            begins, cause[row] = end[other] + event, other
+                if row in stalls:
+                    begins += stalls[row]
+                start[row], end[row] = begins, begins + duration[row]
+                queued[streams[row]].append(row)
+            if kind == COPY:
+                ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
+                call_cause[at] = last - 1
+        call_start[at], call_end[at] = begun, ended
+    return Replayed(call_start, call_end, call_cause, start, end, cause)
 
 
 def _own_times(step: StepColumns, constants: Constants) -> list[int]:
@@ -227,19 +219,18 @@ def _time_to_copy(step: StepColumns, call: int, constants: Constants) -> int:
     return min(inside_ns, constants.launch_ns) if free_ns > step.call_start_ns[call] else inside_ns
 
 
-def _find_stalls(runner: Runner) -> dict[int, int]:
+def _find_stalls(step: StepColumns, constants: Constants) -> dict[int, int]:
     """Return which operations began later than the rules say from the recorded times, and by how much."""
-    step, constants = runner.step, runner.constants
     stalls = {}
     for row, at in enumerate(step.previous):
         call = step.launcher[row]
-        ready = step.call_start_ns[call] if step.kind[call] == COPY else step.call_end_ns[call] + constants.latency_ns
-        ready = max(
-            ready, step.end_ns[at] + runner.between_ns[row] if at != NONE else step.free_ns.get(step.stream[row], 0)
-        )
-        ready = max([ready, *(step.end_ns[other] + constants.event_ns for other in step.awaited.get(row, ()))])
-        if step.start_ns[row] - ready > STALL_NS and step.kind[call] != COPY:
-            stalls[row] = step.start_ns[row] - ready
+        if step.kind[call] == COPY:
+            continue
+        free_ns = step.free_ns.get(step.stream[row], 0) if at == NONE else step.end_ns[at] + step.between_ns[row]
+        ready_ns = max(step.call_end_ns[call] + constants.latency_ns, free_ns)
+        ready_ns = max([ready_ns, *(step.end_ns[other] + constants.event_ns for other in step.awaited.get(row, ()))])
+        if step.start_ns[row] - ready_ns > STALL_NS:
+            stalls[row] = step.start_ns[row] - ready_ns
     return stalls
 
 
@@ -264,9 +255,8 @@ class Proof:
         return (self.replayed_ns - self.recorded_ns) / self.recorded_ns if self.recorded_ns else 0.0
 
 
-def prove(runner: Runner, found: Replayed) -> Proof:
+def prove(step: StepColumns, found: Replayed) -> Proof:
     """Return how well a step was replayed that ran as it was recorded."""
-    step = runner.step
     ends = sorted(abs(a - b) for a, b in zip(found.end_ns, step.end_ns, strict=True))
     waits = sorted(
         abs(found.call_end_ns[at] - step.call_end_ns[at]) for at, kind in enumerate(step.kind) if kind == WAIT
@@ -277,7 +267,7 @@ def prove(runner: Runner, found: Replayed) -> Proof:
         _quantile(ends, 0.5),
         _quantile(ends, 0.95),
         _quantile(waits, 0.95),
-        len(runner.stall_ns),
+        len(step.stall_ns),
     )
 
 

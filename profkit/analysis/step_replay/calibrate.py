@@ -1,0 +1,168 @@
+"""Fits the host's speed in a recorded step to the steps that nothing recorded: a profiler slows the host, not the GPU.
+
+One factor on the host's time within phases, so that their sum on the GPU's clock is what it was unprofiled. Time
+outside of the phases stays, and so do pauses of over `PAUSE_NS` between two calls: no profiler makes them. Where the
+GPU sets the pace, many factors fit; all that fit are kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
+from profkit.analysis.step_replay.replay import Constants, Replayed, run
+
+PAUSE_NS = 1_000_000
+
+SLOWEST, FASTEST = 1.5, 0.2
+"""The factors that are tried: a recording has made the host up to five times slower, and never twice as fast."""
+
+_ROUNDS = 9
+"""Halvings of the factors that are tried: to a third of a percent."""
+
+_IDENTIFIED = 0.25
+"""Factors that fit and lie this close together are known."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the host: ``after_ns`` after the end of ``call``, `NONE` for the step's beginning.
+
+    ``scaled_ns`` is the part of ``after_ns`` that the host's factor scales.
+    """
+
+    call: int
+    after_ns: int
+    scaled_ns: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a step, on the host, by name; they do not overlap."""
+
+    marks: Mapping[str, Sequence[tuple[Mark, Mark]]]
+    scaled_ns: Sequence[int]
+    """The part of each call's gap that lies within phases, and that the host's factor scales."""
+    is_inside: Sequence[bool]
+    """Whether each call lies within a phase."""
+
+    def time_ns(self, step: StepColumns, found: Replayed, factor: float, names: Iterable[str]) -> int:
+        """Return how long the phases took by events that are recorded at their begin and end."""
+        reached = _reached(step, found)
+
+        def passed(mark: Mark) -> int:
+            host_ns = (0 if mark.call == NONE else found.call_end_ns[mark.call]) + mark.after_ns
+            host_ns += round(mark.scaled_ns * factor) - mark.scaled_ns
+            return max(host_ns, reached[mark.call + 1])
+
+        return sum(passed(end) - passed(begin) for name in names for begin, end in self.marks.get(name, ()))
+
+    def scale_host(self, step: StepColumns, factor: float) -> StepColumns:
+        """Return the step with the host's time within phases scaled; waits and copies keep their own times."""
+        gaps = [gap + round(scaled * factor) - scaled for gap, scaled in zip(step.gap_ns, self.scaled_ns, strict=True)]
+        own = [
+            round(time * factor) if inside and kind in (HOST, LAUNCH) else time
+            for time, inside, kind in zip(step.own_ns, self.is_inside, step.kind, strict=True)
+        ]
+        return replace(step, gap_ns=gaps, own_ns=own)
+
+
+def find_phases(step: StepColumns, intervals: Mapping[str, Sequence[tuple[int, int]]]) -> Phases:
+    """Return the phases of a step from when each began and ended on the host, in nanoseconds since the step began."""
+    inside = sorted(interval for some in intervals.values() for interval in some)
+    starts = [start for start, _ in inside]
+    ends = _latest_ends(step)
+
+    def overlap(start_ns: int, end_ns: int) -> int:
+        if end_ns - start_ns > PAUSE_NS:
+            return 0
+        first = max(0, bisect_right(starts, start_ns) - 1)
+        last = bisect_right(starts, end_ns)
+        return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in inside[first:last])
+
+    def mark(time_ns: int) -> Mark:
+        call = bisect_right(ends, time_ns) - 1
+        ended = 0 if call == NONE else step.call_end_ns[call]
+        after = max(0, time_ns - ended)
+        following = step.call_start_ns[call + 1] if call + 1 < len(ends) else time_ns
+        return Mark(call, after, 0 if following - ended > PAUSE_NS else overlap(ended, ended + after))
+
+    gaps = [
+        overlap(start - gap, start) if gap > 0 else 0
+        for start, gap in zip(step.call_start_ns, step.gap_ns, strict=True)
+    ]
+    marks = {name: [(mark(start), mark(end)) for start, end in some] for name, some in intervals.items()}
+    return Phases(marks, gaps, [overlap(start, start + 1) > 0 for start in step.call_start_ns])
+
+
+def _latest_ends(step: StepColumns) -> list[int]:
+    """Return until when each call and all calls before it had ended."""
+    latest, ends = 0, []
+    for end in step.call_end_ns:
+        latest = max(latest, end)
+        ends.append(latest)
+    return ends
+
+
+def _reached(step: StepColumns, found: Replayed) -> list[int]:
+    """Return when everything that was launched before each call had ended on the busiest stream, and in the end."""
+    busiest = max(set(step.stream), key=step.stream.count, default=NONE)
+    latest, reached = step.free_ns.get(busiest, 0), []
+    for first, last in step.launches:
+        reached.append(latest)
+        for row in range(first, last):
+            if step.stream[row] == busiest:
+                latest = max(latest, found.end_ns[row])
+    return [*reached, latest]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The factors on the host's time with which a step fits the unprofiled ones: the least, the middle, the most."""
+
+    least: float
+    middle: float
+    most: float
+
+    @property
+    def is_identified(self) -> bool:
+        """Whether the recording says what the factor is; if the GPU sets the pace, it does not."""
+        return self.most - self.least <= _IDENTIFIED
+
+
+AS_RECORDED = Fit(1.0, 1.0, 1.0)
+
+
+def fit_host(
+    step: StepColumns, constants: Constants, phases: Phases, unprofiled_ns: Mapping[str, int], spread_ns: int
+) -> Fit | None:
+    """Return the factors with which phases take what they take unprofiled, in all, give or take ``spread_ns``.
+
+    None if none does: what keeps the step from fitting is not the host's speed.
+    """
+
+    known = [name for name in unprofiled_ns if name in phases.marks]
+    wanted_ns = sum(unprofiled_ns[name] for name in known)
+
+    def excess_ns(factor: float) -> int:
+        scaled = phases.scale_host(step, factor)
+        return phases.time_ns(scaled, run(scaled, constants), factor, known) - wanted_ns
+
+    if not known or excess_ns(FASTEST) > spread_ns or excess_ns(SLOWEST) < -spread_ns:
+        return None
+    least = _first(lambda factor: excess_ns(factor) >= -spread_ns)
+    most = _first(lambda factor: excess_ns(factor) > spread_ns)
+    return Fit(least, (least + most) / 2, most)
+
+
+def _first(holds: Callable[[float], bool]) -> float:
+    """Return the least factor from which on something holds, which it does for all larger ones."""
+    low, high = FASTEST, SLOWEST
+    if holds(low):
+        return low
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
