@@ -145,13 +145,17 @@ class Calls:
         return len(self.start_ns)
 
 
+BEFORE_TRACE = -2
+"""The call that recorded an event, where the trace begins after it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Syncs:
     """What a call waits for, where the profiler says so; ``call`` is its row in `Calls`.
 
     The call's name says whether a stream waits or the host (nsys 2025 gives both the type "stream waits"). ``stream``
     is the stream that waits or is waited for, -1 if none is meant. ``record`` is the call that recorded the event, and
-    ``record_device`` and ``record_stream`` where; -1 if it is unknown.
+    ``record_device`` and ``record_stream`` where; -1 if it is unknown, `BEFORE_TRACE` if the trace begins after it.
     """
 
     call: Ints
@@ -344,6 +348,19 @@ def take_rows(table: Table, rows: Bools | Ints) -> Table:
     """Return some rows of a table; what is no column, such as the ranges' payload, stays."""
     taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in array_columns(table)}
     return replace(table, **taken)
+
+
+def take_calls(trace: Trace, rows: Bools | Ints) -> Trace:
+    """Return a trace with some of its calls, and what these wait for."""
+    kept = np.arange(len(trace.calls))[rows]
+    syncs = trace.syncs
+    if syncs is not None:
+        number = np.full(len(trace.calls) + 1, BEFORE_TRACE, dtype=np.int64)
+        number[kept] = np.arange(len(kept))
+        record = np.where(syncs.record < 0, syncs.record, number[syncs.record])
+        syncs = replace(syncs, call=number[syncs.call], record=record)
+        syncs = take_rows(syncs, syncs.call >= 0)
+    return replace(trace, calls=take_rows(trace.calls, kept), syncs=syncs)
 
 
 def join_tables(tables: Sequence[Table]) -> Table:

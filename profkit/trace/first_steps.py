@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Trace, Work, rows_by_value, take_rows
+from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Trace, Work, rows_by_value, take_calls, take_rows
 
 
 def begin_at(trace: Trace, name: str) -> Trace:
@@ -23,10 +23,9 @@ def begin_at(trace: Trace, name: str) -> Trace:
     number = np.cumsum(kept) - 1
     left = take_rows(ranges, kept)
     return replace(
-        trace,
+        take_calls(trace, trace.calls.start_ns >= _moments(begin, trace.calls.process)),
         work=take_rows(trace.work, _launched_from(trace.work, begin)),
         copies=take_rows(trace.copies, _launched_from(trace.copies, begin)),
-        calls=take_rows(trace.calls, trace.calls.start_ns >= _moments(begin, trace.calls.process)),
         ranges=replace(
             left,
             start_ns=np.maximum(left.start_ns, _moments(begin, left.process)),

@@ -59,7 +59,7 @@ def read_kineto(path: Path) -> Trace:
         TraceError: the file cannot be read, or holds nothing that torch.profiler records.
     """
     header, rows = load_chrome_trace(path)
-    if not set(rows) - {"flow", "metadata"}:
+    if not set(rows) - {"flow", "metadata", "sync"}:
         raise TraceError(f"{path}: a Chrome trace, but it holds no operator, kernel or annotation of torch.profiler")
     copied = bool(rows["memcpy"] or rows["memset"])
     has_kernels = any(parse_interval(event) is not None for event in rows["kernel"])
@@ -114,6 +114,7 @@ def read_kineto(path: Path) -> Trace:
         names=reading.names,
         ranks=_ranks(header, reading),
         collectives=tuple(collectives.found),
+        syncs=gpu.syncs(rows["sync"]),
         clock_base_ns=parse_integer(header.get("baseTimeNanoseconds")) or 0,
     )
     return trace if exported is None else exported.complete(trace)

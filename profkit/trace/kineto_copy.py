@@ -35,12 +35,14 @@ _ROWS: dict[RowKind, tuple[str, Kind]] = {
     "memcpy": ("gpu_memcpy", KERNEL),
     "memset": ("gpu_memset", KERNEL),
     "call": ("cuda_runtime", WORD),
+    "sync": ("cuda_sync", WORD),
     "operator": ("cpu_op", OPERATOR),
     "annotation": ("user_annotation", RANGE),
     "flow": ("fwdbwd", WORD),
 }
 ARGUMENTS: dict[str, Kind | None] = {
     **dict.fromkeys(("correlation", "stream", "device", "bytes", "graph node id", "finished"), None),
+    **dict.fromkeys(("wait_on_stream", "wait_on_cuda_event_record_corr_id"), None),
     **dict.fromkeys(("In msg nelems", "Out msg nelems", "Seq"), None),
     **dict.fromkeys(("Collective name", "dtype", "Process Group Description"), WORD),
     "Process Group Name": GROUP,

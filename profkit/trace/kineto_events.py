@@ -35,7 +35,7 @@ TIME_LIMIT_NS = 2**62
 """Larger times are damaged values: this is 146 years, and sums of two would overflow."""
 
 Event = dict[str, Any]
-RowKind = Literal["kernel", "memcpy", "memset", "call", "operator", "annotation", "flow", "metadata"]
+RowKind = Literal["kernel", "memcpy", "memset", "call", "sync", "operator", "annotation", "flow", "metadata"]
 
 _KINDS: dict[str, RowKind] = {
     "kernel": "kernel",
@@ -46,6 +46,7 @@ _KINDS: dict[str, RowKind] = {
     "runtime": "call",
     "cuda_runtime": "call",
     "cuda_driver": "call",
+    "cuda_sync": "sync",
     "cpu_op": "operator",
     "operator": "operator",
     "user_annotation": "annotation",
@@ -62,6 +63,7 @@ _REPEATED = ("name", "pid", "tid")
 _ARGUMENTS = frozenset(
     {
         *("name", "correlation", "stream", "device", "bytes", "finished", "graph node id"),
+        *("wait_on_stream", "wait_on_cuda_event_record_corr_id"),
         # Of collectives (`profkit.trace.kineto_collectives`).
         *("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq"),
         *("Process Group Name", "Process Group Description", "Process Group Ranks"),

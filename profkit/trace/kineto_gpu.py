@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Work, number_in_graph
+from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Syncs, Work, number_in_graph
 from profkit.trace.kineto_collectives import CollectiveArguments
 from profkit.trace.kineto_events import (
     Event,
@@ -19,6 +19,7 @@ from profkit.trace.kineto_events import (
 )
 
 _FROM_HOST = "HtoD"
+_NO_STREAM = 0xFFFF_FFFF
 
 
 class GpuReader:
@@ -81,6 +82,28 @@ class GpuReader:
             node_ns=_node_ns(rows, launch_ns),
         )
 
+    def syncs(self, events: list[Event]) -> Syncs | None:
+        """Return what calls wait for; None where the profiler does not say (it writes -1 for what it does not know).
+
+        Only of a file of one process: a wait is matched with its call by the correlation id alone.
+        """
+        if not events or len(self._reading.processes()) != 1:
+            return None
+        rows = {number: row for row, number in reversed([*enumerate(self.correlation.tolist())]) if number > 0}
+        found = [
+            (
+                rows[correlation],
+                _first(parse_argument(event, "device"), parse_integer(event.get("pid"))),
+                _stream_or_none(parse_argument(event, "stream")),
+                rows.get(parse_argument(event, "wait_on_cuda_event_record_corr_id") or -1, -1),
+                _stream_or_none(parse_argument(event, "wait_on_stream")),
+            )
+            for event in events
+            if (correlation := parse_id(event, "correlation")) in rows
+        ]
+        call, device, stream, record, record_stream = np.array(found, dtype=np.int64).reshape(-1, 5).T.copy()
+        return Syncs(call, device, stream, record, device, record_stream)
+
     def calls_with_work(self) -> Bools:
         """Return which calls share their correlation id with a GPU row seen so far."""
         return np.isin(self.correlation, list(self._matched))
@@ -139,6 +162,11 @@ def _stream(event: Event) -> int:
     track = event.get("tid")
     named = parse_integer(track.removeprefix("stream ").strip()) if isinstance(track, str) else parse_integer(track)
     return _first(parse_argument(event, "stream"), named)
+
+
+def _stream_or_none(stream: int | None) -> int:
+    """Return a stream's number; CUPTI has all bits set for none, which is -1 as a signed number."""
+    return -1 if stream is None or not 0 <= stream < _NO_STREAM else stream
 
 
 def _first(*values: int | None) -> int:

@@ -15,6 +15,7 @@ from profkit.text_kinds import GPU, KERNEL, PRODUCT, PROFILER, RANGE, THREAD, VE
 from profkit.trace.nsys import CALLS, COPIES, DEVICES, GRAPHS, KERNELS, SETS, STARTED
 from profkit.trace.nsys_collectives import ENTRIES, ENTRIES_READ, keep_wanted, read_schemas
 from profkit.trace.nsys_ranges import PAYLOADS, TABLE, TYPES_READ
+from profkit.trace.nsys_syncs import EVENTS, SYNCS
 from profkit.trace.sqlite import SqliteFile
 
 _STRINGS = "StringIds"
@@ -31,6 +32,9 @@ class TextId:
 
 _TIMES = dict.fromkeys(("start", "end", "correlationId"), _NUMBER)
 _WORK = _TIMES | dict.fromkeys(("globalPid", "deviceId", "graphNodeId"), _NUMBER)
+_WAITS: dict[str, Kind | TextId | str] = dict.fromkeys(
+    ("globalPid", "correlationId", "deviceId", "streamId", "eventId", "eventSyncId"), _NUMBER
+)
 
 TABLES: dict[str, dict[str, Kind | TextId | str]] = {
     "META_DATA_EXPORT": {"name": WORD, "value": _PRODUCT},
@@ -42,8 +46,10 @@ TABLES: dict[str, dict[str, Kind | TextId | str]] = {
     CALLS: {**_TIMES, "globalTid": _NUMBER, "returnValue": _NUMBER, "nameId": TextId(WORD)},
     KERNELS: {**_WORK, "streamId": _NUMBER, "demangledName": TextId(KERNEL), "shortName": TextId(KERNEL)},
     GRAPHS: {**_WORK, "streamId": _NUMBER, "graphId": _NUMBER},
-    COPIES: {**_WORK, "bytes": _NUMBER, "copyKind": _NUMBER},
-    SETS: {**_WORK, "bytes": _NUMBER, "copyKind": _NUMBER},
+    COPIES: {**_WORK, "streamId": _NUMBER, "bytes": _NUMBER, "copyKind": _NUMBER},
+    SETS: {**_WORK, "streamId": _NUMBER, "bytes": _NUMBER, "copyKind": _NUMBER},
+    SYNCS: _WAITS,
+    EVENTS: _WAITS,
     TABLE: {
         **dict.fromkeys(("start", "end", "eventType", "globalTid", "endGlobalTid", "domainId"), _NUMBER),
         "textId": TextId(RANGE),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Table, Trace, Work, distinct_values, join_tables, take_rows
+from profkit.trace.columns import Syncs, Table, Trace, Work, distinct_values, join_tables, take_calls, take_rows
 
 _NCCL = ("ncclKernel", "ncclDevKernel")
 
@@ -22,10 +22,9 @@ def only_process(trace: Trace, process: int) -> Trace:
     mine = trace.ranges.process == process
     kept = np.cumsum(mine) - 1
     return replace(
-        trace,
+        take_calls(trace, trace.calls.process == process),
         work=take_rows(trace.work, trace.work.process == process),
         copies=take_rows(trace.copies, trace.copies.process == process),
-        calls=take_rows(trace.calls, trace.calls.process == process),
         ranges=replace(
             take_rows(trace.ranges, mine),
             payload={int(kept[index]): number for index, number in trace.ranges.payload.items() if mine[index]},
@@ -68,14 +67,14 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         for begin, part in zip(begun, parts, strict=False)
         for index, number in part.ranges.payload.items()
     }
+    joined = replace(first, calls=calls, syncs=_join_syncs(parts))
     return replace(
-        first,
+        take_calls(joined, np.argsort(calls.start_ns, kind="stable")),
         path=path,
         product="; ".join(dict.fromkeys(trace.product for trace in traces)),
         names=list(names),
         work=join_tables(works),
         copies=join_tables([part.copies for part in parts]),
-        calls=take_rows(calls, np.argsort(calls.start_ns, kind="stable")),
         ranges=replace(join_tables([part.ranges for part in parts]), payload=payload),
         origins=join_tables([part.origins for part in parts if part.origins])
         if any(p.origins for p in parts)
@@ -98,10 +97,12 @@ def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
     Each rank of a job may see one GPU, as 0. NCCL never puts two ranks on one GPU, so processes that each run NCCL's
     kernels on a device of one number have a GPU each: the first rank keeps the number, the others get free ones.
     """
-    work, copies = trace.work, trace.copies
+    work, copies, syncs = trace.work, trace.copies, trace.syncs
     is_nccl = np.array([text.startswith(_NCCL) for text in trace.names] or [False], dtype=np.bool_)[work.name]
     used = distinct_values(np.concatenate([work.device, copies.device])).tolist()
     work_device, copy_device = work.device.copy(), copies.device.copy()
+    if syncs is not None:
+        syncs = replace(syncs, device=syncs.device.copy(), record_device=syncs.record_device.copy())
     for device in used[:]:
         processes = distinct_values(work.process[is_nccl & (work.device == device)]).tolist()
         for process in sorted(processes, key=lambda one: rank_of.get(one, one))[1:]:
@@ -109,9 +110,24 @@ def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
             used.append(free)
             work_device[(work.process == process) & (work.device == device)] = free
             copy_device[(copies.process == process) & (copies.device == device)] = free
+            if syncs is not None:
+                own = trace.calls.process[syncs.call] == process
+                syncs.device[own & (syncs.device == device)] = free
+                syncs.record_device[own & (syncs.record_device == device)] = free
     if np.array_equal(work_device, work.device):
         return trace
-    return replace(trace, work=replace(work, device=work_device), copies=replace(copies, device=copy_device))
+    work, copies = replace(work, device=work_device), replace(copies, device=copy_device)
+    return replace(trace, work=work, copies=copies, syncs=syncs)
+
+
+def _join_syncs(parts: Sequence[Trace]) -> Syncs | None:
+    begun = np.cumsum([0, *(len(part.calls) for part in parts)]).tolist()
+    shifted = [
+        replace(syncs, call=syncs.call + begin, record=np.where(syncs.record < 0, syncs.record, syncs.record + begin))
+        for part, begin in zip(parts, begun, strict=False)
+        if (syncs := part.syncs) is not None
+    ]
+    return join_tables(shifted) if shifted else None
 
 
 Item = TypeVar("Item")

@@ -170,7 +170,8 @@ class ProcessCalls:
         for call, device, stream, record, at_device, at_stream in zip(*(c.tolist() for c in columns), strict=True):
             place = int(self._place[call])
             if place >= 0:
-                recorded = int(self._place[record]) if record >= 0 else NONE
+                # `BEFORE_TRACE` stays: nothing that a step launched is waited for then.
+                recorded = int(self._place[record]) if record >= 0 else record
                 found[place] = _Sync(
                     self._streams.get((device, stream), NONE),
                     stream >= 0,
