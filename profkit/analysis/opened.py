@@ -25,6 +25,7 @@ from profkit.trace.processes import only_process
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
@@ -85,6 +86,13 @@ class OpenedTrace:
 
         timed = None if self.run is None else summarize_step_times(self.run.manifest)
         return open_account(self.attribution, self.ranks, timed)
+
+    @cached_property
+    def step_replay(self) -> StepReplay:
+        """Return the recorded steps, ready to be run again: what limits them, and what a change would leave of them."""
+        from profkit.analysis.step_replay.steps import replay_steps
+
+        return replay_steps(self.account, failed_check=self.self_check.failed)
 
     @cached_property
     def self_check(self) -> SelfCheck:

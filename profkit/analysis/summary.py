@@ -21,6 +21,7 @@ from profkit.findings import Finding
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
+    from profkit.analysis.step_replay.steps import StepLimits
 
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"
@@ -245,8 +246,8 @@ class Summary:
 
     ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed;
     ``program_steps`` is how many steps the program made, over which things are counted. ``compared`` are its ranks side
-    by side. ``findings`` are what a reader must know before trusting the figures, each once. ``passes`` are the
-    backward passes of a step, on average.
+    by side. ``limits`` is what limits the step, None without GPU work. ``findings`` are what a reader must know before
+    trusting the figures, each once. ``passes`` are the backward passes of a step, on average.
     """
 
     run: str
@@ -254,6 +255,7 @@ class Summary:
     steps: tuple[StepUse, ...] = ()
     step_count: int = 1
     program_steps: int = 1
+    limits: StepLimits | None = None
     gpus: tuple[GpuCosts, ...] = ()
     gpu: GpuUse | None = None
     work: WorkUse | None = None
@@ -302,8 +304,9 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
-        data = asdict(replace(self, findings=(), compared=None))
-        del data["findings"], data["compared"]
+        data = asdict(replace(self, findings=(), compared=None, limits=None))
+        del data["findings"], data["compared"], data["limits"]
+        data["step_limits"] = None if self.limits is None else self.limits.to_dict()
         data["slowest_rank"] = None if self.compared is None else self.compared.late_rank
         data["waited_for"] = None if self.compared is None else self.compared.waited_for
         if self.gpu is not None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import ProcessCalls, StepColumns
-from profkit.analysis.step_replay.limits import Cause, Piece, find_limits
+from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, measure_constants, prepare, prove, run
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import DATA, STEP
-from profkit.trace.columns import Ints, Trace, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Trace, rows_by_value
+
+OUTSIDE = "outside"
+"""The phase of what lies in none."""
 
 MOST_STEPS = 5
 """More recorded steps than these say nothing new, and take as long again."""
@@ -32,20 +36,91 @@ _LEAST_SPREAD = 0.005
 class ReplayedStep:
     """A recorded step, and how it runs: ``columns`` are ready to run, ``fit`` is the host's speed in them.
 
-    ``names`` and ``categories`` are those of its operations, ``phase`` that of each call, None outside of all.
+    ``names`` and ``categories`` are those of its operations by their rows, ``phase`` that of each call.
     """
 
     columns: StepColumns
     phases: Phases
     proof: Proof
     fit: Fit
-    names: Sequence[str]
-    categories: Sequence[str]
-    phase: Sequence[str | None]
+    names: Mapping[int, str]
+    categories: Mapping[int, str]
+    phase: Sequence[str]
 
     def at_speed(self, factor: float) -> StepColumns:
         """Return the step with its host's time scaled."""
         return self.phases.scale_host(self.columns, factor)
+
+    def sum_limits(self, step: StepColumns, found: Replayed) -> dict[str, dict[str, int]]:
+        """Return how long what limits this step, or a changed form of it: phase → cause → nanoseconds.
+
+        An operation's cause is its category. The sums add up to the replayed step.
+        """
+        sums: dict[str, dict[str, int]] = {}
+        for piece in find_limits(step, found):
+            at = piece.to.at
+            call = at if piece.to.is_call else step.launcher[at]
+            cause = self.categories[int(step.row[at])] if piece.cause == Cause.OPERATION else piece.cause.value
+            causes = sums.setdefault(self.phase[call], {})
+            causes[cause] = causes.get(cause, 0) + piece.end_ns - piece.start_ns
+        return sums
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What limits the step of the median length at its unprofiled speed, and how well its replay is proven.
+
+    ``by_phase`` is phase (`OUTSIDE` of all) → cause → nanoseconds, which add up to ``step_ns``. A cause is one of
+    `profkit.analysis.step_replay.limits.Cause`, or the category of an operation. ``unprofiled_ns`` is the measured
+    step time without a profiler. ``refusal`` says why nothing is known; then ``step_ns`` is 0.
+    """
+
+    step_ns: int
+    unprofiled_ns: int | None
+    by_phase: Mapping[str, Mapping[str, int]]
+    proof: Proof | None
+    fit: Fit
+    refusal: str | None
+
+    @property
+    def limited_by(self) -> dict[str, int]:
+        """Cause → nanoseconds in all phases, the longest first; they add up to the step."""
+        return sum_phases(self.by_phase)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {
+            "step_ns": self.step_ns,
+            "unprofiled_ns": self.unprofiled_ns,
+            "replay": describe_replay(self.proof, self.fit),
+            "limited_by": self.limited_by,
+            "by_phase": self.by_phase,
+            "refusal": self.refusal,
+        }
+
+
+def sum_phases(by_phase: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return cause → nanoseconds of all phases together, the longest first."""
+    sums: dict[str, int] = {}
+    for causes in by_phase.values():
+        for cause, time_ns in causes.items():
+            sums[cause] = sums.get(cause, 0) + time_ns
+    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
+def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
+    """Return how well a replay is proven, as JSON-ready data; None without one."""
+    if proof is None:
+        return None
+    return {
+        "recorded_ns": proof.recorded_ns,
+        "replayed_ns": proof.replayed_ns,
+        "error": proof.error,
+        "operations_p50_ns": proof.operations_p50_ns,
+        "operations_p95_ns": proof.operations_p95_ns,
+        "host_factor": [fit.least, fit.most],
+        "identified": fit.is_identified,
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +157,15 @@ class StepReplay:
         """Run one of the steps, or a changed form of it."""
         return run(step, self.constants)
 
-    def limits(self) -> tuple[ReplayedStep, list[Piece]] | None:
-        """Return the typical step and what limits it at its unprofiled speed; None without any step."""
+    def limits(self) -> StepLimits:
+        """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted."""
         step = self.typical
-        if step is None:
-            return None
+        if step is None or self.refusal is not None:
+            return StepLimits(0, self.unprofiled_ns, {}, self.proof, self.fit, self.refusal)
         columns = step.at_speed(step.fit.middle)
-        return step, find_limits(columns, self.run(columns))
+        found = self.run(columns)
+        by_phase = step.sum_limits(columns, found)
+        return StepLimits(found.step_ns, self.unprofiled_ns, by_phase, self.proof, self.fit, None)
 
 
 def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepReplay:
@@ -132,7 +209,7 @@ def _why_not(trace: Trace, processes: Mapping[int, Ints], *, failed_check: bool)
     if not processes:
         return "the capture holds no recorded step"
     if len(processes) > 1:
-        return "several processes were recorded: choose one with --rank"
+        return "several processes were recorded; `profkit efficiency --rank N` takes one"
     return None
 
 
@@ -201,35 +278,25 @@ def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
     return phases, round(spread)
 
 
-def _names(trace: Trace, step: StepColumns) -> tuple[list[str], list[str]]:
-    """Return the names of operations and their categories: of kernels' names, else ``copy`` and ``fill``."""
+def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, str]]:
+    """Return by row the names of operations and their categories: of kernels' names, else ``copy`` and ``fill``."""
     count = len(trace.work)
-    fills = np.concatenate([np.zeros(count, dtype=np.bool_), trace.copies.is_memset]) if len(step.row) else empty_ints()
-    names, categories = [], []
+    names, categories = {}, {}
     for row in step.row.tolist():
-        name = trace.names[trace.work.name[row]] if row < count else "fill" if fills[row] else "copy"
-        names.append(name)
-        categories.append(categorize(name, trace.measure).name if row < count else name)
+        if row < count:
+            names[row] = trace.names[trace.work.name[row]]
+            categories[row] = categorize(names[row], trace.measure).name
+        else:
+            names[row] = categories[row] = "fill" if trace.copies.is_memset[row - count] else "copy"
     return names, categories
 
 
-def _phase_of_calls(step: StepColumns, intervals: dict[str, list[tuple[int, int]]]) -> list[str | None]:
+def _phase_of_calls(step: StepColumns, intervals: dict[str, list[tuple[int, int]]]) -> list[str]:
     spans = sorted((start, end, label) for label, some in intervals.items() for start, end in some)
-    phases: list[str | None] = []
+    phases: list[str] = []
     at = 0
     for begun in step.call_start_ns:
         while at < len(spans) and spans[at][1] <= begun:
             at += 1
-        phases.append(spans[at][2] if at < len(spans) and spans[at][0] <= begun else None)
+        phases.append(spans[at][2] if at < len(spans) and spans[at][0] <= begun else OUTSIDE)
     return phases
-
-
-def sum_causes(step: ReplayedStep, pieces: Sequence[Piece]) -> dict[tuple[str | None, Cause, str | None], int]:
-    """Return how long each phase was limited by each cause; for an operation, and what follows it, by its category."""
-    sums: dict[tuple[str | None, Cause, str | None], int] = {}
-    for piece in pieces:
-        call = piece.to.at if piece.to.is_call else step.columns.launcher[piece.to.at]
-        category = step.categories[piece.to.at] if piece.cause == Cause.OPERATION else None
-        key = step.phase[call], piece.cause, category
-        sums[key] = sums.get(key, 0) + piece.end_ns - piece.start_ns
-    return sums

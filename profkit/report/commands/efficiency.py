@@ -9,6 +9,7 @@ from typing import Any
 from profkit.analysis.efficiency.limits import Evidence, IdleGap
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.step_replay.steps import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts
@@ -19,6 +20,7 @@ from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.ranges import tree_name
+from profkit.report.commands.step_replay import limit_parts
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shorten, simplify_name
 from profkit.report.units import (
@@ -75,6 +77,7 @@ def build_efficiency_document(
     totals: bool = False,
     full_names: bool = False,
     compared: RanksResult | None = None,
+    limits: StepLimits | None = None,
 ) -> Document:
     """Return the tree of ranges.
 
@@ -85,6 +88,7 @@ def build_efficiency_document(
         totals: show sums over the recorded steps instead of averages.
         full_names: do not shorten kernels' names in explanations.
         compared: the ranks side by side, for which of them is late.
+        limits: what limits the step.
     """
     steps = None if totals else result.step_count
     rows = [_row(row) for row in result.ranges]
@@ -94,9 +98,12 @@ def build_efficiency_document(
         parts.append(Table(_step_columns(result), _step_rows(result)))
     if compared is not None:
         parts.append(Lines(describe_verdict(compared)[:1]))
-    parts.append(Lines(_notes(result, steps)))
     data = result.to_dict()
     del data["warnings"]
+    if limits is not None:
+        parts += limit_parts(limits)
+        data["step_limits"] = limits.to_dict()
+    parts.append(Lines(_notes(result, steps)))
     if evidence is not None:
         parts.append(
             Lines(["Below: sums over the recording, in nanoseconds. Points in time are on the capture's clock."])

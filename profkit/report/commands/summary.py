@@ -14,6 +14,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.analysis.tree.modules import PASSES, ModuleTime
 from profkit.names import MODEL, is_shared
+from profkit.report.commands.step_replay import describe_limits
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_count, format_ns, format_share
@@ -134,6 +135,8 @@ def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     for step in summary.steps:
         yield "STEP", _step(step) + _compiling(summary)
+    if summary.limits is not None:
+        yield "LIMIT", describe_limits(summary.limits)
     if summary.gpu is not None:
         yield "GPU", _gpu(summary)
     if summary.work is not None:
