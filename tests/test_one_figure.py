@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sqlite3
 import sys
 from collections import Counter
 from functools import cache
@@ -308,3 +310,41 @@ def test_a_run_recorded_here_has_one_step_time_in_every_command(tmp_path: Path) 
     rest = median(whole - wait for whole, wait in zip(steps, waits, strict=True))
     assert step_ns == pytest.approx(rest + sum(waits) / len(waits))
     assert len(account.steps) == _run_json("summary", run)["program_steps"]
+
+
+def _without_names(data: object) -> object:
+    """Return data of JSON without the case and the numbers of phases' names."""
+    text = json.dumps(data).lower()
+    return json.loads(text.replace("forward 1", "forward").replace("backward 1", "backward"))
+
+
+@pytest.mark.parametrize("name", ["ddp.nsys2025.sqlite", "small-train.kineto.json.gz", "small-train.nsys2025.sqlite"])
+def test_phases_in_capitals_and_with_a_number_give_the_same_figures(name: str, tmp_path: Path) -> None:
+    path = next((path for path in TRACES if path.name == name), None)
+    if path is None:
+        pytest.skip(f"{name} is not here")
+    renamed = tmp_path / name
+    if path.suffix == ".gz":
+        text = gzip.decompress(path.read_bytes()).decode()
+        for phase in ("forward", "backward"):
+            text = text.replace(f'"name": "{phase}"', f'"name": "{phase.capitalize()} 1"')
+        renamed.write_bytes(gzip.compress(text.encode()))
+    else:
+        renamed.write_bytes(path.read_bytes())
+        renamed.chmod(0o600)
+        with sqlite3.connect(renamed) as database:
+            for phase in ("forward", "backward"):
+                for table, column in (("NVTX_EVENTS", "text"), ("StringIds", "value")):
+                    change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
+                    database.execute(change, (f"{phase.capitalize()} 1", phase))
+        database.close()
+    before, after = read_trace(path), read_trace(renamed)
+    names = [str(result.range).lower().removesuffix(" *") for result in after.phases()]
+    assert names == [str(result.range) for result in before.phases()]
+    assert [result.total_ns for result in after.phases()] == [result.total_ns for result in before.phases()]
+    commands = ["summary", "ranks"] if name.startswith("ddp") else ["summary"]
+    for command in commands:
+        was, now = (_printed(command, one) for one in (path, renamed))
+        keys = ("work", "optimizer", "modules", "gpu", "ledger") if command == "summary" else ("ranks", "culprit")
+        for key in keys:
+            assert _without_names(now[key]) == _without_names(was[key]), key

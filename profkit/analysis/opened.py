@@ -16,7 +16,7 @@ from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
-from profkit.names import PHASES, WARMUP
+from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
 from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.processes import only_process
@@ -151,7 +151,8 @@ class OpenedTrace:
         """
         names = {self.trace.names[i] for i in distinct_values(self.trace.ranges.name).tolist()}
         exclude = _ANY_WARMUP if find_warmup(self.trace) is not None else None
-        results = [self.kernels(within + phase, exclude=exclude) for phase in PHASES if phase in names]
+        kinds = sorted({(PHASES.index(phase), kind_of(name)) for name in names if (phase := phase_of(name))})
+        results = [self.kernels(within + kind, exclude=exclude) for _, kind in kinds]
         return [result for result in results if result.instances]
 
     def efficiency(

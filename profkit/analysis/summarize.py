@@ -56,6 +56,7 @@ from profkit.names import (
     STEP,
     VALUE_PRODUCT,
     kind_of,
+    phase_of,
 )
 from profkit.run.manifest import Compiled, Manifest, UsedOptimizer
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
@@ -343,7 +344,11 @@ def _is_inductors(name: str) -> bool:
 
 def _optimizer(account: TimeAccount, result: EfficiencyResult, manifest: Manifest) -> OptimizerUse | None:
     attribution = account.attribution
-    rows = [row for row in result.ranges if row.name == OPTIMIZER and row.gpu is not None and _is_measured(row.path)]
+    rows = [
+        row
+        for row in result.ranges
+        if phase_of(row.name) == OPTIMIZER and row.gpu is not None and _is_measured(row.path)
+    ]
     members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
     if not rows or not len(members):
         return None

@@ -20,7 +20,7 @@ from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.tree.selection import explain_no_ranges
 from profkit.findings import Finding, Verdict
-from profkit.names import BACKWARD, DATA, FORWARD, STEP
+from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
 from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ def _check_threads(attribution: Attribution) -> list[Finding]:
     ranges, work = trace.ranges, trace.work
     if trace.measure != "gpu-kernel" or ledger.outside_ns + ledger.no_launch_ns < ledger.total_ns:
         return []
-    phases = np.flatnonzero(np.isin(ranges.name, [trace.names.index(name) for name in _PHASES if name in trace.names]))
+    is_phase = np.array([phase_of(name) in _PHASES for name in trace.names] or [False], dtype=np.bool_)
+    phases = np.flatnonzero(is_phase[ranges.name])
     launched = np.sort(work.launch_ns[work.launch_thread >= 0])
     begun, ended = (np.searchsorted(launched, edges[phases]) for edges in (ranges.start_ns, ranges.end_ns))
     if not (begun < ended).any():

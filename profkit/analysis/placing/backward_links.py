@@ -25,7 +25,7 @@ import numpy as np
 
 from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.errors import TraceError
-from profkit.names import BACKWARD, PHASES, RECOMPUTE
+from profkit.names import BACKWARD, RECOMPUTE, phase_of
 from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, join_tables, rows_by_value
 
 MIRROR_THREAD = -9
@@ -127,11 +127,11 @@ class _Builder:
         in_forward, in_backward = set(forward), set(backward)
         below = [index for index in forward if index not in in_backward]
         own = [index for index in backward if index not in in_forward]
-        phases = [at for at, index in enumerate(below) if self._name(index) in (*PHASES, RECOMPUTE)]
+        phases = [at for at, index in enumerate(below) if self._is_phase(index)]
         inner: list[int | None] = [*below[phases[-1] + 1 :]] if phases else [*below]
         around = backward[-1] if backward else NO_RANGE
-        if any(self._name(index) == BACKWARD for index in backward):
-            return (around, inner) if self._name(around) == BACKWARD else (NO_RANGE, [])
+        if any(self._phase(index) == BACKWARD for index in backward):
+            return (around, inner) if self._phase(around) == BACKWARD else (NO_RANGE, [])
         if not own:
             return around, [None, *inner] if phases or inner else []
         if len(own) > 1:
@@ -150,8 +150,14 @@ class _Builder:
             self.mirrors.append(key)
         return self._index[key]
 
+    def _is_phase(self, index: int) -> bool:
+        return self._phase(index) is not None or self._name(index).lower() == RECOMPUTE
+
+    def _phase(self, index: int) -> str | None:
+        return phase_of(self._name(index))
+
     def _name(self, index: int) -> str:
-        return self._trace.names[int(self._trace.ranges.name[index])].lower() if index != NO_RANGE else ""
+        return self._trace.names[int(self._trace.ranges.name[index])] if index != NO_RANGE else ""
 
     def finish(self, of_row: Ints) -> tuple[Trace, Ints, Mirrors]:
         """Return the trace, the parents and the mirrors; ``of_row`` is the index of each row's mirror."""

@@ -32,7 +32,7 @@ from functools import cached_property
 import numpy as np
 
 from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors
-from profkit.names import BACKWARD, REPLICA
+from profkit.names import BACKWARD, REPLICA, phase_of
 from profkit.trace.columns import Bools, Calls, Ints, Trace, empty_ints, rows_by_value
 
 AMBIGUOUS = -2
@@ -153,7 +153,7 @@ def end_with_backward(
     """
     ranges = trace.ranges
     end_ns = ranges.end_ns.copy()
-    is_backward = np.array([name.lower() == BACKWARD for name in trace.names], dtype=np.bool_)
+    is_backward = np.array([phase_of(name) == BACKWARD for name in trace.names], dtype=np.bool_)
     for thread in timelines:
         if not waiting.is_autograd(thread):
             continue

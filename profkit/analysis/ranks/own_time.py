@@ -35,7 +35,7 @@ from profkit.analysis.time_account.gpu_time import (
     threads_by_device,
 )
 from profkit.analysis.time_account.waits import is_data_wait
-from profkit.names import BACKWARD, DATA, PHASES
+from profkit.names import BACKWARD, DATA, phase_of
 from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
@@ -55,7 +55,6 @@ BEFORE = "before "
 """How the place of time between two phases begins; the name of the later one follows."""
 
 _EVER = 1 << 62
-_ALL = {*PHASES, DATA}
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +244,11 @@ def host_time(trace: Trace) -> GpuTime:
     )
 
 
+def phase_or_data(name: str) -> str | None:
+    """Return what a range's name makes it among the parts of a step: a phase, waiting for data, or neither."""
+    return DATA if name == DATA else phase_of(name)
+
+
 def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
     """Return all places, that of no phase first and that of waiting for data second, and each range's."""
     trace = attribution.trace
@@ -261,8 +265,9 @@ def _find_places(attribution: Attribution) -> tuple[list[Place], Ints]:
         place = _NOWHERE if at == NO_RANGE else places[number_of[at]]
         for row in reversed(chain):
             name = trace.names[names[row]]
-            if name in PHASES or name == DATA:
-                place = (name, "")
+            phase = phase_or_data(name)
+            if phase is not None:
+                place = (phase, "")
             elif place[0] and names[row] not in passed_over:
                 place = (place[0], name)
             if place not in numbers:
@@ -309,7 +314,11 @@ class _HostPlaces:
     def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:
         """Return when phases and waits for data began on a thread, and the place that time just before each gets."""
         ranges, names = attribution.trace.ranges, attribution.trace.names
-        rows = [row for row in np.flatnonzero(ranges.thread == thread).tolist() if names[ranges.name[row]] in _ALL]
+        rows = [
+            row
+            for row in np.flatnonzero(ranges.thread == thread).tolist()
+            if phase_or_data(names[ranges.name[row]]) is not None
+        ]
         rows.sort(key=lambda row: int(ranges.start_ns[row]))
         numbers = []
         for row in rows:

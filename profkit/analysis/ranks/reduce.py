@@ -19,11 +19,11 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.ranks.costs import Account, StepParts, exact_account, longer_on_gpu
 from profkit.analysis.ranks.matching import Calls, KnownColumns, tabulate_calls
-from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time
+from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time, phase_or_data
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
-from profkit.names import DATA, PHASES, STEP
+from profkit.names import STEP
 from profkit.run.light_columns import LightColumns, StepColumns, columns_of, read_light, read_light_columns
 from profkit.run.light_record import (
     CAUSES,
@@ -220,10 +220,11 @@ def _describe_step(attribution: Attribution, own: OwnTime, begin: int, end: int)
     trace = attribution.trace
     ranges = trace.ranges
     inside = (ranges.start_ns >= begin) & (ranges.end_ns <= end)
-    wanted = {i for i in distinct_values(ranges.name[inside]).tolist() if trace.names[i] in (*PHASES, DATA)}
+    distinct = distinct_values(ranges.name[inside]).tolist()
+    wanted = {i: phase for i in distinct if (phase := phase_or_data(trace.names[i])) is not None}
     rows = np.flatnonzero(inside & np.isin(ranges.name, list(wanted)))
     phases = sorted(
-        (int(ranges.start_ns[row]) - begin, int(ranges.end_ns[row]) - begin, trace.names[int(ranges.name[row])])
+        (int(ranges.start_ns[row]) - begin, int(ranges.end_ns[row]) - begin, wanted[int(ranges.name[row])])
         for row in rows.tolist()
     )
     window = np.array([begin]), np.array([end])

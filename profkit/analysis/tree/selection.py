@@ -22,7 +22,7 @@ from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.attribution import DIRECT, INFERRED, SEQUENCE, Attribution, mark_members
 from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.errors import TraceError, UsageError
-from profkit.names import BACKWARD, kind_of
+from profkit.names import BACKWARD, kind_of, phase_of
 from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
 
 
@@ -111,7 +111,7 @@ def _match(attribution: Attribution, request: str) -> Bools:
 def _nameable(attribution: Attribution) -> Bools:
     """Return which ranges a bare name may select: those that were open, and mirrors named ``backward``."""
     names, is_mirror = attribution.trace.names, attribution.is_mirror
-    backward = np.array([name.lower() == BACKWARD for name in names], dtype=np.bool_)[attribution.trace.ranges.name]
+    backward = np.array([phase_of(name) == BACKWARD for name in names], dtype=np.bool_)[attribution.trace.ranges.name]
     is_outer = attribution.parent < attribution.mirrors.first
     return np.asarray(~is_mirror | (is_outer & backward))
 

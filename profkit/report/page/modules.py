@@ -23,7 +23,7 @@ from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.analysis.tree.selection import split_path
-from profkit.names import BACKWARD, FORWARD, MODEL, kind_of
+from profkit.names import BACKWARD, FORWARD, MODEL, kind_of, phase_of
 from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
@@ -214,7 +214,7 @@ def _by_module(ranges: Iterable[EfficiencyRow]) -> dict[str, dict[str, Efficienc
     """Return module → pass → its range; of several paths the one with the most time."""
     by_module: dict[str, dict[str, EfficiencyRow]] = {}
     for row in ranges:
-        phase = next((part for part in split_path(row.path) if part in _PHASES), None)
+        phase = next((phase for part in split_path(row.path) if (phase := phase_of(part)) in _PHASES), None)
         if phase is not None:
             passes = by_module.setdefault(row.name, {})
             if phase not in passes or row.busy_ns > passes[phase].busy_ns:

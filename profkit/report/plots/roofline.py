@@ -20,7 +20,7 @@ from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import TraceError
-from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report.commands.efficiency import LIMITS
 from profkit.report.document import UNTRUSTED
 from profkit.report.plots.pictures import draw_png
@@ -128,7 +128,8 @@ def _area(row: EfficiencyRow, longest_ns: int) -> float:
 
 
 def _phase_of(row: EfficiencyRow) -> str:
-    return next((part for part in reversed(split_path(row.path)) if part in _MARKERS), "")
+    names = (phase_of(part) or part for part in reversed(split_path(row.path)))
+    return next((name for name in names if name in _MARKERS), "")
 
 
 def _legend(points: list[EfficiencyRow]) -> list[Artist]:
