@@ -102,6 +102,21 @@ def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: f
         assert found.detail.endswith("2,000 ns of kernel time in 2 steps")
 
 
+def test_the_share_of_a_trace_of_operators_is_of_operator_time() -> None:
+    trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
+    assert " ns of operator time in " in line(trace, Budgets(max_shares=(("gemm", 1.0),))).detail
+
+
+def test_idle_time_is_of_as_many_steps_as_the_program_made(captures: Path) -> None:
+    (idle,) = lines(captures / "ddp.nsys2025.sqlite", Budgets(max_idle=1.0))
+    assert idle.detail == "of the GPUs' time in 2 steps, profiled"
+
+
+def test_one_step_is_not_several(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP])
+    assert line(path, Budgets(max_shares=(("category:gemm", 1.0),))).detail.endswith("in 1 step")
+
+
 def test_a_category_points_to_a_range_with_a_similar_name(tmp_path: Path) -> None:
     step = {"computing softmax": [("reduce_kernel", 150)], "loss": [("cunn_SoftMaxForward", 50)]}
     path = write_steps(tmp_path / "t.sqlite", [step, step])

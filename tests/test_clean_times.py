@@ -78,3 +78,10 @@ def test_a_step_that_waits_for_data_is_compared_by_its_mean_wait() -> None:
     rows = {line.split()[0]: line.split()[-1] for line in text.splitlines()[2:4]}
     assert rows == {"data": "–", "step": "+8%"}
     assert [line.split()[1:3] for line in text.splitlines()[2:4]] == [["10.00", "ms"], ["12.00", "ms"]]
+
+
+def test_the_count_of_steps_is_not_that_of_a_phase_of_some_of_them() -> None:
+    steps = tuple({"step_ns": MS} | ({"inference_ns": MS} if number == 3 else {}) for number in range(4))
+    text = _shown(Manifest(attached=Samples(steps), profiled=Samples(steps)))
+    assert "unprofiled, same process: 4 steps before the recording" in text
+    assert "profiled: 4 recorded steps" in text

@@ -51,7 +51,7 @@ def test_the_times_of_either_kind_of_run_are_judged() -> None:
         "the first of the 4 unprofiled",
         "1 graph was compiled within the recorded",
     ]
-    assert "of the 4 unrecorded steps" in warn_of_run(Manifest(attached=Samples(steps)))[0]
+    assert "of the 4 unprofiled steps" in warn_of_run(Manifest(attached=Samples(steps)))[0]
     assert warn_of_run(Manifest()) == []
 
 

@@ -293,7 +293,7 @@ def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path, recor
     script = EVALUATED_FIRST.replace("range(8)", "range(0)").replace("range(5)", "range(3)")
     done = record(script, "--warmup", "2", "--steps", "2")
     assert done.returncode == 0, done.stderr
-    assert "1 complete steps of the 2 requested" in done.stderr
+    assert "1 of the 2 steps requested are complete" in done.stderr
     opened = read_trace(tmp_path / "run")
     assert [len(steps) for label, steps in measured_ranges(opened.attribution).items() if label == "step"] == [1]
     assert not opened.self_check.findings, opened.self_check.findings

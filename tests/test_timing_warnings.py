@@ -43,13 +43,16 @@ def test_first_steps_that_stand_out_were_not_warmed_up(times: tuple[float, ...],
 
 
 def test_steps_that_were_faster_while_recorded_show_what_the_others_suffered() -> None:
-    (warning,) = warn_of_gain(_steps(26, 54), _steps(27, 26, 28), "unrecorded")
-    assert "faster than unrecorded ones, 27 ms against 40 ms (medians of 3 and 2)" in warning
-    assert warn_of_gain(_steps(10, 10), _steps(9.1, 9.1), "unprofiled") == [], "a tenth is chance"
-    assert warn_of_gain(_steps(10, 10), [], "unprofiled") == []
+    (warning,) = warn_of_gain(_steps(26, 54), _steps(27, 26, 28))
+    assert "faster than unprofiled ones, 27 ms against 40 ms (medians of 3 and 2)" in warning
+    assert warn_of_gain(_steps(10, 10), _steps(9.1, 9.1)) == [], "a tenth is chance"
+    assert warn_of_gain(_steps(10, 10), []) == []
     steps = _steps(10, context=128) + _steps(50, context=1024)
-    (warning,) = warn_of_gain(steps, _steps(11, context=128) + _steps(40, context=1024), "unprofiled")
+    (warning,) = warn_of_gain(steps, _steps(11, context=128) + _steps(40, context=1024))
     assert "unprofiled ones (context 1024)" in warning
+    waiting = [{"step_ns": 30 * MS, "data_ns": 10 * MS}]
+    (warning,) = warn_of_gain(waiting, _steps(10))
+    assert "10 ms against 20 ms (medians of 1 and 1 without waits for data)" in warning
 
 
 def test_contexts_are_judged_apart() -> None:

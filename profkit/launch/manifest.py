@@ -226,8 +226,8 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
     return [*warnings, *warn_of_counted(during, where)]
 
 
-def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
-    """Warn if steps took less time while they were recorded, by their medians: then the others were disturbed."""
+def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
+    """Warn if steps took less time while they were recorded, by their medians: the unprofiled ones were disturbed."""
     warnings = []
     for context in dict.fromkeys(step.get("context") for step in steps):
         alone, with_it = (
@@ -235,10 +235,11 @@ def warn_of_gain(steps: Steps, recorded: Steps, where: str) -> list[str]:
         )
         if not with_it or median(with_it) >= _FASTER * median(alone):
             continue
-        called = f"{where} ones" + ("" if context is None else f" (context {context})")
+        called = "unprofiled ones" + ("" if context is None else f" (context {context})")
+        rest = " without waits for data" if any(step.get("data_ns") for step in (*steps, *recorded)) else ""
         warnings.append(
             f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
-            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}):"
+            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}{rest}):"
             " a profiler never speeds a step up, so something slowed the others down; measure again"
         )
     return warnings
@@ -290,10 +291,10 @@ def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list
     """
     warnings = []
     profiled = manifest.profiled or Samples()
-    for timed, where in ((manifest.clean, "unprofiled"), (manifest.attached, "unrecorded")):
+    for timed in (manifest.clean, manifest.attached):
         if timed is not None:
-            warnings += warn_of_times(timed.steps, timed.during, where)
-            warnings += warn_of_gain(timed.steps, profiled.steps, where)
+            warnings += warn_of_times(timed.steps, timed.during, "unprofiled")
+            warnings += warn_of_gain(timed.steps, profiled.steps)
     said = {"compiled_graphs"} if knows_compilations else set()
     warnings += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")
     return warnings + warn_of_full_queue(manifest.loading)

@@ -377,7 +377,7 @@ def shortfalls(outcome: Outcome, *, is_last: bool) -> list[str]:
             f"{rank}the recording is not whole: {process.failure}" for rank, process in zip(ranks, failed, strict=True)
         ]
     elif first.state == CUT_SHORT:
-        wanted = f"{len(first.profiled)} complete steps of the {outcome.order.steps} requested"
+        wanted = f"{len(first.profiled)} of the {outcome.order.steps} steps requested are complete"
         lacking.append(f"the script ended while it was recorded: {wanted}")
     return lacking
 

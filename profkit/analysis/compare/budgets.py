@@ -19,7 +19,7 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.step_times import is_whole_step, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, read_unprofiled_steps
 from profkit.analysis.tree.selection import select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
@@ -145,8 +145,8 @@ def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
         )
         return
     for name, samples in times.items():
-        how = "mean wait for data and median of the rest" if samples.waits else "median"
-        detail = f"{how} of {len(samples.rest_ns)} unprofiled steps ({steps.label})"
+        how, count = name_statistic(waits=samples.waits), len(samples.rest_ns)
+        detail = f"{how} of {count:,} unprofiled step{'s' * (count != 1)} ({steps.label})"
         yield BudgetLine(MAX_STEP, name, samples.time_ns, limit_ns, "ns", samples.time_ns <= limit_ns, detail)
 
 
@@ -205,8 +205,12 @@ def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
         return not_judged(MAX_IDLE, "share", limit, "the capture has no steps (ranges `step N`)")
     idle, recorded = account.idle_time(), account.sum_parts()[0].idle_share
     how = f"scaled to the unprofiled steps ({recorded:.1%} with the profiler)" if idle.is_unprofiled else "profiled"
-    detail = f"of the GPUs' time in {len(account)} steps, {how}"
+    detail = f"of the GPUs' time in {_count_steps(len(account.recorded_steps_ns()))}, {how}"
     return BudgetLine(MAX_IDLE, None, idle.share, limit, "share", idle.share <= limit, detail)
+
+
+def _count_steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _judge_mfu(efficiency: EfficiencyResult, limit: float) -> BudgetLine:
@@ -248,8 +252,9 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
         mine = [column for column, key in enumerate(whole.keys) if key.category == bare]
         part_ns = int(whole.kernel_ns[:, mine].sum())
     share = part_ns / whole.total_ns
-    where = f"{whole.size} steps" if by_step else "the whole capture (it has no steps)"
-    detail = f"{kind} {bare!r}: {part_ns:,} of {whole.total_ns:,} ns of kernel time in {where}"
+    where = _count_steps(whole.size) if by_step else "the whole capture (it has no steps)"
+    work = "kernel time" if attribution.trace.measure == "gpu-kernel" else "operator time"
+    detail = f"{kind} {bare!r}: {part_ns:,} of {whole.total_ns:,} ns of {work} in {where}"
     if kind == "category":
         detail += _name_similar_ranges(attribution, bare)
     return BudgetLine(MAX_SHARE, name, share, limit, "share", share <= limit, detail)
@@ -335,9 +340,9 @@ def _requested_peak(snapshot: OpenedSnapshot) -> int:
 
 def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator[BudgetLine]:
     if compared.clean is not None and compared.clean.changes:
-        counts = f"medians of {compared.clean.samples[0]} and {compared.clean.samples[1]} unprofiled steps"
         for change in compared.clean.changes:
             if change.is_whole_step:
+                counts = compared.clean.describe_samples(change)
                 sizes = (change.before_ns, change.after_ns, change.change_ns, change.low_ns)
                 yield _judge_change(change.name, sizes, change.verdict, counts, allowed)
     elif compared.time is not None and compared.time.unit == "step":

@@ -18,7 +18,13 @@ from profkit.analysis.kernels.compiled_code import RunCompilations, find_compila
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
-from profkit.analysis.time_account.step_times import PhaseSamples, UnprofiledSteps, is_whole_step, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import (
+    PhaseSamples,
+    UnprofiledSteps,
+    is_whole_step,
+    name_statistic,
+    read_unprofiled_steps,
+)
 from profkit.errors import UsageError
 from profkit.findings import Finding
 
@@ -28,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CleanChange:
-    """What a phase takes unprofiled (`PhaseSamples.time_ns`), its change, and its 95 % interval if there is one."""
+    """What a phase takes unprofiled (`PhaseSamples.time_ns`), its change, and its 95 % interval if there is one.
+
+    ``waits`` says whether samples of either run waited for data.
+    """
 
     name: str
     before_ns: int
@@ -37,6 +46,7 @@ class CleanChange:
     low_ns: int | None
     high_ns: int | None
     verdict: Verdict
+    waits: bool
 
     @property
     def is_whole_step(self) -> bool:
@@ -51,6 +61,11 @@ class CleanComparison:
     labels: tuple[str, str]
     samples: tuple[int, int]
     changes: tuple[CleanChange, ...]
+
+    def describe_samples(self, change: CleanChange) -> str:
+        """Return what the times of one change are of: ``medians of 4 and 4 unprofiled steps``."""
+        statistic = name_statistic(waits=change.waits, several=True)
+        return f"{statistic} of {self.samples[0]} and {self.samples[1]} unprofiled steps"
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,14 @@ class CaptureComparison(NotebookResult):
         """Return the change of a step, by the best clock that both captures have; one for each context of a run."""
         if self.clean is not None and (whole := [change for change in self.clean.changes if change.is_whole_step]):
             labels = " and ".join(dict.fromkeys(self.clean.labels))
-            counts = f"medians of {self.clean.samples[0]} and {self.clean.samples[1]} unprofiled steps, {labels}"
             return tuple(
-                _headline(change.name, counts, (change.before_ns, change.after_ns), change) for change in whole
+                _headline(
+                    change.name,
+                    f"{self.clean.describe_samples(change)}, {labels}",
+                    (change.before_ns, change.after_ns),
+                    change,
+                )
+                for change in whole
             )
         if self.time is None:
             return ()
@@ -254,7 +274,8 @@ def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> Cl
     low, high = (None, None) if interval is None else (round(float(end[0])) for end in interval)
     # A median of integers may end in one half, which a rounded difference would lose.
     old, new = Fraction(before.time_ns), Fraction(after.time_ns)
-    return CleanChange(name, round(old), round(new), round(new - old), low, high, judge_change(new - old, low, high))
+    verdict, waits = judge_change(new - old, low, high), before.waits or after.waits
+    return CleanChange(name, round(old), round(new), round(new - old), low, high, verdict, waits)
 
 
 def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:

@@ -103,8 +103,15 @@ class PhaseSamples:
 
     @property
     def time_ns(self) -> float:
-        """Return what one takes: the mean wait for data and the median of the rest."""
+        """Return what one takes: the mean wait for data and the median of the rest; see `name_statistic`."""
         return float(np.median(self.rest_ns)) + float(np.mean(self.wait_ns))
+
+
+def name_statistic(*, waits: bool, several: bool = False) -> str:
+    """Return in words what `PhaseSamples.time_ns` is, of samples that wait for data or not; of several runs or one."""
+    if several:
+        return "mean waits for data and medians of the rest" if waits else "medians"
+    return "mean wait for data and median of the rest" if waits else "median"
 
 
 @dataclass(frozen=True)
@@ -290,13 +297,11 @@ def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
     for step in timed.phases:
         deviation = step.clean.relative_deviation
         if step.phase == STEP and deviation is not None and deviation > _WIDE:
-            used = (
-                "their median" if step.clean_rate_ns is None else "their mean wait for data and the median of the rest"
-            )
+            used = name_statistic(waits=step.clean_rate_ns is not None)
             yield Finding(
                 "uneven-clean-steps",
                 f"{step.clean.count} unprofiled steps{_where(step)} vary widely: their standard deviation is"
-                f" {deviation:.0%} of their mean. Verdicts and MFU use {used};"
+                f" {deviation:.0%} of their mean. Verdicts and MFU use their {used};"
                 " time more steps (`profkit run --warmup`)",
             )
 

@@ -71,8 +71,9 @@ def _drain_note(manifest: Manifest) -> list[str]:
 
 
 def _notes(times: StepTimes) -> list[str]:
-    clean = min(phase.clean.count for phase in times.phases)
-    profiled = min(phase.profiled.count for phase in times.phases if phase.profiled)
+    # A phase of some steps alone, as evaluation, has fewer samples than there are steps.
+    clean = max(phase.clean.count for phase in times.phases)
+    profiled = max(phase.profiled.count for phase in times.phases if phase.profiled)
     lines = [
         _WHERE[times.twin].format(format_count(clean, "step")),
         f"profiled: {format_count(profiled, 'recorded step')}",

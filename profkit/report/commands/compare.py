@@ -12,6 +12,7 @@ from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, 
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.time_account.step_times import name_statistic
 from profkit.names import SHARED, is_shared, sharing_modules
 from profkit.report.commands.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.document import Column, Document, Lines, Row, Table
@@ -158,7 +159,8 @@ def _clean_table(clean: CleanComparison) -> Table:
         }
         for change in clean.changes
     ]
-    title = f"unprofiled steps ({labels}), medians of {clean.samples[0]} and {clean.samples[1]}"
+    statistic = name_statistic(waits=any(change.waits for change in clean.changes), several=True)
+    title = f"unprofiled steps ({labels}), {statistic} of {clean.samples[0]} and {clean.samples[1]}"
     return Table(_columns("unprofiled", has_interval), rows, title=title)
 
 
@@ -339,7 +341,7 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
     """Return the table for CSV: kernel time by ``by`` (default: kernels), else unprofiled steps, else memory.
 
     Of kernel time ``before_ns`` and ``after_ns`` are totals over all samples and the others are per sample; those of
-    unprofiled steps are medians.
+    unprofiled steps are `PhaseSamples.time_ns`.
     """
     time, clean = result.time, result.clean
     if time is not None and by in (None, "kernel"):
