@@ -1,0 +1,122 @@
+"""Which line of the user's own code a thread is in, and what that line calls."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import profkit.capture
+import profkit.models
+from profkit.run.lines import Line
+
+_NOTEBOOKS = ("<ipython-input-", "<stdin>")
+
+
+class Place(NamedTuple):
+    """An instruction of the user's own code, and the function of a library that it has called and that runs now.
+
+    Code stands by its number in `_codes`: two functions may be equal, and hashing one by its content takes long.
+    ``called`` is None where the line runs itself, or calls something that is not written in Python.
+    """
+
+    code: int
+    instruction: int
+    called: int | None
+
+
+def find_place(frame: FrameType | None, outermost: CodeType | None = None) -> Place | None:
+    """Return the innermost place of the user's own code on a stack; None if there is none.
+
+    The user's own code is what lies in no installed package, is not generated and is not profkit's, but for the
+    built-in models, which are the program where they run. With ``outermost``, only what that function has called
+    counts.
+    """
+    called: CodeType | None = None
+    while frame is not None and frame.f_code is not outermost:
+        code = frame.f_code
+        if is_own(code):
+            return Place(_number(code), frame.f_lasti, None if called is None else _number(called))
+        called = code
+        frame = frame.f_back
+    return None
+
+
+def is_own(code: CodeType) -> bool:
+    """Return whether this is the user's own code."""
+    file = code.co_filename
+    known = _is_own.get(file)
+    if known is None:
+        known = _is_own[file] = _is_own_file(file)
+    return known
+
+
+_is_own: dict[str, bool] = {}
+
+_codes: dict[int, CodeType] = {}
+"""Each code by its id, which stays its own as long as the code is kept here."""
+
+
+def _number(code: CodeType) -> int:
+    _codes[id(code)] = code
+    return id(code)
+
+
+def _is_own_file(file: str) -> bool:
+    if file.startswith("<"):
+        return file.startswith(_NOTEBOOKS)
+    if file == getattr(sys.modules.get("__main__"), "__file__", None) and "profkit" not in file:
+        return True
+    path = Path(file).absolute()
+    if any(part.startswith("torchinductor_") or part in ("site-packages", "dist-packages") for part in path.parts):
+        return False
+    if _is_below(path, _PROFKIT):
+        return _is_below(path, _MODELS)
+    return not any(_is_below(path, folder) for folder in _LIBRARIES)
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder in path.parents
+
+
+_MODELS = Path(profkit.models.__path__[0])
+_PROFKIT = Path(profkit.capture.__path__[0]).parent
+_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+def describe(place: Place) -> Line:
+    """Return where a place stands in its source, and what it calls there."""
+    code = _codes[place.code]
+    line, called = _call_at(code, place.instruction)
+    if called is None and place.called is not None:
+        called = _codes[place.called].co_qualname
+    return Line(code.co_filename, line, code.co_qualname.replace(".<locals>", ""), called)
+
+
+def _call_at(code: CodeType, instruction: int) -> tuple[int, str | None]:
+    """Return the line of an instruction, and the source of the function that it calls if it is a call."""
+    positions = list(code.co_positions())
+    index = instruction // 2
+    if not 0 <= index < len(positions):
+        return code.co_firstlineno, None
+    line, last, column, end = positions[index]
+    if line is None or last is None or column is None or end is None:
+        return line or code.co_firstlineno, None
+    rows = [linecache.getline(code.co_filename, row).encode() for row in range(line, last + 1)]
+    rows[-1] = rows[-1][:end]
+    source = b"".join([rows[0][column:], *rows[1:]]).decode(errors="replace")
+    try:
+        expression = ast.parse(source.strip(), mode="eval").body
+    except SyntaxError:
+        return line, None
+    return line, _shortened(ast.unparse(expression.func)) if isinstance(expression, ast.Call) else None
+
+
+def _shortened(function: str) -> str:
+    """Return the end of a function's name: ``x.sum().item`` is ``….item``."""
+    name, dot, last = function.rpartition(".")
+    return function if name.replace(".", "").isidentifier() or not dot else f"….{last}"

@@ -1,0 +1,130 @@
+"""Looks for the lines behind the time of some steps, with nothing else on, and writes ``lines.jsonl``."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import NamedTuple
+
+from profkit.capture.lines.own_code import Place, describe
+from profkit.capture.lines.samples import PERIOD_NS, StackSampler
+from profkit.capture.lines.waits import Waits
+from profkit.capture.lines.workers import WorkerLines
+from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread
+
+FEWEST_STEPS = 3
+MOST_STEPS = 60
+ENOUGH_NS = 1_000_000_000
+
+
+class LineRecorder:
+    """Looks at the thread that starts it, at threads that call backward, and at workers of data loaders."""
+
+    def __init__(self, phase: Callable[[], str | None], workers: WorkerLines | None = None) -> None:
+        self._sampler = StackSampler(phase)
+        self._waits = Waits(phase)
+        self._workers = workers
+        self._steps: list[dict[str, int]] = []
+        self._start_ns = 0
+
+    def start(self) -> None:
+        """Begin with the next step."""
+        self._sampler.watch(threading.get_ident(), "main")
+        self._waits.start()
+        if self._workers is not None:
+            self._workers.start()
+        self._start_ns = perf_counter_ns()
+        self._sampler.start()
+
+    def backward_begins(self) -> None:
+        """The calling thread runs a backward pass."""
+        self._sampler.watch(threading.get_ident(), "backward")
+
+    def step_ended(self, times: dict[str, int]) -> bool:
+        """Note a step's times (`profkit.run.samples`); return whether there are enough steps."""
+        self._sampler.step_ended()
+        self._steps.append(times)
+        elapsed_ns = perf_counter_ns() - self._start_ns
+        return len(self._steps) >= (FEWEST_STEPS if elapsed_ns >= ENOUGH_NS else MOST_STEPS)
+
+    def stop(self) -> RunLines | None:
+        """End, and return what was found; None if no step ended meanwhile."""
+        self._sampler.stop()
+        self._waits.stop()
+        of_workers = None if self._workers is None else self._workers.stop()
+        if not self._steps:
+            return None
+        rows = _merge(self._sampler, self._waits, len(self._steps))
+        batches, batch_ns = 0, 0
+        if of_workers is not None:
+            batches, batch_ns = of_workers.batches, of_workers.batch_ns
+            rows += of_workers.lines
+        rows.sort(key=lambda row: (-row.time_ns, -row.waits))
+        return RunLines(LineSteps(PERIOD_NS, tuple(self._steps), batches, batch_ns, self._waits.unknown), tuple(rows))
+
+
+class _Row(NamedTuple):
+    """A line apart from what it calls."""
+
+    file: str | None
+    line: int
+    function: str
+    phase: str | None
+    thread: Thread
+
+
+@dataclass
+class _Total:
+    """What a row took in each step, and what its line called, with the time of each."""
+
+    times: list[int]
+    called: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    samples: int = 0
+    waits: int = 0
+
+
+def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
+    """Return a row for each line, phase and thread."""
+    totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
+    for (place, phase, thread), times in sampler.times.items():
+        row, called = _row_of(place, phase, thread)
+        total = totals[row]
+        total.samples += sampler.samples[place, phase, thread]
+        for step, time_ns in enumerate(times):
+            total.times[step] += time_ns
+        if called is not None:
+            total.called[called] += sum(times)
+    for (place, phase), count in waits.counts.items():
+        row, called = _row_of(place, phase, "main")
+        totals[row].waits += count
+        if called is not None:
+            totals[row].called[called] += 0
+    return [_line_time(row, total, steps) for row, total in totals.items()]
+
+
+def _row_of(place: Place | None, phase: str | None, thread: Thread) -> tuple[_Row, str | None]:
+    line = Line(None, 0, "") if place is None else describe(place)
+    return _Row(line.file, line.line, line.function, phase, thread), line.called
+
+
+def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
+    mean = sum(total.times) / steps
+    squares = sum((time_ns - mean) ** 2 for time_ns in total.times)
+    error = math.sqrt(squares / (steps - 1) / steps) if steps > 1 else mean
+    called = max(total.called, key=lambda name: total.called[name], default=None)
+    return LineTime(
+        row.file,
+        row.line,
+        row.function,
+        called,
+        row.phase,
+        row.thread,
+        total.samples,
+        round(mean),
+        round(error),
+        total.waits / steps,
+    )

@@ -1,0 +1,118 @@
+"""``lines.jsonl``: the lines of the user's own code in which steps spent their time, one object a line.
+
+The first object is a `LineSteps`: in how many steps, and how long, the lines were looked for. Every other one is a
+`LineTime`. Times are nanoseconds a step (of a loader's worker: a batch) in these steps, which had no profiler on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from profkit.errors import RunError
+from profkit.files import whole_file
+from profkit.run.records import decode, read_lines
+
+VERSION = 1
+
+FEWEST_SAMPLES = 10
+"""With fewer samples no line is named: their error is a third of the time, and more."""
+
+Thread = Literal["main", "backward", "worker"]
+"""The thread that trains, another one that called backward, or a worker of a data loader."""
+
+
+class Line(NamedTuple):
+    """A line of source: its file, number and function, and what it calls, None if that is not known."""
+
+    file: str | None
+    line: int
+    function: str
+    called: str | None = None
+
+
+@dataclass(frozen=True)
+class LineSteps:
+    """How the lines of one process were looked for.
+
+    ``steps`` are the times of each step and its phases, as those of unprofiled steps are written
+    (`profkit.run.samples`). ``batches`` were made by workers of data loaders meanwhile, each in ``batch_ns`` (mean).
+    ``no_waits`` says why synchronizing calls are not known, None if they are.
+    """
+
+    period_ns: int
+    steps: tuple[dict[str, int], ...]
+    batches: int = 0
+    batch_ns: int = 0
+    no_waits: str | None = None
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class LineTime:
+    """What one line took: the mean a step, its standard error, and how often it waited for the GPU a step.
+
+    ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
+    """
+
+    file: str | None
+    line: int
+    function: str
+    called: str | None
+    phase: str | None
+    thread: Thread
+    samples: int
+    time_ns: int
+    error_ns: int
+    waits: float
+
+
+@dataclass(frozen=True)
+class RunLines:
+    """All that one process wrote."""
+
+    steps: LineSteps
+    lines: tuple[LineTime, ...]
+
+
+def write_lines(path: Path, lines: RunLines) -> None:
+    """Write the file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    objects = [asdict(lines.steps), *map(asdict, lines.lines)]
+    with whole_file(path) as partial:
+        partial.write_text("".join(f"{json.dumps(one)}\n" for one in objects), encoding="utf-8")
+
+
+def read_run_lines(path: Path) -> RunLines:
+    """Return what a process wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunError: it cannot be read, or holds something else.
+    """
+    steps: list[LineSteps] = []
+    lines: list[LineTime] = []
+
+    def take(entry: dict[str, Any]) -> None:
+        if steps:
+            lines.append(decode(LineTime, entry))
+        else:
+            steps.append(decode(LineSteps, entry))
+
+    read_lines(path, take, "a line of lines.jsonl")
+    if not steps:
+        raise RunError(f"{path}: holds no lines")
+    if steps[0].version != VERSION:
+        raise RunError(f"{path}: has version {steps[0].version}, and this profkit reads version {VERSION}")
+    return RunLines(steps[0], tuple(lines))
+
+
+def known_lines(lines: Sequence[LineTime]) -> list[LineTime]:
+    """Return the lines that may be named: those with enough samples, or that wait for the GPU."""
+    return [line for line in lines if line.file is not None and (line.samples >= FEWEST_SAMPLES or line.waits)]

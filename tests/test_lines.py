@@ -1,0 +1,318 @@
+"""The lines behind a step's time: whose line a stack is in, what waits for the GPU, and what workers do."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from profkit.capture.lines import workers
+from profkit.capture.lines.own_code import Place, describe, find_place, is_own
+from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
+from profkit.capture.lines.samples import StackSampler
+from profkit.capture.lines.waits import Waits
+from profkit.capture.lines.workers import WorkerLines
+from profkit.errors import RunError
+from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
+
+
+def _here() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_a_stack_in_a_library_belongs_to_the_users_line_above_it() -> None:
+    places: list[Place | None] = []
+    encoder = json.JSONEncoder(default=lambda _: places.append(find_place(sys._getframe(1))))
+    encoder.encode(object())
+    line = _here() - 1
+    (place,) = places
+    assert place is not None
+    found = describe(place)
+    assert (found.file, found.line, found.called) == (__file__, line, "encoder.encode")
+    assert found.function == "test_a_stack_in_a_library_belongs_to_the_users_line_above_it"
+
+
+def test_the_function_that_a_line_calls_is_named_by_its_source() -> None:
+    values = [3, 1, 2]
+    places: list[Place | None] = []
+
+    def key(value: int) -> int:
+        places.append(find_place(sys._getframe(1)))
+        return value
+
+    values[:] = sorted(
+        values,
+        key=key,
+    )
+    assert places[0] is not None
+    assert describe(places[0]).called == "sorted"
+    look = lambda: places.append(find_place(sys._getframe()))  # noqa: E731
+    look()
+    assert places[-1] is not None
+    assert describe(places[-1]).function.endswith("<lambda>")
+    sum([1])
+    places.append(find_place(sys._getframe()))
+    assert places[-1] is not None
+    assert describe(places[-1]).called == "find_place"
+
+
+def test_a_call_on_a_long_expression_keeps_the_end_of_its_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def run(places, look):\n    return places.copy().append(look())\n")
+    space: dict[str, Any] = {}
+    exec(compile(script.read_text(), str(script), "exec"), space)
+    places: list[Place | None] = []
+    space["run"](places, lambda: places.append(find_place(sys._getframe(1))))
+    assert places[0] is not None
+    assert describe(places[0]) == Line(str(script), 2, "run", "look")
+    linecache.clearcache()
+
+
+@pytest.mark.parametrize(
+    ("file", "owned"),
+    [
+        ("/home/me/train.py", True),
+        ("<ipython-input-3-abc>", True),
+        ("/tmp/ipykernel_77/1234.py", True),
+        ("<string>", False),
+        ("<frozen runpy>", False),
+        (torch.__file__, False),
+        (threading.__file__, False),
+        ("/tmp/torchinductor_me/ab/cab.py", False),
+        (workers.__file__, False),
+        (str(Path(workers.__file__).parents[2] / "models" / "training.py"), True),
+    ],
+)
+def test_the_users_own_code_is_neither_installed_nor_generated(file: str, owned: bool) -> None:
+    assert is_own(compile("pass", file, "exec")) is owned
+
+
+def test_samples_are_weighed_by_the_time_since_the_last_one() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        leave.wait()
+
+    line = work.__code__.co_firstlineno + 2
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(60)
+    phases = ["forward"]
+    sampler = StackSampler(lambda: phases[0])
+    assert thread.ident is not None
+    sampler.watch(thread.ident, "main")
+    try:
+        while (found := find_place(sys._current_frames()[thread.ident])) and describe(found).line != line:
+            time.sleep(0)
+        sampler._look(3)
+        sampler._look(4)
+        sampler.step_ended()
+        phases[0] = "backward"
+        sampler._look(5)
+        sampler.step_ended()
+    finally:
+        leave.set()
+        thread.join()
+    sampler._look(100)  # the thread has ended
+    named = {
+        (describe(place).line, phase, kind): times for (place, phase, kind), times in sampler.times.items() if place
+    }
+    assert named == {(line, "forward", "main"): [7], (line, "backward", "main"): [0, 5]}
+    assert sorted(sampler.samples.values()) == [1, 2]
+
+
+def test_a_sampler_leaves_the_switch_interval_as_it_was() -> None:
+    before = sys.getswitchinterval()
+    sampler = StackSampler(lambda: None)
+    sampler.start()
+    assert sys.getswitchinterval() < before
+    sampler.stop()
+    assert sys.getswitchinterval() == before
+    assert "profkit-lines" not in {thread.name for thread in threading.enumerate()}
+
+
+SYNCHRONIZES = (
+    "called a synchronizing CUDA operation (Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:250.)"
+)
+
+
+@pytest.fixture
+def sync_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Stand in for a GPU whose waits warn: `_wait` below does what torch does in C++."""
+    mode = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda value: mode.__setitem__(0, value))
+    yield mode
+    assert mode == [0]
+
+
+def _wait() -> None:
+    warnings.warn(SYNCHRONIZES, UserWarning, stacklevel=2)
+
+
+def test_waits_are_counted_by_line_and_phase_and_not_shown(sync_mode: list[int], recwarn: Any) -> None:
+    phase = "forward"
+    waits = Waits(lambda: phase)
+    waits.start()
+    for _ in range(3):
+        _wait()
+    phase = "optimizer"
+    _wait()
+    warnings.warn("the script's own", UserWarning, stacklevel=1)
+    waits.stop()
+    counts = {(describe(place).function, phase): count for (place, phase), count in waits.counts.items() if place}
+    assert counts == {("_wait", "forward"): 3, ("_wait", "optimizer"): 1}
+    assert [str(warning.message) for warning in recwarn.list] == ["the script's own"]
+
+
+def test_a_wait_raises_nothing_where_warnings_are_errors(sync_mode: list[int]) -> None:
+    waits = Waits(lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        waits.start()
+        _wait()
+        warnings.simplefilter("error")
+        _wait()
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.resetwarnings()
+            warnings.filterwarnings("error")
+            _wait()
+        assert not shown
+        with pytest.raises(UserWarning, match="own"):
+            warnings.warn("own", UserWarning, stacklevel=1)
+        waits.stop()
+        assert sum(waits.counts.values()) == 3
+        with pytest.raises(UserWarning, match="synchronizing"):
+            _wait()
+
+
+def test_filters_functions_and_registries_are_as_they_were(sync_mode: list[int], recwarn: Any) -> None:
+    module: Any = warnings
+    registry: dict[Any, Any] = {}
+    warnings.simplefilter("default")
+    warnings.warn_explicit("shown once", UserWarning, __file__, 1, registry=registry)
+    before = (list(module.filters), module._showwarnmsg, module._add_filter, module.resetwarnings)
+    seen = dict(registry)
+    waits = Waits(lambda: None)
+    waits.start()
+    _wait()
+    waits.stop()
+    assert (list(module.filters), module._showwarnmsg, module._add_filter, module.resetwarnings) == before
+    warnings.warn_explicit("shown once", UserWarning, __file__, 1, registry=registry)
+    assert registry == seen
+    assert [str(warning.message) for warning in recwarn.list] == ["shown once"]
+
+
+def test_the_scripts_own_mode_is_respected(sync_mode: list[int], recwarn: Any) -> None:
+    sync_mode[0] = 2
+    waits = Waits(lambda: None)
+    waits.start()
+    waits.stop()
+    assert sync_mode == [2]
+    assert waits.unknown is not None
+    sync_mode[0] = 1
+    waits = Waits(lambda: None)
+    waits.start()
+    _wait()
+    waits.stop()
+    assert sync_mode == [1]
+    assert len(recwarn.list) == 1  # the script has asked for it
+    assert sum(waits.counts.values()) == 1
+    sync_mode[0] = 0
+
+
+def test_lines_of_one_phase_and_thread_are_one_row_with_its_error() -> None:
+    place = find_place(sys._getframe())
+    assert place is not None
+    recorder = LineRecorder(lambda: "forward")
+    sampler = recorder._sampler
+    for time_ns in (100, 200, 300):
+        sampler._add({}, "forward", time_ns)
+        sampler._step[place, "forward", "main"] = time_ns
+        sampler.samples[place, "forward", "main"] += 5
+        recorder.step_ended({"step_ns": 1000})
+    recorder._waits.counts[place, "forward"] = 6
+    found = recorder.stop()
+    assert found is not None
+    (row,) = found.lines
+    assert (row.samples, row.time_ns, row.waits) == (15, 200, 2.0)
+    assert row.error_ns == 58  # a standard deviation of 100, of three steps
+    assert len(found.steps.steps) == 3
+
+
+def test_enough_steps_are_a_second_and_three_or_sixty() -> None:
+    recorder = LineRecorder(lambda: None)
+    recorder._start_ns = time.perf_counter_ns() - 10**10
+    assert [recorder.step_ended({}) for _ in range(FEWEST_STEPS)] == [False, False, True]
+    recorder = LineRecorder(lambda: None)
+    recorder._start_ns = time.perf_counter_ns() + 10**12
+    assert [recorder.step_ended({}) for _ in range(MOST_STEPS)] == [False] * (MOST_STEPS - 1) + [True]
+
+
+class _Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return _slowly(index)
+
+
+def _slowly(index: int) -> torch.Tensor:
+    total = 0
+    for value in range(20_000):
+        total += value
+    return torch.tensor(total + index)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_workers_lines_are_those_of_a_mean_batch(tmp_path: Path, context: str) -> None:
+    lines = WorkerLines(tmp_path / "partial.lines")
+    loader = DataLoader(_Numbers(), batch_size=2, num_workers=1, multiprocessing_context=context)
+    batches = iter(loader)
+    next(batches)
+    lines.start()
+    done = 0
+    while done < 60:  # batches that were made before the worker began to look come first
+        next(batches)
+        done += bool(list(tmp_path.glob("*-looking-*")))
+    found = lines.stop()
+    assert found.batches > 30
+    assert found.batch_ns > 0
+    slow = [line for line in found.lines if line.function == "_slowly"]
+    assert sum(line.time_ns for line in slow) > found.batch_ns / 2
+    assert {line.thread for line in found.lines} == {"worker"}
+    assert sum(line.time_ns for line in found.lines) <= found.batch_ns + len(found.lines)
+    assert not list(tmp_path.iterdir())
+    del batches
+
+
+def test_a_file_of_lines_is_read_as_it_was_written(tmp_path: Path) -> None:
+    line = LineTime("train.py", 30, "main", "torch.randn", "forward", "main", 40, 107_100_000, 900_000, 0.0)
+    waiting = LineTime("train.py", 14, "main", "….item", None, "main", 0, 0, 0, 8.0)
+    lines = RunLines(
+        LineSteps(1_000_000, ({"step_ns": 5, "forward_ns": 3},), no_waits="no GPU was used"), (line, waiting)
+    )
+    path = tmp_path / "lines.jsonl"
+    write_lines(path, lines)
+    assert read_run_lines(path) == lines
+
+
+@pytest.mark.parametrize("content", ["", '{"version": 2, "period_ns": 1, "steps": []}\n', '{"steps": 3}\n{}\n'])
+def test_a_damaged_file_of_lines_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(content)
+    with pytest.raises(RunError, match=r"lines\.jsonl"):
+        read_run_lines(path)
