@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.utils.data import DataLoader, Dataset
 
+from profkit.analysis.lines import find_lines
 from profkit.capture.lines import workers
 from profkit.capture.lines.own_code import Place, describe, find_place, is_own
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
 from profkit.capture.lines.samples import StackSampler
 from profkit.capture.lines.waits import Waits
 from profkit.capture.lines.workers import WorkerLines
+from profkit.cli import cli
 from profkit.errors import RunError
+from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
+from tests.test_compare_unprofiled import manifest
 
 
 def _here() -> int:
@@ -316,3 +321,51 @@ def test_a_damaged_file_of_lines_is_named(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(RunError, match=r"lines\.jsonl"):
         read_run_lines(path)
+
+
+@pytest.fixture
+def run_with_lines(tmp_path: Path) -> Path:
+    """A run whose unprofiled steps take half as long as those in which lines were looked for, backward alike."""
+    unprofiled = [{"step_ns": 1_000_000, "forward_event_ns": 400_000, "backward_event_ns": 500_000}] * 3
+    content = {**manifest([]), "clean": {"steps": unprofiled}}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    looked = ({"step_ns": 1_300_000, "forward_event_ns": 500_000, "backward_event_ns": 500_000},) * 3
+    lines = [
+        LineTime("/me/train.py", 30, "main", "torch.randn", "forward", "main", 40, 100_000, 10_000, 0.0),
+        LineTime("/me/train.py", 14, "main", "….item", "backward", "main", 3, 50_000, 9_000, 8.0, 40_000),
+        LineTime("/me/train.py", 15, "main", None, "backward", "main", 9, 7_000, 9_000, 0.0),
+        LineTime(None, 0, "", None, "backward", "main", 90, 20_000, 1_000, 0.0),
+        LineTime("/me/data/train.py", 3, "Data.__getitem__", "f", None, "worker", 30, 300_000, 1_000, 0.0),
+    ]
+    write_lines(tmp_path / "lines.jsonl", RunLines(LineSteps(1_000_000, looked, 5, 900_000), tuple(lines)))
+    return tmp_path
+
+
+def test_lines_are_scaled_phase_by_phase_to_the_unprofiled_steps(run_with_lines: Path) -> None:
+    result = find_lines(Run(run_with_lines))
+    assert [(line.line, line.time_ns, line.error_ns, line.waiting_ns) for line in result.lines] == [
+        (30, 80_000, 8_000, 0),
+        (14, 50_000, 9_000, 40_000),
+        (3, 300_000, 1_000, 0),
+    ]
+    assert result.unnamed_ns == 27_000  # under ten samples no line is named
+    assert (result.step_ns, result.batch_ns) == (1_000_000, 900_000)
+
+
+def test_the_command_shows_lines_in_every_format(run_with_lines: Path) -> None:
+    run = str(run_with_lines)
+    shown = CliRunner().invoke(cli, ["efficiency", run, "--by", "line"])
+    assert shown.exit_code == 0
+    assert "me/train.py:30" in shown.output
+    assert "loader worker" in shown.output
+    assert max(map(len, shown.output.splitlines())) <= 100
+    data = json.loads(CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "json"]).output)
+    assert [line["time_ns"] for line in data["lines"]] == [80_000, 50_000, 300_000]
+    csv = CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "csv"]).output
+    assert csv.splitlines()[1].startswith("/me/train.py,30,main,torch.randn,forward,main,40,80000,8000")
+
+
+def test_a_run_without_lines_says_how_to_record_them(run_with_lines: Path) -> None:
+    (run_with_lines / "lines.jsonl").unlink()
+    shown = CliRunner().invoke(cli, ["efficiency", str(run_with_lines), "--by", "line"])
+    assert "record them with `profkit run`" in str(shown.exception)

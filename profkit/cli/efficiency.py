@@ -7,13 +7,16 @@ from pathlib import Path
 import click
 
 from profkit.analysis.efficiency.limits import find_evidence
+from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_trace
 from profkit.report.commands.efficiency import build_efficiency_document
+from profkit.report.commands.lines import build_lines_document
 from profkit.report.document import Format
+from profkit.run.directory import Run, choose_run, find_run
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
@@ -31,6 +34,7 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 @click.option("--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
+@click.option("--by", type=click.Choice(["range", "line"]), default="range", help="What to show (default: range).")
 @click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the ranges on a roofline.")
 @trace_options
@@ -43,6 +47,7 @@ def efficiency(
     totals: bool,
     dtype: str | None,
     ceilings: Path | None,
+    by: str,
     explain: bool,
     plot: Path | None,
     thread_only: bool,
@@ -62,6 +67,9 @@ def efficiency(
     """
     _refuse_misfits(explain, style, plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
+    if by == "line":
+        print_document(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)), style, output)
+        return
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         check = opened.self_check
@@ -84,6 +92,13 @@ def efficiency(
             plot_roofline(folded, plot, untrusted=check.failed)
     print_document(document, style, output, full_names=full_names)
     obey_strict(trace, check, strict=strict)
+
+
+def _run_of(path: Path, rank: int | None) -> Run:
+    run = find_run(choose_run(path, rank))
+    if run is None:
+        raise UsageError(f"{path}: lines of source stand in a run directory; make one with `profkit run`")
+    return run
 
 
 def _refuse_misfits(explain: bool, style: Format, plot: Path | None) -> None:

@@ -24,6 +24,7 @@ from profkit.run.records import read_text
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
     from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
+    from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
 
@@ -35,6 +36,7 @@ SNAPSHOT = "snapshot.pickle"
 OWNERS = "ledger.jsonl"
 COMPILED = "compiled.jsonl"
 LIGHT = "light.jsonl"
+LINES = "lines.jsonl"
 WORK = "work.json"
 LOG = "log.txt"
 PARTIAL = "partial."
@@ -43,7 +45,8 @@ PARTIAL = "partial."
 DEFAULT_PARENT = Path("runs")
 
 CEILINGS = "ceilings.json"
-FILES = (MANIFEST, NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT, OWNERS, LIGHT, COMPILED, WORK, CEILINGS, LOG)
+_RECORDED = (NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT)
+FILES = (MANIFEST, *_RECORDED, OWNERS, LIGHT, LINES, COMPILED, WORK, CEILINGS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _KINDS = [name.partition(".")[2] for name in _TRACES]
 _RANK_TRACE = re.compile(r"trace(?:\.rank(\d+))?\.(sqlite|nsys-rep|json\.gz)")
@@ -85,6 +88,17 @@ class Run:
         from profkit.run.work import read_work
 
         return read_work(self.path / WORK) if (self.path / WORK).exists() else None
+
+    def lines(self, rank: int = 0) -> RunLines | None:
+        """The lines of source behind the steps' time in one rank, if they were looked for.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        from profkit.run.lines import read_run_lines
+
+        path = self.path / name_of_rank(LINES, rank)
+        return read_run_lines(path) if path.exists() else None
 
     @cached_property
     def compiled_code(self) -> dict[str, CompiledGraph]:

@@ -7,7 +7,6 @@ The first object is a `LineSteps`: in how many steps, and how long, the lines we
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -53,7 +52,7 @@ class LineSteps:
 
 @dataclass(frozen=True)
 class LineTime:
-    """What one line took: the mean a step, its standard error, and how often it waited for the GPU a step.
+    """What one line took: the mean a step, its standard error, how often it waited for the GPU a step, and how long.
 
     ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
     """
@@ -68,6 +67,7 @@ class LineTime:
     time_ns: int
     error_ns: int
     waits: float
+    waiting_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,3 @@ def read_run_lines(path: Path) -> RunLines:
     if steps[0].version != VERSION:
         raise RunError(f"{path}: has version {steps[0].version}, and this profkit reads version {VERSION}")
     return RunLines(steps[0], tuple(lines))
-
-
-def known_lines(lines: Sequence[LineTime]) -> list[LineTime]:
-    """Return the lines that may be named: those with enough samples, or that wait for the GPU."""
-    return [line for line in lines if line.file is not None and (line.samples >= FEWEST_SAMPLES or line.waits)]

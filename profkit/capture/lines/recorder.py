@@ -85,6 +85,7 @@ class _Total:
     called: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     samples: int = 0
     waits: int = 0
+    waiting_ns: int = 0
 
 
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
@@ -96,6 +97,8 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
         total.samples += sampler.samples[place, phase, thread]
         for step, time_ns in enumerate(times):
             total.times[step] += time_ns
+        if (place, phase) in waits.counts:
+            total.waiting_ns += sum(times)
         if called is not None:
             total.called[called] += sum(times)
     for (place, phase), count in waits.counts.items():
@@ -127,4 +130,5 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
         round(mean),
         round(error),
         total.waits / steps,
+        round(total.waiting_ns / steps),
     )

@@ -55,17 +55,18 @@ class WorkerLines:
     def __init__(self, flag: Path) -> None:
         self._flag = flag
         flag.write_bytes(bytes([_DORMANT]))
+        self._shared = _map(flag, mmap.PROT_READ | mmap.PROT_WRITE)
         os.environ[VARIABLE] = str(flag)
         self._original: Callable[..., None] = worker._worker_loop
         worker._worker_loop = _worker_loop
 
     def start(self) -> None:
         """Have all workers look."""
-        self._flag.write_bytes(bytes([_LOOKING]))
+        self._shared[0] = _LOOKING
 
     def stop(self) -> OfWorkers:
         """End it, and return what the workers found that answer within a second."""
-        self._flag.write_bytes(bytes([_DORMANT]))
+        self._shared[0] = _DORMANT
         worker._worker_loop = self._original
         os.environ.pop(VARIABLE, None)
         return _join(self._take())
@@ -81,6 +82,15 @@ class WorkerLines:
         for path in (*paths, *self._flag.parent.glob(looking), self._flag):
             path.unlink(missing_ok=True)
         return contents
+
+
+def _map(flag: Path, protection: int) -> mmap.mmap:
+    """Return the shared byte; the file itself is never written to again, which would cut it short for a moment."""
+    descriptor = os.open(flag, os.O_RDWR if protection & mmap.PROT_WRITE else os.O_RDONLY)
+    try:
+        return mmap.mmap(descriptor, 1, prot=protection)
+    finally:
+        os.close(descriptor)
 
 
 def _join(contents: list[dict[str, Any]]) -> OfWorkers:
@@ -126,8 +136,7 @@ class _Dormant:
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag
-        with flag.open("rb") as file:
-            self._shared = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
+        self._shared = _map(flag, mmap.PROT_READ)
         self._thread = threading.get_ident()
         self._batches = self._batch_ns = 0
         self._looks = False

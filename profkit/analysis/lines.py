@@ -1,0 +1,114 @@
+"""The lines of source behind a step's time: found in steps of their own, and scaled to the unprofiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.errors import RunError
+from profkit.names import STEP
+from profkit.run.directory import Run
+from profkit.run.lines import FEWEST_SAMPLES, LineTime
+from profkit.run.manifest import Samples
+
+_LARGEST_SCALE = 1.5
+"""Looking for lines has slowed no step by more than this, nor sped it up."""
+
+
+@dataclass(frozen=True, repr=False)
+class LinesResult(NotebookResult):
+    """The lines of one rank, the longest first: times are scaled to an unprofiled step.
+
+    ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one. ``step_ns``
+    is the unprofiled step, ``batch_ns`` what a worker takes for a batch, None without workers.
+    """
+
+    run: str
+    rank: int
+    steps: int
+    step_ns: int
+    is_scaled: bool
+    lines: tuple[LineTime, ...]
+    unnamed_ns: int
+    batches: int
+    batch_ns: int | None
+    no_waits: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return asdict(self)
+
+    def to_pandas(self) -> Any:
+        """Return one row per line, phase and thread."""
+        return table_of(self.lines, LineTime)
+
+
+def find_lines(run: Run, rank: int = 0) -> LinesResult:
+    """Return the lines of a run, scaled phase by phase to its unprofiled steps.
+
+    Raises:
+        RunError: they were not recorded, or their file cannot be read.
+    """
+    found = run.lines(rank)
+    if found is None:
+        raise RunError(f"{run.path}: holds no lines of source{_whose(rank)}; record them with `profkit run`")
+    looked = _step_times(Samples(found.steps.steps))
+    unprofiled = _step_times(run.manifest.unprofiled or Samples())
+    scale = _scales(looked, unprofiled)
+    named = [line for line in found.lines if line.file is not None and _is_known(line)]
+    rows = [_row(line, scale) for line in named]
+    rest = [line for line in found.lines if line not in named and line.thread != "worker"]
+    step_ns = unprofiled.get(STEP, looked.get(STEP, 0))
+    return LinesResult(
+        run=str(run.path),
+        rank=rank,
+        steps=len(found.steps.steps),
+        step_ns=round(step_ns),
+        is_scaled=bool(scale),
+        lines=tuple(sorted(rows, key=lambda row: (row.thread == "worker", -row.time_ns, -row.waits))),
+        unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in rest),
+        batches=found.steps.batches,
+        batch_ns=found.steps.batch_ns if found.steps.batches else None,
+        no_waits=found.steps.no_waits,
+    )
+
+
+def _is_known(line: LineTime) -> bool:
+    return line.samples >= FEWEST_SAMPLES or line.waits > 0
+
+
+def _whose(rank: int) -> str:
+    return f" of rank {rank}" if rank else ""
+
+
+def _row(line: LineTime, scale: Mapping[str | None, float]) -> LineTime:
+    return replace(
+        line,
+        time_ns=_scaled(line.time_ns, line, scale),
+        error_ns=_scaled(line.error_ns, line, scale),
+        waiting_ns=_scaled(line.waiting_ns, line, scale),
+    )
+
+
+def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> int:
+    """Return a time as in an unprofiled step; a worker's is that of a batch and stays."""
+    return time_ns if line.thread == "worker" else round(time_ns * scale.get(line.phase, scale.get(STEP, 1.0)))
+
+
+def _step_times(samples: Samples) -> dict[str, float]:
+    """Return the median of each phase and of the step, by the GPU's clock where there is one."""
+    context = next(iter(samples.contexts), None)
+    times = {**samples.times_ns("wall", context), **samples.times_ns("cuda-events", context)}
+    return {phase: median(values) for phase, values in times.items() if values}
+
+
+def _scales(looked: Mapping[str, float], unprofiled: Mapping[str, float]) -> dict[str | None, float]:
+    """Return what each phase's times are multiplied by; that of the step is for time outside of phases too."""
+    scales: dict[str | None, float] = {}
+    for phase, time_ns in unprofiled.items():
+        if looked.get(phase) and 1 / _LARGEST_SCALE <= time_ns / looked[phase] <= _LARGEST_SCALE:
+            scales[phase] = time_ns / looked[phase]
+    return scales
