@@ -26,18 +26,21 @@ from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
+from profkit.capture.lines.recorder import LineRecorder
+from profkit.capture.lines.workers import WorkerLines
 from profkit.capture.memory.recording import MemoryRecording
 from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.own_steps import OwnSteps
-from profkit.capture.steps.times import StepCollector, sum_times, wait_for_device
+from profkit.capture.steps.times import Span, StepCollector, sum_times, wait_for_device
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, LOG, WORK, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, PARTIAL, WORK, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
+from profkit.run.lines import write_lines
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError
 from profkit.run.recording import (
@@ -135,6 +138,8 @@ class Session:
         self._compilations: CompilationRecorder | None = None
         if order.recorder in ("kineto", "nsys"):
             self._compilations = CompilationRecorder(self._records, lambda: self.hooks.is_recording)
+        self._lines: LineRecorder | None = None
+        self._workers: WorkerLines | None = None
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -152,6 +157,8 @@ class Session:
             self._compiled.install()
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
+        if self._wants_lines:
+            self._workers = WorkerLines(self.run / f"{PARTIAL}lines-{self._name}")
         if self.memory is not None:
             self.memory.wait_for_cuda()
         if self._records_memory:
@@ -171,8 +178,11 @@ class Session:
         if self._begun < 0 and is_loader_worker():
             self.abandon()
         if self._is_over:
+            spans = self.hooks.clock.take()
+            if self._lines is not None:
+                self._note_lines(spans)
             if self._light is not None:
-                self._light.step_ended(self.hooks.clock.take())
+                self._light.step_ended(spans)
                 self._begin_light_step(number)
             return
         self._note_step()
@@ -184,7 +194,7 @@ class Session:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
         wants_phases = self._light is not None and self._light.step_begins(number, is_recorded=is_recorded)
-        if not self._is_over:
+        if not self._is_over or self._lines is not None:
             return
         if wants_phases:
             self.hooks.clock.start()
@@ -206,7 +216,8 @@ class Session:
             self._compilations.step_begins(self._number_in_range(number), is_recorded=is_recorded)
         if number == self._end:
             self._finish(COMPLETE)
-            if self.order.stop:
+            self._begin_lines()
+            if self.order.stop and self._lines is None:
                 raise SystemExit(0)
         elif number == self._first and self._scripts_profiler is not None and self._scripts_profiler.runs:
             self._wait_a_step()
@@ -260,6 +271,7 @@ class Session:
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
         self._leave_failure()
+        self._end_lines()
         if self._light is not None:
             self._light.end()
         if not self._is_over:
@@ -304,7 +316,7 @@ class Session:
     def abandon(self) -> None:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
-        self._recording = self._process = None
+        self._recording = self._process = self._lines = None
         if self._light is not None:
             self._light.stop()
         if self._counter is not None:
@@ -463,8 +475,49 @@ class Session:
         if self.memory is not None:
             self.memory.steps_end()
         self._leave(self._describe(state))
+        if state != COMPLETE or not self._wants_lines:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """Take the hooks away, where nothing is to be seen any more."""
         if self.memory is None and self.hooks.steps.is_final and not several_ranks():
             self.hooks.remove()
+
+    @property
+    def _wants_lines(self) -> bool:
+        return self.order.lines and self._is_chosen is not False and not self.order.own_steps
+
+    def _begin_lines(self) -> None:
+        """Look for the lines behind the time of the steps that follow, in which nothing else is on."""
+        if self._wants_lines:
+            self._lines = LineRecorder(lambda: self.hooks.clock.phase, self._workers)
+            self.hooks.clock.start()
+            self._lines.start()
+            self._start_ns = perf_counter_ns()
+
+    def _note_lines(self, spans: list[Span]) -> None:
+        """A step has ended in which lines were looked for."""
+        assert self._lines is not None
+        wait_for_device()
+        times = {**sum_times(spans), "step_ns": perf_counter_ns() - self._start_ns}
+        if self._lines.step_ended(times):
+            self._end_lines()
+            if self.order.stop:
+                raise SystemExit(0)
+        self._start_ns = perf_counter_ns()
+
+    def _end_lines(self) -> None:
+        """Write down the lines, also where the process ends before there were enough steps."""
+        if self._lines is None:
+            return
+        lines, self._lines = self._lines.stop(), None
+        self.hooks.clock.stop()
+        self._remove_hooks()
+        if lines is not None:
+            try:
+                write_lines(self.run / name_of_rank(LINES, self._rank or 0), lines)
+            except OSError as error:
+                say(f"{self.run}: the lines could not be saved: {describe_error(error)}")
 
     def _leave(self, process: Process) -> None:
         self._process = process

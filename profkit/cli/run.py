@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def run(
     graph_trace: GraphTrace,
     nsys_args: str,
     keep_report: bool,
+    lines: bool,
     warmup: int | None,
     steps: int,
     ranks: int,
@@ -129,6 +130,7 @@ def run(
         require_rank_choice(full_ranks)
     reach = BY_TREE if depth is None else depth
     order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops, operators, ranks=full_ranks)
+    order = replace(order, lines=lines and kind == "command")
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
     elif kind == "callable":

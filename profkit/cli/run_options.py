@@ -40,7 +40,7 @@ _COMMAND: tuple[Kind, ...] = ("command",)
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
     **dict.fromkeys(("depth", "annotate", "flops", "operators"), _HOOKED),
-    **dict.fromkeys(("stop", "step_on", "memory_only", "oom", "full_ranks"), _COMMAND),
+    **dict.fromkeys(("stop", "step_on", "memory_only", "oom", "full_ranks", "lines"), _COMMAND),
     "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
@@ -163,6 +163,12 @@ _OPTIONS = (
         is_flag=True,
         help="Also record the CPU operators that launch kernels, for `profkit kernels --by operator`. Recorded steps "
         "become slower, and idle times are estimated less well.",
+    ),
+    click.option(
+        "--lines/--no-lines",
+        default=True,
+        help="Find the lines of source that the steps spend their time in, in the steps after the measured ones (up to "
+        "60, for a second).",
     ),
     click.option(
         "--nproc-per-node",

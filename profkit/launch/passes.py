@@ -234,10 +234,12 @@ def command_passes(
     watched = replace(order, memory=allocator)
     orders = []
     if with_memory:
-        orders.append(replace(watched, recorder="memory", flops=False))
+        orders.append(replace(watched, recorder="memory", flops=False, lines=False))
     if with_trace:
         orders.append(order if with_memory else watched)
-    return [Pass(tuple(words), order) for order in orders or [replace(watched, recorder="oom", flops=False)]]
+    return [
+        Pass(tuple(words), order) for order in orders or [replace(watched, recorder="oom", flops=False, lines=False)]
+    ]
 
 
 def model_passes(

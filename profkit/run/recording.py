@@ -205,6 +205,7 @@ class Order:
     range `profkit.names.COUNTED`; ``operators`` records CPU operators on a GPU too. ``ranks`` says which ranks are
     recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its Nsight Systems.
     ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
+    ``lines``: the lines of source are looked for in the steps after the recorded ones.
     """
 
     run: str
@@ -219,6 +220,7 @@ class Order:
     operators: bool = False
     memory: MemoryOptions | None = None
     own_steps: bool = False
+    lines: bool = False
     ranks: str | None = None
     rank_nsys: RankNsys | None = None
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import profkit.capture
 import profkit.models
+from profkit.capture.steps.times import wait_for_device
 from profkit.run.lines import Line
 
 _NOTEBOOKS = ("<ipython-input-", "<stdin>")
@@ -27,6 +28,15 @@ class Place(NamedTuple):
     code: int
     instruction: int
     called: int | None
+
+
+def is_profkits(frame: FrameType | None) -> bool:
+    """Return whether profkit waits for the device, at a step's end: no time of the program's."""
+    while frame is not None and not is_own(frame.f_code):
+        if frame.f_code is wait_for_device.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def find_place(frame: FrameType | None, outermost: CodeType | None = None) -> Place | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns, sleep
 from types import CodeType, FrameType
 
-from profkit.capture.lines.own_code import Place, find_place
+from profkit.capture.lines.own_code import Place, find_place, is_profkits
 from profkit.run.lines import Thread
 
 PERIOD_NS = 1_000_000
@@ -96,7 +96,7 @@ class StackSampler:
         for thread, kind in list(self._watched.items()):
             frame = frames.get(thread)
             working = _find(frame, self._outermost) if self._outermost else None
-            if frame is None or (self._outermost and working is None):
+            if frame is None or (self._outermost and working is None) or is_profkits(frame):
                 continue
             key = find_place(frame, working), phase, kind
             self._step[key] = self._step.get(key, 0) + time_ns

@@ -101,6 +101,11 @@ class PhaseClock:
         self._mark = self._mark_before_cuda
 
     @property
+    def phase(self) -> str | None:
+        """The phase that runs now, None outside of all."""
+        return self._phase if self._depth else None
+
+    @property
     def is_running(self) -> bool:
         """Whether phases of this thread are timed."""
         return self._thread == threading.get_ident()
