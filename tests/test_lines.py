@@ -28,6 +28,7 @@ from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
+from tests.in_process import run_profkit
 from tests.test_compare_unprofiled import manifest
 
 
@@ -369,3 +370,52 @@ def test_a_run_without_lines_says_how_to_record_them(run_with_lines: Path) -> No
     (run_with_lines / "lines.jsonl").unlink()
     shown = CliRunner().invoke(cli, ["efficiency", str(run_with_lines), "--by", "line"])
     assert "record them with `profkit run`" in str(shown.exception)
+
+
+LOOPING = """
+import time
+import torch
+from torch import nn
+
+def make_batch(batches):
+    total = 0
+    while time.process_time() < make_batch.until:
+        total += 1
+    return torch.ones(4, 8)
+
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(STEPS):
+    make_batch.until = time.process_time() + 0.03
+    loss = model(make_batch(number)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def record(place: Path, steps: int, *options: str) -> Path:
+    (place / "train.py").write_text(LOOPING.replace("STEPS", str(steps)))
+    python = ["--", sys.executable, "train.py"]
+    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", *options, *python, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return place / "run"
+
+
+def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path) -> None:
+    result = find_lines(Run(record(tmp_path, 45)))
+    longest = result.lines[0]
+    assert (Path(longest.file or "").name, longest.function, longest.phase) == ("train.py", "make_batch", None)
+    assert longest.line in (8, 9)
+    assert result.steps >= FEWEST_STEPS
+    assert not list((tmp_path / "run").glob("partial.*"))
+
+
+def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps(tmp_path: Path) -> None:
+    result = find_lines(Run(record(tmp_path, 9)))
+    assert 1 <= result.steps <= 5
+
+
+def test_without_lines_none_are_looked_for(tmp_path: Path) -> None:
+    run = record(tmp_path, 9, "--no-lines")
+    assert not (run / "lines.jsonl").exists()

@@ -222,7 +222,7 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: St
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
-    assert sorted(path.name for path in (place / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
+    assert sorted(path.name for path in (place / "run").iterdir()) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
     ranges = _ranges(place / "run" / "trace.json.gz")
     assert [name for name in ranges if name.startswith("step ")] == ["step 3", "step 4"]
     for name, count in {"forward": 2, "backward": 2, "optimizer": 2, "model": 4, "0": 4, "2": 4}.items():
@@ -383,7 +383,7 @@ def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None
 
 
 def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
-    done = run("--warmup", "1", "--steps", "1", "--stop", "--", sys.executable, "train.py", "0.1", "500")
+    done = run("--warmup", "1", "--steps", "1", "--stop", "--no-lines", "--", sys.executable, "train.py", "0.1", "500")
     assert done.returncode == 0, done.stderr
     assert "\n4 0x" not in done.stdout
 
@@ -563,7 +563,7 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
     manifest = _manifest(place)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
     assert [one["state"] for one in manifest["processes"]] == ["complete" if recorded else "cut short"]
-    assert sorted(path.name for path in (place / "run").iterdir()) == ["manifest.json", "trace.json.gz"]
+    assert sorted(path.name for path in (place / "run").iterdir()) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
     assert not processes_in(place)
 
 
