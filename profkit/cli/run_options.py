@@ -240,7 +240,9 @@ _OPTIONS = (
         default=True,
         help="Open ranges for phases and modules automatically, or not. Your own ranges always show.",
     ),
-    click.option("--stop", is_flag=True, help="End the command after its last measured step instead of letting it finish."),
+    click.option(
+        "--stop", is_flag=True, help="End the command after its last measured step instead of letting it finish."
+    ),
     click.option(
         "--ranks",
         "full_ranks",
