@@ -22,9 +22,10 @@ from profkit.files import write_json
 from profkit.reading import Kind, kind_of, read_trace_file
 from profkit.run.ceilings import Ceilings, read_ceilings, write_ceilings
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
-from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LOG, MANIFEST, OWNERS, WORK, Run
+from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, WORK, Run
 from profkit.run.light_columns import read_light
 from profkit.run.light_record import LightRecord, write_light_record
+from profkit.run.lines import RunLines, read_run_lines, write_lines
 from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
 from profkit.run.records import read_text
@@ -66,6 +67,7 @@ RUN_FILES = {
     CEILINGS: TypedFile(Ceilings, read_ceilings, write_ceilings),
     OWNERS: TypedFile(Owners, read_owners, write_owners),
     COMPILED: TypedFile(CompiledCode, read_compiled_code, _write_compiled),
+    LINES: TypedFile(RunLines, read_run_lines, write_lines),
     LIGHT: TypedFile(LightRecord, lambda path: read_light(path)[1], write_light_record),
 }
 """The name of a file, without its rank → how it is copied. Captures and the log are copied by rules of their own."""
@@ -142,11 +144,21 @@ class _Writer:
         """Copy every file of a run that has a reader."""
         with _whole_folder(output) as partial:
             for path in sorted(run.path.iterdir()):
-                why = _why_not_copied(path)
+                why = self._why_not_copied(path)
                 if why is None:
                     self.write(path, partial / path.name)
                 else:
                     self.left_out[path.name] = why
+
+    def _why_not_copied(self, path: Path) -> str | None:
+        name = _OF_RANK.sub("", path.name)
+        if name not in FILES:
+            return "no file that a command reads"
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return "no regular file"
+        if name == LINES and not self.keeper.keep_frames:
+            return "lines of source, which --keep-frames keeps"
+        return _NOT_COPIED.get(path.suffix)
 
     def write(self, path: Path, output: Path) -> None:
         """Copy one file."""
@@ -170,14 +182,6 @@ class _Writer:
             read_trace_file(path)  # refuses what no command reads
         _WRITERS[kind](path, output, self.keeper)
         self.captures.append(kind)
-
-
-def _why_not_copied(path: Path) -> str | None:
-    if _OF_RANK.sub("", path.name) not in FILES:
-        return "no file that a command reads"
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return "no regular file"
-    return _NOT_COPIED.get(path.suffix)
 
 
 @contextmanager

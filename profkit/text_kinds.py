@@ -53,6 +53,8 @@ REASON = Kind("reason of a clock", r"[a-z_]{1,30}( [a-z_]{1,30}){0,3}")
 BACKEND = Kind("backend", r"[\w:,+]{0,60}")
 CODE_ID = Kind("compiled code", r"[\d/_.!?-]{1,40}")
 LINE = Kind("source line")
+SOURCE_FILE = Kind("source file")
+FUNCTION = Kind("function", r"[\w.<>…\[\]]{0,200}")
 MESSAGE = Kind("message")
 """What a program, its user or its machine said: of it a copy tells only which are the same."""
 PROFILER = Kind("profiler's words")
@@ -68,6 +70,8 @@ GpuName = Annotated[str, GPU]
 Moment = Annotated[str, MOMENT]
 RunFile = Annotated[str, RUN_FILE]
 SourceLine = Annotated[str, LINE]
+SourceFile = Annotated[str, SOURCE_FILE]
+FunctionName = Annotated[str, FUNCTION]
 State = Annotated[str, STATE]
 Reason = Annotated[str, REASON]
 Backend = Annotated[str, BACKEND]
@@ -190,6 +194,8 @@ class Keeper:
     def _apply(self, kind: Kind, text: str) -> str:
         if kind is LINE:
             return self._line(text)
+        if kind is SOURCE_FILE:
+            return base_name(text) if self.keep_frames else LEFT_OUT
         if kind is MESSAGE:
             number = self._messages.setdefault(text, len(self._messages) + 1)
             return text and f"{LEFT_OUT} {number}"
@@ -197,7 +203,8 @@ class Keeper:
             return keep_profilers_words(text)
         if kind.is_name:
             return _TOKEN.sub(self._number, text) if self._is_renaming and kind in _RENAMED else text
-        return text if re.fullmatch(kind.shape, text) else LEFT_OUT
+        is_kept = self.keep_frames or kind is not FUNCTION
+        return text if is_kept and re.fullmatch(kind.shape, text) else LEFT_OUT
 
     def _number(self, token: re.Match[str]) -> str:
         word = token[0]

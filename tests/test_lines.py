@@ -28,7 +28,7 @@ from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
-from tests.in_process import run_profkit
+from tests.in_process import run_command, run_profkit
 from tests.test_compare_unprofiled import manifest
 
 
@@ -325,11 +325,12 @@ def test_a_damaged_file_of_lines_is_named(tmp_path: Path, content: str) -> None:
 
 
 @pytest.fixture
-def run_with_lines(tmp_path: Path) -> Path:
+def run_with_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose unprofiled steps take half as long as those in which lines were looked for, backward alike."""
+    folder = tmp_path_factory.mktemp("run")
     unprofiled = [{"step_ns": 1_000_000, "forward_event_ns": 400_000, "backward_event_ns": 500_000}] * 3
     content = {**manifest([]), "clean": {"steps": unprofiled}}
-    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    (folder / "manifest.json").write_text(json.dumps(content))
     looked = ({"step_ns": 1_300_000, "forward_event_ns": 500_000, "backward_event_ns": 500_000},) * 3
     lines = [
         LineTime("/me/train.py", 30, "main", "torch.randn", "forward", "main", 40, 100_000, 10_000, 0.0),
@@ -338,8 +339,8 @@ def run_with_lines(tmp_path: Path) -> Path:
         LineTime(None, 0, "", None, "backward", "main", 90, 20_000, 1_000, 0.0),
         LineTime("/me/data/train.py", 3, "Data.__getitem__", "f", None, "worker", 30, 300_000, 1_000, 0.0),
     ]
-    write_lines(tmp_path / "lines.jsonl", RunLines(LineSteps(1_000_000, looked, 5, 900_000), tuple(lines)))
-    return tmp_path
+    write_lines(folder / "lines.jsonl", RunLines(LineSteps(1_000_000, looked, 5, 900_000), tuple(lines)))
+    return folder
 
 
 def test_lines_are_scaled_phase_by_phase_to_the_unprofiled_steps(run_with_lines: Path) -> None:
@@ -419,3 +420,14 @@ def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps(tmp_path: P
 def test_without_lines_none_are_looked_for(tmp_path: Path) -> None:
     run = record(tmp_path, 9, "--no-lines")
     assert not (run / "lines.jsonl").exists()
+
+
+def test_a_shared_copy_has_lines_only_if_frames_are_kept(run_with_lines: Path, tmp_path: Path) -> None:
+    without, kept = (tmp_path / name for name in ("without", "kept"))
+    assert run_command("scrub", run_with_lines, "-o", without).returncode == 0
+    assert not (without / "lines.jsonl").exists()
+    assert run_command("scrub", run_with_lines, "-o", kept, "--keep-frames").returncode == 0
+    lines = find_lines(Run(kept)).lines
+    assert {line.file for line in lines} == {"train.py"}
+    assert [line.called for line in lines] == ["torch.randn", "….item", "f"]
+    assert "/me" not in (kept / "lines.jsonl").read_text()

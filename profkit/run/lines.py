@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from profkit.errors import RunError
 from profkit.files import whole_file
 from profkit.run.records import decode, read_lines
+from profkit.text_kinds import FunctionName, Message, SourceFile, Word
 
 VERSION = 1
 
@@ -43,10 +44,10 @@ class LineSteps:
     """
 
     period_ns: int
-    steps: tuple[dict[str, int], ...]
+    steps: tuple[dict[Word, int], ...]
     batches: int = 0
     batch_ns: int = 0
-    no_waits: str | None = None
+    no_waits: Message | None = None
     version: int = VERSION
 
 
@@ -57,11 +58,11 @@ class LineTime:
     ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
     """
 
-    file: str | None
+    file: SourceFile | None
     line: int
-    function: str
-    called: str | None
-    phase: str | None
+    function: FunctionName
+    called: FunctionName | None
+    phase: Word | None
     thread: Thread
     samples: int
     time_ns: int
