@@ -16,7 +16,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations, sum_compilations
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import CompilationRecorder, program_line
-from profkit.capture.hooks.backward_calls import watch_backward_calls
+from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
 from profkit.findings import Finding
 from profkit.run.compiled_code import (

@@ -241,6 +241,13 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: St
     assert [line.split()[0] for line in table[2:6]] == ["forward", "loss", "backward", "optimizer"]
 
 
+@pytest.mark.parametrize(("warmup", "timed"), [(5, 4), (12, 10), (16, 13)])
+def test_the_first_three_of_many_warm_up_steps_are_not_timed(place: Path, run: Start, warmup: int, timed: int) -> None:
+    done = run("--warmup", str(warmup), "--steps", "1", "--", sys.executable, "train.py", "0.1", "20")
+    assert done.returncode == 0, done.stderr
+    assert len(_manifest(place)["attached"]["steps"]) == timed
+
+
 def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Start) -> None:
     (place / "tf32.py").write_text(TF32)
     done = run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")

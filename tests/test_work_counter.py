@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  # noqa: E402
 
 from profkit.annotation import annotate  # noqa: E402
-from profkit.capture.hooks.backward_calls import watch_backward_calls  # noqa: E402
+from profkit.capture.hooks.backward_nodes import watch_backward_calls  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
 from profkit.capture.work import operators  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402

@@ -73,6 +73,9 @@ _FULL_LOG = (
     "(--steps) or fewer ranges (--depth)"
 )
 
+_UNTIMED, _ENOUGH_TIMED = 3, 10
+"""How many steps pass before the timed ones where at least so many of these are left; else one."""
+
 _NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
 _NO_RANK = "with --ranks, Nsight Systems records only ranks, and this process is not one; leave --ranks out"
 
@@ -122,6 +125,8 @@ class Session:
         self._records = self.run / name_of_rank(COMPILED, self._rank or 0)
         self._compiled = CompiledCode(self.hooks, self._records)
         self._first = order.warmup_steps
+        # The first steps build what later ones have: kernels, optimizer state, the allocator's pool.
+        self._first_timed = max(1, min(_UNTIMED, order.warmup_steps - _ENOUGH_TIMED))
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
@@ -231,8 +236,7 @@ class Session:
                 self._leave_out_first_steps()
         elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
             self.begin_counting()
-        elif number == 1 and not self.order.own_steps:
-            # The first step built what later ones have: kernels, optimizer state, the allocator's pool.
+        elif number == self._first_timed and not self.order.own_steps:
             self._samples.begin("attached")
 
     def _keep_graph(self, graph: CapturedGraph) -> None:

@@ -27,8 +27,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, ignore_ranges, leave_profiler_out, observe_ranges
-from profkit.capture.hooks.backward_calls import watch_backward_calls
-from profkit.capture.hooks.backward_nodes import at_graph_end, mark_node, mark_nodes, running_graph, watch_graph_end
+from profkit.capture.hooks.backward_nodes import (
+    at_graph_end,
+    mark_node,
+    mark_nodes,
+    running_graph,
+    watch_backward_calls,
+    watch_graph_end,
+)
 from profkit.capture.hooks.generation import Generation
 from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
 from profkit.capture.hooks.module_calls import ReplicaCall, observe_module_calls, watch_replicas

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profkit.capture.hooks.backward_calls import is_creating_graph
-from profkit.capture.hooks.backward_nodes import Carrier, is_marked
+from profkit.capture.hooks.backward_nodes import Carrier, is_creating_graph, is_marked
 from profkit.capture.hooks.open_ranges import Call
 
 _LEAF = "torch::autograd::AccumulateGrad"

@@ -17,8 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from profkit.capture.hooks.backward_calls import is_creating_graph
-from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.backward_nodes import is_creating_graph, running_graph
 from profkit.capture.hooks.open_ranges import Call
 from profkit.capture.patches import patch
 
