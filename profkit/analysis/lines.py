@@ -14,6 +14,9 @@ from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, LineTime
 from profkit.run.manifest import Samples
 
+_PART = 0.1
+_MOST_NAMED = 2
+
 _LARGEST_SCALE = 1.5
 """Looking for lines has slowed no step by more than this, nor sped it up."""
 
@@ -74,6 +77,16 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         batch_ns=found.steps.batch_ns if found.steps.batches else None,
         no_waits=found.steps.no_waits,
     )
+
+
+def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
+    """Return the two lines whose own time is at least `_PART` of a step, then those that wait for the GPU.
+
+    A call of backward is none of them: Python stands there while torch's engine or the GPU works.
+    """
+    own = [line for line in result.lines if line.thread != "worker" and not (line.called or "").endswith("backward")]
+    longest = [line for line in own if line.time_ns - line.waiting_ns >= _PART * result.step_ns][:_MOST_NAMED]
+    return (*longest, *[line for line in own if line.waits >= 1 and line not in longest][:_MOST_NAMED])
 
 
 def _is_known(line: LineTime) -> bool:

@@ -11,6 +11,7 @@ from profkit.analysis.compare.provenance import find_condition
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
+from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.places import fold
@@ -88,6 +89,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         summary, told = _add_memory(summary, capture.snapshot, manifest)
         findings += told
     findings += find_compilations(capture.run)
+    if capture.run is not None and capture.run.lines() is not None:
+        summary = replace(summary, lines=choose_lines(find_lines(capture.run)))
     summary = replace(summary, compilations=read_run_compilations(capture.run))
     # That the unprofiled time is unknown stands in the line of the step time.
     kept = {

@@ -18,6 +18,7 @@ from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.time_account.waits import SyncGaps
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.findings import Finding
+from profkit.run.lines import LineTime
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
@@ -261,6 +262,8 @@ class Summary:
     work: WorkUse | None = None
     optimizer: OptimizerUse | None = None
     modules: tuple[ModuleTime, ...] = ()
+    lines: tuple[LineTime, ...] = ()
+    """The lines of source that take most of a step, and those that wait for the GPU (`profkit.analysis.lines`)."""
     recomputes: bool = False
     passes: float | None = None
     memory: MemoryUse | None = None

@@ -56,6 +56,15 @@ def _notes(result: LinesResult) -> Iterator[str]:
     yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
 
 
+def describe_line(line: LineTime) -> str:
+    """Return one line of source and what it takes, in a few words."""
+    place = f"{Path(line.file or '').name}:{line.line} {line.function}"
+    what = f"{place}: {line.called}" if line.called else place
+    waits = f", of it {NS.show(line.waiting_ns)} waiting for the GPU" if line.waiting_ns else ""
+    times = f" ({_WAITS.show(line.waits)} waits)" if line.waits else ""
+    return f"{what} {NS.show(line.time_ns)}{waits}{times}"
+
+
 def _phase(row: Row) -> str:
     return "loader worker" if row["thread"] == "worker" else str(row["phase"] or UNKNOWN)
 

@@ -14,6 +14,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
 from profkit.analysis.tree.modules import PASSES, ModuleTime
 from profkit.names import MODEL, is_shared
+from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
@@ -146,6 +147,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     modules = _modules(summary)
     if modules:
         yield "MODULE", modules
+    if summary.lines:
+        yield "LINES", "Python stands a step in " + "; ".join(map(describe_line, summary.lines))
     if summary.memory is not None:
         yield "MEMORY", _memory(summary.memory)
     if summary.ranks or summary.compared is not None:
