@@ -48,7 +48,7 @@ def generated(launches: int, hooks: Any) -> Any:
     if hooks is not None:
         file = read_generated_file(text.partition("\n")[2])
         graph = LoadedGraph("3f9a1c22e0", None, {site.line: () for site in file.sites})
-        stand_in(module, file, hooks, _Ranges(graph, SimpleNamespace(module=None), hooks, [], _fail).around)
+        stand_in(module, file, hooks, _Ranges(graph, SimpleNamespace(module=None), hooks, _fail).around)
     return vars(module)["call"]
 
 
