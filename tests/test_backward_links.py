@@ -10,8 +10,11 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import UsageError
 from tests.in_process import run_command
+from tests.kineto_builder import AUTOGRAD as AUTOGRAD_TID
+from tests.kineto_builder import TID, flow, kernel, launch, row, written
 
 MAIN, AUTOGRAD = 10, 11
 
@@ -217,4 +220,20 @@ def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path, comm
     builder.open(tmp_path)
     output = ["-o", tmp_path / "page.html"] if command == "report" else []
     done = run_command(command, tmp_path / "t.json", *output)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_that_links_repeat_under_its_backward_pass_is_one_step(tmp_path: Path) -> None:
+    events = [
+        row("user_annotation", "step 5", 100, 900),
+        flow("s", 1, 200, TID),
+        row("cpu_op", "DivBackward0", 300, 50, AUTOGRAD_TID),
+        flow("f", 1, 300, AUTOGRAD_TID),
+        launch(310, 7, AUTOGRAD_TID),
+        kernel("k", 320, 5, 7),
+    ]
+    opened = read_trace(written(tmp_path, events))
+    assert [opened.trace.names[name] for name in opened.trace.ranges.name].count("step 5") == 2
+    assert measured_ranges(opened.attribution)["step"].tolist() == [0]
+    done = run_command("report", tmp_path / "trace.json", "-o", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,8 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     warm[[i for i, name in names.items() if is_warmup(name)]] = True
     measured = ~mark_nested(attribution.parent, warm[trace.ranges.name]) & ~trace.ranges.is_open
     if STEP in labels:
+        # What links repeat of a step under its backward pass is no further step.
+        measured &= ~(attribution.is_mirror & (label == labels.index(STEP)))
         steps, parent = measured & (label == labels.index(STEP)), attribution.parent
         measured &= ~(steps & (parent != NO_RANGE) & mark_nested(parent, steps)[parent])
         measured[_unfinished_steps(attribution, steps)] = False
