@@ -122,9 +122,9 @@ def _judge_command(done: subprocess.CompletedProcess[str]) -> Verdict | None:
 def _judge_copy(command: str, path: Path, copied: Path) -> Verdict | None:
     """Return what is wrong with a shared copy: it must give the same numbers as what it was made of.
 
-    What is a link in a run is not in its copy.
+    What lies in a run and is no file is not in its copy.
     """
-    if path.is_dir() and any(map(Path.is_symlink, path.iterdir())):
+    if path.is_dir() and any(entry.is_symlink() or not entry.is_file() for entry in path.iterdir()):
         return None
     before, after = (call_main([command, str(place), "--format", "json"]) for place in (path, copied))
     if before.returncode != after.returncode:
