@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LARGEST_REQUEST_BYTES = 2**46
 _CURVE_PARTS = 1_000
 _MARGIN, _RESERVED_MARGIN = 0.01, 0.1
-"""By how much the true peaks of checkpointed programs may lie outside what is simulated. Of 18 programs (transformers
+"""By how much the true peaks of checkpointed programs may lie outside what is simulated. Of 17 programs (transformers
 and convolutional networks, fp32 and bf16) requested and allocated peaks did by up to 0.8 %, reserved ones by 8.7 %."""
 
 
