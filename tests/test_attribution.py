@@ -178,23 +178,43 @@ def test_a_range_on_an_autograd_thread_ends_with_the_backward_call(tmp_path: Pat
     assert not opened.attribution.trace.ranges.is_open.any()
 
 
-def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(tmp_path: Path) -> None:
-    builder = NsysBuilder()
+def _call_two_replicas(builder: NsysBuilder, *, inside: str, host_calls: tuple[int, ...] = ()) -> None:
+    """Main calls a model (10–490); two other threads work for it in a range each, and all three launch kernels."""
     builder.range("forward", 0, 500)
     builder.range("model", 10, 490)
     builder.kernel(20, 1)
     for number, thread in enumerate((OTHER, OTHER + 1)):
-        builder.range("replica", 100 + number, 300 + number, tid=thread)
+        builder.range(inside, 100 + number, 300 + number, tid=thread)
         builder.range("layer", 105 + number, 295 + number, tid=thread)
         for launch in (110, 120, 130, 140):
             builder.kernel(launch + number, 10, tid=thread)
+    for call in host_calls:
+        builder.call(call)
     builder.kernel(400, 3)
+
+
+@pytest.mark.parametrize("inside", ["replica", "forward", "inference"])
+def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(inside: str, tmp_path: Path) -> None:
+    """Recordings of before the name ``replica`` hold a forward pass on each replica's thread."""
+    builder = NsysBuilder()
+    _call_two_replicas(builder, inside=inside)
     rows = _open(builder, tmp_path).ranges().ranges
     assert {row.path: row.kernel_time_ns for row in rows} == {
         "forward": 84,
         "forward/model": 84,
         "forward/model/replica": 80,
         "forward/model/replica/layer": 80,
+    }
+
+
+def test_a_forward_pass_beside_a_thread_that_goes_on_is_no_replica(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    _call_two_replicas(builder, inside="forward", host_calls=(115, 125, 135))
+    rows = _open(builder, tmp_path).ranges().ranges
+    assert {row.path: row.kernel_time_ns for row in rows} == {
+        "forward": 84,
+        "forward/model": 4,
+        "forward/layer": 80,
     }
 
 

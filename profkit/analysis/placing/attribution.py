@@ -23,7 +23,7 @@ import numpy as np
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
 from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_timelines, innermost_at_launch
-from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
+from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward, name_replicas
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import (
@@ -293,6 +293,7 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
     if not thread_only and trace.measure == "gpu-kernel":
+        trace = name_replicas(trace, parent)
         waiting = WaitingThreads(trace, timelines)
         ended = end_with_backward(trace, timelines, parent, waiting)
         if ended is not trace:
