@@ -326,7 +326,8 @@ def _environment() -> Environment:
 
 def _mark_code(text: str) -> Markup:
     """Return a sentence in which what stands between backticks, a command mostly, is set as code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(without_folders(text))))
+    escaped = str(escape(without_folders(text)))  # re.sub joins the parts of a Markup as one, which escapes them again
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escaped))
 
 
 def _finish(value: object) -> object:
