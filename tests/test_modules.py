@@ -53,6 +53,20 @@ def test_what_is_computed_again_stands_apart_and_counts_once(tmp_path: Path) -> 
     assert {name: (one.recompute_ns, one.count) for name, one in found["h.0.mlp"].items()} == {"gelu": (5, 1)}
 
 
+def test_what_runs_outside_the_steps_counts_for_no_module(tmp_path: Path) -> None:
+    """No module takes more than the steps that it is a share of."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 500)
+    for start, duration in ((100, 10), (600, 7)):
+        builder.range("forward", start, start + 300)
+        builder.range("head", start + 1, start + 299)
+        builder.kernel(start + 10, duration, name="gemm")
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    (head,) = time_modules(opened.attribution)
+    kernels = time_kernels_by_module(opened.attribution, {"head"})
+    assert (head.module, head.total_ns, kernels["head"]["gemm"].total_ns) == ("head", 10, 10)
+
+
 def place(path: str) -> Place:
     """Return the place of a path; a part that begins with ``NCCL:`` is a range of that domain."""
     parts = (part.rpartition(":") for part in path.split("/"))

@@ -38,7 +38,7 @@ from profkit.analysis.summary import (
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
 from profkit.analysis.time_account.gpu_time import category_rows, communication_rows, find_windows
 from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
-from profkit.analysis.time_account.steps import is_step, is_warmup, measured_ranges
+from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
 from profkit.analysis.tree.modules import time_modules
 from profkit.analysis.tree.selection import split_path
@@ -171,9 +171,7 @@ def _say_tf32(in_products: bool, convolutions: object) -> str:
 def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Finding]]:
     attribution, account = opened.attribution, opened.account
     measured = measured_ranges(attribution)
-    rows = np.ones(len(opened.trace.work), dtype=np.bool_)
-    if len(account.steps):
-        rows = mark_members(len(rows), attribution.work.under(account.steps).rows)
+    rows = mark_work_of_steps(attribution)
     has_work = opened.trace.measure == "gpu-kernel" and len(opened.trace.work)
     result = opened.efficiency() if has_work else None
     doubts = find_timing_doubts(account.timed) if result is None else result.warnings

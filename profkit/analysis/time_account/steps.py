@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
@@ -69,6 +69,13 @@ def count_steps(attribution: Attribution, rows: Bools) -> int | None:
     used = steps[distinct_values(under.member[inside])]
     counts = {len(mine) for mine in rows_by_value(attribution.trace.ranges.process[used]).values()}
     return counts.pop() if len(counts) == 1 else None
+
+
+def mark_work_of_steps(attribution: Attribution) -> Bools:
+    """Return which work ran in a measured step: all of it where there is no step."""
+    steps = measured_ranges(attribution).get(STEP, empty_ints())
+    count = len(attribution.trace.work)
+    return mark_members(count, attribution.work.under(steps).rows) if len(steps) else np.ones(count, dtype=np.bool_)
 
 
 def find_steps(attribution: Attribution) -> Ints:

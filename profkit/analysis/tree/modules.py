@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.time_account.steps import is_warmup
+from profkit.analysis.time_account.steps import is_warmup, mark_work_of_steps
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes
 from profkit.names import BACKWARD, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, kind_of, phase_of
 from profkit.run.compiled_code import COMPILING
@@ -255,9 +255,9 @@ def _measured_nodes(nodes: RangeNodes) -> list[int]:
 
 
 def _innermost_nodes(attribution: Attribution, nodes: RangeNodes) -> tuple[Ints, Ints]:
-    """Return the innermost node of each row of work that lies in any range, and these rows."""
+    """Return the innermost node of each row of the steps' work that lies in any range, and these rows."""
     innermost = attribution.work.innermost
-    rows = np.flatnonzero(innermost >= 0)
+    rows = np.flatnonzero((innermost >= 0) & mark_work_of_steps(attribution))
     return nodes.of_range[innermost[rows]], rows
 
 
