@@ -30,6 +30,8 @@ def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
         pytest.param("snapshot order", 6634, id="a rest merges with free memory in front of it"),
         pytest.param("chrome names", 3075, id="a step's number has thousands of digits"),
         pytest.param("snapshot objects", 1528, id="the frames of an allocation are no list"),
+        pytest.param("snapshot values", 3282, id="a mark is neither a start nor an end"),
+        pytest.param("export bytes", 3234, id="two queries find different rows"),
         pytest.param("run directory", 6658, id="the allocator's own peak is negative"),
     ],
 )

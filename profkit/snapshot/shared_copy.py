@@ -214,7 +214,12 @@ _SETTINGS: Mapping[str, Any] = {
     "garbage_collection_threshold": _NUMBER,
     "roundup_power2_divisions": _divisions,
 }
-_MARK: Mapping[str, Any] = {"stage": WORD, "name": RANGE, "time_us": int, "device": int}
+_MARK: Mapping[str, Any] = {
+    "stage": lambda _, value: value if value == "START" else "END",
+    "name": RANGE,
+    "time_us": int,
+    "device": int,
+}
 _SNAPSHOT: Mapping[str, Any] = {
     "segments": _records(_SEGMENT),
     "device_traces": _histories,

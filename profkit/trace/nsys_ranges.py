@@ -121,8 +121,9 @@ def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Int
     # A REAL may be infinite.
     is_number = f"typeof({value}) IN ('integer', 'real') AND {value} BETWEEN -1e300 AND 1e300"
     rows = file.rows(f"SELECT rowid, {value} FROM {TABLE} WHERE {where} AND {is_number}")
-    at = np.searchsorted(row_id, np.array([row[0] for row in rows], dtype=np.int64))
-    return {int(index): number for index, (_, number) in zip(at, rows, strict=True)}
+    index_of = {row: index for index, row in enumerate(row_id.tolist())} if rows else {}
+    # A damaged table may hold other rows by another query.
+    return {index_of[row]: number for row, number in rows if row in index_of}
 
 
 def _no_ranges() -> Ranges:
