@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 from profkit import read_trace
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.placing.attribution import attribute_work
+from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import PASSES, time_kernels_by_module
@@ -348,3 +349,28 @@ def test_phases_in_capitals_and_with_a_number_give_the_same_figures(name: str, t
         keys = ("work", "optimizer", "modules", "gpu", "ledger") if command == "summary" else ("ranks", "culprit")
         for key in keys:
             assert _without_names(now[key]) == _without_names(was[key]), key
+
+
+def _busy_slowly(attribution: Attribution, rows: set[int]) -> int:
+    """Return the time in which one of the operators ran itself, moment by moment between all beginnings and ends."""
+    work, busy_ns = attribution.trace.work, 0
+    for thread in set(work.launch_thread.tolist()):
+        mine = np.flatnonzero(work.launch_thread == thread)
+        edges = np.unique(np.concatenate([work.start_ns[mine], work.end_ns[mine]]))
+        for begin, end in pairwise(edges.tolist()):
+            running = mine[(work.start_ns[mine] <= begin) & (work.end_ns[mine] >= end)].tolist()
+            innermost = max(running, key=lambda row: (work.start_ns[row], -work.end_ns[row], row), default=-1)
+            busy_ns += end - begin if innermost in rows else 0
+    return busy_ns
+
+
+def test_operators_under_a_range_are_busy_for_no_longer_than_their_self_time() -> None:
+    """An operator that began in one module may hold those of the next one: only its own time is its module's."""
+    opened = read_trace(Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz")
+    tree = opened.ranges(numbered=False).ranges
+    assert all(row.busy_ns <= row.kernel_time_ns for row in tree)
+    for row in [row for row in tree if row.path.startswith("step */backward")][:3]:
+        members = select_ranges(opened.attribution, f"/{row.path}")
+        rows = set(opened.attribution.work.under(members).rows.tolist())
+        assert row.busy_ns == _busy_slowly(opened.attribution, rows)
+        assert opened.kernels(f"/{row.path}").busy_ns == row.busy_ns

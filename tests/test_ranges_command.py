@@ -70,3 +70,12 @@ def test_a_capture_without_kernels_shows_python_times_and_one_warning(profkit: R
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert "10.00 µs" in done.stdout
     assert profkit("kernels", path).returncode == 1
+
+
+def test_operators_are_not_called_kernels_and_sums_are_called_so(profkit: Run) -> None:
+    trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
+    table, totals = profkit("ranges", str(trace)).stdout, profkit("ranges", str(trace), "--totals").stdout
+    assert table.splitlines()[0].split() == "range times Python time self time busy share operators".split()
+    assert "averages per step" in table
+    assert "sums over the recording" not in table
+    assert "sums over the recording" in totals

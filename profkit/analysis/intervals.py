@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from profkit.trace.columns import Ints, empty_ints
+from profkit.trace.columns import Bools, Ints, Work, empty_ints, rows_by_value
 
 _EVER = 1 << 62
 
@@ -103,8 +105,7 @@ def _complement(stretches: Stretches) -> Stretches:
 def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
     """Return the groups and, for each, the time in which at least one of its intervals was open.
 
-    A group is any integer: a device, or a device within a range. The busy time of several devices is the sum of
-    their unions, so two GPUs busy at once count twice.
+    A group is any integer: a device, or a device within a range.
     """
     if not len(group):
         return group, group
@@ -130,9 +131,64 @@ def disjoint_pieces(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, In
     return group, start, np.maximum(start, end)
 
 
-def busy_ns(device: Ints, start_ns: Ints, end_ns: Ints) -> int:
-    """Return the union of intervals per device, summed over devices."""
-    return int(union_ns(device, start_ns, end_ns)[1].sum())
+class BusyTime:
+    """How long work kept its devices busy: the union of the stretches in which it ran, summed over devices.
+
+    So two GPUs busy at once count twice; of CPU operators a process is the device. An operator runs itself only while
+    no operator within it does, as its self time has it: what lies within it may count for another range.
+    """
+
+    def __init__(self, work: Work) -> None:
+        """Find the stretches of each row: those from its number in ``_first`` up to the next one's."""
+        self._device, self._start_ns, self._end_ns = work.device, work.start_ns, work.end_ns
+        self._first = np.arange(len(work) + 1)
+        if (work.duration_ns != work.end_ns - work.start_ns).any():
+            self._device = work.process
+            row, self._start_ns, self._end_ns = _between_operators(work)
+            self._first = np.searchsorted(row, self._first)
+        self._number = np.unique(self._device, return_inverse=True)[1]
+
+    def total_ns(self, rows: Bools) -> int:
+        """Return the busy time of some rows."""
+        chosen = np.flatnonzero(rows)
+        return int(self.sum_by(np.zeros_like(chosen), chosen, 1)[0])
+
+    def sum_by(self, group: Ints, rows: Ints, count: int) -> Ints:
+        """Return the busy time of each group of rows; groups are numbers below ``count``, and a row may be in many."""
+        devices = int(self._number.max(initial=0)) + 1
+        which, stretch = spread(self._first[rows], self._first[rows + 1])
+        key = group[which] * devices + self._number[rows[which]]
+        keys, unions = union_ns(key, self._start_ns[stretch], self._end_ns[stretch])
+        busy = np.zeros(count, dtype=np.int64)
+        np.add.at(busy, keys // devices, unions)
+        return busy
+
+
+def _between_operators(work: Work) -> tuple[Ints, Ints, Ints]:
+    """Return the stretches in which operators themselves ran, by row: row, start and end."""
+    stretches: list[tuple[int, int, int]] = []
+    for rows in rows_by_value(work.launch_thread).values():
+        order = rows[np.lexsort((-work.end_ns[rows], work.start_ns[rows]))]
+        spans = zip(order.tolist(), work.start_ns[order].tolist(), work.end_ns[order].tolist(), strict=True)
+        stretches += _run_in_turn(spans)
+    columns = np.array(sorted(stretches), dtype=np.int64).reshape(-1, 3)
+    return columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def _run_in_turn(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield when each operator of one thread, given in order with its start and end, was the innermost one."""
+    around: list[tuple[int, int]] = []
+    since = 0
+    for row, start, end in chain(spans, [(-1, _EVER, _EVER)]):
+        while around and around[-1][1] <= start:
+            last, its_end = around.pop()
+            if since < its_end:
+                yield last, since, its_end
+            since = max(since, its_end)
+        if around and since < start:
+            yield around[-1][0], since, start
+        since = max(since, start)
+        around.append((row, end))
 
 
 def running_maximum(values: Ints, first: Ints) -> Ints:

@@ -379,10 +379,11 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
             pid = trace.process_ids.get(process, process)
             which_of_step = f" (number {number + 1} in its step)" if number else ""
             lost = is_empty or (of_gpu and even)
+            work = "kernels" if of_gpu else "operators"
             findings.append(
                 Finding(
                     "empty-steps" if is_empty else "unequal-steps",
-                    f"{label}{which_of_step}: kernels per instance range from {some.min():,} to {some.max():,} over"
+                    f"{label}{which_of_step}: {work} per instance range from {some.min():,} to {some.max():,} over"
                     f" {len(some)} instances of process {pid}" + (": kernels are missing" if lost else ""),
                     "failed" if lost else "warning",
                 )

@@ -317,8 +317,8 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
     elif min(before.size, after.size) < FEWEST:
         yield Finding(
             "few-steps",
-            f"{before.size} steps before, {after.size} after: intervals need {FEWEST} on each side; record more"
-            " with --steps",
+            f"{before.size} step{'s' * (before.size != 1)} before, {after.size} after: intervals need {FEWEST} on each"
+            " side; record more with --steps",
         )
     for name, side, other in (("before", before, after), ("after", after, before)):
         alone = sorted({join_path(key.path) for key in side.keys if key.path not in common_paths(side, other)})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.intervals import union_ns
+from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
@@ -135,7 +135,7 @@ def _sample(
         keys=keys,
         kernel_ns=kernel_ns,
         kernel_count=np.bincount(column, minlength=len(keys)),
-        busy_ns=_busy_per_sample(attribution, rows, sample[rows], size),
+        busy_ns=BusyTime(trace.work).sum_by(sample[rows], rows, size),
         wall_ns=wall_ns if range is None else None,
         paths=_paths_of(nodes),
         left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
@@ -215,12 +215,3 @@ def _read_paths(nodes: RangeNodes) -> list[tuple[RangePath, Place]]:
         place = read_place(labels)
         paths.append(((COMPILING,) if place.phase == COMPILING else tuple(name for name, _ in labels), place))
     return [*paths, ((), Place(None))]
-
-
-def _busy_per_sample(attribution: Attribution, rows: Ints, sample: Ints, size: int) -> Ints:
-    work = attribution.trace.work
-    devices = int(work.device.max()) + 1 if len(work) else 1
-    groups, unions = union_ns(sample * devices + work.device[rows], work.start_ns[rows], work.end_ns[rows])
-    busy = np.zeros(size, dtype=np.int64)
-    np.add.at(busy, groups // devices, unions)
-    return busy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis.intervals import busy_ns, union_ns
+from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import KernelSource, SharedKernels, find_kernel_sources, find_shared
 from profkit.analysis.notebook import NotebookResult, table_of
@@ -191,7 +191,7 @@ def summarize_kernels(
         graph_count=int(graphs.sum()),
         kernel_time_ns=total_ns - int(work.duration_ns[graphs].sum()),
         graph_time_ns=int(work.duration_ns[graphs].sum()),
-        busy_ns=busy_ns(work.device[rows], work.start_ns[rows], work.end_ns[rows]),
+        busy_ns=BusyTime(work).total_ns(rows),
         wall_ns=last_ns - first_ns if instances is None else instances.wall_ns,
         copies=_total_copies(trace.copies, chosen.copies),
         kernels=_build_rows(attribution, rows, by, outermost_count, ranks),
@@ -277,11 +277,8 @@ def _instance_rows(
     chosen = np.flatnonzero(rows)
     position = instances.of_row[chosen]
     count = np.bincount(position, minlength=len(instances.members))
-    devices, device = np.unique(work.device[chosen], return_inverse=True)
-    group = position * max(len(devices), 1) + device
-    groups, unions = union_ns(group, work.start_ns[chosen], work.end_ns[chosen])
-    busy, total = (np.zeros(len(instances.members), dtype=np.int64) for _ in range(2))
-    np.add.at(busy, groups // max(len(devices), 1), unions)
+    busy = BusyTime(work).sum_by(position, chosen, len(instances.members))
+    total = np.zeros(len(instances.members), dtype=np.int64)
     np.add.at(total, position, work.duration_ns[chosen])
     ranges = trace.ranges
     rank_of = {process: rank for rank, process in ranks.members}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.intervals import busy_ns
+from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.tree.selection import Chosen
 from profkit.errors import UsageError
@@ -128,7 +128,7 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
     """Return one row a rank, for the work and the instances that a request took in."""
     work, instances = trace.work, chosen.instances
     communication = _is_communication(trace)
-    rows = []
+    rows, busy = [], BusyTime(work)
     for number, process in ranks.members:
         mine = chosen.rows & (work.process == process)
         outermost = None if instances is None else instances.outermost
@@ -142,7 +142,7 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
                 instances=None if outermost is None else len(outermost),
                 kernel_count=int(mine.sum()),
                 kernel_time_ns=int(work.duration_ns[mine].sum()),
-                busy_ns=busy_ns(work.device[mine], work.start_ns[mine], work.end_ns[mine]),
+                busy_ns=busy.total_ns(mine),
                 wall_ns=_wall_ns(trace, process, outermost),
                 communication_ns=int(work.duration_ns[mine & communication[work.name]].sum()),
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.intervals import union_ns
+from profkit.analysis.intervals import BusyTime
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.placing.nesting import NO_RANGE
@@ -289,12 +289,11 @@ def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tupl
     """Return kernel time, busy time and kernel count per node, of the work under its ranges of ``members``."""
     work = attribution.trace.work
     kernel_time, busy, count = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
-    devices, device = np.unique(work.device, return_inverse=True)
+    times = BusyTime(work)
     for rows, node in work_by_node(attribution, nodes, members):
         np.add.at(kernel_time, node, work.duration_ns[rows])
         np.add.at(count, node, 1)
-        groups, unions = union_ns(node * len(devices) + device[rows], work.start_ns[rows], work.end_ns[rows])
-        np.add.at(busy, groups // len(devices), unions)
+        busy += times.sum_by(node, rows, len(nodes))
     return kernel_time, busy, count
 
 

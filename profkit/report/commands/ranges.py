@@ -30,6 +30,7 @@ def build_ranges_document(
         for row in result.ranges
     ]
     each = ns_over(steps)
+    of_operators = result.measure == "cpu-operator"
     # Ranges that stand for operator links were never open.
     python_time = Unit(lambda value: each.show(value) if value else UNKNOWN)
     columns = (
@@ -37,10 +38,10 @@ def build_ranges_document(
         *([Column("domain", "domain", TEXT, wide=True)] if any(row["domain"] for row in rows) else []),
         Column("instances", "times", count_over(steps)),
         Column("wall_ns", "Python time", python_time),
-        Column("kernel_time_ns", "kernel time", each),
-        Column("busy_ns", "GPU busy", each),
+        Column("kernel_time_ns", "self time" if of_operators else "kernel time", each),
+        Column("busy_ns", "busy" if of_operators else "GPU busy", each),
         Column("share_of_capture", "share", SHARE),
-        Column("kernel_count", "kernels", count_over(steps)),
+        Column("kernel_count", "operators" if of_operators else "kernels", count_over(steps)),
     )
     exact = ("path", "domain", "instances", "wall_ns", "kernel_time_ns", "busy_ns", "share_of_capture", "kernel_count")
     table = Table(columns, rows, exact=exact)
@@ -64,6 +65,8 @@ def _notes(result: RangesResult, numbered: bool, steps: int | None) -> list[str]
         lines = [f"100 % = {NS.show(result.total_ns)} of {kind} {whole}; a range includes the ranges inside it"]
     if steps is not None:
         lines.append(f"all other figures are averages per step ({format_count(steps, 'step')}); --totals shows sums")
+    else:
+        lines.append("all other figures are sums over the recording")
     if any(row.wall_ns is None for row in result.ranges):
         lines.append("– in Python time: no Python runs when a CUDA graph is replayed")
     if any(row.kernel_count and row.wall_ns == 0 for row in result.ranges):
