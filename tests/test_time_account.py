@@ -17,6 +17,7 @@ from profkit.analysis.advice import find_advice
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
+from profkit.analysis.time_account.steps import is_step
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
@@ -297,3 +298,10 @@ def test_each_context_has_its_own_unprofiled_step(tmp_path: Path) -> None:
     assert account.context.tolist() == [128, 256, 256]
     assert [account.idle_time(account.context == one).idle_ns for one in (128, 256)] == [MS, 32 * MS]
     assert account.idle_time().share == 33 / 45
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("step 0", True), ("Step 128", True), ("step *", True), (f"step {'9' * 19}", False)]
+)
+def test_a_numbered_step_is_a_step(name: str, known: bool) -> None:
+    assert is_step(name) == known

@@ -12,8 +12,8 @@ from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
 
-_STEP = re.compile(rf"{STEP}( (\d{1, 18}|\*))?", re.I)
-_CONTEXT = re.compile(rf"{CONTEXT} (\d{1, 18})")
+_STEP = re.compile(rf"{STEP}( (\d{{1,18}}|\*))?", re.I)
+_CONTEXT = re.compile(rf"{CONTEXT} (\d{{1,18}})")
 
 
 def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
