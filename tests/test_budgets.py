@@ -132,18 +132,26 @@ def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
         lines(path, Budgets(max_shares=(("gemm", 0.5),)))
 
 
+def test_the_share_of_a_category_that_no_kernel_has_fails(tmp_path: Path) -> None:
+    budget = line(write_steps(tmp_path / "t.sqlite", [STEP, STEP]), Budgets(max_shares=(("softmax", 1.0),)))
+    assert (budget.held, budget.measured) == (False, None)
+    assert "no kernel has category 'softmax', and no range has this name" in budget.detail
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("softmax", "no kernel has category 'softmax', and no range has this name"),
-        ("sofmax", "no category and no range is named 'sofmax'"),
-        ("range:elementwise", "no kernel has category 'elementwise'"),
+        ("sofmax", "--max-share sofmax: no category and no range is named 'sofmax'; nearest: 'softmax'"),
+        ("range:forwrad", "--max-share range:forwrad: no range is named 'forwrad'; nearest: 'forward'"),
+        ("range:elementwise", "no range is named 'elementwise'"),
+        ("category:forward", "no category is named 'forward'"),
+        ("§", "no category and no range is named '§'; categories are gemm, attention,"),
     ],
 )
-def test_the_share_of_an_unknown_name_fails(tmp_path: Path, name: str, reason: str) -> None:
-    found = line(write_steps(tmp_path / "t.sqlite", [STEP, STEP]), Budgets(max_shares=((name, 1.0),)))
-    assert (found.held, found.measured) == (False, None)
-    assert reason in found.detail
+def test_a_share_that_names_nothing_is_a_usage_error_with_near_names(tmp_path: Path, name: str, reason: str) -> None:
+    done = run_command("check", write_steps(tmp_path / "t.sqlite", [STEP, STEP]), "--max-share", f"{name}=15%")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert reason in done.stderr
 
 
 def test_without_steps_a_share_is_of_the_whole_capture(captures: Path) -> None:
@@ -391,6 +399,7 @@ def test_every_format_holds_the_verdicts(run: Path) -> None:
         (["--max-slowdown", "2%"], "--max-slowdown needs a baseline"),
         (["--max-idle", "120%"], "'120%' is not a percentage from 0% to 100%"),
         (["--max-peak", "40XB"], "XB is not a unit of size"),
+        (["--max-peak", "5"], "5 has no unit; write 5GiB, 5MiB or 5B"),
         (["--max-step-ms", "nan"], "'nan' is not a number of milliseconds above 0"),
         (["--max-share", "softmax"], "'softmax' is not NAME=PERCENT, such as softmax=15%"),
     ],

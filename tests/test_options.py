@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.cli.options import parse_bytes, parse_milliseconds, parse_percent, parse_share
+from profkit.cli.options import parse_bytes, parse_limit, parse_milliseconds, parse_percent, parse_share
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,13 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|unit"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["5", " 5 ", "0"])
+def test_a_limit_of_memory_names_its_unit(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{text.strip()} has no unit; write {text.strip()}GiB"):
+        parse_limit(text)
+    assert (parse_limit("5GiB"), parse_limit("5B")) == (5 * 2**30, 5)
 
 
 @settings(deadline=None)
@@ -92,7 +99,7 @@ def test_text_that_is_not_a_share_is_refused(text: str) -> None:
         parse_share(text)
 
 
-PARSERS = st.sampled_from([parse_bytes, parse_percent, parse_milliseconds, parse_share])
+PARSERS = st.sampled_from([parse_bytes, parse_limit, parse_percent, parse_milliseconds, parse_share])
 
 
 @settings(deadline=None)

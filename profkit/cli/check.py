@@ -9,7 +9,7 @@ import click
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.cli.options import MILLISECONDS, PERCENT, SHARE, SIZE, output_options
+from profkit.cli.options import LIMIT, MILLISECONDS, PERCENT, SHARE, output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
@@ -20,7 +20,7 @@ from profkit.report.document import Format
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--max-step-ms", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
-@click.option("--max-peak", type=SIZE, help="Highest peak of allocated memory: 40GiB, 40GB or bytes.")
+@click.option("--max-peak", type=LIMIT, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB.")
 @click.option(
     "--max-idle",
     type=PERCENT,

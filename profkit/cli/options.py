@@ -140,6 +140,18 @@ def parse_bytes(text: str) -> int:
     return round(number * int(base**power))
 
 
+def parse_limit(text: str) -> int:
+    """Return the bytes of a size with its unit: ``40GiB``, ``512 B``.
+
+    Raises:
+        ValueError: it is no size, or a number without a unit, which could be meant as GiB.
+    """
+    size = parse_bytes(text)
+    if text.strip().isdigit():
+        raise ValueError(f"{text.strip()} has no unit; write {text.strip()}GiB, {text.strip()}MiB or {text.strip()}B")
+    return size
+
+
 def parse_percent(text: str) -> float:
     """Return the fraction that ``10%`` or ``10`` means; below 1 the sign is needed, as 0.1 may mean a tenth.
 
@@ -195,6 +207,7 @@ class Quantity(click.ParamType[Any]):
 
 
 SIZE = Quantity("SIZE", parse_bytes)
+LIMIT = Quantity("SIZE", parse_limit)
 PERCENT = Quantity("PERCENT", parse_percent)
 MILLISECONDS = Quantity("MS", parse_milliseconds)
 SHARE = Quantity("NAME=PERCENT", parse_share)

@@ -20,7 +20,7 @@ from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, read_unprofiled_steps
-from profkit.analysis.tree.selection import select_ranges
+from profkit.analysis.tree.selection import find_near_names, select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
 
@@ -119,7 +119,7 @@ def check_budgets(
         ranks: the comparison of its ranks, or why there is none; needed for budgets of ranks alone.
 
     Raises:
-        UsageError: there is no budget, or a share's name can mean two things.
+        UsageError: there is no budget, or a share's name can mean two things, or nothing.
     """
     if budgets == Budgets() and baseline is None:
         raise UsageError("nothing to check: give a budget such as --max-step-ms 120, or --baseline RUN")
@@ -237,7 +237,7 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
     ``name`` is whichever of the two the capture has; ``category:`` or ``range:`` before it decides.
 
     Raises:
-        UsageError: the capture has both, and ``name`` has no prefix.
+        UsageError: the capture has both, and ``name`` has no prefix; or no category and no range has this name.
     """
     by_step = has_measured_steps(attribution)
     whole = sample_steps(attribution, by_step=by_step)
@@ -245,7 +245,8 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
     if not whole.total_ns:
         return not_judged(MAX_SHARE, "share", limit, "no kernel time was recorded in the steps", name)
     if kind is None:
-        return not_judged(MAX_SHARE, "share", limit, _explain_no_share(bare), name)
+        reason = f"no kernel has category {bare!r}, and no range has this name"
+        return not_judged(MAX_SHARE, "share", limit, reason, name)
     if kind == "range":
         part_ns = sample_steps(attribution, bare, by_step=by_step).total_ns
     else:
@@ -261,7 +262,13 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
 
 
 def _find_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple[_Kind | None, str]:
-    """Return whether ``name`` is a category or a range (None: the capture has neither), and its name without prefix."""
+    """Return whether ``name`` is a category or a range, and its name without prefix.
+
+    The kind is None for a category of profkit's that no kernel here has.
+
+    Raises:
+        UsageError: the capture has both; or the name is neither that of a category nor that of a range here.
+    """
     prefix, _, rest = name.partition(":")
     asked: tuple[_Kind, ...] = ("category", "range")
     bare = name
@@ -277,6 +284,8 @@ def _find_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple
             f"--max-share {name}: this capture has a category and a range of that name; write category:{name} or"
             f" range:{name}"
         )
+    if not there and not ("category" in asked and bare in CATEGORIES):
+        raise UsageError(_explain_no_share(attribution, name, bare, asked))
     return (there[0] if there else None), bare
 
 
@@ -299,10 +308,13 @@ def _name_similar_ranges(attribution: Attribution, category: str) -> str:
     return f"; only kernels with such names; see also range:{alike[0]}" if alike else ""
 
 
-def _explain_no_share(name: str) -> str:
-    if name in CATEGORIES:
-        return f"no kernel has category {name!r}, and no range has this name"
-    return f"no category and no range is named {name!r} (`profkit ranges` lists ranges)"
+def _explain_no_share(attribution: Attribution, name: str, bare: str, asked: tuple[_Kind, ...]) -> str:
+    trace = attribution.trace
+    ranges = {trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
+    known = {"category": set(CATEGORIES), "range": ranges}
+    near = find_near_names(bare, sorted(set().union(*(known[kind] for kind in asked))))
+    hint = f"nearest: {', '.join(map(repr, near))}" if near else f"categories are {', '.join(CATEGORIES)}"
+    return f"--max-share {name}: no {' and no '.join(asked)} is named {bare!r}; {hint} (`profkit ranges` lists ranges)"
 
 
 def _judge_against(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,12 +127,17 @@ def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
     return [index for index in used if fnmatch.fnmatchcase(names[index], pattern)]
 
 
+def find_near_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return up to three of ``known`` that are spelled much as ``name``, or else hold it."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return near + [other for other in known if name.lower() in other.lower() and other not in near][: 3 - len(near)]
+
+
 def _explain_unknown(attribution: Attribution, request: str, *, limited: bool) -> str:
     trace = attribution.trace
     known = sorted({trace.names[index] for index in distinct_values(trace.ranges.name).tolist()})
     last = split_path(request)[-1]
-    near = difflib.get_close_matches(last, known, n=3, cutoff=0.5)
-    near += [name for name in known if last.lower() in name.lower() and name not in near][: 3 - len(near)]
+    near = find_near_names(last, known)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else f"there are {', '.join(map(repr, known[:5]))}"
     hint += "" if near or len(known) <= 5 else f" and {len(known) - 5} more"
     where = " in the chosen processes" if limited else ""
