@@ -27,7 +27,8 @@ from profkit.errors import ProfkitError
 from profkit.run.directory import FILES, KINETO_TRACE, LINES, LOG, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
 from profkit.sharing import RUN_FILES, share
 from profkit.text_kinds import Kind
-from profkit.trace.kineto_copy import ARGUMENTS
+from profkit.trace.kineto_copy import _ROWS, ARGUMENTS
+from profkit.trace.kineto_events import _ARGUMENTS, RowKind
 from tests.fuzz.mutants import _chrome, _export, _snapshots
 from tests.kineto_builder import row
 
@@ -240,6 +241,11 @@ def test_of_a_trace_names_alone_survive(tmp_path: Path) -> None:
     }
     kept |= {"distributedInfo pg_config pg_name"}
     assert survivors(_trace(), write, tmp_path / "trace.json", _kind_in_trace) == kept
+
+
+def test_what_is_read_of_a_trace_is_declared() -> None:
+    assert _ARGUMENTS - {"name"} <= set(ARGUMENTS)
+    assert set(get_args(RowKind)) - {"metadata"} == set(_ROWS)
 
 
 def _snapshot() -> dict[str, Any]:
