@@ -307,5 +307,5 @@ def test_bursts_of_data_are_neither_warm_up_nor_a_gain() -> None:
     steps = [{"step_ns": (2 + wait) * 1_000_000, "data_ns": wait * 1_000_000} for wait in waits]
     quick = [{"step_ns": 2_000_000, "data_ns": 0}] * 3
     assert warn_of_times(steps, {}, "unprofiled") == []
-    assert warn_of_gain(steps[-3:], quick, "unprofiled") == []
-    assert warn_of_gain([{"step_ns": 82_000_000}] * 3, quick, "unprofiled") != []
+    assert warn_of_gain(steps[-3:], quick) == []
+    assert warn_of_gain([{"step_ns": 82_000_000}] * 3, quick) != []
