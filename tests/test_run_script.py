@@ -457,7 +457,7 @@ def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> N
     with (place / "answers").open("rb", buffering=0) as answers:
         answers.seek(len("skipped\n"))
         done = subprocess.run(
-            _command("--memory", "--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py"),
+            _command("--warmup", "9", "--steps", "2", "--", sys.executable, "asks.py"),
             stdin=answers,
             capture_output=True,
             text=True,

@@ -113,6 +113,12 @@ def place(tmp_path: Path) -> Path:
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have profkit find the GPU of paper."""
+    monkeypatch.setattr("profkit.cli.run.may_use_cuda", lambda _: True)
+
+
 def _command(*arguments: str) -> list[str]:
     head = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--warmup", "1", "--steps", "2"]
     return [*head, *arguments]
@@ -284,6 +290,18 @@ def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, record
         assert _manifest(place)["reason"].startswith(why)
 
 
+@pytest.mark.parametrize("option", [(), ("--oom",)])
+def test_on_a_machine_without_a_gpu_the_command_runs_once_for_its_trace(
+    place: Path, recorded: Run, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("profkit.cli.run.may_use_cuda", lambda _: False)
+    done = recorded("--memory", *option, "--", "no cuda")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("profkit: no memory was recorded: no GPU was found here")
+    assert (place / "times_run").read_text() == "x"
+    assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
+
+
 def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: Run) -> None:
     done = recorded("--memory", "--warmup", "9", "--")
     assert done.returncode == 0, done.stderr
@@ -362,7 +380,7 @@ def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run:
 
 
 def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:
-    command = _command("--memory", "--steps", "9", "--", sys.executable, "train.py", "wait")
+    command = _command("--memory-only", "--steps", "9", "--", sys.executable, "train.py", "wait")
     with started(command, cwd=place, env=_environment()) as run:
         first_line(run, "1 ")
         run.send_signal(signal.SIGINT)

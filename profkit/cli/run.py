@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import asdict, replace
@@ -34,7 +35,7 @@ from profkit.launch.passes import (
     parse_target,
     target_kind,
 )
-from profkit.launch.record import Recorded, record_run, require_torch
+from profkit.launch.record import Recorded, may_use_cuda, record_run, require_torch
 from profkit.models.options import Device, TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
@@ -138,9 +139,10 @@ def run(
         wanted = Target(target[0].replace(":", "-"), target[0], kind, tuple(passes), _workload(order))
     else:
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
-        with_memory = memory or memory_only
-        with_trace = not memory_only and (with_memory or not oom or names_recorder())
-        passes = command_passes(words, order, allocator, with_memory=with_memory, with_trace=with_trace)
+        with_memory = memory_only or (memory and _finds_gpu(target))
+        with_trace = not memory_only and (memory or not oom or names_recorder())
+        watched = allocator if with_memory or oom else None
+        passes = command_passes(words, order, watched, with_memory=with_memory, with_trace=with_trace)
         name, title = command_name(words), " ".join(words)
         if with_nsys and full_ranks is None and starts_on_all_machines(words):
             say(_ONE_MACHINE.format(words[0]))
@@ -159,6 +161,14 @@ def run(
     )
     device: Device = model["device"] if kind == "model" else "auto"
     return _conclude(recorded, wanted, device if ceilings else None)
+
+
+def _finds_gpu(target: tuple[str, ...]) -> bool:
+    """Return whether the target can use a GPU, as srun's and mpirun's may on another machine; if not, say so."""
+    if may_use_cuda(os.environ) or starts_on_all_machines(target):
+        return True
+    say("no memory was recorded: no GPU was found here (--memory records the allocator of CUDA)")
+    return False
 
 
 def _model(

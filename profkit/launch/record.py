@@ -165,10 +165,14 @@ def build_environment(environment: Mapping[str, str], order: Order) -> dict[str,
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: order.to_json()}
 
 
+_GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "dxg")
+"""What there is in /dev with an NVIDIA GPU: of a card, of a Jetson, in Windows' Linux."""
+
+
 def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
     """Return whether a process would find an NVIDIA GPU here; the launcher itself never loads torch."""
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}
-    return not hidden and any(root.glob("dev/nvidia[0-9]*"))
+    return not hidden and any(any(root.glob(f"dev/{name}")) for name in _GPU_FILES)
 
 
 class _Recording:
