@@ -37,8 +37,10 @@ KERNEL = Kind("kernel", is_name=True)
 OPERATOR = Kind("operator", is_name=True)
 LABEL = Kind("label of memory", is_name=True)
 GROUP = Kind("process group", is_name=True)
-WORD = Kind("word", r"[\w.+-]{0,64}")
-VERSION = Kind("version", r"v?\d[\w.+-]{0,60}")
+# An address of a machine has the shape of a version, and of a word.
+_NO_ADDRESS = r"(?!\d{1,3}(\.\d{1,3}){3}$)"
+WORD = Kind("word", _NO_ADDRESS + r"[\w.+-]{0,64}")
+VERSION = Kind("version", _NO_ADDRESS + r"v?\d[\w.+-]{0,60}")
 GPU = Kind("GPU", r"[A-Z][\w ().+-]{1,80}")
 MOMENT = Kind("moment", r"\d{4}-[\d:.TZ+-]{1,40}")
 RUN_FILE = Kind("file of a run", r"[a-z]{1,12}(\.rank\d{1,6})?(\.[a-z]{1,12}){1,2}")
