@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from profkit.report.units import (
     count_over,
     format_bytes,
+    format_change,
     format_count,
     format_interval,
     format_ns,
@@ -107,3 +108,17 @@ def test_a_count_per_step_has_a_decimal_only_where_it_needs_one(value: int, step
 
 def test_a_duration_per_step_is_an_average() -> None:
     assert (ns_over(2).show(25_000), ns_over(None).show(25_000)) == ("12.50 µs", "25.00 µs")
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [(0.0, "+0%"), (-0.25, "-25%"), (0.126, "+13%"), (9.99, "+999%"), (9.994, ">+999%"), (106.47, ">+999%")],
+)
+def test_a_change_from_next_to_nothing_has_no_digits(change: float, shown: str) -> None:
+    assert format_change(change) == shown
+
+
+@given(st.floats(0, 1e9))
+def test_no_percentage_is_above_999(value: float) -> None:
+    for shown in (format_share(value), format_change(value), format_change(value, 1)):
+        assert float(shown.strip("<>+%")) <= 999

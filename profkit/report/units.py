@@ -9,6 +9,9 @@ from typing import Any
 _NEARLY_ALL = 1 - 1e-9
 """Shares that were summed in floating point and are as good as the whole."""
 
+_MOST_SHOWN = 9.99
+"""A ratio above 999 % says that its base is next to nothing, so its digits say nothing."""
+
 
 def format_ns(value: int) -> str:
     """Return a duration with four digits in the unit that fits: ``34.50 ms``."""
@@ -36,12 +39,20 @@ def format_interval(low_ns: int, high_ns: int) -> str:
 
 
 def format_share(value: float) -> str:
-    """Return a fraction as per cent with one decimal; what is not nothing never shows as nothing, nor a part as all."""
+    """Return a fraction as per cent with one decimal; what is not nothing never shows as nothing, nor a part as all.
+
+    What is more than 999 % shows as ``>999%``: the base is next to nothing.
+    """
     if 0 < value < 0.0005:
         return "<0.1%"
     if 0.9995 <= value < _NEARLY_ALL:
         return ">99.9%"
-    return f"{value:.1%}"
+    return ">999%" if value > _MOST_SHOWN else f"{value:.1%}"
+
+
+def format_change(value: float, decimals: int = 0) -> str:
+    """Return a change as per cent of what was there, with its sign: ``+12%``, or ``>+999%`` from next to nothing."""
+    return ">+999%" if value > _MOST_SHOWN else f"{value:+.{decimals}%}"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -93,6 +104,7 @@ NUMBER = Unit(four_digits)
 NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
+CHANGE = Unit(lambda value: format_change(value, 1) if isinstance(value, float) else str(value))
 BYTES = Unit(format_bytes)
 
 

@@ -134,7 +134,7 @@ def judge(
     word = max(shares, key=lambda key: shares[key])
     share = f"{shares[word] / whole:.1%} of its time on the GPU"
     if idle.is_unprofiled and parts.idle_ns:
-        share += f" (idle time × {idle.idle_ns / parts.idle_ns:.2f} to estimate it without a profiler)"
+        share += f" (idle without a profiler, an estimate: {idle.idle_ns:,} ns for {parts.idle_ns:,} ns recorded)"
     if word == "host-bound" and loads_data:
         waited, copied = (f"{ns / whole:.1%}" for ns in (waiting, input_copy_ns))
         rule = f"the largest part, {share}, is mostly waiting for data: idle {waited}, copying it {copied}"

@@ -7,7 +7,7 @@ from typing import Any
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.names import STEP
 from profkit.report.document import Column, Lines, Table
-from profkit.report.units import NS, TEXT, Unit, format_count, format_ns, format_share
+from profkit.report.units import NS, TEXT, Unit, format_change, format_count, format_ns, format_share
 from profkit.run.manifest import Manifest
 
 _TIME = Unit(lambda value: NS.show(round(value)))
@@ -18,7 +18,7 @@ _COLUMNS = (
     Column("clean_p10_ns", "p10", _TIME),
     Column("clean_p90_ns", "p90", _TIME),
     Column("profiled_ns", "profiled", _TIME),
-    Column("cost", "cost", Unit(lambda value: f"{value:+.0%}")),
+    Column("cost", "cost", Unit(format_change)),
 )
 
 _WHERE = {"clean": "unprofiled, own process: {}", "attached": "unprofiled, same process: {} before the recording"}

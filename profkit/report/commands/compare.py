@@ -17,7 +17,7 @@ from profkit.names import SHARED, is_shared, sharing_modules
 from profkit.report.commands.memory_compare import TOP_PARTS, memory_parts, memory_table
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
-from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_count, format_interval, format_ns
+from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_change, format_count, format_interval, format_ns
 
 View = Literal["phase", "category", "module", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "module", "range", "kernel")
@@ -27,6 +27,8 @@ _SHOWN: tuple[View, ...] = ("phase", "category", "kernel")
 _SHOWN_COMPILED: tuple[View, ...] = ("phase", "module", "category", "kernel")
 _NAMED = 2
 _NO_DIFFERENCE = "no measurable difference"
+_LEAST_SPEED = 0.01
+"""A speed below it, or above its inverse, says that one of the two times is next to nothing."""
 _QUIET = (_NO_DIFFERENCE, "unchanged")
 
 _EXACT_CHANGE = ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns", "verdict")
@@ -122,7 +124,9 @@ def describe_headline(headline: Headline) -> str:
     if headline.verdict in _QUIET:
         said.append(headline.verdict)
     elif headline.change_share is not None and headline.speed_factor is not None:
-        said += [f"{headline.change_share:+.1%}", f"speed × {headline.speed_factor:.2f}"]
+        said.append(format_change(headline.change_share, 1))
+        if _LEAST_SPEED < headline.speed_factor < 1 / _LEAST_SPEED:
+            said.append(f"speed × {headline.speed_factor:.2f}")
     if headline.low_ns is not None and headline.high_ns is not None and headline.verdict != "unchanged":
         said.append(f"{LEVEL:.0%} interval {format_interval(headline.low_ns, headline.high_ns)}")
     return f"{times}: {', '.join(said)} ({headline.source})"

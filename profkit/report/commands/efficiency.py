@@ -30,6 +30,7 @@ from profkit.report.units import (
     TEXT,
     Unit,
     count_over,
+    format_change,
     format_count,
     format_ns,
     format_share,
@@ -332,7 +333,8 @@ def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
 def _cost_words(step: PhaseTimes) -> str:
     where = "" if step.context is None else f" at context {step.context}"
     unprofiled, profiled = (format_ns(round(time_ns or 0)) for time_ns in (step.clean_ns, step.profiled_ns))
-    return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler ({step.cost:+.0%})"
+    cost = "" if step.cost is None else f" ({format_change(step.cost)})"
+    return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler{cost}"
 
 
 def _verdict_line(row: EfficiencyRow) -> str:

@@ -18,7 +18,7 @@ from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
-from profkit.report.units import TEXT, format_bytes, format_count, format_ns, format_share
+from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
 _TRIED = 3
 _COMMAND_WIDTH = 60
@@ -167,7 +167,8 @@ def _step(step: StepUse) -> str:
         text += f", p10 to p90 {_time(step.p10_ns)} to {_time(step.p90_ns)}"
     text += ")"
     if step.recorded_ns is not None:
-        text += f"; recording made it {_time(step.recorded_ns)} ({step.recorded_ns / step.unprofiled_ns - 1:+.0%})"
+        cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
+        text += f"; recording made it {_time(step.recorded_ns)} ({cost})"
     return text
 
 
@@ -308,7 +309,7 @@ def _memory(memory: MemoryUse) -> str:
     if unused > _MUCH * memory.reserved_peak_bytes:
         text += f"{_SEPARATOR}reserved {format_bytes(memory.reserved_peak_bytes)}"
     if memory.recording_cost is not None:
-        text += f"{_SEPARATOR}recording the allocator changed the step time by {memory.recording_cost:+.0%}"
+        text += f"{_SEPARATOR}recording the allocator changed the step time by {format_change(memory.recording_cost)}"
     return text
 
 

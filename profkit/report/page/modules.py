@@ -27,9 +27,9 @@ from profkit.names import BACKWARD, FORWARD, MODEL, kind_of, phase_of
 from profkit.report.commands.efficiency import limit_words
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
-from profkit.report.page.results import PERCENT, Results
+from profkit.report.page.results import Results
 from profkit.report.text import simplify_name
-from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, four_digits, ns_over
+from profkit.report.units import BYTES, CHANGE, SHARE, TEXT, Unit, count_over, four_digits, ns_over
 
 _HELD = {
     "parameters": "parameters",
@@ -259,8 +259,8 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
-        Column("forward_ns_change", "forward ±", PERCENT),
-        Column("backward_ns_change", "backward ±", PERCENT),
+        Column("forward_ns_change", "forward ±", CHANGE),
+        Column("backward_ns_change", "backward ±", CHANGE),
         Column("recompute_ns", "recompute", each),
         Column("inference_ns", "inference", each),
         Column("kernel_count", "kernels", count_over(steps)),
@@ -269,7 +269,7 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         Column("backward_peak", "backward % of peak", SHARE),
         Column("limited_by", "limited by", TEXT),
         Column("bytes", "memory at the peak", BYTES),
-        Column("bytes_change", "memory ±", PERCENT),
+        Column("bytes_change", "memory ±", CHANGE),
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
     always = ("forward_ns", "backward_ns", "bytes", *_HELD)

@@ -22,10 +22,9 @@ from profkit.report.commands.compare import build_compare_document, describe_dif
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import view_parts, without_folders
 from profkit.report.text import make_visible
-from profkit.report.units import Unit
+from profkit.report.units import CHANGE
 from profkit.run.manifest import Manifest
 
-PERCENT = Unit(lambda value: f"{value:+.1%}" if isinstance(value, float) else str(value))
 _MOST = 200
 
 
@@ -128,7 +127,7 @@ def _with_percent(table: Table) -> Table:
         return table
     rows = [{**row, "percent": _part(row.get(change), row.get(pairs[change]))} for row in table.rows]
     at = keys.index(change) + 1
-    columns = [*table.columns[:at], Column("percent", "%", PERCENT), *table.columns[at:]]
+    columns = [*table.columns[:at], Column("percent", "%", CHANGE), *table.columns[at:]]
     return replace(table, columns=columns, rows=rows)
 
 

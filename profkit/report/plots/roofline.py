@@ -80,11 +80,11 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
     points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
     points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
     if not points or result.peaks is None:
-        lacking = "the GPU's peaks" if points else "FLOPs and least bytes of its ranges"
-        raise TraceError(
-            f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; give a run directory of"
-            " `profkit run` with --ceilings from `profkit ceilings`"
-        )
+        if not points:
+            lacking, cure = "FLOPs and least bytes of its ranges", "record it with `profkit run --flops`"
+        else:
+            lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
+        raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
     with draw_png(path, 9.5, 6) as (figure, axes):
         _draw(axes, result, result.peaks, points)
         if untrusted:
