@@ -126,10 +126,11 @@ def _open_snapshot(
     return OpenedSnapshot(read_snapshot(path), recorded, phases, compiled)
 
 
-def open_capture(path: str | Path) -> OpenedCapture:
+def open_capture(path: str | Path, *, rank: int | None = None) -> OpenedCapture:
     """Open a trace, a snapshot, or a run directory with all that it holds.
 
-    A file in a run directory keeps the run's manifest, and a trace there the profiler's log.
+    A file in a run directory keeps the run's manifest, and a trace there the profiler's log. ``rank`` is the one to
+    take of a distributed run, as for `open_trace` and `open_snapshot`.
 
     Raises:
         CaptureError: a file cannot be read or is none of these.
@@ -138,15 +139,15 @@ def open_capture(path: str | Path) -> OpenedCapture:
     """
     from profkit.analysis.opened import OpenedCapture
 
-    path = choose_run(Path(path))
+    path = choose_run(Path(path), rank)
     run = find_run(path)
     if run is not None and path.is_dir():
-        trace = _open_trace(path, run) if run.traces else None
-        return OpenedCapture(path, run, trace, _open_snapshot(path, run) if run.snapshots else None)
+        trace = _open_trace(path, run, rank=rank) if run.traces else None
+        return OpenedCapture(path, run, trace, _open_snapshot(path, run, rank=rank) if run.snapshots else None)
     if path.is_file() and _is_pickle(path):
-        return OpenedCapture(path, run, None, _open_snapshot(path, run))
+        return OpenedCapture(path, run, None, _open_snapshot(path, run, rank=rank))
     is_the_runs = run is not None and run.find_trace() == path and not run.rank_traces
-    return OpenedCapture(path, run, _open_trace(path.parent if is_the_runs else path, run), None)
+    return OpenedCapture(path, run, _open_trace(path.parent if is_the_runs else path, run, rank=rank), None)
 
 
 def compare(

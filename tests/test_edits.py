@@ -186,7 +186,7 @@ def test_an_edit_changes_only_what_it_names(program: Program, edit: str) -> None
         (["optimizer:lion"], "optimizer:lion: no optimizer 'lion'; it is one of none, sgd"),
         (
             ["optimizer:sgd", "optimizer:adamw-8bit"],
-            "optimizer:adamw-8bit: the run recorded no optimizer state on the GPU",
+            "a program has one optimizer",
         ),
         (["gradients:fp8"], "no kind of gradients 'fp8'"),
         (["gradients:bf16", "gradients:bf16"], None),
@@ -302,7 +302,7 @@ def test_the_command_shows_the_edited_peak_and_what_it_is_made_of(run: Path) -> 
 
 
 def test_the_json_holds_the_edited_case_and_both_peaks(run: Path) -> None:
-    data = json.loads(whatif(run, "--edit", "optimizer:sgd", "--format", "json").output)
+    data = json.loads(whatif(run, "--edit", "optimizer:sgd", "--format", "json").output)["memory"]
     today, edited = data["cases"]
     assert today["edits"] == []
     assert edited["edits"] == ["optimizer:sgd"]
@@ -327,7 +327,7 @@ def test_every_format_shows_an_edited_program(run: Path, style: str) -> None:
 def test_the_command_searches_for_what_fits(run: Path) -> None:
     result = whatif(run, "--fit", "200MiB")
     assert "It fits in 200.0 MiB as it is." in result.output
-    data = json.loads(whatif(run, "--fit", "60MiB", "--format", "json").output)
+    data = json.loads(whatif(run, "--fit", "60MiB", "--format", "json").output)["memory"]
     assert data["fit"] is True
     assert data["cases"][1]["reserved_peak_bytes"] <= 60 * MIB
     never = whatif(run, "--fit", "1MiB")

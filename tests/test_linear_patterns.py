@@ -22,7 +22,7 @@ ROOMS = ("trace", "snapshot", "allocator", "analysis", "report", "run", "names")
 TYPED_BY_THE_USER = {
     "profkit.allocator.settings._DIVISION",
     "profkit.analysis.whatif.checkpoint._FORM",
-    "profkit.analysis.whatif.scale._FACTOR",
+    "profkit.run.edits._FACTOR",
     "profkit.analysis.memory.opened_snapshot._TIME",
 }
 # Matched where a value ends or an item begins, not searched for.

@@ -256,7 +256,9 @@ def test_the_json_has_the_keys_that_other_programs_read() -> None:
     shown = CliRunner().invoke(
         cli, ["whatif", str(TRACE), "--allocator", "expandable_segments:True", "--format", "json"]
     )
-    data = json.loads(shown.output)
+    whole = json.loads(shown.output)
+    assert (whole["schema"], whole["time"]) == (2, None)
+    data = whole["memory"]
     assert data["identity"] == {"exact": True, "wrong_address_count": 0, "reason": None}
     assert [case["allocator"] for case in data["cases"]] == ["", "expandable_segments:True"]
     assert data["cases"][1] == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,10 @@ from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
+from profkit.errors import UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
+from profkit.run.edits import Edit, parse_edits
 from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.processes import only_process
 
@@ -25,6 +28,7 @@ from profkit.trace.processes import only_process
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
 
@@ -184,6 +188,22 @@ class OpenedTrace:
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.account, facts, range, numbered=numbered)
 
+    def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
+        """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""
+        from profkit.analysis.efficiency.facts import read_run_facts
+        from profkit.analysis.lines import find_lines
+        from profkit.analysis.optimizers import count_fused_bytes
+        from profkit.analysis.step_replay.edits import ProgramFacts
+        from profkit.analysis.step_replay.predict import predict_time
+
+        run, rank, peaks = self.run, self.rank or 0, read_run_facts(self.trace, self.run).peaks
+        facts = ProgramFacts(
+            lines=find_lines(run, rank).lines if run is not None and run.lines(rank) is not None else None,
+            optimizer_bytes=None if run is None else count_fused_bytes(run.manifest),
+            bytes_per_s=None if peaks is None else peaks.bytes_per_s,
+        )
+        return predict_time(self.step_replay, edits, facts)
+
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
         return replace(summarize_ranges(self.attribution, numbered=numbered), rank=self.rank)
@@ -197,3 +217,52 @@ class OpenedCapture:
     run: Run | None
     trace: OpenedTrace | None
     snapshot: OpenedSnapshot | None
+
+    def whatif(
+        self,
+        edits: Sequence[str],
+        *,
+        scale_from: Sequence[OpenedSnapshot] = (),
+        allocators: Sequence[str] = (),
+        device: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> Prediction:
+        """Return the step's time and the peak of memory after edits of the program; ``profkit whatif`` prints them.
+
+        Args:
+            edits: as on the command line: ``optimizer:fused``, ``gpu:×1.5``. Their order does not matter.
+            scale_from, allocators, device, capacity_bytes: as for `OpenedSnapshot.whatif`.
+
+        Raises:
+            UsageError: an edit is unknown, or memory alone is known and the edit cannot be modelled.
+            SnapshotError: no history of memory was recorded.
+        """
+        from profkit.analysis.step_replay.predict import Prediction
+        from profkit.analysis.whatif.apply import MODELLED
+        from profkit.analysis.whatif.outcome import cost_of_ranges
+
+        parsed = parse_edits(edits)
+        time = self.trace.predict_time(parsed) if self.trace is not None else None
+        changing = [edit for edit in parsed if edit.spec.changes_memory]
+        if self.snapshot is None or not changing:
+            return Prediction(time, None, "" if self.snapshot is None else "unchanged")
+        unknown = [edit.text for edit in changing if edit.spec.name not in MODELLED]
+        if unknown:
+            why = (
+                f"what {', '.join(unknown)} would do to memory is not known: only a run of the edited program shows it"
+            )
+            return Prediction(time, None, f"not predicted: {why}")
+        try:
+            memory = self.snapshot.whatif(
+                allocators=allocators,
+                edits=[edit.text for edit in changing],
+                scale_from=scale_from,
+                device=device,
+                capacity_bytes=capacity_bytes,
+                cost=None if self.trace is None else cost_of_ranges(self.trace.ranges()),
+            )
+        except UsageError as error:
+            if time is None or time.refusal is not None:
+                raise
+            return Prediction(time, None, f"not predicted: {error}")
+        return Prediction(time, memory, "")

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.analysis.compare.provenance import find_condition
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels.categories import categorize, product_dtype
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
@@ -17,6 +16,7 @@ from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.places import fold
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
+from profkit.analysis.optimizers import can_all_be_fused, least_bytes, used_optimizers
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.analysis.summary import (
@@ -59,15 +59,13 @@ from profkit.names import (
     kind_of,
     phase_of,
 )
-from profkit.run.manifest import Compiled, Manifest, UsedOptimizer
+from profkit.run.manifest import Compiled, Manifest, find_condition
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
 _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
 _TF32 = ("high", "medium", True, "tf32")
 """What torch's settings of fp32 products are where they allow TF32."""
-_HAVE_FUSED_STEPS = ("Adam", "AdamW", "SGD")
-"""Classes of torch.optim with a fused step on CUDA in every torch from 2.4 on (Adagrad's began on the CPU alone)."""
 _OWN_PARTS = frozenset((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
 """Ranges of the built-in model in which attention itself is computed."""
 
@@ -302,16 +300,6 @@ def _sum_by(attribution: Attribution, rows: Bools, label_of: Callable[[str], str
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
-def product_dtype(name: str) -> str | None:
-    """Return fp32 (without tensor cores) or tf32 for a matrix product whose kernel's name says so, else None."""
-    lowered = name.lower()
-    if categorize(name).name != "gemm":
-        return None
-    if "tf32" in lowered or "s1688gemm" in lowered:
-        return "tf32"
-    return "fp32" if "sgemm" in lowered or "f32f32_f32f32_f32" in lowered else None
-
-
 def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttention | None:
     """Return what ranges of attention launch themselves besides products, if a softmax is among it.
 
@@ -362,42 +350,15 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult, manifest: Manifes
         kind = "compiled"
     elif any("multi_tensor_apply" in name for name in names):
         kind = "fused" if any("Fused" in name for name in names) else "foreach"
-    used = _used_optimizers(manifest)
+    used = used_optimizers(manifest)
     return OptimizerUse(
         kind,
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
         unprofiled[0].clean_ns if len(unprofiled) == 1 else None,
-        fusable=tuple(dict.fromkeys(one.name for one in used)) if _can_all_be_fused(manifest, used) else (),
-        least_bytes=min((_least_bytes(one) for one in used), default=0),
+        fusable=tuple(dict.fromkeys(one.name for one in used)) if can_all_be_fused(manifest, used) else (),
+        least_bytes=min((least_bytes(one) for one in used), default=0),
     )
-
-
-def _used_optimizers(manifest: Manifest) -> tuple[UsedOptimizer, ...]:
-    used = find_condition(manifest, "optimizers")
-    return used if isinstance(used, tuple) else ()
-
-
-def _can_all_be_fused(manifest: Manifest, used: tuple[UsedOptimizer, ...]) -> bool:
-    """Return whether ``fused=True`` can be added to every optimizer: classes of torch itself, with no such choice made.
-
-    In fp16 a GradScaler scales the loss, and Lightning refuses to clip the gradients of a fused optimizer then.
-    """
-    autocast = find_condition(manifest, "autocast_dtypes")
-    if not used or (isinstance(autocast, tuple) and "float16" in autocast):
-        return False
-    return all(
-        one.is_torchs
-        and one.name in _HAVE_FUSED_STEPS
-        and one.fused is None
-        and not (one.foreach or one.differentiable)
-        for one in used
-    )
-
-
-def _least_bytes(used: UsedOptimizer) -> int:
-    """Return what a fused step moves: it reads parameters, gradients and state, and writes parameters and state."""
-    return 3 * used.parameter_bytes + 2 * used.state_bytes
 
 
 def _is_measured(path: str) -> bool:

@@ -27,7 +27,7 @@ _COMMANDS = {
     "ranks": ("profkit.cli.ranks", "Show which rank the others wait for, why, and what communication costs."),
     "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
     "report": ("profkit.cli.report", "Write one HTML page of a run, for a browser."),
-    "whatif": ("profkit.cli.whatif", "Predict the peak under other settings, or of a changed program."),
+    "whatif": ("profkit.cli.whatif", "Predict time and memory of a changed program, or the peak under other settings."),
     "compare": ("profkit.cli.compare", "Show what changed between two captures."),
     "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
     "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),

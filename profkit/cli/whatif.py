@@ -1,4 +1,4 @@
-"""``profkit whatif``: the peak under other settings of the allocator, before anyone runs them."""
+"""``profkit whatif``: a step's time and the peak of memory after changes, before anyone makes them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.whatif.apply import FORMS
+from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import collector_off
-from profkit.reading import open_snapshot, open_trace
-from profkit.report.commands.whatif import build_whatif_document
+from profkit.reading import open_capture, open_snapshot, open_trace
+from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Format
+from profkit.run.edits import FORMS
 
 
 @click.command()
-@click.argument("snapshot", type=click.Path(path_type=Path))
+@click.argument("capture", type=click.Path(path_type=Path), metavar="RUN")
 @click.option(
     "--allocator",
     "allocators",
@@ -55,7 +56,7 @@ from profkit.report.document import Format
 @peak_options
 @output_options
 def whatif(
-    snapshot: Path,
+    capture: Path,
     allocators: tuple[str, ...],
     edits: tuple[str, ...],
     others: tuple[Path, ...],
@@ -68,34 +69,43 @@ def whatif(
     output: Path | None,
     full_names: bool,
 ) -> None:
-    """Predict the peak of memory under other settings of the allocator, or after changes of the program.
+    """Predict a step's time and the peak of memory after changes of the program, or under other allocator settings.
 
-    SNAPSHOT is a file by torch.cuda.memory._dump_snapshot, or a run directory. profkit simulates the allocator on the
-    recorded requests. First it proves itself: with the recorded settings it must choose every recorded address.
+    RUN is a run directory, a trace (time alone) or a memory snapshot (memory alone). Of time, a recorded step is run
+    again with the change, once it has reproduced its own recording. Of memory, profkit simulates the allocator on the
+    recorded requests; with the recorded settings it must choose every recorded address.
     """
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
     require_png(plot)
-    refuse_overwriting([snapshot, *others], [output, plot])
+    refuse_overwriting([capture, *others], [output, plot])
     click.get_current_context().with_resource(collector_off())
-    with shown_after_a_second(f"replaying {snapshot.name}"):
-        opened = open_snapshot(snapshot, rank=rank)
+    with shown_after_a_second(f"reading {capture.name}"):
         scale_from = [open_snapshot(other) for other in others]
-    with shown_after_a_second("simulating the allocator"):
-        result = opened.whatif(
-            allocators=allocators,
-            edits=edits,
-            scale_from=scale_from,
-            fit=fit is not None,
-            device=device,
-            capacity_bytes=fit or capacity,
-            cost=_cost_of(snapshot) if edits or fit else None,
-        )
+        opened = open_capture(capture, rank=rank) if edits else None
+        snapshot = open_snapshot(capture, rank=rank) if opened is None else None
+    with shown_after_a_second("replaying the step, simulating the allocator"):
+        if opened is not None:
+            predicted = opened.whatif(
+                edits, scale_from=scale_from, allocators=allocators, device=device, capacity_bytes=capacity
+            )
+        else:
+            assert snapshot is not None
+            memory = snapshot.whatif(
+                allocators=allocators,
+                fit=fit is not None,
+                device=device,
+                capacity_bytes=fit or capacity,
+                cost=_cost_of(capture) if fit else None,
+            )
+            predicted = Prediction(None, memory)
     if plot is not None:
+        if predicted.memory is None:
+            raise UsageError(f"--plot draws memory, and none is predicted: {predicted.memory_note or 'no snapshot'}")
         from profkit.report.plots.memory_plots import plot_whatif  # loads Matplotlib
 
-        plot_whatif(result, plot)
-    print_document(build_whatif_document(result), style, output, full_names=full_names)
+        plot_whatif(predicted.memory, plot)
+    print_document(build_prediction_document(predicted), style, output, full_names=full_names)
 
 
 def _cost_of(path: Path) -> Cost | None:

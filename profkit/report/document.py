@@ -133,6 +133,7 @@ class Document:
     self_check: Sequence[Finding] | None = None
     has_warnings: bool = False
     """Its parts hold the warnings: no format adds them for people."""
+    schema: int = SCHEMA
 
     @property
     def failures(self) -> list[Finding]:
@@ -189,7 +190,7 @@ def without_formulas(table: Table) -> Table:
 
 
 def _to_json(document: Document, full_names: bool) -> dict[str, Any]:
-    head = {"schema": SCHEMA, "profkit": __version__, "command": document.command}
+    head = {"schema": document.schema, "profkit": __version__, "command": document.command}
     warnings = [
         {"code": finding.code, "message": finding.message, "verdict": finding.verdict} for finding in document.findings
     ]

@@ -457,3 +457,10 @@ def write_manifest(path: Path, manifest: Manifest, *, is_first: bool = False) ->
     """
     write = write_new_json if is_first else write_json
     write(path, asdict(manifest), mode=0o600)
+
+
+def find_condition(run: Manifest, *names: str) -> object:
+    """Return the first of these conditions that the run, or else its first process, knows; None if neither does."""
+    each = [run.conditions, *(process.conditions for process in run.processes[:1])]
+    values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
+    return next((value for value in values if value is not None), None)

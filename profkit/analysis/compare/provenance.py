@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.time_account.step_times import read_unprofiled_steps
-from profkit.run.manifest import Compiled, Manifest
+from profkit.run.manifest import Compiled, Manifest, find_condition
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
 # Facts of a run: the first ones disturb a comparison, the others are only stated.
@@ -142,13 +142,6 @@ def _program(run: Manifest) -> str:
     script = next((word for word in words if word.endswith(".py")), None)
     module = next((after for flag, after in pairwise(words) if flag == "-m"), None)
     return script or module or words[0]
-
-
-def find_condition(run: Manifest, *names: str) -> object:
-    """Return the first of these conditions that the run, or else its first process, knows; None if neither does."""
-    each = [run.conditions, *(process.conditions for process in run.processes[:1])]
-    values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
-    return next((value for value in values if value is not None), None)
 
 
 def _compiled_graphs(run: Manifest) -> object:

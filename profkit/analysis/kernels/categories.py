@@ -132,3 +132,13 @@ def _plain_part(pattern: str) -> str:
 def _lower(pattern: str) -> str:
     """Return the pattern in small letters; an escape such as ``\\W`` keeps its own."""
     return re.sub(r"\\.|[A-Z]", lambda found: found[0] if found[0][0] == "\\" else found[0].lower(), pattern)
+
+
+def product_dtype(name: str) -> str | None:
+    """Return fp32 (without tensor cores) or tf32 for a matrix product whose kernel's name says so, else None."""
+    lowered = name.lower()
+    if categorize(name).name != "gemm":
+        return None
+    if "tf32" in lowered or "s1688gemm" in lowered:
+        return "tf32"
+    return "fp32" if "sgemm" in lowered or "f32f32_f32f32_f32" in lowered else None

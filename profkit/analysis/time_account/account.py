@@ -204,12 +204,12 @@ def divide_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: i
     )
     others_ns = launching + synchronising + outside
     if data_change_ns is None:
-        return IdleCauses(*_share_out(idle_ns, (data.idle_ns, launching, synchronising, outside)))
+        return IdleCauses(*share_out(idle_ns, (data.idle_ns, launching, synchronising, outside)))
     waiting_ns = min(max(data.idle_ns + data_change_ns, 0), idle_ns) if others_ns else idle_ns
-    return IdleCauses(waiting_ns, *_share_out(idle_ns - waiting_ns, (launching, synchronising, outside)))
+    return IdleCauses(waiting_ns, *share_out(idle_ns - waiting_ns, (launching, synchronising, outside)))
 
 
-def _share_out(total_ns: int, weights: Sequence[int]) -> list[int]:
+def share_out(total_ns: int, weights: Sequence[int]) -> list[int]:
     """Return integers in the ratio of the weights that sum up to a total; without any weight the last has it all."""
     whole = sum(weights)
     if not whole:

@@ -36,19 +36,8 @@ from profkit.analysis.whatif.tensor_edits import (
     edit_parameters,
 )
 from profkit.errors import UsageError
+from profkit.run.edits import parse_edits
 from profkit.snapshot.columns import Settings
-
-FORMS = (
-    "optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",
-    "gradients:bf16|offload",
-    "parameters:bf16",
-    "checkpoint:GLOB[:every=K|:group=K][:reentrant]",
-    "batch:×F",
-    "sequence:×F",
-    "loss:fused[:chunks=N]",
-    "zero-grad:none",
-    "drop:GLOB",
-)
 
 _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
     "optimizer": edit_optimizer,
@@ -60,6 +49,8 @@ _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
 }
 _CHECKPOINT = "checkpoint"
 _SCALES = ("batch", "sequence")
+MODELLED = (*_EDITS, *_SCALES, _CHECKPOINT)
+"""Edits whose effect on memory is simulated."""
 
 
 def apply_edits(
@@ -74,7 +65,7 @@ def apply_edits(
 
     Args:
         program: what was recorded.
-        texts: edits such as ``optimizer:sgd``; `FORMS` lists them.
+        texts: edits such as ``optimizer:sgd``; they are applied in the order of `profkit.run.edits.EDITS`.
         others: runs of the same program with another batch or sequence, for ``batch:×F`` and ``sequence:×F``.
         stream: what the edits change; by default what was recorded.
         bound: what to take for what is not known of them.
@@ -83,10 +74,10 @@ def apply_edits(
         UsageError: an edit is unknown, the snapshot says too little for it, or it would change nothing.
     """
     stream, applied = stream or program.recorded(), []
-    for text in texts:
-        name, _, argument = text.partition(":")
-        if not argument or name not in (*_EDITS, *_SCALES, _CHECKPOINT):
-            raise UsageError(f"no edit {text!r}; edits are {', '.join(FORMS)}")
+    for edit in parse_edits(texts):
+        name, argument, text = edit.spec.name, edit.argument, edit.text
+        if name not in MODELLED:
+            raise UsageError(f"{text}: what it does to memory is not known")
         try:
             if name in _SCALES:
                 change = edit_size(program, stream, argument, others, bound)

@@ -8,7 +8,6 @@ a second run on a parabola. Sizes of which more than one curve is possible are n
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
@@ -18,23 +17,11 @@ import numpy as np
 
 from profkit.analysis.whatif.stream import Bools, Bound, CannotModelError, Change, Program, Stream
 from profkit.names import kind_of
+from profkit.run.edits import read_factor
 from profkit.snapshot.columns import Ints
 
-_FACTOR = re.compile(r"[x×]?(\d+(\.\d+)?|\d+/\d*[1-9]\d*)$")
 _SHOWN_SITES = 3
 _GROWING = ("activations", "temporaries", "inputs", "unknown", "autocast copies")
-
-
-def read_factor(text: str) -> Fraction:
-    """Return the factor that ``×2``, ``x0.5`` or ``1/2`` stands for."""
-    match = _FACTOR.fullmatch(text)
-    factor = Fraction(match[1]) if match else Fraction(0)
-    if not 0 < factor <= _LARGEST_FACTOR:
-        raise CannotModelError(f"factor {text!r}: write ×2, x2 or 0.5")
-    return factor
-
-
-_LARGEST_FACTOR = 1024
 
 
 def edit_size(

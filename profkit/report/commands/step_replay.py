@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from profkit.analysis.step_replay.calibrate import Fit
 from profkit.analysis.step_replay.limits import Cause
+from profkit.analysis.step_replay.predict import TimeAnswer
+from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import StepLimits
 from profkit.report.document import Column, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, format_ns, format_share
@@ -39,7 +42,9 @@ def limit_parts(limits: StepLimits) -> Iterator[Table | Lines]:
     left_ns = sum(row["time_ns"] for row in rows[_MOST_ROWS:])
     rest: Row = {"phase": "", "cause": f"{len(rows) - _MOST_ROWS} more", "time_ns": left_ns}
     shown = [*rows[:_MOST_ROWS], *([{**rest, "share": left_ns / limits.step_ns}] if left_ns else [])]
-    yield Lines([f"The step is limited by {describe_limits(limits)}", describe_proof(limits)])
+    assert limits.proof is not None
+    proof = describe_proof(limits.proof, limits.fit, is_unprofiled=limits.unprofiled_ns is not None)
+    yield Lines([f"The step is limited by {describe_limits(limits)}", proof])
     yield Table(
         (
             Column("cause", "the step is limited by", TEXT, flexible=True),
@@ -72,17 +77,51 @@ def describe_shares(limited_by: Mapping[str, int]) -> str:
     return ", ".join([*words, *([f"others {format_share(rest / whole)}"] if rest else [])])
 
 
-def describe_proof(limits: StepLimits) -> str:
+def describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
     """Return how well the replay reproduces the recording, and the host's speed in it."""
-    proof, fit = limits.proof, limits.fit
-    assert proof is not None
     lengths = (
         f"{format_ns(proof.replayed_ns)} replayed for {format_ns(proof.recorded_ns)} recorded ({proof.error:+.2%})"
     )
     ends = f"{format_ns(proof.operations_p50_ns)} (p50), {format_ns(proof.operations_p95_ns)} (p95)"
     text = f"Step replay: {lengths}, ends on the GPU off by {ends}"
-    if limits.unprofiled_ns is None:
+    if not is_unprofiled:
         return f"{text}; the step is as recorded"
     speed = f"{fit.least:.2f} to {fit.most:.2f}"
     known = "" if fit.is_identified else "; all of these fit, because the GPU sets the pace"
     return f"{text}; Python's time × {speed} as in unprofiled steps{known}"
+
+
+def time_parts(answer: TimeAnswer) -> Iterator[Table | Lines]:
+    """Yield the step now and after edits, what limits it then, and what the prediction rests on."""
+    if answer.refusal is not None:
+        yield Lines([f"Time: not predicted: {answer.refusal}"], "head")
+        return
+    yield Lines([f"{', '.join(answer.edits)}: the step now and after, by its replay"], "head")
+    yield time_table(answer)
+    yield Lines(_rests_on(answer))
+
+
+def time_table(answer: TimeAnswer | None) -> Table:
+    """Return the one row of a prediction; none without a prediction."""
+    columns = (
+        Column("edits", "program", TEXT, flexible=True),
+        Column("now_ns", "step now", NS),
+        Column("low_ns", "least", NS),
+        Column("expected_ns", "expected", NS),
+        Column("high_ns", "most", NS),
+    )
+    is_known = answer is not None and answer.refusal is None
+    rows: list[Row] = [{**vars(answer), "edits": " ".join(answer.edits)}] if answer is not None and is_known else []
+    return Table(columns, rows, exact=tuple(column.key for column in columns))
+
+
+def _rests_on(answer: TimeAnswer) -> Iterator[str]:
+    if answer.limited_by is not None:
+        yield f"The step would be limited by {describe_shares(answer.limited_by)}"
+    assert answer.proof is not None
+    yield describe_proof(answer.proof, answer.fit, is_unprofiled=answer.unprofiled_ns is not None)
+    widths = answer.widths_ns or {}
+    if any(widths.values()):
+        cause, width_ns = next(iter(widths.items()))
+        yield f"Most of the width: {cause} ({format_ns(width_ns)})"
+    yield from (f"Assumed: {assumption}" for assumption in answer.assumptions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePath
 
+from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.analysis.whatif.outcome import EditedPeak, PartChange
 from profkit.findings import Finding
+from profkit.report.commands.step_replay import time_parts, time_table
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_ns, format_share
 
@@ -29,6 +31,7 @@ _EXACT = (
     "phase",
     "fits",
 )
+_SCHEMA = 2
 _SIGNED = Unit(lambda value: format_bytes(value) if value <= 0 else f"+{format_bytes(value)}")
 _YES = Unit({True: "yes", False: "no"}.__getitem__, right=False)
 _PEAK = Unit(str)
@@ -39,6 +42,18 @@ _CAPACITIES = {
 }
 _WORTH_A_TRY = 0.01
 """Of the reserved peak: a smaller saving is no reason to change a setting."""
+
+
+def build_prediction_document(result: Prediction) -> Document:
+    """Return the step's time and the peak of memory after edits; CSV holds the peaks, or the time alone."""
+    time = [] if result.time is None else list(time_parts(result.time))
+    data = {"time": None if result.time is None else result.time.to_dict(), "memory": None}
+    if result.memory is not None:
+        memory = build_whatif_document(result.memory)
+        parts, data = [*time, *memory.parts], {**memory.data, "time": data["time"]}
+        return replace(memory, parts=parts, data=data)
+    notes = [Lines([f"Memory: {result.memory_note}"])] if result.memory_note else []
+    return Document("whatif", data, [*time, *notes], time_table(result.time), schema=_SCHEMA)
 
 
 def build_whatif_document(result: WhatIf) -> Document:
@@ -76,7 +91,8 @@ def build_whatif_document(result: WhatIf) -> Document:
         **({} if result.search is None else {"fit": result.search}),
     }
     exact = Table((), [_row(case, today) for case in result.cases], exact=_EXACT)
-    return Document("whatif", data, parts, exact, list(_findings(result)))
+    body = {"time": None, "memory": data}
+    return Document("whatif", body, parts, exact, list(_findings(result)), schema=_SCHEMA)
 
 
 def changed_cases(result: WhatIf) -> list[Case]:

@@ -1,0 +1,187 @@
+"""How long a step would take after edits: the unprofiled step, and what they add to or take from its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
+from profkit.analysis.step_replay.columns import StepColumns
+from profkit.analysis.step_replay.edits import (
+    ASSUMPTIONS,
+    BOUNDS,
+    CHANGES,
+    WORLDS,
+    CannotPredictError,
+    ProgramFacts,
+    Setting,
+    World,
+)
+from profkit.analysis.step_replay.limits import Cause
+from profkit.analysis.step_replay.replay import Proof
+from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, describe_replay, sum_phases
+from profkit.analysis.time_account.account import share_out
+from profkit.run.edits import Edit
+
+if TYPE_CHECKING:
+    from profkit.analysis.whatif.answers import WhatIf
+
+HOST_SPREAD = 0.05
+"""By how much the host's speed is taken to differ between two processes of one program on one machine."""
+
+_HOST = (Cause.PYTHON.value, Cause.CALL.value)
+
+
+@dataclass(frozen=True)
+class TimeAnswer:
+    """The step after some edits, in nanoseconds: ``low_ns``, ``expected_ns``, ``high_ns``; None where unknown.
+
+    ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
+    limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
+    the prediction, the most first. ``refusal`` says why nothing is predicted.
+    """
+
+    edits: tuple[str, ...]
+    now_ns: int | None
+    unprofiled_ns: int | None
+    proof: Proof | None
+    fit: Fit
+    refusal: str | None = None
+    low_ns: int | None = None
+    expected_ns: int | None = None
+    high_ns: int | None = None
+    limited_by: Mapping[str, int] | None = None
+    assumptions: tuple[str, ...] = ()
+    widths_ns: Mapping[str, int] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {
+            "edits": list(self.edits),
+            "step_ns": self.now_ns,
+            "unprofiled_ns": self.unprofiled_ns,
+            "replay": describe_replay(self.proof, self.fit),
+            "after_ns": {"low": self.low_ns, "expected": self.expected_ns, "high": self.high_ns},
+            "limited_by": self.limited_by,
+            "assumptions": list(self.assumptions),
+            "widths_ns": self.widths_ns,
+            "refusal": self.refusal,
+        }
+
+
+@dataclass(frozen=True)
+class _Run:
+    """By how much one recorded step differs from itself after the edits, at one speed of the host, in one world."""
+
+    step: int
+    speed: int
+    world: World
+    change_ns: int
+
+
+def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
+    """Return how long the step would take after some edits, in the order in which they are given."""
+    texts = tuple(edit.text for edit in edits)
+    steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
+    now_ns = replay.unprofiled_ns or (round(median(step.proof.recorded_ns for step in steps)) if steps else None)
+    unknown = [edit.text for edit in edits if edit.spec.name not in CHANGES]
+    refusal = replay.refusal
+    if refusal is None and unknown:
+        refusal = (
+            f"what {', '.join(unknown)} would do to the time is not known: only a run of the edited program shows it"
+        )
+    if refusal is None and now_ns is not None:
+        try:
+            return _predict(replay, steps, now_ns, edits, facts)
+        except CannotPredictError as error:
+            refusal = str(error)
+    return TimeAnswer(texts, now_ns, replay.unprofiled_ns, replay.proof, replay.fit, refusal)
+
+
+def _predict(
+    replay: StepReplay, steps: Sequence[ReplayedStep], now_ns: int, edits: Sequence[Edit], facts: ProgramFacts
+) -> TimeAnswer:
+    runs = list(_run_all(replay, steps, edits, facts))
+    typical = steps[len(steps) // 2]
+    expected_columns = _edit(
+        typical.at_speed(typical.fit.middle), edits, Setting(typical, replay.constants, facts, "expected")
+    )
+    limits = sum_phases(typical.sum_limits(expected_columns, replay.run(expected_columns)))
+    expected_ns = now_ns + round(median(run.change_ns for run in runs if run.speed == 1 and run.world == "expected"))
+    spread_ns = round(HOST_SPREAD * sum(limits.get(cause, 0) for cause in _HOST))
+    low_ns = max(0, now_ns + min(run.change_ns for run in runs) - spread_ns)
+    high_ns = now_ns + max(run.change_ns for run in runs) + spread_ns
+    bounds = [BOUNDS[edit.spec.name] for edit in edits if edit.spec.name in BOUNDS]
+    widths = _widths(runs, spread_ns)
+    return TimeAnswer(
+        tuple(edit.text for edit in edits),
+        now_ns,
+        replay.unprofiled_ns,
+        replay.proof,
+        replay.fit,
+        low_ns=low_ns,
+        expected_ns=None if bounds else expected_ns,
+        high_ns=None if any(edit.spec.name == "autocast" for edit in edits) else high_ns,
+        limited_by=None if bounds else dict(zip(limits, share_out(expected_ns, [*limits.values()]), strict=True)),
+        assumptions=(*bounds, *_assumptions(replay, edits)),
+        widths_ns=dict(sorted(widths.items(), key=lambda item: -item[1])),
+    )
+
+
+def _run_all(
+    replay: StepReplay, steps: Sequence[ReplayedStep], edits: Sequence[Edit], facts: ProgramFacts
+) -> Iterator[_Run]:
+    for number, step in enumerate(steps):
+        speeds = (step.fit.least, step.fit.middle, step.fit.most)
+        for speed, factor in enumerate(speeds):
+            if speed != 1 and factor == step.fit.middle:
+                continue
+            columns = step.at_speed(factor)
+            before_ns = replay.run(columns).step_ns
+            for world in WORLDS:
+                changed = _edit(columns, edits, Setting(step, replay.constants, facts, world))
+                yield _Run(number, speed, world, replay.run(changed).step_ns - before_ns)
+
+
+def _edit(columns: StepColumns, edits: Sequence[Edit], setting: Setting) -> StepColumns:
+    for edit in edits:
+        columns = CHANGES[edit.spec.name](columns, replace(setting, argument=edit.argument))
+    return columns
+
+
+def _widths(runs: Sequence[_Run], spread_ns: int) -> dict[str, int]:
+    """Return by how much each assumption alone moves the prediction, from the least to the most."""
+
+    def reach(chosen: Sequence[_Run]) -> int:
+        return max(run.change_ns for run in chosen) - min(run.change_ns for run in chosen) if chosen else 0
+
+    return {
+        "how fast Python is without the profiler": reach([r for r in runs if r.step == 0 and r.world == "expected"]),
+        "what the edit leaves open": reach([r for r in runs if r.step == 0 and r.speed == 1]),
+        "how recorded steps differ": reach([r for r in runs if r.speed == 1 and r.world == "expected"]),
+        "how the host's speed differs between two processes": 2 * spread_ns,
+    }
+
+
+def _assumptions(replay: StepReplay, edits: Sequence[Edit]) -> Iterator[str]:
+    yield f"Python's speed differs by ±{HOST_SPREAD:.0%} between two processes"
+    if replay.unprofiled_ns is None:
+        yield "the step is as recorded: no unprofiled step was timed"
+    elif not replay.fit.is_identified:
+        yield "the GPU sets the pace, so the recording does not say how fast Python is without the profiler"
+    yield from (ASSUMPTIONS[edit.spec.name] for edit in edits if edit.spec.name in ASSUMPTIONS)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What edits do to the step's time and to memory; None where the capture does not hold one of them.
+
+    ``memory_note`` says why nothing stands under ``memory`` although the capture holds it: ``unchanged``, or the reason
+    why it is not predicted.
+    """
+
+    time: TimeAnswer | None
+    memory: WhatIf | None
+    memory_note: str = ""

@@ -1,0 +1,241 @@
+"""What a step takes after edits: predictions hold the truth where it is known, or say why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from profkit import read_trace
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, PAUSE_NS, Fit, find_phases, fit_host
+from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT
+from profkit.analysis.step_replay.edits import ProgramFacts
+from profkit.analysis.step_replay.predict import TimeAnswer, predict_time
+from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
+from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
+from profkit.errors import UsageError
+from profkit.report.document import FORMATS
+from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
+from profkit.run.lines import LineTime
+from tests.efficiency_runs import SMALL
+from tests.in_process import run_command
+from tests.step_machine import Doing, Machine
+
+CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700, wait_ns=2_000)
+SLOWED = 1.6
+"""How much slower the host of a recording is than that of the program."""
+KNOWN = 0.1
+"""Factors on the host's time that lie closer together leave little open."""
+
+FORWARD = [Doing(9_000, 4_000, LAUNCH, durations_ns=(30_000 if number % 3 else 3_000,)) for number in range(60)]
+OPTIMIZER = [Doing(6_000, 4_000, LAUNCH, durations_ns=(5_000,)) for _ in range(120)]
+PROGRAM = [*FORWARD, *OPTIMIZER]
+WAITING = [*FORWARD[:30], Doing(2_000, 2_000, WAIT, waits_for=(29,)), *FORWARD[30:], *OPTIMIZER]
+
+Kind = Callable[[int], str]
+
+
+def slow_host(program: Sequence[Doing], factor: float, *, pauses: bool = True) -> list[Doing]:
+    """Return the program with a slower host; its waits, and without ``pauses`` its pauses, take as long as before."""
+    return [
+        replace(
+            doing,
+            gap_ns=round(doing.gap_ns * (factor if pauses or doing.gap_ns < PAUSE_NS else 1)),
+            own_ns=round(doing.own_ns * (1 if doing.waits_for else factor)),
+        )
+        for doing in program
+    ]
+
+
+def recorded(
+    program: Sequence[Doing], *, category: Kind = lambda row: "elementwise", unprofiled: bool = True
+) -> StepReplay:
+    """Return the replay of a program's recording, whose host was slower than unprofiled."""
+    step = prepare(Machine(slow_host(program, SLOWED, pauses=False), CONSTANTS).run().columns(), CONSTANTS)
+    truth = Machine(list(program), CONSTANTS).run()
+    edge = len(program) - len(OPTIMIZER)
+    middle, end = step.call_end_ns[edge - 1], step.recorded_ns
+    phases = find_phases(step, {"forward": [(0, middle)], "optimizer": [(middle, end)]})
+    fit: Fit | None = AS_RECORDED
+    if unprofiled:
+        # Both phases together take the whole step.
+        fit = fit_host(step, CONSTANTS, phases, {"forward": truth.step_ns, "optimizer": 0}, truth.step_ns // 200)
+        assert fit is not None
+    rows = range(len(step.row))
+    names = {row: f"{category(row)}_kernel" for row in rows}
+    categories = {row: category(row) for row in rows}
+    phase = ["forward"] * edge + ["optimizer"] * len(OPTIMIZER)
+    proof = prove(step, run(step, CONSTANTS))
+    kept = ReplayedStep(step, phases, proof, fit, names, categories, phase)
+    return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None)
+
+
+def predicted(program: Sequence[Doing], *edits: str, facts: ProgramFacts | None = None, **how: Kind) -> TimeAnswer:
+    return predict_time(recorded(program, **how), parse_edits(edits), facts or ProgramFacts())
+
+
+def holds(answer: TimeAnswer, truth: Sequence[Doing]) -> bool:
+    assert answer.refusal is None
+    assert answer.low_ns is not None
+    assert answer.high_ns is not None
+    time_ns = Machine(list(truth), CONSTANTS).run().step_ns
+    if answer.expected_ns is not None:
+        assert answer.limited_by is not None
+        assert sum(answer.limited_by.values()) == answer.expected_ns
+        assert answer.low_ns <= answer.expected_ns <= answer.high_ns
+        if answer.fit.most - answer.fit.least < KNOWN:
+            assert answer.expected_ns == pytest.approx(time_ns, rel=0.05)
+    return answer.low_ns <= time_ns <= answer.high_ns
+
+
+def scaled(program: Sequence[Doing], factor: float) -> list[Doing]:
+    return [
+        replace(doing, durations_ns=tuple(round(time * factor) for time in doing.durations_ns)) for doing in program
+    ]
+
+
+@pytest.mark.parametrize("factor", ["×2", "×10", "×1/2", "×1/4"])
+def test_a_faster_or_slower_gpu(factor: str) -> None:
+    truth = scaled(PROGRAM, 1 / float(read_factor(factor)))
+    assert holds(predicted(PROGRAM, f"gpu:{factor}"), truth)
+
+
+@pytest.mark.parametrize("factor", ["×2", "×10", "×1/2"])
+def test_a_faster_or_slower_host(factor: str) -> None:
+    assert holds(predicted(WAITING, f"cpu:{factor}"), slow_host(WAITING, 1 / float(read_factor(factor))))
+
+
+def test_kernels_by_name_and_links_by_category() -> None:
+    in_forward: Kind = lambda row: "gemm" if row < len(FORWARD) else "communication"  # noqa: E731
+    assert holds(predicted(PROGRAM, "kernels:gemm*:×3", category=in_forward), [*scaled(FORWARD, 3), *OPTIMIZER])
+    assert holds(predicted(PROGRAM, "links:×1/4", category=in_forward), [*FORWARD, *scaled(OPTIMIZER, 4)])
+
+
+def test_a_wait_that_is_gone() -> None:
+    line = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 20, 100_000, 1_000, 1.0, 90_000)
+    answer = predicted(WAITING, "no-wait:train.py:7", facts=ProgramFacts(lines=[line]))
+    assert holds(answer, [doing for doing in WAITING if not doing.waits_for])
+
+
+def test_python_of_a_line_that_is_gone() -> None:
+    program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=3_000_000), *FORWARD[31:], *OPTIMIZER]
+    line = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 50, 3_000_000, 30_000, 0.0)
+    answer = predicted(program, "no-host:a/train.py:7", facts=ProgramFacts(lines=[line]))
+    assert holds(answer, [*FORWARD[:30], replace(FORWARD[30], gap_ns=0), *FORWARD[31:], *OPTIMIZER])
+
+
+def test_a_cuda_graph_of_the_step() -> None:
+    own_ns = CONSTANTS.launch_ns + 300 * len(PROGRAM)
+    truth = [replace(PROGRAM[0], own_ns=own_ns), *(replace(doing, gap_ns=0, own_ns=0) for doing in PROGRAM[1:])]
+    assert holds(predicted(PROGRAM, "graphs"), truth)
+
+
+def test_a_fused_optimizer() -> None:
+    facts = ProgramFacts(optimizer_bytes=75_000_000, bytes_per_s=1e12)
+    truth = [*FORWARD, Doing(6_000, 4_000, LAUNCH, durations_ns=(100_000,))]
+    assert holds(predicted(PROGRAM, "optimizer:fused", facts=facts), truth)
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        ("graphs", "waits for the GPU"),
+        ("no-wait:train.py:7", "holds no lines"),
+        ("no-host:train.py:7", "holds no lines"),
+        ("optimizer:fused", "is not recorded"),
+        ("optimizer:sgd", "another optimizer"),
+        ("zero-grad:none", "no kernel that sets gradients to zero"),
+        ("tf32", "no product runs in fp32"),
+        ("checkpoint:h.*", "is not known"),
+        ("links:×2", "no such operation"),
+        ("kernels:nothing*:×2", "no such operation"),
+    ],
+)
+def test_what_a_recording_does_not_show_is_refused_in_a_sentence(edit: str, why: str) -> None:
+    answer = predicted(WAITING, edit)
+    assert answer.refusal is not None
+    assert why in answer.refusal
+    assert (answer.low_ns, answer.expected_ns, answer.high_ns) == (None, None, None)
+
+
+def test_a_pageable_copy_is_not_captured_in_a_graph() -> None:
+    copy = Doing(2_000, 0, COPY, durations_ns=(4_000,), inside_ns=1_000, tail_ns=1_000)
+    assert "pageable" in (predicted([*FORWARD, copy, *OPTIMIZER], "graphs").refusal or "")
+
+
+def test_a_line_that_does_not_wait_or_is_not_known_is_refused() -> None:
+    line = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 20, 100_000, 1_000, 0.0)
+    facts = ProgramFacts(lines=[line])
+    assert "does not wait" in (predicted(WAITING, "no-wait:train.py:7", facts=facts).refusal or "")
+    for other in ("other.py:7", "train.py:8", "b/train.py:7"):
+        assert "no such line" in (predicted(WAITING, f"no-host:{other}", facts=facts).refusal or "")
+
+
+def test_a_bound_has_no_expected_time_and_says_why() -> None:
+    for edit in ("compile", "autocast:bf16", "tf32"):
+        how: dict[str, Kind] = {"category": lambda row: "gemm" if row % 2 else "elementwise"}
+        replay = recorded(PROGRAM, **how)
+        (step,) = replay.steps
+        named = replace(step, names={row: "sgemm_128x64" if row % 2 else "k" for row in step.names})
+        answer = predict_time(replace(replay, steps=(named,)), parse_edits([edit]), ProgramFacts())
+        assert (answer.refusal, answer.expected_ns, answer.limited_by) == (None, None, None)
+        assert answer.low_ns is not None
+        assert answer.now_ns is not None
+        assert answer.low_ns < answer.now_ns
+        assert (answer.high_ns is None) == (edit == "autocast:bf16")
+        assert edit.partition(":")[0] in answer.assumptions[0]
+
+
+def test_the_order_of_edits_does_not_matter() -> None:
+    edits = ("graphs", "gpu:×2", "kernels:elem*:×0.7", "cpu:×1.5")
+    answers = {repr(predicted(PROGRAM, *order).to_dict()) for order in permutations(edits)}
+    assert len(answers) == 1
+
+
+def test_a_replay_that_may_predict_nothing_predicts_nothing() -> None:
+    replay = replace(recorded(PROGRAM), refusal="it ends 1.2% off")
+    assert predict_time(replay, parse_edits(["gpu:×2"]), ProgramFacts()).refusal == "it ends 1.2% off"
+
+
+def test_without_unprofiled_steps_the_recorded_one_stands() -> None:
+    answer = predict_time(recorded(PROGRAM, unprofiled=False), parse_edits(["gpu:×2"]), ProgramFacts())
+    assert answer.unprofiled_ns is None
+    assert answer.now_ns == Machine(slow_host(PROGRAM, SLOWED), CONSTANTS).run().step_ns
+    assert any("as recorded" in assumption for assumption in answer.assumptions)
+
+
+def test_edits_are_read_in_the_tables_order() -> None:
+    texts = [form.replace("×F", "×2").partition("|")[0].partition("[")[0] for form in FORMS if "optimizer" not in form]
+    assert [edit.text for edit in parse_edits(reversed(texts))] == [edit.text for edit in parse_edits(texts)]
+    assert {edit.spec for edit in parse_edits(texts)} == {spec for spec in EDITS if spec.name != "optimizer"}
+    for wrong in ("gpu", "graphs:all", "autocast:fp8", "speed:×2", ""):
+        with pytest.raises(UsageError, match="no edit"):
+            parse_edits([wrong])
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_the_command_predicts_the_time_from_a_trace_alone(style: str) -> None:
+    done = run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", style)
+    assert done.returncode == 0
+    if style == "json":
+        data = json.loads(done.stdout)
+        after = data["time"]["after_ns"]
+        assert (data["schema"], data["memory"]) == (2, None)
+        assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
+        assert sum(data["time"]["limited_by"].values()) == after["expected"]
+    else:
+        assert "cpu:" in done.stdout
+
+
+def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:
+    snapshot = SMALL.with_name("small-train.snapshot.pickle.gz")
+    done = run_command("whatif", snapshot, "--edit", "gpu:×2")
+    assert done.stdout.strip() == "Memory: unchanged"
+
+
+def test_the_trace_answers_in_python_too() -> None:
+    answer = read_trace(SMALL).predict_time(parse_edits(["gpu:×2"]))
+    assert answer.refusal is None
