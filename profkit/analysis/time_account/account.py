@@ -154,7 +154,7 @@ class TimeAccount:
         timed = [context for context in contexts if self.step_ns(context) is not None]
         if not timed:
             return recorded_idle(*self.sum_parts(mine))
-        parts = [self._unprofiled_idle(context, mine) for context in timed]
+        parts = [self._unprofiled_idle(context, rows_of_gpu) for context in timed for rows_of_gpu in self._by_gpu(mine)]
         causes = IdleCauses(*np.sum([astuple(part.causes) for part in parts], axis=0).tolist())
         return IdleTime(
             sum(part.span_ns for part in parts), sum(part.idle_ns for part in parts), causes, is_unprofiled=True
@@ -170,8 +170,14 @@ class TimeAccount:
     def _times(self, phase: str, context: int | None) -> PhaseTimes | None:
         return None if self.timed is None else self.timed.find(phase, context)
 
+    def _by_gpu(self, rows: Bools) -> list[Bools]:
+        """Return these rows of each process and GPU: what one of them is busy for is no other's idle time."""
+        process = self.attribution.trace.ranges.process[self.steps[self.step]]
+        gpus = sorted(set(zip(process[rows].tolist(), self.windows.device[rows].tolist(), strict=True)))
+        return [rows & (process == owner) & (self.windows.device == device) for owner, device in gpus]
+
     def _unprofiled_idle(self, context: int | None, rows: Bools) -> IdleTime:
-        """Return the idle time of the rows of one context: each takes the unprofiled step time on its GPU."""
+        """Return the idle time of one GPU's rows of one context: each takes the unprofiled step time."""
         mine = rows & (self.context == _number(context))
         parts, data = self.sum_parts(mine)
         count = int(mine.sum())
