@@ -163,9 +163,13 @@ class WorkUse:
 
     @property
     def optimizer_ns(self) -> int:
-        """Return the time of the optimizer: its phase, and elsewhere the kernels that are its by their names."""
-        inside = sum(self.in_optimizer.values()) - self.in_optimizer.get("communication", 0)
-        return inside + self._outside_optimizer("optimizer")
+        """Return the time of the optimizer's phase; without that phase, of kernels that are its by their names.
+
+        Kernels with such names also clip gradients and average weights: where the phase is known they are small ones.
+        """
+        if not self.in_optimizer:
+            return self.by_category.get("optimizer", 0)
+        return sum(self.in_optimizer.values()) - self.in_optimizer.get("communication", 0)
 
     @property
     def product_ns(self) -> int:
@@ -179,7 +183,7 @@ class WorkUse:
 
     @property
     def small_ns(self) -> int:
-        """Return the time of all other kernels, which are `SMALL`."""
+        """Return the time of all other kernels, which are `SMALL`, and the optimizer's by name outside its phase."""
         others = self.communication_ns + self.optimizer_ns + self.product_ns + self.graph_ns
         return self.kernel_time_ns - others
 

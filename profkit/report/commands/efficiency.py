@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -254,7 +255,9 @@ def _flops_words(flops: int) -> str:
 
 def _count_steps(result: EfficiencyResult) -> str:
     gpus = len({step.device for step in result.steps})
-    steps = len({(step.process, step.start_ns) for step in result.steps})
+    # The n-th steps of all processes are one.
+    starts = {(step.process, step.start_ns) for step in result.steps}
+    steps = max(Counter(process for process, _ in starts).values(), default=0)
     return format_count(steps, "step") + (f" on {format_count(gpus, 'GPU')}" if gpus > 1 else "")
 
 

@@ -334,7 +334,8 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
     steps = counts.pop() if len(counts) == 1 and not totals else None
     unit = "sums over the capture" if steps is None else f"per step ({format_count(steps, 'step')})"
     without = ", without warmup" if any(result.filters.exclude for result in phases) else ""
-    heading = f"{title or 'Phases'}, {unit}{without}; 100 % = all {format_ns(whole_ns)} of {_scope(phases[0])}"
+    whose = f" of {len(phases[0].ranks)} ranks together" if _are_compared(phases[0]) else ""
+    heading = f"{title or 'Phases'}{whose}, {unit}{without}; 100 % = all {format_ns(whole_ns)} of {_scope(phases[0])}"
     rows = [
         {
             "phase": split_path(str(result.range))[-1],

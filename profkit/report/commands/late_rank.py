@@ -36,13 +36,16 @@ _UNTIMED = (
 
 def describe_ranks(result: RanksResult) -> list[str]:
     """Return what the ranks say together, in sentences: the step, who is late, why, and what it costs."""
-    step = f"{result.world_size:,} ranks, {format_count(result.step_count, 'step')} of {format_ns(result.step_ns)}"
+    steps = format_count(result.step_count, "step")
+    step = f"{result.world_size:,} ranks, {steps} of {format_ns(result.step_ns)} (median rank)"
     if not result.recorded_step_count:
         step = f"{result.world_size:,} ranks, no recorded steps: times are those of the whole recording"
     if result.exposed_ns is not None and result.recorded_step_count:
         full = sum(rank.exposed_ns is not None for rank in result.ranks)
         of = "" if result.is_exact else f" (of {format_count(full, 'rank')} recorded in full)"
-        step += f"; communication not hidden behind computing: {format_ns(result.exposed_ns)}{of}"
+        step += (
+            f"; on average over ranks, communication not hidden behind computing: {format_ns(result.exposed_ns)}{of}"
+        )
     waiting = f"{format_ns(result.waiting_ns)} (hidden or not)"
     if result.is_untimed:
         waiting = f"at least {format_ns(result.waiting_ns)} (not all were timed)" if result.waiting_ns else "not timed"

@@ -209,9 +209,8 @@ def _work(summary: Summary, work: WorkUse) -> str:
     whole = work.kernel_time_ns or 1
     names = "matmul + attention" if work.by_category.get("attention") else "matmul"
     kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
-    text = (
-        f"{names} {format_share(work.product_ns / whole)} of {_time(summary.per_step(work.kernel_time_ns))} of {kind}"
-    )
+    each = _time(summary.per_step(work.kernel_time_ns))
+    text = f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}"
     if work.peak_share is not None and work.product_ns:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
         text += f", at {format_share(work.peak_share)} of {dtype}peak"
@@ -225,6 +224,13 @@ def _work(summary: Summary, work: WorkUse) -> str:
         if time_ns > _PART * whole:
             text += f"{_SEPARATOR}{name} {format_share(time_ns / whole)}"
     return text
+
+
+def _of_each(head: Head) -> str:
+    """Return whose the average of a step is, where several GPUs or ranks make one."""
+    if head.gpu_count > 1:
+        return " per GPU"
+    return " per rank" if head.rank_count > 1 else ""
 
 
 def _modules(summary: Summary) -> str:
