@@ -33,6 +33,9 @@ _TABLES = {
         " correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL,"
         " graphNodeId INTEGER"
     ),
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": (
+        "globalPid INTEGER, correlationId INTEGER, deviceId INTEGER, streamId INTEGER, eventId INTEGER"
+    ),
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
         " correlationId INTEGER, globalPid INTEGER, graphId INTEGER, graphExecId INTEGER"

@@ -104,7 +104,14 @@ def test_each_process_counts_the_gpus_that_it_sees_and_the_report_tells_which_th
             **{"start": 300, "end": 310, "deviceId": 0, "streamId": 7, "correlationId": 0, "bytes": 8},
             globalPid=process_of(pid),
         )
+        builder.add(
+            "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION",
+            **{"globalPid": process_of(pid), "deviceId": 0, "streamId": 7, "eventId": 0xFFFF_FFFF},
+            correlationId=builder.call(400, pid=pid, tid=pid, name="cudaStreamSynchronize"),
+        )
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert opened.trace.syncs is not None
+    assert sorted(opened.trace.syncs.device.tolist()) == [1, 3]
     assert opened.kernels().busy_ns == 50
     assert opened.trace.work.device.tolist() == opened.trace.copies.device.tolist() == [1, 3]
     assert [(row.rank, row.device) for row in opened.kernels().ranks] == [(0, 1), (1, 3)]

@@ -23,6 +23,7 @@ from profkit.trace.columns import (
     Diagnostic,
     Ints,
     Severity,
+    Syncs,
     Trace,
     Work,
     distinct_values,
@@ -160,7 +161,7 @@ class _Reader:
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             collectives=collectives,
-            syncs=read_syncs(self.file, self.tables, process, calls["correlation"]),
+            syncs=self._read_syncs(process, calls["correlation"]),
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
@@ -231,6 +232,13 @@ class _Reader:
         names = Names(self.file).values([int(columns["name"][np.argmax(is_reversed)])]) if "name" in columns else {}
         self.left_out.append(report_left_out(what, int(is_reversed.sum()), next(iter(names.values()), what)))
         return {name: column[~is_reversed] for name, column in columns.items()}
+
+    def _read_syncs(self, process: Ints, correlation: Ints) -> Syncs | None:
+        syncs = read_syncs(self.file, self.tables, process, correlation)
+        if syncs is not None:
+            for device in (syncs.device, syncs.record_device):
+                self._number_gpus({"waits": {"device": device, "process": process[syncs.call]}})
+        return syncs
 
     def _number_gpus(self, found: dict[str, Columns]) -> None:
         """Replace each process's own device numbers by the report's numbers of the GPUs.

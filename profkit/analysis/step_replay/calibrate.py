@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
 from profkit.analysis.step_replay.replay import Constants, Replayed, run
@@ -146,6 +147,7 @@ def fit_host(
     known = [name for name in unprofiled_ns if name in phases.marks]
     wanted_ns = sum(unprofiled_ns[name] for name in known)
 
+    @cache
     def excess_ns(factor: float) -> int:
         scaled = phases.scale_host(step, factor)
         return phases.time_ns(scaled, run(scaled, constants), factor, known) - wanted_ns
