@@ -387,5 +387,8 @@ def test_figures_of_several_ranks_say_whether_they_are_of_one_or_of_all() -> Non
     assert "matmul 50.0% of 46.81 ms of kernel time per GPU" in said["summary"]
     assert "2 steps on 2 GPUs" in said["efficiency"]
     assert "Phases of 2 ranks together, per step (2 steps)" in said["kernels"]
+    opened = read_trace(path)
+    (dots,) = build_step_bar(opened.account, opened.efficiency().steps, None)["dots"]
+    assert dots["words"] == "2 steps, 43.63 ms to 45.84 ms"
     ranks = " ".join(run_command("ranks", path).stdout.split())
     assert "2 steps of 44.58 ms (median rank); on average over ranks, communication not hidden" in ranks

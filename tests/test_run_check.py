@@ -116,7 +116,7 @@ def test_kernels_missing_from_one_step_fail(tmp_path: Path) -> None:
 def test_another_number_of_steps_fails(tmp_path: Path, steps: int) -> None:
     check = read_trace(_run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest(steps=steps))).self_check
     assert [finding.message for finding in check.of("failed")] == [
-        f"the run made {steps} steps, and the capture holds 2"
+        f"the run made {steps} step{'s' * (steps != 1)}, and the capture holds 2"
     ]
 
 

@@ -260,5 +260,5 @@ def test_lines_by_range_name_the_reason_where_work_has_none(tmp_path: Path) -> N
         "forward": 2,
         "(ambiguous: two or more ranges could claim it)": 50,
         "(no launch record)": 400,
-        "(outside every range)": 5000,
+        "(in no range)": 5000,
     }

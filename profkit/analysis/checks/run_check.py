@@ -115,7 +115,7 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     # A script may have ranges of its own under the same name.
     if made == run.steps or (run.layers is None and made > run.steps):
         return []
-    message = f"the run made {run.steps:,} steps, and the capture holds {made:,}{where}"
+    message = f"the run made {run.steps:,} step{'s' * (run.steps != 1)}, and the capture holds {made:,}{where}"
     return [Finding("step-count", message, "failed")]
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Grouping = Literal["kernel", "category", "module", "range", "operator"]
 
 _PLACELESS = {
-    OUTSIDE: "(outside every range)",
+    OUTSIDE: "(in no range)",
     AMBIGUOUS_HOST: "(ambiguous: two or more ranges could claim it)",
     NO_LAUNCH_RECORD: "(no launch record)",
 }

@@ -64,7 +64,7 @@ def build_step_bar(account: TimeAccount, steps: Sequence[GpuStep], manifest: Man
         "bars": bars,
         "is_scaled": account.idle_time().is_unprofiled,
         "table": view_table(_table(bars)),
-        "dots": list(_dots(steps, manifest)),
+        "dots": list(_dots(account, manifest)),
         "steps": format_count(max((bar["step_count"] for bar in bars), default=0), "step"),
     }
 
@@ -152,7 +152,7 @@ def _table(bars: Sequence[dict[str, Any]]) -> Table:
     return Table(columns, [{"label": bar["label"], **part} for bar in bars for part in bar["parts"]])
 
 
-def _dots(steps: Sequence[GpuStep], manifest: Manifest | None) -> Iterator[dict[str, Any]]:
+def _dots(account: TimeAccount, manifest: Manifest | None) -> Iterator[dict[str, Any]]:
     """Yield a row of dots for the unprofiled steps and one for the recorded ones, on one scale that begins at 0."""
     unprofiled = None if manifest is None else manifest.unprofiled
     recorded = None if manifest is None else manifest.profiled
@@ -161,8 +161,8 @@ def _dots(steps: Sequence[GpuStep], manifest: Manifest | None) -> Iterator[dict[
         "recorded": [] if recorded is None else recorded.step_ns(),
     }
     if not rows["recorded"]:
-        # No run noted when its steps began: what is known is each step's time on the GPU.
-        rows["recorded"] = [step.gpu.span_ns for step in steps]
+        # No run noted when its steps began: what is known is each step's time on the GPUs.
+        rows["recorded"] = account.recorded_steps_ns().tolist()
     longest = max((value for times in rows.values() for value in times), default=1)
     for name, times in rows.items():
         if times:
