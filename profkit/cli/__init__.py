@@ -80,7 +80,10 @@ def _suggest(name: str) -> str:
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
-    """Where the time of a training step went and who held its memory, in numbers that add up."""
+    """Where the time of a training step went and who held its memory, in numbers that add up.
+
+    Commands that show a run take the newest complete one here, or in runs/, if none is named.
+    """
     ctx.obj = {"debug": debug}
 
 

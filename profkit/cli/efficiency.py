@@ -9,7 +9,14 @@ import click
 from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import compare_opened
-from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
+from profkit.cli.options import (
+    capture_argument,
+    complete_ranges,
+    obey_strict,
+    output_options,
+    rank_option,
+    trace_options,
+)
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_trace
@@ -22,7 +29,7 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@capture_argument("trace")
 @click.option(
     "--range",
     "name",

@@ -8,7 +8,7 @@ import click
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedTrace
-from profkit.cli.options import format_option, rank_option
+from profkit.cli.options import capture_argument, format_option, rank_option
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import whole_file
@@ -26,7 +26,7 @@ def _refuse_perfetto(_: click.Context, __: click.Parameter, value: str | None) -
 
 
 @click.command()
-@click.argument("capture", type=click.Path(path_type=Path))
+@capture_argument("capture")
 @click.option(
     "-o", "--chrome", "output", type=click.Path(path_type=Path), metavar="FILE.json.gz", help="The trace to write."
 )

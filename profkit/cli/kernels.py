@@ -11,7 +11,14 @@ import click
 from profkit.analysis.kernels.summary import Grouping, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.selection import KernelFilter
-from profkit.cli.options import complete_ranges, obey_strict, output_options, rank_option, trace_options
+from profkit.cli.options import (
+    capture_argument,
+    complete_ranges,
+    obey_strict,
+    output_options,
+    rank_option,
+    trace_options,
+)
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second, write_warnings
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
@@ -28,7 +35,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@capture_argument("trace")
 @click.option(
     "--range",
     "name",

@@ -11,7 +11,7 @@ from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
-from profkit.cli.options import SIZE, output_options, peak_options
+from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import collector_off
@@ -25,7 +25,7 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
 
 
 @click.command()
-@click.argument("snapshot", type=click.Path(path_type=Path))
+@capture_argument("snapshot")
 @click.option(
     "--at",
     default=PEAK,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from profkit.errors import CheckError, ProfkitError
+from profkit.errors import CheckError, ProfkitError, UsageError
 from profkit.names import kind_of
 from profkit.report.document import FORMATS
+from profkit.report.text import make_visible
+from profkit.run.directory import find_newest_run
 
 if TYPE_CHECKING:
     from profkit.analysis.checks.self_check import SelfCheck
@@ -32,6 +34,29 @@ format_option = click.option("--format", "style", type=click.Choice(FORMATS), de
 rank_option = click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run."
 )
+
+
+def capture_argument(name: str, shown: str | None = None) -> Callable[[Command], Command]:
+    """Add the capture to be read, as the parameter ``name``: if it is left out, the newest complete run here.
+
+    The line on standard error says which that is. Commands that judge or copy a run do without: theirs is named.
+    """
+    metavar = f"[{shown or name.upper()}]"
+    kind = click.Path(path_type=Path)
+    return click.argument(name, type=kind, metavar=metavar, required=False, callback=_capture_or_newest_run)
+
+
+def _capture_or_newest_run(context: click.Context, parameter: click.Parameter, capture: Path | None) -> Path | None:
+    if capture is not None:
+        return capture
+    newest = find_newest_run(Path())
+    if context.resilient_parsing:  # a shell completes a word
+        return newest
+    name = str(parameter.metavar).strip("[]")
+    if newest is None:
+        raise UsageError(f"{name} was left out, and there is no complete run here or in runs/: `profkit run` makes one")
+    click.echo(make_visible(f"profkit: {name} was left out: {newest} is the newest complete run here"), err=True)
+    return newest
 
 
 def trace_options(command: Command) -> Command:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.options import obey_strict, output_options, rank_option, trace_options
+from profkit.cli.options import capture_argument, obey_strict, output_options, rank_option, trace_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.reading import open_trace
 from profkit.report.commands.ranges import build_ranges_document
@@ -14,7 +14,7 @@ from profkit.report.document import Format
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@capture_argument("trace")
 @rank_option
 @click.option(
     "--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines (JSON and CSV always do)."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.options import output_options
+from profkit.cli.options import capture_argument, output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import build_ranks_document
@@ -17,7 +17,7 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@capture_argument("run")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
 @click.option("--scheduler", metavar="ADDRESS", help="Read on the workers of this Dask scheduler, which see RUN too.")

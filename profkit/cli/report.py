@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from profkit.cli.options import capture_argument
 from profkit.cli.outputs import refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.files import collector_off
@@ -14,7 +15,7 @@ from profkit.report.page.page import render_report, write_page
 
 
 @click.command()
-@click.argument("capture", metavar="RUN", type=click.Path(path_type=Path))
+@capture_argument("capture", "RUN")
 @click.option(
     "-o", "output", type=click.Path(path_type=Path), help="The page to write  [default: RUN's name and .html]"
 )

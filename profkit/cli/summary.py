@@ -8,7 +8,7 @@ import click
 
 from profkit.analysis.advice import find_advice
 from profkit.analysis.summarize import summarize_capture
-from profkit.cli.options import output_options
+from profkit.cli.options import capture_argument, output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.files import collector_off
 from profkit.reading import open_capture
@@ -17,7 +17,7 @@ from profkit.report.document import Format
 
 
 @click.command()
-@click.argument("capture", type=click.Path(path_type=Path), metavar="RUN")
+@capture_argument("capture", "RUN")
 @output_options
 def summary(capture: Path, style: Format, output: Path | None, full_names: bool) -> None:
     """Show in ten lines what a run spent its time and memory on, and what to try.

@@ -8,7 +8,7 @@ import click
 
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
-from profkit.cli.options import SIZE, output_options, peak_options
+from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import collector_off
@@ -19,7 +19,7 @@ from profkit.run.edits import FORMS
 
 
 @click.command()
-@click.argument("capture", type=click.Path(path_type=Path), metavar="RUN")
+@capture_argument("capture", "RUN")
 @click.option(
     "--allocator",
     "allocators",

@@ -228,6 +228,20 @@ def find_run(path: Path) -> Run | None:
     return Run(path.parent) if named_so and (path.parent / MANIFEST).exists() else None
 
 
+def find_newest_run(place: Path) -> Path | None:
+    """Return the complete run in ``place`` or its ``runs`` whose manifest was written last; None if there is none."""
+    manifests = [*place.glob(f"*/{MANIFEST}"), *place.glob(f"{DEFAULT_PARENT}/*/{MANIFEST}")]
+    newest_first = sorted(manifests, key=lambda path: (path.stat().st_mtime_ns, str(path)), reverse=True)
+    return next((path.parent for path in newest_first if _is_complete(path.parent)), None)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return Run(folder).manifest.status == "complete"
+    except RunError:  # a manifest of another program's, or a damaged one
+        return False
+
+
 def name_of_rank(name: str, rank: int) -> str:
     """Return the name of a file that each rank leaves: ``trace.rank1.json.gz``; the plain one for rank 0."""
     stem, _, suffix = name.partition(".")
