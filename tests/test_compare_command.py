@@ -12,7 +12,7 @@ import pytest
 from profkit import compare
 from profkit.analysis.compare.provenance import Difference
 from profkit.errors import UsageError
-from profkit.report.commands.compare import describe_difference
+from profkit.report.commands.compare import describe_difference, describe_differences
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB
 from tests.conftest import ROOT
@@ -300,3 +300,11 @@ def test_a_result_never_overwrites_a_capture(runs: tuple[Path, Path]) -> None:
     done = run_command("compare", *runs, "--force", "-o", runs[1] / NSYS_EXPORT)
     assert done.returncode == 2
     assert "this file is being read" in done.stderr
+
+
+def test_another_script_is_said_once() -> None:
+    workload = Difference("workload", "a.py", "b.py", disturbs=True)
+    command = Difference("command", "python a.py", "python b.py", disturbs=False)
+    assert list(describe_differences([workload, command])) == ["workload: a.py → b.py"]
+    batch = Difference("command", "python a.py --batch 4", "python a.py --batch 8", disturbs=False)
+    assert list(describe_differences([workload, batch])) == ["workload: a.py → b.py", "--batch 4 → 8"]

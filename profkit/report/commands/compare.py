@@ -78,6 +78,12 @@ def build_compare_document(result: CaptureComparison, *, by: View | None = None,
     return Document("compare", data, parts, _csv_table(result, by), result.warnings)
 
 
+def describe_differences(differences: Sequence[Difference]) -> Iterator[str]:
+    """Yield each difference; not the command's where another fact says the same, as the workload does of a script."""
+    others = {f"{difference.before} → {difference.after}" for difference in differences if difference.fact != "command"}
+    yield from (text for text in map(describe_difference, differences) if text not in others)
+
+
 def describe_difference(difference: Difference) -> str:
     """Return a difference in origin as ``batch: 4 → 8``; of a command only the words that changed."""
     if difference.fact == "command":
@@ -107,7 +113,7 @@ def _head(result: CaptureComparison) -> Iterator[str]:
     yield f"before  {names[0]}"
     yield f"after   {names[1]}"
     provenance = result.provenance
-    yield from (f"changed: {describe_difference(difference)}" for difference in provenance.differences)
+    yield from (f"changed: {text}" for text in describe_differences(provenance.differences))
     for side, facts in (
         ("before", provenance.unknown_before),
         ("after", provenance.unknown_after),
