@@ -308,3 +308,17 @@ def test_another_script_is_said_once() -> None:
     assert list(describe_differences([workload, command])) == ["workload: a.py → b.py"]
     batch = Difference("command", "python a.py --batch 4", "python a.py --batch 8", disturbs=False)
     assert list(describe_differences([workload, batch])) == ["workload: a.py → b.py", "--batch 4 → 8"]
+
+
+def test_a_phase_that_one_side_alone_timed_is_named(tmp_path: Path) -> None:
+    """The step grows by the wait for data, and no other phase does."""
+    runs = []
+    for name, more in (("a", {}), ("b", {"data_ns": 5_000})):
+        steps = [{"forward_ns": 1_000, "step_ns": 2_000 + sum(more.values()), **more}] * 3
+        runs.append(tmp_path / name)
+        runs[-1].mkdir()
+        (runs[-1] / "manifest.json").write_text(json.dumps({"status": "complete", "attached": {"steps": steps}}))
+    result = compare(*runs, force=True)
+    assert [warning.message for warning in result.warnings if warning.code == "one-sided-phases"] == [
+        "only the run after timed data: part of its step, not compared"
+    ]

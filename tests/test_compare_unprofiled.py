@@ -98,7 +98,7 @@ def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
 
 
 def test_a_time_says_whether_it_is_a_median_or_holds_the_mean_wait() -> None:
-    for data_ns, statistic in ((0, "medians"), (40, "mean waits for data and medians of the rest")):
+    for data_ns, statistic in ((0, "medians"), (40, "mean waits and medians of the rest")):
         steps = steps_of({"attached": {"steps": [{"data_ns": data_ns, "step_ns": 50}] * 3}})
         assert steps is not None
         result = compare_unprofiled(steps, steps)

@@ -243,6 +243,7 @@ def compare_captures(
         warnings=(
             *_warn_of_missing("kernel times", *traces),
             *_warn_of_missing("unprofiled steps", *steps),
+            *(_warn_of_phases(*steps) if range is None else ()),
             *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
             *(() if time is None else time.warnings),
             *(() if memory is None else memory.warnings),
@@ -322,6 +323,18 @@ def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding,
     if (before is None) == (after is None):
         return ()
     return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has them; not compared"),)
+
+
+def _warn_of_phases(before: UnprofiledSteps | None, after: UnprofiledSteps | None) -> Iterator[Finding]:
+    """Name what only one side timed: the changes of the other phases do not add up to that of the step."""
+    if before is None or after is None:
+        return
+    for side, mine, others in (("before", before, after), ("after", after, before)):
+        alone = [name for name in mine.samples if name not in others.samples]
+        if alone:
+            yield Finding(
+                "one-sided-phases", f"only the run {side} timed {', '.join(alone)}: part of its step, not compared"
+            )
 
 
 def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:

@@ -110,7 +110,7 @@ class PhaseSamples:
 def name_statistic(*, waits: bool, several: bool = False) -> str:
     """Return in words what `PhaseSamples.time_ns` is, of samples that wait for data or not; of several runs or one."""
     if several:
-        return "mean waits for data and medians of the rest" if waits else "medians"
+        return "mean waits and medians of the rest" if waits else "medians"
     return "mean wait for data and median of the rest" if waits else "median"
 
 
