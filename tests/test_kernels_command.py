@@ -200,7 +200,7 @@ def test_lines_can_be_the_operators_that_launched(profkit: Run, trace: Path) -> 
     ]
     done = profkit("kernels", trace, "--by", "operator")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "does not say which operators launched its kernels; record with `profkit run --operators`" in done.stderr
+    assert "does not say which operators launched its kernels; record CPU operators too" in done.stderr
 
 
 def test_thread_only_places_autograd_work_in_no_range(profkit: Run, trace: Path) -> None:

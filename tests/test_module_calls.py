@@ -45,6 +45,7 @@ def observer() -> Iterator[Observer]:
     module_calls.observe_module_calls(observer)
     yield observer
     restore()
+    observer.is_resting = True  # the wrapper stays, and would show it the calls of other tests too
 
 
 class Failing(nn.Module):

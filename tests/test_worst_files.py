@@ -12,7 +12,7 @@ from profkit.allocator import recorded_heap
 from profkit.allocator.history import replay_history
 from profkit.analysis.checks.self_check import _in_stream_capture
 from profkit.analysis.compare.bootstrap import bootstrap_differences
-from profkit.analysis.memory import parts, stacks
+from profkit.analysis.memory import places, stacks
 from profkit.analysis.memory.owners import match_owners
 from profkit.analysis.memory.phases import find_timeline
 from profkit.analysis.placing import attribution, backward_links
@@ -106,7 +106,7 @@ def test_more_gpus_processes_and_threads_than_any_machine_has_are_refused(
 def test_too_many_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), tmp_path / "modules.pickle")
     assert codes(path, ("memory FILE --by module",)) == [0]
-    monkeypatch.setattr(parts, "_MOST_MODULES", 100)
+    monkeypatch.setattr(places, "_MOST_MODULES", 100)
     done = call_main(["memory", str(path), "--by", "module"])
     assert (done.returncode, "more than 100 modules" in done.stderr) == (1, True)
 
