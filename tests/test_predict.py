@@ -70,7 +70,7 @@ def recorded(
     phase = ["forward"] * edge + ["optimizer"] * len(OPTIMIZER)
     proof = prove(step, run(step, CONSTANTS))
     kept = ReplayedStep(step, phases, proof, fit, names, categories, phase)
-    return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None)
+    return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None, step.recorded_ns)
 
 
 def predicted(program: Sequence[Doing], *edits: str, facts: ProgramFacts | None = None, **how: Kind) -> TimeAnswer:
@@ -205,6 +205,17 @@ def test_without_unprofiled_steps_the_recorded_one_stands() -> None:
     assert answer.unprofiled_ns is None
     assert answer.now_ns == Machine(slow_host(PROGRAM, SLOWED), CONSTANTS).run().step_ns
     assert any("as recorded" in assumption for assumption in answer.assumptions)
+
+
+def test_the_step_now_is_the_one_that_the_summary_states() -> None:
+    opened = read_trace(SMALL)
+    answer = opened.predict_time(["gpu:×2"])
+    assert answer.now_ns == round(opened.account.recorded_step_ns() or 0)
+
+
+def test_what_an_edit_does_to_numbers_is_said() -> None:
+    said = run_command("whatif", SMALL, "--edit", "tf32").stdout
+    assert "tf32 changes what is computed: products keep 10 bits of mantissa" in " ".join(said.split())
 
 
 def test_edits_are_read_in_the_tables_order() -> None:

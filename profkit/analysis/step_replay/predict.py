@@ -85,7 +85,7 @@ def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts)
     """Return how long the step would take after some edits, in the order in which they are given."""
     texts = tuple(edit.text for edit in edits)
     steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
-    now_ns = replay.unprofiled_ns or (round(median(step.proof.recorded_ns for step in steps)) if steps else None)
+    now_ns = replay.unprofiled_ns or replay.recorded_ns
     unknown = [edit.text for edit in edits if edit.spec.name not in CHANGES]
     refusal = replay.refusal
     if refusal is None and unknown:

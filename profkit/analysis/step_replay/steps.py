@@ -127,7 +127,8 @@ def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
 class StepReplay:
     """The recorded steps of one process. ``refusal`` says why nothing may be predicted from them, None if it may.
 
-    ``unprofiled_ns`` is the step time without a profiler, None if it was not taken: then the recorded one stands.
+    ``unprofiled_ns`` is the step time without a profiler, None if it was not taken; ``recorded_ns`` is the recorded
+    one. Both are those of the time account.
     """
 
     constants: Constants
@@ -135,6 +136,7 @@ class StepReplay:
     unprofiled_ns: int | None
     spread_ns: int
     refusal: str | None
+    recorded_ns: int | None = None
 
     @property
     def proof(self) -> Proof | None:
@@ -196,8 +198,10 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
         names, categories = _names(trace, columns)
         phase = _phase_of_calls(columns, phases_of_step)
         steps.append(ReplayedStep(columns, phases, proof, fit or AS_RECORDED, names, categories, phase))
-    step_ns = account.step_ns()
-    found = StepReplay(constants, tuple(steps), None if step_ns is None else round(step_ns), spread_ns, None)
+    unprofiled_ns, recorded_ns = (
+        None if time_ns is None else round(time_ns) for time_ns in (account.step_ns(), account.recorded_step_ns())
+    )
+    found = StepReplay(constants, tuple(steps), unprofiled_ns, spread_ns, None, recorded_ns)
     return replace(found, refusal=_why_doubtful(found, has_times=bool(unprofiled)))
 
 

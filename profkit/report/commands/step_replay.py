@@ -12,6 +12,7 @@ from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import StepLimits
 from profkit.report.document import Column, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, format_ns, format_share
+from profkit.run.edits import parse_edits
 
 _CAUSES = {
     Cause.PYTHON.value: "Python between CUDA calls",
@@ -125,3 +126,6 @@ def _rests_on(answer: TimeAnswer) -> Iterator[str]:
         cause, width_ns = next(iter(widths.items()))
         yield f"Most of the width: {cause} ({format_ns(width_ns)})"
     yield from (f"Assumed: {assumption}" for assumption in answer.assumptions)
+    for edit in parse_edits(answer.edits):
+        if edit.spec.numbers:
+            yield f"{edit.text} changes what is computed: {edit.spec.numbers}"
