@@ -209,7 +209,7 @@ def test_without_unprofiled_steps_the_recorded_one_stands() -> None:
 
 def test_the_step_now_is_the_one_that_the_summary_states() -> None:
     opened = read_trace(SMALL)
-    answer = opened.predict_time(["gpu:×2"])
+    answer = opened.predict_time(parse_edits(["gpu:×2"]))
     assert answer.now_ns == round(opened.account.recorded_step_ns() or 0)
 
 
