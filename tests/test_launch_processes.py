@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from profkit.errors import ToolError
+from profkit.launch import processes
 from profkit.launch.processes import run_child, run_tool
 from tests.launched import LAUNCHER, is_alive, start_launcher, wait_until
 
@@ -164,6 +165,26 @@ def test_a_signal_for_the_program_reaches_it_alone_and_ends_nobody(tmp_path: Pat
     process.communicate(timeout=60)
     assert process.returncode == 3, "the child that has no handler lives on"
     assert (tmp_path / "saved").read_text() == number.name
+
+
+class Program:
+    """Notes the signals that it is sent."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_to_first(self, number: int, *, but: Path | None) -> None:
+        self.signals.append(number)
+
+
+def test_a_signal_that_comes_while_the_program_is_being_started_reaches_it_then() -> None:
+    program = Program()
+    with processes._passed_on(None) as pass_on_to:
+        signal.raise_signal(signal.SIGUSR2)
+        assert program.signals == []
+        pass_on_to(program)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGUSR1)
+    assert program.signals == [signal.SIGUSR2, signal.SIGUSR1]
 
 
 @NEEDS_PROC

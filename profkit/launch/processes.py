@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -114,7 +114,7 @@ def _run(
     """Run ``argv`` and return its exit status; -n if signal n ended it. Executables in ``tool`` get no Ctrl-C."""
     mark = uuid.uuid4().hex
     child = None
-    with _first_signal_raises() as signals:
+    with _first_signal_raises() as signals, _passed_on(tool) as pass_on_to:
         try:
             child = subprocess.Popen(
                 argv,
@@ -126,7 +126,9 @@ def _run(
                 start_new_session=True,
             )
             started = Family(mark, child.pid)
-            with _guarded(started), _passed_on(started if reads_input else None, tool):
+            if reads_input:
+                pass_on_to(started)
+            with _guarded(started):
                 try:
                     status = child.wait()
                 except KeyboardInterrupt:
@@ -193,21 +195,31 @@ def _guarded(started: Family) -> Iterator[None]:
 
 
 @contextmanager
-def _passed_on(started: Family | None, tool: Path | None) -> Iterator[None]:
-    """Within the block signals for somebody's program reach it through us, and do not end us; None: nobody wants them.
+def _passed_on(tool: Path | None) -> Iterator[Callable[[Family], None]]:
+    """Within the block signals for somebody's program do not end us; they reach the one that the block names, if any.
 
-    Where every process of a job gets such a signal, the program gets it twice.
+    One that came before the program was named reaches it then. Where every process of a job gets such a signal, the
+    program gets it twice.
     """
+    programs: list[Family] = []
+    early: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        if started is not None:
-            started.send_to_first(number, but=tool)
+        if programs:
+            programs[0].send_to_first(number, but=tool)
+        else:
+            early.append(number)
+
+    def pass_on_to(program: Family) -> None:
+        programs.append(program)
+        for number in early:
+            program.send_to_first(number, but=tool)
 
     ours = [number for number in _FOR_PROGRAMS if signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, pass_on)
     try:
-        yield
+        yield pass_on_to
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
