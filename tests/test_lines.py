@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import linecache
+import os
+import shutil
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker
 
 from profkit.analysis.lines import find_lines
+from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines import workers
-from profkit.capture.lines.own_code import Place, describe, find_place, is_own
+from profkit.capture.lines.own_code import Place, _number, describe, find_place, is_own, is_profkits
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
 from profkit.capture.lines.samples import StackSampler
 from profkit.capture.lines.waits import Waits
-from profkit.capture.lines.workers import WorkerLines
+from profkit.capture.lines.workers import WorkerLines, _join
+from profkit.capture.steps.data_loading import DataLoading
 from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.run.directory import Run
@@ -70,6 +78,36 @@ def test_the_function_that_a_line_calls_is_named_by_its_source() -> None:
     places.append(find_place(sys._getframe()))
     assert places[-1] is not None
     assert describe(places[-1]).called == "find_place"
+
+
+def test_what_a_line_calls_is_never_a_function_of_profkits(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = DataLoading(lambda: None, lambda: None)
+    places: list[Place | None] = []
+    waited = loading._around(lambda _: places.append(find_place(sys._getframe(1))), is_batch=True)
+    for _ in map(waited, [None]):
+        pass
+    assert places[0] is not None
+    assert describe(places[0]).called is None
+
+
+def test_code_in_a_chosen_cache_of_compilers_is_generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert not is_own(compile("pass", str(tmp_path / "ab" / "cab.py"), "exec"))
+
+
+def test_the_time_of_profkits_own_hooks_is_nobodys() -> None:
+    frames: list[FrameType] = []
+
+    class Failing(Hooks):
+        def fail(self, error: Exception) -> None:
+            frames.append(sys._getframe())
+
+    hooks = Failing.__new__(Failing)
+    hooks.is_over = False
+    hooks.optimizer_ends(None, is_well=True)  # type: ignore[arg-type]
+    assert not is_profkits(frames[0])  # this test's own class is the innermost
+    assert is_profkits(frames[0].f_back)
+    assert not is_profkits(sys._getframe())
 
 
 def test_a_call_on_a_long_expression_keeps_the_end_of_its_name(tmp_path: Path) -> None:
@@ -148,6 +186,42 @@ def test_a_sampler_leaves_the_switch_interval_as_it_was() -> None:
     assert "profkit-lines" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_sampler_that_cannot_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = sys.getswitchinterval()
+    sampler = StackSampler(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        sampler.start()
+    sampler.stop()
+    assert sys.getswitchinterval() == before
+
+
+def test_a_thread_that_calls_backward_has_lines_without_a_phase() -> None:
+    recorder = LineRecorder(lambda: "forward")
+    recorder.start()
+    leave = threading.Event()
+
+    def work() -> None:
+        recorder.backward_begins()
+        leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not any(kind == "backward" for _, _, kind in recorder._sampler.samples):
+        time.sleep(0)
+    recorder.step_ended({"step_ns": 1})
+    leave.set()
+    thread.join()
+    found = recorder.stop()
+    assert found is not None
+    assert {(line.function.rpartition(".")[2], line.phase) for line in found.lines if line.thread == "backward"} == {
+        ("work", None)
+    }
+
+
 SYNCHRONIZES = (
     "called a synchronizing CUDA operation (Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:250.)"
 )
@@ -171,7 +245,7 @@ def _wait() -> None:
 
 def test_waits_are_counted_by_line_and_phase_and_not_shown(sync_mode: list[int], recwarn: Any) -> None:
     phase = "forward"
-    waits = Waits(lambda: phase)
+    waits = Waits(lambda: (phase, "main"))
     waits.start()
     for _ in range(3):
         _wait()
@@ -179,13 +253,13 @@ def test_waits_are_counted_by_line_and_phase_and_not_shown(sync_mode: list[int],
     _wait()
     warnings.warn("the script's own", UserWarning, stacklevel=1)
     waits.stop()
-    counts = {(describe(place).function, phase): count for (place, phase), count in waits.counts.items() if place}
+    counts = {(describe(place).function, phase): count for (place, phase, _), count in waits.counts.items() if place}
     assert counts == {("_wait", "forward"): 3, ("_wait", "optimizer"): 1}
     assert [str(warning.message) for warning in recwarn.list] == ["the script's own"]
 
 
 def test_a_wait_raises_nothing_where_warnings_are_errors(sync_mode: list[int]) -> None:
-    waits = Waits(lambda: None)
+    waits = Waits(lambda: (None, "main"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         waits.start()
@@ -205,18 +279,54 @@ def test_a_wait_raises_nothing_where_warnings_are_errors(sync_mode: list[int]) -
             _wait()
 
 
+def test_a_context_of_warnings_may_end_while_waits_are_counted(sync_mode: list[int]) -> None:
+    waits = Waits(lambda: (None, "main"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outer = list(warnings.filters)
+        with warnings.catch_warnings():
+            waits.start()
+        _wait()
+        with warnings.catch_warnings():
+            _wait()
+            waits.stop()
+        assert list(warnings.filters) == outer
+    assert sum(waits.counts.values()) == 2
+
+
+def test_a_forked_copy_has_python_as_it_was(sync_mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (list(warnings.filters), warnings.showwarning, sys.getswitchinterval())
+    recorder = LineRecorder(lambda: None)
+    recorder.start()
+
+    def refuse() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", refuse)
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            recorder.forget()
+            after = (list(warnings.filters), warnings.showwarning, sys.getswitchinterval())
+            os._exit(0 if after == before else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: sync_mode[0])
+    recorder.stop()
+
+
 def test_filters_functions_and_registries_are_as_they_were(sync_mode: list[int], recwarn: Any) -> None:
     module: Any = warnings
     registry: dict[Any, Any] = {}
     warnings.simplefilter("default")
     warnings.warn_explicit("shown once", UserWarning, __file__, 1, registry=registry)
-    before = (list(module.filters), module._showwarnmsg, module._add_filter, module.resetwarnings)
+    before = (list(module.filters), module._showwarnmsg, module._filters_mutated)
     seen = dict(registry)
-    waits = Waits(lambda: None)
+    waits = Waits(lambda: (None, "main"))
     waits.start()
     _wait()
     waits.stop()
-    assert (list(module.filters), module._showwarnmsg, module._add_filter, module.resetwarnings) == before
+    assert (list(module.filters), module._showwarnmsg, module._filters_mutated) == before
     warnings.warn_explicit("shown once", UserWarning, __file__, 1, registry=registry)
     assert registry == seen
     assert [str(warning.message) for warning in recwarn.list] == ["shown once"]
@@ -224,13 +334,13 @@ def test_filters_functions_and_registries_are_as_they_were(sync_mode: list[int],
 
 def test_the_scripts_own_mode_is_respected(sync_mode: list[int], recwarn: Any) -> None:
     sync_mode[0] = 2
-    waits = Waits(lambda: None)
+    waits = Waits(lambda: (None, "main"))
     waits.start()
     waits.stop()
     assert sync_mode == [2]
     assert waits.unknown is not None
     sync_mode[0] = 1
-    waits = Waits(lambda: None)
+    waits = Waits(lambda: (None, "main"))
     waits.start()
     _wait()
     waits.stop()
@@ -250,7 +360,7 @@ def test_lines_of_one_phase_and_thread_are_one_row_with_its_error() -> None:
         sampler._step[place, "forward", "main"] = time_ns
         sampler.samples[place, "forward", "main"] += 5
         recorder.step_ended({"step_ns": 1000})
-    recorder._waits.counts[place, "forward"] = 6
+    recorder._waits.counts[place, "forward", "main"] = 6
     found = recorder.stop()
     assert found is not None
     (row,) = found.lines
@@ -285,7 +395,7 @@ def _slowly(index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_workers_lines_are_those_of_a_mean_batch(tmp_path: Path, context: str) -> None:
-    lines = WorkerLines(tmp_path / "partial.lines")
+    lines = WorkerLines(tmp_path)
     loader = DataLoader(_Numbers(), batch_size=2, num_workers=1, multiprocessing_context=context)
     batches = iter(loader)
     next(batches)
@@ -303,6 +413,65 @@ def test_a_workers_lines_are_those_of_a_mean_batch(tmp_path: Path, context: str)
     assert sum(line.time_ns for line in found.lines) <= found.batch_ns + len(found.lines)
     assert not list(tmp_path.iterdir())
     del batches
+
+
+def _start_looking(folder: Path, batches: Iterator[Any]) -> None:
+    while not list(folder.glob("*-looking-*")):
+        next(batches)
+
+
+def test_a_worker_that_ends_while_it_looks_leaves_its_lines(tmp_path: Path) -> None:
+    lines = WorkerLines(tmp_path)
+    batches = iter(DataLoader(_Numbers(), batch_size=2, num_workers=2))
+    lines.start()
+    _start_looking(tmp_path, batches)
+    for _ in range(20):
+        next(batches)
+    del batches
+    gc.collect()
+    assert not list(tmp_path.glob("*-looking-*"))
+    assert lines.stop().batches > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_in_a_folder_that_is_gone_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = WorkerLines(folder)
+    batches = iter(DataLoader(_Numbers(), batch_size=2, num_workers=1))
+    next(batches)
+    shutil.rmtree(folder)
+    lines.start()
+    for _ in range(50):
+        next(batches)
+    assert lines.stop().batches == 0
+    del batches
+    assert capfd.readouterr().err == ""
+
+
+def test_workers_time_without_a_line_of_the_users_is_no_others() -> None:
+    content = {
+        "batches": 2,
+        "batch_ns": 2000,
+        "lines": [
+            (None, 0, "", None, 30, 750),
+            ("data.py", 3, "get", "open", 6, 150),
+            ("data.py", 3, "get", None, 4, 100),
+        ],
+    }
+    nobodys, own = _join([content]).lines
+    assert (nobodys.file, nobodys.time_ns) == (None, 750)
+    assert (own.called, own.samples, own.time_ns, own.error_ns) == ("open", 10, 250, 68)
+
+
+def test_nothing_of_it_stays_where_nobody_looks(tmp_path: Path) -> None:
+    original = worker._worker_loop
+    lines = WorkerLines(tmp_path)
+    assert worker._worker_loop is not original
+    lines.close()
+    assert worker._worker_loop is original
+    assert workers.VARIABLE not in os.environ
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_lines_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -415,6 +584,51 @@ def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path) -
 def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps(tmp_path: Path) -> None:
     result = find_lines(Run(record(tmp_path, 9)))
     assert 1 <= result.steps <= 5
+
+
+SPAWNING = """
+import os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        total = 0
+        for value in range(50_000):
+            total += value
+        return torch.full((8,), float(index))
+
+if __name__ == "__main__":
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(DataLoader(Numbers(), 4, num_workers=1, multiprocessing_context="spawn")):
+        model(batch).sum().backward()
+        optimizer.step()
+        if number == 100:
+            os._exit(0)
+"""
+
+
+def test_spawned_workers_show_their_lines_and_leave_no_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNING)
+    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = find_lines(Run(tmp_path / "run")).lines
+    assert {line.function for line in lines if line.thread == "worker"} == {"Numbers.__getitem__"}
+    assert not list((tmp_path / "run").glob("partial.*"))
+
+
+def test_lines_that_fail_leave_the_recording(tmp_path: Path) -> None:
+    failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
+    (tmp_path / "train.py").write_text(failing + LOOPING.replace("STEPS", "9"))
+    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the lines could not be saved: KeyError" in done.stderr
+    assert Run(tmp_path / "run").traces
 
 
 def test_without_lines_none_are_looked_for(tmp_path: Path) -> None:

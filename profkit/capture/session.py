@@ -38,7 +38,7 @@ from profkit.capture.steps.times import Span, StepCollector, sum_times, wait_for
 from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, PARTIAL, WORK, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, WORK, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.lines import write_lines
 from profkit.run.manifest import Process
@@ -163,7 +163,7 @@ class Session:
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
         if self._wants_lines:
-            self._workers = WorkerLines(self.run / f"{PARTIAL}lines-{self._name}")
+            self._workers = WorkerLines(self.run)
         if self.memory is not None:
             self.memory.wait_for_cuda()
         if self._records_memory:
@@ -260,6 +260,7 @@ class Session:
     def hooks_failed(self, error: Exception) -> None:
         """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
+        self._end_lines()
 
     def leave(self) -> None:
         """End with the process; whatever fails is said in a line."""
@@ -320,7 +321,9 @@ class Session:
     def abandon(self) -> None:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
-        self._recording = self._process = self._lines = None
+        if self._lines is not None:
+            self._lines.forget()
+        self._recording = self._process = self._lines = self._workers = None
         if self._light is not None:
             self._light.stop()
         if self._counter is not None:
@@ -481,6 +484,7 @@ class Session:
         self._leave(self._describe(state))
         if state != COMPLETE or not self._wants_lines:
             self._remove_hooks()
+            self._end_lines()
 
     def _remove_hooks(self) -> None:
         """Take the hooks away, where nothing is to be seen any more."""
@@ -493,11 +497,17 @@ class Session:
 
     def _begin_lines(self) -> None:
         """Look for the lines behind the time of the steps that follow, in which nothing else is on."""
-        if self._wants_lines:
-            self._lines = LineRecorder(lambda: self.hooks.clock.phase, self._workers)
-            self.hooks.clock.start()
+        if not self._wants_lines:
+            return
+        self._lines = LineRecorder(lambda: self.hooks.clock.phase, self._workers)
+        self.hooks.clock.start()
+        try:
             self._lines.start()
-            self._start_ns = perf_counter_ns()
+        except Exception as error:  # no thread can be started, say: the target trains on
+            say(f"{self.run}: no lines are looked for: {describe_error(error)}")
+            self._end_lines()
+        self.hooks.on_backward = None if self._lines is None else self._lines.backward_begins
+        self._start_ns = perf_counter_ns()
 
     def _note_lines(self, spans: list[Span]) -> None:
         """A step has ended in which lines were looked for."""
@@ -512,16 +522,21 @@ class Session:
 
     def _end_lines(self) -> None:
         """Write down the lines, also where the process ends before there were enough steps."""
-        if self._lines is None:
+        lines, self._lines = self._lines, None
+        workers, self._workers = self._workers, None
+        if lines is None:
+            if workers is not None:
+                workers.close()
             return
-        lines, self._lines = self._lines.stop(), None
+        self.hooks.on_backward = None
         self.hooks.clock.stop()
         self._remove_hooks()
-        if lines is not None:
-            try:
-                write_lines(self.run / name_of_rank(LINES, self._rank or 0), lines)
-            except OSError as error:
-                say(f"{self.run}: the lines could not be saved: {describe_error(error)}")
+        try:
+            found = lines.stop()
+            if found is not None:
+                write_lines(self.run / name_of_rank(LINES, self._rank or 0), found)
+        except Exception as error:  # a full disk, say: what was recorded before is kept
+            say(f"{self.run}: the lines could not be saved: {describe_error(error)}")
 
     def _leave(self, process: Process) -> None:
         self._process = process

@@ -139,6 +139,7 @@ Where others start at the same time, nsys 2023.4.4 ends before its program has b
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
+_LINES = PARTIAL + "lines-{}"
 _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
 _REFUSED = PARTIAL + "refused-{}"
@@ -291,6 +292,11 @@ class Attached:
     unsaved: str | None = None
 
 
+def lines_flag(run: Path, pid: int) -> Path:
+    """Return the file by which a process tells its data loaders' workers to look for their lines."""
+    return run / _LINES.format(pid)
+
+
 def take_attached(run: Path) -> Attached:
     """Return what processes left of being attached, and remove the files.
 
@@ -305,8 +311,8 @@ def take_attached(run: Path) -> Attached:
         next((read_text(path, errors="replace") for path in refused), None),
         next((os.strerror(int(path.name.split("-")[1])) for path in unsaved), None),
     )
-    for path in (*unended, *ended, *refused, *unsaved):
-        path.unlink()
+    for path in (*unended, *ended, *refused, *unsaved, *run.glob(_LINES.format("*"))):
+        path.unlink(missing_ok=True)  # a loader's worker may still be about to remove its own
     return attached
 
 

@@ -145,6 +145,8 @@ class Hooks(RangeObserver):
         self._is_interrupted = False
         self.times_waits = False
         """Whether the clock also notes when a backward pass has nothing left to do but wait for other ranks."""
+        self.on_backward: Callable[[], None] | None = None
+        """Is called on each thread that begins a backward pass, if anybody asks."""
         self._unwatch_graph: Callable[[], None] | None = None
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
@@ -465,6 +467,8 @@ class Hooks(RangeObserver):
     def _backward_begins(self, key: object, tensors: Any) -> None:
         if self.is_resting:
             return
+        if self.on_backward is not None:
+            self.on_backward()
         opened = self.on_thread.ranges
         if self.is_recording:
             self._outside.backward_begins(key, tensors, self._mark_here())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import NamedTuple
 
 import profkit.capture
 import profkit.models
+from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.steps.times import wait_for_device
 from profkit.run.lines import Line
 
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _NOTEBOOKS = ("<ipython-input-", "<stdin>")
 
 
@@ -31,12 +35,16 @@ class Place(NamedTuple):
 
 
 def is_profkits(frame: FrameType | None) -> bool:
-    """Return whether profkit waits for the device, at a step's end: no time of the program's."""
+    """Return whether a hook of profkit's works, or waits for the device at a step's end: no time of the program's."""
     while frame is not None and not is_own(frame.f_code):
-        if frame.f_code is wait_for_device.__code__:
+        if id(frame.f_code) in _HOOKS:
             return True
         frame = frame.f_back
     return False
+
+
+# All that ends steps and phases shares the code of the guard around it; none of it calls the program.
+_HOOKS = {id(hook.__code__) for hook in (Hooks.optimizer_ends, Hooks.enter, Hooks.leave, wait_for_device)}
 
 
 def find_place(frame: FrameType | None, outermost: CodeType | None = None) -> Place | None:
@@ -51,7 +59,8 @@ def find_place(frame: FrameType | None, outermost: CodeType | None = None) -> Pl
         code = frame.f_code
         if is_own(code):
             return Place(_number(code), frame.f_lasti, None if called is None else _number(called))
-        called = code
+        if not _is_profkits(code.co_filename):
+            called = code
         frame = frame.f_back
     return None
 
@@ -79,14 +88,21 @@ def _number(code: CodeType) -> int:
 def _is_own_file(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(_NOTEBOOKS)
-    if file == getattr(sys.modules.get("__main__"), "__file__", None) and "profkit" not in file:
-        return True
     path = Path(file).absolute()
+    if _is_below(path, _PROFKIT):
+        return not _is_profkits(file)
+    if file == getattr(sys.modules.get("__main__"), "__file__", None):
+        return True
     if any(part.startswith("torchinductor_") or part in ("site-packages", "dist-packages") for part in path.parts):
         return False
-    if _is_below(path, _PROFKIT):
-        return _is_below(path, _MODELS)
-    return not any(_is_below(path, folder) for folder in _LIBRARIES)
+    generated = [Path(os.environ[name]).absolute() for name in _CACHES if os.environ.get(name)]
+    return not any(_is_below(path, folder) for folder in (*_LIBRARIES, *generated))
+
+
+@functools.cache
+def _is_profkits(file: str) -> bool:
+    path = Path(file).absolute()
+    return _is_below(path, _PROFKIT) and not _is_below(path, _MODELS)
 
 
 def _is_below(path: Path, folder: Path) -> bool:

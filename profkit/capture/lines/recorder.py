@@ -26,10 +26,16 @@ class LineRecorder:
 
     def __init__(self, phase: Callable[[], str | None], workers: WorkerLines | None = None) -> None:
         self._sampler = StackSampler(phase)
-        self._waits = Waits(phase)
+        self._waits = Waits(self._phase_here)
+        self._phase = phase
+        self._main = threading.get_ident()
         self._workers = workers
         self._steps: list[dict[str, int]] = []
         self._start_ns = 0
+
+    def _phase_here(self) -> tuple[str | None, Thread]:
+        """Return the phase and the kind of the calling thread; phases are those of the thread that trains."""
+        return (self._phase(), "main") if threading.get_ident() == self._main else (None, "backward")
 
     def start(self) -> None:
         """Begin with the next step."""
@@ -51,11 +57,18 @@ class LineRecorder:
         elapsed_ns = perf_counter_ns() - self._start_ns
         return len(self._steps) >= (FEWEST_STEPS if elapsed_ns >= ENOUGH_NS else MOST_STEPS)
 
+    def forget(self) -> None:
+        """Leave Python as it was in this process, a forked copy in which nobody samples."""
+        self._sampler.forget()
+        self._waits.forget()
+
     def stop(self) -> RunLines | None:
         """End, and return what was found; None if no step ended meanwhile."""
-        self._sampler.stop()
-        self._waits.stop()
-        of_workers = None if self._workers is None else self._workers.stop()
+        try:
+            self._sampler.stop()
+            self._waits.stop()
+        finally:
+            of_workers = None if self._workers is None else self._workers.stop()
         if not self._steps:
             return None
         rows = _merge(self._sampler, self._waits, len(self._steps))
@@ -97,12 +110,12 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
         total.samples += sampler.samples[place, phase, thread]
         for step, time_ns in enumerate(times):
             total.times[step] += time_ns
-        if (place, phase) in waits.counts:
+        if (place, phase, thread) in waits.counts:
             total.waiting_ns += sum(times)
         if called is not None:
             total.called[called] += sum(times)
-    for (place, phase), count in waits.counts.items():
-        row, called = _row_of(place, phase, "main")
+    for (place, phase, thread), count in waits.counts.items():
+        row, called = _row_of(place, phase, thread)
         totals[row].waits += count
         if called is not None:
             totals[row].called[called] += 0

@@ -52,10 +52,11 @@ class StackSampler:
 
     def start(self) -> None:
         """Begin to look."""
+        thread = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
+        thread.start()
+        self._thread = thread
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
-        self._thread = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
-        self._thread.start()
 
     def step_ended(self) -> None:
         """Begin the next step."""
@@ -73,9 +74,13 @@ class StackSampler:
             return
         self._ends.set()
         self._thread.join()
-        self._thread = None
-        if sys.getswitchinterval() == min(self._interval, _SWITCH_INTERVAL_S):
+        self.forget()
+
+    def forget(self) -> None:
+        """Set the switch interval back, unless the script has set one; a forked copy has no thread to end."""
+        if self._thread is not None and sys.getswitchinterval() == min(self._interval, _SWITCH_INTERVAL_S):
             sys.setswitchinterval(self._interval)
+        self._thread = None
         self._step = {}
 
     def _run(self) -> None:
@@ -98,7 +103,7 @@ class StackSampler:
             working = _find(frame, self._outermost) if self._outermost else None
             if frame is None or (self._outermost and working is None) or is_profkits(frame):
                 continue
-            key = find_place(frame, working), phase, kind
+            key = find_place(frame, working), None if kind == "backward" else phase, kind
             self._step[key] = self._step.get(key, 0) + time_ns
             self.samples[key] += 1
 

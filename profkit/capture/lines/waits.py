@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from profkit.capture.lines.own_code import Place, find_place
+from profkit.run.lines import Thread
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 _FILTER: tuple[Any, ...] = (
@@ -30,10 +31,10 @@ _WARN, _ERROR = 1, 2
 
 
 class Waits:
-    """Counts synchronizing calls by place and phase, from `start` to `stop`."""
+    """Counts synchronizing calls by place, and by the phase and thread that ``phase`` returns."""
 
-    def __init__(self, phase: Callable[[], str | None]) -> None:
-        self.counts: Counter[tuple[Place | None, str | None]] = Counter()
+    def __init__(self, phase: Callable[[], tuple[str | None, Thread]]) -> None:
+        self.counts: Counter[tuple[Place | None, str | None, Thread]] = Counter()
         self.unknown: str | None = None
         """Why the calls are not known; None if they are."""
         self._phase = phase
@@ -58,20 +59,25 @@ class Waits:
         """End; filters, functions and torch's mode are again as they were."""
         if not self._restore:
             return
-        # A script that has set another mode meanwhile keeps it.
-        if torch.cuda.get_sync_debug_mode() == _WARN:
-            torch.cuda.set_sync_debug_mode(self._mode)
+        try:
+            # A script that has set another mode meanwhile keeps it.
+            if torch.cuda.get_sync_debug_mode() == _WARN:
+                torch.cuda.set_sync_debug_mode(self._mode)
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Leave Python's state as it was, and torch's mode alone: a forked copy cannot use CUDA."""
         while self._restore:
             self._restore.pop()()
 
     def _collect(self) -> None:
         """Put a filter before all others, keep it there, and take what it lets through."""
-        module: Any = warnings
-        filters = module.filters
-        filters.insert(0, _FILTER)
-        self._restore.append(lambda: _leave_out(filters, module.filters))
-        for name in ("_add_filter", "resetwarnings"):
-            self._wrap(name, self._keeps_first)
+        lists: dict[int, list[Any]] = {}
+        _put_first(lists)
+        self._restore.append(lambda: _leave_out(*lists.values()))
+        for name in ("_filters_mutated", "_filters_mutated_lock_held"):  # Python 3.14 has the second
+            self._wrap(name, lambda original: _keeps_first(original, lists))
         self._wrap("_showwarnmsg", self._takes)
 
     def _wrap(self, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -87,29 +93,39 @@ class Waits:
 
         self._restore.append(restore)
 
-    @staticmethod
-    def _keeps_first(original: Callable[..., Any]) -> Callable[..., Any]:
-        """With ``catch_warnings`` and ``simplefilter("error")`` a script's wait would raise."""
-
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            _leave_out(warnings.filters)
-            warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
-            return result
-
-        return changed
-
     def _takes(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def take(message: Any) -> None:
             if not _FILTER[1].match(str(message.message)):
                 original(message)
                 return
             if str(message.message).startswith(_SYNCHRONIZES):
-                self.counts[find_place(sys._getframe(1)), self._phase()] += 1
+                self.counts[find_place(sys._getframe(1)), *self._phase()] += 1
                 if self._passes_on:
                     original(message)
 
         return take
+
+
+def _keeps_first(mutated: Callable[[], None], lists: dict[int, list[Any]]) -> Callable[[], None]:
+    """Return what is called wherever filters change: at both ends of ``catch_warnings`` too, where the list is another.
+
+    Without it a script's wait would raise after ``simplefilter("error")``, or after the end of a ``catch_warnings``
+    that was open when the collecting began.
+    """
+
+    def filters_mutated() -> None:
+        mutated()
+        _put_first(lists)
+
+    return filters_mutated
+
+
+def _put_first(lists: dict[int, list[Any]]) -> None:
+    """Put the filter before all others of the list in force, which joins ``lists``."""
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    _leave_out(filters)
+    filters.insert(0, _FILTER)
+    lists[id(filters)] = filters
 
 
 def _leave_out(*lists: Any) -> None:

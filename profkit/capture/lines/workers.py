@@ -9,31 +9,32 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import multiprocessing
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data._utils import fetch, worker
 
 from profkit.capture.lines.own_code import describe
 from profkit.capture.lines.samples import StackSampler
 from profkit.files import write_whole
-from profkit.run.lines import LineTime
-from profkit.run.records import decode
+from profkit.run.lines import Line, LineTime
+from profkit.run.recording import lines_flag
 
 VARIABLE = "PROFKIT_LINES"
-"""The environment variable that names the shared file, in all processes that the program starts."""
+"""The environment variable that names the run's directory, in all processes that the program starts."""
 
 _POLL_S = 0.02
 _PATIENCE_S = 1.0
 _FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
 _FETCH_CODES = [kind.fetch.__code__ for kind in _FETCHERS]
-_DORMANT, _LOOKING = 0, 1
+_DORMANT, _LOOKING, _OVER = range(3)
 
 
 @dataclass
@@ -46,17 +47,17 @@ class OfWorkers:
 
 
 class WorkerLines:
-    """Has each worker that starts from now on look for its lines when it is told to.
+    """Has each worker that this process starts from now on look for its lines when it is told to.
 
     Args:
-        flag: the file to make; what workers find lies beside it until `stop` takes it.
+        run: where a file is made by which workers are told; what they find lies beside it until `stop` takes it.
     """
 
-    def __init__(self, flag: Path) -> None:
-        self._flag = flag
-        flag.write_bytes(bytes([_DORMANT]))
-        self._shared = _map(flag, mmap.PROT_READ | mmap.PROT_WRITE)
-        os.environ[VARIABLE] = str(flag)
+    def __init__(self, run: Path) -> None:
+        self._flag = lines_flag(run, os.getpid())
+        self._flag.write_bytes(bytes([_DORMANT]))
+        self._shared = _map(self._flag, mmap.PROT_READ | mmap.PROT_WRITE)
+        os.environ[VARIABLE] = str(run)
         self._original: Callable[..., None] = worker._worker_loop
         worker._worker_loop = _worker_loop
 
@@ -66,22 +67,32 @@ class WorkerLines:
 
     def stop(self) -> OfWorkers:
         """End it, and return what the workers found that answer within a second."""
-        self._shared[0] = _DORMANT
-        worker._worker_loop = self._original
-        os.environ.pop(VARIABLE, None)
-        return _join(self._take())
-
-    def _take(self) -> list[dict[str, Any]]:
-        """Return what each looking worker has left, once all of them have or the patience is over."""
+        self._shared[0] = _OVER
+        self._uninstall()
         deadline = perf_counter_ns() + int(_PATIENCE_S * 1e9)
-        looking, done = f"{self._flag.name}-looking-*", f"{self._flag.name}-done-*"
-        while list(self._flag.parent.glob(looking)) and perf_counter_ns() < deadline:
+        while self._files("looking") and perf_counter_ns() < deadline:
             sleep(_POLL_S)
-        paths = sorted(self._flag.parent.glob(done))
-        contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        for path in (*paths, *self._flag.parent.glob(looking), self._flag):
+        contents = [json.loads(path.read_text(encoding="utf-8")) for path in self._files("done")]
+        self._remove()
+        return _join(contents)
+
+    def close(self) -> None:
+        """End it where nobody has looked."""
+        self._shared[0] = _OVER
+        self._uninstall()
+        self._remove()
+
+    def _uninstall(self) -> None:
+        if worker._worker_loop is _worker_loop:
+            worker._worker_loop = self._original
+        os.environ.pop(VARIABLE, None)
+
+    def _files(self, state: str) -> list[Path]:
+        return sorted(self._flag.parent.glob(f"{self._flag.name}-{state}-*"))
+
+    def _remove(self) -> None:
+        for path in (self._flag, *self._files("looking"), *self._files("done")):
             path.unlink(missing_ok=True)
-        return contents
 
 
 def _map(flag: Path, protection: int) -> mmap.mmap:
@@ -93,42 +104,74 @@ def _map(flag: Path, protection: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+class _Row(NamedTuple):
+    file: str | None
+    line: int
+    function: str
+
+
 def _join(contents: list[dict[str, Any]]) -> OfWorkers:
     """Return all workers' lines as those of a mean batch."""
     batches = sum(content["batches"] for content in contents)
     if not batches:
         return OfWorkers()
-    samples: defaultdict[tuple[str | None, int, str, str | None], list[int]] = defaultdict(list)
+    samples: Counter[_Row] = Counter()
+    times: defaultdict[_Row, Counter[str | None]] = defaultdict(Counter)
     for content in contents:
-        for line in content["lines"]:
-            samples[line["file"], line["line"], line["function"], line["called"]].append(line["samples"])
-    all_samples = sum(map(sum, samples.values()))
+        for file, line, function, called, count, time_ns in content["lines"]:
+            samples[_Row(file, line, function)] += count
+            times[_Row(file, line, function)][called] += time_ns
     batch_ns = sum(content["batch_ns"] for content in contents) // batches
-    lines = [_of_batch(key, sum(counts), all_samples, batch_ns) for key, counts in samples.items()]
+    sampled_ns = sum(called.total() for called in times.values())
+    lines = [_of_batch(row, times[row], samples, sampled_ns, batch_ns) for row in times]
     return OfWorkers(batches, batch_ns, lines)
 
 
-def _of_batch(key: tuple[str | None, int, str, str | None], samples: int, of: int, batch_ns: int) -> LineTime:
-    share = samples / of
-    error = (share * (1 - share) / of) ** 0.5
-    values = dict(zip(("file", "line", "function", "called"), key, strict=True))
-    times = {"samples": samples, "time_ns": round(share * batch_ns), "error_ns": round(error * batch_ns), "waits": 0.0}
-    line: LineTime = decode(LineTime, {**values, "phase": None, "thread": "worker", **times})
-    return line
+def _of_batch(
+    row: _Row, called: Counter[str | None], samples: Counter[_Row], sampled_ns: int, batch_ns: int
+) -> LineTime:
+    share = called.total() / sampled_ns
+    error = (share * (1 - share) / samples.total()) ** 0.5
+    ((longest, _),) = called.most_common(1)
+    return LineTime(
+        *row,
+        called=longest,
+        phase=None,
+        thread="worker",
+        samples=samples[row],
+        time_ns=round(share * batch_ns),
+        error_ns=round(error * batch_ns),
+        waits=0.0,
+    )
 
 
 def _worker_loop(*args: Any, **kwargs: Any) -> None:
     """Run a worker as torch does, with a sampler that sleeps until it is wanted."""
-    flag = os.environ.get(VARIABLE)
-    if flag is not None:
-        # A worker without a sampler is still a worker.
-        with contextlib.suppress(OSError):
-            _Dormant(Path(flag)).start()
-    _torchs_loop(*args, **kwargs)
+    dormant = _install()
+    try:
+        _torchs_loop(*args, **kwargs)
+    finally:
+        if dormant is not None:
+            dormant.leave()
 
 
 _torchs_loop: Callable[..., None] = worker._worker_loop
 """A worker that is spawned imports this module anew, before anything is replaced."""
+
+
+def _install() -> _Dormant | None:
+    """Return the sampler; a worker without one, because a file or a thread cannot be made, is still a worker."""
+    run, parent = os.environ.get(VARIABLE), multiprocessing.parent_process()
+    if run is None or parent is None or parent.pid is None:
+        return None
+    try:
+        # A worker that was spawned has imported torch, and made a file as if it were to train.
+        lines_flag(Path(run), os.getpid()).unlink(missing_ok=True)
+        dormant = _Dormant(lines_flag(Path(run), parent.pid))
+        dormant.start()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return dormant
 
 
 class _Dormant:
@@ -139,43 +182,60 @@ class _Dormant:
         self._shared = _map(flag, mmap.PROT_READ)
         self._thread = threading.get_ident()
         self._batches = self._batch_ns = 0
-        self._looks = False
+        self._ends = threading.Event()
+        self._sampler = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
 
     def start(self) -> None:
-        """Time batches while looking; the sampler's thread ends with the process."""
-        for kind in _FETCHERS:
-            kind.fetch = self._timed(kind.fetch)
-        threading.Thread(target=self._run, name="profkit-lines", daemon=True).start()
+        """Sleep until the flag is raised, on a thread of its own."""
+        self._sampler.start()
+
+    def leave(self) -> None:
+        """The worker ends: write down what was seen."""
+        self._ends.set()
+        self._sampler.join(_PATIENCE_S)
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def fetch_timed(*args: Any, **kwargs: Any) -> Any:
             began_ns = perf_counter_ns()
             batch = original(*args, **kwargs)
-            if self._looks:
-                self._batches += 1
-                self._batch_ns += perf_counter_ns() - began_ns
+            self._batches += 1
+            self._batch_ns += perf_counter_ns() - began_ns
             return batch
 
         return fetch_timed
 
     def _run(self) -> None:
-        while self._shared[0] != _LOOKING:
-            sleep(_POLL_S)
+        while self._shared[0] == _DORMANT:
+            if self._ends.wait(_POLL_S):
+                return
+        if self._shared[0] == _LOOKING:
+            # The run's directory may be full, or gone: the worker says nothing of it, and goes on.
+            with contextlib.suppress(OSError):
+                self._look()
+
+    def _look(self) -> None:
         looking = self._flag.with_name(f"{self._flag.name}-looking-{os.getpid()}")
         looking.touch()
         sampler = StackSampler(lambda: None, _FETCH_CODES)
         sampler.watch(self._thread, "worker")
-        self._looks = True
+        originals = [kind.fetch for kind in _FETCHERS]
+        for kind in _FETCHERS:
+            kind.fetch = self._timed(kind.fetch)
         sampler.start()
-        while self._shared[0] == _LOOKING:
-            sleep(_POLL_S)
+        while self._shared[0] == _LOOKING and not self._ends.wait(_POLL_S):
+            pass
+        sampler.step_ended()
         sampler.stop()
-        self._looks = False
+        for kind, original in zip(_FETCHERS, originals, strict=True):
+            kind.fetch = original
+        if self._flag.exists():  # else nobody waits for it any more
+            self._write(sampler)
+        looking.unlink(missing_ok=True)
+
+    def _write(self, sampler: StackSampler) -> None:
         lines = [
-            {**describe(place)._asdict(), "samples": count}
-            for (place, _, _), count in sampler.samples.items()
-            if place is not None
+            (*(Line(None, 0, "") if key[0] is None else describe(key[0])), sampler.samples[key], times[0])
+            for key, times in sampler.times.items()
         ]
         content = {"batches": self._batches, "batch_ns": self._batch_ns, "lines": lines}
         write_whole(self._flag.with_name(f"{self._flag.name}-done-{os.getpid()}"), json.dumps(content).encode())
-        looking.unlink()
