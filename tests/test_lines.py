@@ -26,7 +26,7 @@ from torch.utils.data._utils import worker
 from profkit.analysis.lines import find_lines
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines import workers
-from profkit.capture.lines.own_code import Place, _number, describe, find_place, is_own, is_profkits
+from profkit.capture.lines.own_code import Place, describe, find_place, is_own, is_profkits
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
 from profkit.capture.lines.samples import StackSampler
 from profkit.capture.lines.waits import Waits
@@ -174,6 +174,16 @@ def test_samples_are_weighed_by_the_time_since_the_last_one() -> None:
     }
     assert named == {(line, "forward", "main"): [7], (line, "backward", "main"): [0, 5]}
     assert sorted(sampler.samples.values()) == [1, 2]
+
+
+def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it() -> None:
+    phases = ["held", "released", "released"]
+    sampler = StackSampler(lambda: phases.pop(0))
+    sampler.watch(threading.get_ident(), "main")
+    for is_late in (False, True, False):
+        sampler._look(10, is_late=is_late)
+    sampler.step_ended()
+    assert {phase: sum(times) for (_, phase, _), times in sampler.times.items()} == {"held": 20, "released": 10}
 
 
 def test_a_sampler_leaves_the_switch_interval_as_it_was() -> None:
@@ -388,7 +398,7 @@ class _Numbers(Dataset[Any]):
 
 def _slowly(index: int) -> torch.Tensor:
     total = 0
-    for value in range(20_000):
+    for value in range(100_000):
         total += value
     return torch.tensor(total + index)
 

@@ -21,11 +21,17 @@ PERIOD_NS = 1_000_000
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread of Python's may run on while the sampler waits; by default ten times as long as it should."""
 
+_PROMPT_NS = 100_000
+"""A sampler that waited for nothing looks at most this late: the system's timer is no better."""
+
 Key = tuple[Place | None, str | None, Thread]
 
 
 class StackSampler:
     """Adds up, by place, phase and thread, the time between samples, each step for itself.
+
+    Of a sample that came late, but before Python's switch interval was over, the time belongs to the place of the
+    sample before: the thread held Python's lock until now, and let it go for the call in which it is seen.
 
     Args:
         phase: what phase of the step runs now.
@@ -39,6 +45,7 @@ class StackSampler:
         self._phase = phase
         self._outermost = outermost
         self._watched: dict[int, Thread] = {}
+        self._last: dict[int, Key] = {}
         self._step: dict[Key, int] = {}
         self._steps = 0
         self._lock = threading.Lock()
@@ -86,24 +93,29 @@ class StackSampler:
     def _run(self) -> None:
         before_ns = perf_counter_ns()
         while not self._ends.is_set():
+            sleeps_ns = perf_counter_ns()
             sleep(PERIOD_NS / 1e9)
             now_ns = perf_counter_ns()
-            self._look(now_ns - before_ns)
+            late_ns = now_ns - sleeps_ns - PERIOD_NS
+            self._look(now_ns - before_ns, is_late=_PROMPT_NS < late_ns < sys.getswitchinterval() * 1e9)
             before_ns = now_ns
 
-    def _look(self, time_ns: int) -> None:
+    def _look(self, time_ns: int, *, is_late: bool = False) -> None:
         frames = sys._current_frames()
         phase = self._phase()
         with self._lock:
-            self._add(frames, phase, time_ns)
+            self._add(frames, phase, time_ns, is_late=is_late)
 
-    def _add(self, frames: dict[int, FrameType], phase: str | None, time_ns: int) -> None:
+    def _add(self, frames: dict[int, FrameType], phase: str | None, time_ns: int, *, is_late: bool = False) -> None:
         for thread, kind in list(self._watched.items()):
             frame = frames.get(thread)
             working = _find(frame, self._outermost) if self._outermost else None
             if frame is None or (self._outermost and working is None) or is_profkits(frame):
                 continue
-            key = find_place(frame, working), None if kind == "backward" else phase, kind
+            key: Key = find_place(frame, working), None if kind == "backward" else phase, kind
+            before, self._last[thread] = self._last.get(thread, key), key
+            if is_late:
+                key = before
             self._step[key] = self._step.get(key, 0) + time_ns
             self.samples[key] += 1
 
