@@ -14,6 +14,8 @@ from profkit.errors import RunError, TraceError
 from profkit.reading import open_capture
 from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
+from tests.in_process import run_command
+from tests.kineto_builder import kernel, launch, row, written
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 from tests.step_builder import ADD, SGEMM, add_steps, write_steps
@@ -210,3 +212,18 @@ def test_a_file_that_is_no_capture_is_refused(tmp_path: Path) -> None:
         open_capture(tmp_path / "missing")
     with pytest.raises(RunError, match="no profkit run"):
         open_capture(tmp_path)
+
+
+def test_a_recording_without_operators_is_compared_with_one_that_has_them(tmp_path: Path) -> None:
+    lean = [launch(12, 1), kernel("gemm", 20, 5, 1)]
+    full = [row("cpu_op", "aten::mm", 10, 8), *lean]
+    captures = [written(tmp_path, full, "full.json"), written(tmp_path, lean, "lean.json")]
+    provenance = compared(*captures)
+    assert [change.fact for change in provenance.differences] == ["CPU operators"]
+    assert provenance.disturbances == []
+    said = provenance.recorder_effect
+    assert said is not None
+    assert said.startswith("only the first capture has CPU operators")
+    shown = run_command("compare", *map(str, captures)).stdout
+    assert said in " ".join(shown.split())
+    assert compared(captures[1], captures[1]).recorder_effect is None

@@ -3,7 +3,8 @@
 Some differences disturb a comparison: another profiler, GPU, driver, library, workload or precision changes times for
 its own reasons, and a capture that fails its self-check lacks times. The workload is the program. Other differences are
 only stated, because they are what one wants to compare: the program's arguments, how the model was compiled, the
-revision of the code, what was annotated. A fact that only one capture has is unknown, not different.
+revision of the code, what was annotated, whether CPU operators were recorded. A fact that only one capture
+has is unknown, not different.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _EXPECTED = (
 )
 _OF_GPUS = ("GPU", "driver", "CUDA")
 _SELF_CHECK = "self-check"
+_OPERATORS = "CPU operators"
+_RECORDED, _NOT_RECORDED = "recorded", "not recorded"
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,25 @@ class Provenance:
         """Return the differences that need force."""
         return [difference for difference in self.differences if difference.disturbs]
 
+    @property
+    def recorder_effect(self) -> str | None:
+        """The sentence on what differs because one recording also took CPU operators; None if that is not so."""
+        facts = {difference.fact: difference for difference in self.differences}
+        operators = facts.get(_OPERATORS)
+        if operators is None or "profiler" in facts:
+            return None
+        full = "first" if operators.before == _RECORDED else "second"
+        return (
+            f"only the {full} capture has CPU operators, and recording them slows the program: Python time, idle time "
+            "and recorded steps differ for that reason too; kernel times and unprofiled steps can be compared"
+        )
+
 
 def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenance:
     """Return what differs between where two captures come from."""
     old, new = _state_facts(before), _state_facts(after)
     differences = [
-        Difference(fact, old[fact], new[fact], fact not in _STATED)
+        Difference(fact, old[fact], new[fact], fact not in _STATED and fact != _OPERATORS)
         for fact in old.keys() & new.keys()
         if old[fact] != new[fact]
     ]
@@ -131,6 +147,8 @@ def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
     if trace.measure == "gpu-kernel" and len(trace.work):
         processes = rows_by_value(trace.work.process).values()
         yield "GPUs at work", str(sum(len(distinct_values(trace.work.device[rows])) for rows in processes))
+        if trace.source == "kineto":
+            yield _OPERATORS, _NOT_RECORDED if trace.work.operator is None else _RECORDED
         yield "CUDA graphs", "traced whole" if trace.work.is_graph.any() else "traced by kernel, if any"
 
 
