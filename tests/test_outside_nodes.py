@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from profkit.capture.hooks import outside_nodes  # noqa: E402
-from profkit.capture.hooks.backward_nodes import Carrier, is_marked, mark_node, mark_nodes  # noqa: E402
+from profkit.capture.hooks.backward_nodes import Carrier, is_marked, mark_node  # noqa: E402
 from profkit.capture.hooks.outside_nodes import OutsideNodes  # noqa: E402
 
 CARRIER = Carrier()
@@ -84,8 +84,7 @@ def test_what_a_module_computes_and_does_not_pass_on_is_marked_as_its_own() -> N
     model: Any = object()
 
     def passes(call: Any, *values: Any) -> None:
-        mark_nodes(values, lambda _: None, CARRIER)
-        outside.passes(call, CARRIER)
+        outside.passes(values, lambda _: None, call, CARRIER)
 
     x = torch.randn(2, 4, requires_grad=True)
     outside.call_begins()

@@ -202,7 +202,7 @@ class _Ranges:
         range_ = sites[site] if site in sites else sites.find(site, frame)
         if range_ is None:
             return function(*args, **kwargs)
-        token = opened.begin_range(range_)
+        token = opened.begin_range(range_.name, range_)
         try:
             return function(*args, **kwargs)
         finally:

@@ -18,7 +18,8 @@ from torch import Tensor
 from profkit.capture.compilations import is_compiling
 from profkit.capture.patches import outside_dynamo, patch
 
-_MARK = "profkit"
+MARK = "profkit"
+"""What the notes on a marked node hold."""
 _NESTING = 4
 
 
@@ -52,7 +53,7 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
-        if node is not None:
+        if node is not None and MARK not in node.metadata:
             mark_node(node, hook, carrier)
     elif not nesting or value is None:
         return
@@ -70,8 +71,8 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
 def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
     """Mark one node, as `mark_nodes` does."""
     notes = node.metadata
-    if _MARK not in notes:
-        notes[_MARK] = True
+    if MARK not in notes:
+        notes[MARK] = True
         _hook_node(node, {0: hook}, carrier)
         number = node._sequence_nr()
         carrier.newest = max(carrier.newest, number)
@@ -89,7 +90,7 @@ def _hook_node(node: Any, hooks: dict[int, NodeHook], carrier: Carrier) -> None:
 
 def is_marked(node: Any) -> bool:
     """Return whether a node is marked."""
-    return _MARK in node.metadata
+    return MARK in node.metadata
 
 
 running_graph: Callable[[], int] = torch._C._current_graph_task_id

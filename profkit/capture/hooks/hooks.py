@@ -274,15 +274,13 @@ class Hooks(RangeObserver):
         opened = self.on_thread.ranges
         around = opened.call
         if opened.note_call(self) is not None and self.is_recording:
-            mark_nodes(arguments, around or self._no_call, opened.carrier)
-            self._outside.passes(around, opened.carrier)
+            self._outside.passes(arguments, around or self._no_call, around, opened.carrier)
 
     @_harmless
     def returned(self, result: Any) -> None:
         opened = self.on_thread.ranges
         if self.is_recording:
-            mark_nodes(result, opened.call or self._no_call, opened.carrier)
-            self._outside.passes(opened.call, opened.carrier)
+            self._outside.passes((result,), opened.call or self._no_call, opened.call, opened.carrier)
 
     def fail(self, error: Exception) -> None:
         self.is_over = True
@@ -343,12 +341,8 @@ class Hooks(RangeObserver):
             elif name is None and not self._knows_owners:
                 return None
             call = Call(name, around, self, owner, None if part is None else part.reference)
-            hook, carrier = around or self._no_call, opened.carrier
-            for value in args:
-                mark_nodes(value, hook, carrier)
-            if kwargs:
-                mark_nodes(kwargs, hook, carrier)
-            self._outside.passes(around, carrier)
+            passed = (*args, kwargs) if kwargs else args
+            self._outside.passes(passed, around or self._no_call, around, opened.carrier)
             opened.open_call(call)
             return call
         except Exception as error:
@@ -359,8 +353,7 @@ class Hooks(RangeObserver):
         """Close what was opened around a call of ``module``, which has ended."""
         try:
             if self.is_recording:
-                mark_nodes(output, call, opened.carrier)
-                self._outside.passes(call, opened.carrier)
+                self._outside.passes((output,), call, call, opened.carrier)
             opened.close_call(call)
             if opened.root is None:
                 if opened.is_interrupted_by(module):

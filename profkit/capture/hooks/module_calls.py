@@ -82,7 +82,10 @@ def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[...
         if entered is None:
             return plain(self, *args, **kwargs)
         try:
-            output = plain(self, *args, **kwargs)
+            if is_torchs_own and self._compiled_call_impl is None:
+                output = self._call_impl(*args, **kwargs)
+            else:
+                output = plain(self, *args, **kwargs)
         except BaseException as error:
             if callback is not None:
                 compile_with(None)

@@ -119,6 +119,7 @@ class OpenRanges:
         "_interrupted",
         "_log",
         "_logged",
+        "_number_of",
         "_purpose",
         "_runs_for",
         "_shown_to",
@@ -132,6 +133,7 @@ class OpenRanges:
     def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None, log: LiveLog | None = None) -> None:
         self._shown_to = observers_but(opener)
         self._log = log or LiveLog()
+        self._number_of = self._log.number_of
         self._logged: list[int] | None = None
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
@@ -154,17 +156,19 @@ class OpenRanges:
         for name in names:
             _ = _ranges[name]
 
-    def begin_range(self, range_: Range) -> Any:
-        """Open a range on this thread: in the log while that is on, else for NVTX and torch.profiler.
+    def begin_range(self, name: str, range_: Range) -> Any:
+        """Open the range of this name on this thread: in the log while that is on, else for NVTX and torch.profiler.
 
         Return what `end_range` needs.
         """
         shown_to = self._shown_to
         if self._log.is_on:
-            if shown_to:
-                for observer in shown_to:
-                    observer.opening(range_.name)
-            self._enter(range_.name)
+            for observer in shown_to:
+                observer.opening(name)
+            logged = self._logged
+            if logged is None:
+                logged = self._begin_log()
+            logged += (self._number_of[name], time_ns())
             return _LOGGED
         if shown_to or profiler._is_profiler_enabled:
             return range_.open(shown_to)
@@ -175,12 +179,10 @@ class OpenRanges:
         """Close a range, this thread's innermost; ``token`` is what `begin_range` returned."""
         shown_to = self._shown_to
         if token is _LOGGED:
-            if not shown_to:
-                self._leave()
-                return
             for observer in shown_to:
                 observer.closing()
-            self._leave()
+            if self._log.is_on and self._logged is not None:  # as `_leave` does, in its place
+                self._logged += (LEFT, time_ns())
             for observer in shown_to:
                 observer.closed()
         elif token is None and not shown_to:
@@ -188,23 +190,19 @@ class OpenRanges:
         else:
             range_.close(token, shown_to)
 
-    def _enter(self, name: str) -> None:
-        logged = self._logged
-        if logged is None:
-            logged = self._logged = self._log.begin_thread()
-        logged.append(self._log.number_of[name])
-        logged.append(time_ns())
+    def _begin_log(self) -> list[int]:
+        self._logged = self._log.begin_thread()
+        return self._logged
 
     def _leave(self) -> None:
         if self._log.is_on and self._logged is not None:
-            self._logged.append(LEFT)
-            self._logged.append(time_ns())
+            self._logged += (LEFT, time_ns())
 
     def open_call(self, call: Call) -> None:
         """Open the range of a call of a module that begins."""
-        range_ = call.range
-        token = None if range_ is None else self.begin_range(range_)
-        self._entries.append((call, call.name, range_, token, call))
+        name, range_ = call.name, call.range
+        token = None if name is None or range_ is None else self.begin_range(name, range_)
+        self._entries.append((call, name, range_, token, call))
         self.call = call
         if self._runs_for is not None:
             self._changed()
@@ -215,7 +213,7 @@ class OpenRanges:
             self._entries.append((key, None, None, None, call))
         else:
             range_ = _ranges[name]
-            self._entries.append((key, name, range_, self.begin_range(range_), call))
+            self._entries.append((key, name, range_, self.begin_range(name, range_), call))
         if call is not None:
             self.call = call
         if self._runs_for is not None:
@@ -243,7 +241,8 @@ class OpenRanges:
         """
         token = None
         if logged_as is not None and self._log.is_on:
-            self._enter(logged_as)
+            logged = self._begin_log() if self._logged is None else self._logged
+            logged += (self._number_of[logged_as], time_ns())
             token = _LOGGED
         self._entries.append((_SCRIPTS, name, None, token, None))
         self.scripts += 1
@@ -319,36 +318,37 @@ class OpenRanges:
 
         None or a `NoCall`: close those that are open there.
         """
-        entries = self._entries
-        one = None if call is None or call.depth < 0 else call
-        is_outside = one is None
+        if call is not None and call.depth < 0:
+            call = None
+        entries, is_outside = self._entries, call is None
         missing: list[Call] = []
         while entries:
             key, _, last, token, innermost = entries[-1]
             if key is not _BACKWARD_OF_CALL or innermost is None:
                 break
-            while one is not None and one.depth > innermost.depth:
-                missing.append(one)
-                one = one.around
-            if one is innermost:  # and below it are the ranges of the calls around it, no others
-                one = None
+            while call is not None and call.depth > innermost.depth:
+                missing.append(call)
+                call = call.around
+            if call is innermost:  # and below it are the ranges of the calls around it, no others
+                call = None
                 break
             entries.pop()
             if last is not None:
                 self.end_range(last, token)
-        while one is not None:
-            missing.append(one)
-            one = one.around
-        for one in reversed(missing):
-            range_ = one.range
-            token = None if range_ is None else self.begin_range(range_)
-            entries.append((_BACKWARD_OF_CALL, one.name, range_, token, one))
-        is_within = missing or (entries and entries[-1][_KEY] is _BACKWARD_OF_CALL)
-        self.call = None if is_within else self._innermost_call()
-        if is_outside:
-            self._tell(BACKWARD, None)
-        elif self._runs_for is not None:
-            self._changed()
+        while call is not None:
+            missing.append(call)
+            call = call.around
+        while missing:
+            call = missing.pop()
+            name, range_ = call.name, call.range
+            token = None if name is None or range_ is None else self.begin_range(name, range_)
+            entries.append((_BACKWARD_OF_CALL, name, range_, token, call))
+        self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
+        if self._runs_for is not None:
+            if is_outside:
+                self._tell(BACKWARD, None)
+            else:
+                self._changed()
 
     @property
     def running_call(self) -> Call | None:

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profkit.capture.hooks.backward_nodes import Carrier, is_creating_graph, is_marked
+from profkit.capture.hooks.backward_nodes import (
+    MARK,
+    Carrier,
+    NodeHook,
+    is_creating_graph,
+    is_marked,
+    mark_node,
+    mark_nodes,
+)
 from profkit.capture.hooks.open_ranges import Call
 
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -42,11 +50,17 @@ class OutsideNodes:
         """It has ended."""
         self._calls.spans.append((self._calls.begin, next_number()))
 
-    def passes(self, call: Call | None, carrier: Carrier) -> None:
-        """``call`` calls another module or ends; what it passes on is marked as its own by ``carrier``.
+    def passes(self, values: Iterable[Any], hook: NodeHook, call: Call | None, carrier: Carrier) -> None:
+        """``call`` calls another module or ends, and passes on ``values``, which are marked with ``hook``.
 
         Of the nodes that it made itself since the last such moment, backward runs the last one first.
         """
+        for value in values:
+            # As `mark_nodes` does of a tensor, twice for each call of a module: here it costs no further call.
+            if not isinstance(value, Tensor):
+                mark_nodes(value, hook, carrier)
+            elif (node := value.grad_fn) is not None and MARK not in node.metadata:
+                mark_node(node, hook, carrier)
         calls, end = self._calls, next_number()
         if end != calls.passed:
             if call is not None and carrier.newest != end - 1:
