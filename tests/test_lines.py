@@ -549,7 +549,16 @@ def test_the_command_shows_lines_in_every_format(run_with_lines: Path) -> None:
 def test_a_run_without_lines_says_how_to_record_them(run_with_lines: Path) -> None:
     (run_with_lines / "lines.jsonl").unlink()
     shown = CliRunner().invoke(cli, ["efficiency", str(run_with_lines), "--by", "line"])
-    assert "record them with `profkit run`" in str(shown.exception)
+    assert "record them with `profkit run` (without --no-lines) of a script that makes steps" in str(shown.exception)
+
+
+def test_lines_that_no_unprofiled_step_is_near_to_say_so(run_with_lines: Path) -> None:
+    content = json.loads((run_with_lines / "manifest.json").read_text())
+    content["clean"] = {"steps": [{"step_ns": 9_000_000}] * 3}
+    (run_with_lines / "manifest.json").write_text(json.dumps(content))
+    shown = run_command("efficiency", run_with_lines, "--by", "line").stdout
+    assert "times are as sampled" in shown
+    assert "scaled, phase by phase" not in shown
 
 
 LOOPING = """

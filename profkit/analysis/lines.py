@@ -57,7 +57,10 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
     """
     found = run.lines(rank)
     if found is None:
-        raise RunError(f"{run.path}: holds no lines of source{_whose(rank)}; record them with `profkit run`")
+        raise RunError(
+            f"{run.path}: holds no lines of source{_whose(rank)}; record them with `profkit run` (without --no-lines) "
+            "of a script that makes steps after the recorded ones"
+        )
     looked = _step_times(Samples(found.steps.steps))
     unprofiled = _step_times(run.manifest.unprofiled or Samples())
     scale = _scales(looked, unprofiled)

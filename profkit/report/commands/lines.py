@@ -45,6 +45,8 @@ def _head(result: LinesResult) -> Iterator[str]:
 def _notes(result: LinesResult) -> Iterator[str]:
     if result.is_scaled:
         yield "times are scaled, phase by phase, to the unprofiled steps; ± is the standard error"
+    else:
+        yield "times are as sampled: no unprofiled step is near enough to scale them to; ± is the standard error"
     if result.unnamed_ns:
         yield f"{NS.show(result.unnamed_ns)} a step with no line of your own, or too few samples to name one"
     if result.batch_ns is not None:
