@@ -298,7 +298,9 @@ def test_a_run_recorded_here_has_one_step_time_in_every_command(tmp_path: Path) 
     """A loop on the CPU, which waits for its data: the step is its mean wait and the median of the rest."""
     script, run = tmp_path / "loop.py", tmp_path / "run"
     script.write_text(LOOP)
-    made = run_profkit("run", "-o", str(run), "--steps", "2", sys.executable, str(script), cwd=tmp_path)
+    made = run_profkit(
+        "run", "-o", str(run), "--warmup", "5", "--steps", "2", sys.executable, str(script), cwd=tmp_path
+    )
     assert made.returncode == 0, made.stderr
     account = open_capture(run).trace.account  # type: ignore[union-attr]
     step_ns = account.step_ns()

@@ -57,7 +57,8 @@ def test_the_reason_is_how_the_process_ended(
     forks: Forks, place: Path, how: str, steps: int, status: int, reason: str
 ) -> None:
     done = forks.run_profkit(
-        "run", "-o", "run", "--", sys.executable, str(place / "train.py"), how, str(steps), cwd=place
+        *("run", "-o", "run", "--warmup", "5", "--", sys.executable, str(place / "train.py"), how, str(steps)),
+        cwd=place,
     )
     assert done.returncode == status
     manifest = json.loads((place / "run" / "manifest.json").read_text())
@@ -69,7 +70,7 @@ def test_the_reason_is_how_the_process_ended(
 def test_a_run_directory_that_is_removed_does_not_stop_the_script(forks: Forks, place: Path) -> None:
     words = [sys.executable, str(place / "train.py"), "unlink", "12"]
     plain = forks.run(words, place)
-    done = forks.run_profkit("run", "-o", "run", "--", *words, cwd=place)
+    done = forks.run_profkit("run", "-o", "run", "--warmup", "5", "--", *words, cwd=place)
     assert done.stdout.startswith(plain.stdout)
     assert "Traceback" not in done.stderr
     assert "No such file or directory" in done.stderr

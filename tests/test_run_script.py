@@ -248,6 +248,15 @@ def test_the_first_three_of_many_warm_up_steps_are_not_timed(place: Path, run: S
     assert len(_manifest(place)["attached"]["steps"]) == timed
 
 
+def test_a_run_with_the_defaults_is_judged_against_a_baseline(place: Path, run: Start) -> None:
+    done = run("--", sys.executable, "train.py", "0.1", "17")
+    assert done.returncode == 0, done.stderr
+    manifest = _manifest(place)
+    assert [len(manifest[part]["steps"]) for part in ("attached", "profiled")] == [10, 3]
+    judged = run_command("check", place / "run", "--baseline", place / "run", "--format", "json")
+    assert [line["judged"] for line in json.loads(judged.stdout)["lines"]] == [True]
+
+
 def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run: Start) -> None:
     (place / "tf32.py").write_text(TF32)
     done = run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")
@@ -475,7 +484,7 @@ def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Start) -> 
         "    loss.backward()", "    loss = loss + sum(loss * 0 for _ in range(number))\n    loss.backward()"
     )
     (place / "uneven.py").write_text(uneven)
-    done = run("--", sys.executable, "uneven.py", "0.1", "9")
+    done = run("--warmup", "5", "--", sys.executable, "uneven.py", "0.1", "9")
     assert done.returncode == 0, done.stderr
     care = " ".join(done.stdout.partition("\nCare ")[2].partition("\nClosed ")[0].split())
     warned = [one.message for one in read_trace(place / "run").self_check.of("warning")]
@@ -496,7 +505,7 @@ def test_a_file_that_may_not_grow_does_not_stop_the_script(
 ) -> None:
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
     (place / "limited.py").write_text(limit + TRAIN)
-    done = run("--flops", "--", sys.executable, "limited.py", "0.1", "12")
+    done = run("--flops", "--warmup", "5", "--", sys.executable, "limited.py", "0.1", "12")
     assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
     assert "Traceback" not in done.stderr
     assert said in done.stderr

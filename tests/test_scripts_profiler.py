@@ -68,7 +68,7 @@ def test_a_scripts_own_profiler_keeps_its_events(
     script.write_text(SCRIPT)
     words = [sys.executable, str(script), *map(str, steps)]
     plain = forks.run(words, tmp_path)
-    done = forks.run_profkit("run", "-o", "run", "--", *words, cwd=tmp_path)
+    done = forks.run_profkit("run", "-o", "run", "--warmup", "5", "--", *words, cwd=tmp_path)
     assert plain.stdout.startswith("EVENTS ")
     assert done.stdout.splitlines()[0] == plain.stdout.strip()
     assert said in done.stderr
@@ -87,7 +87,7 @@ def test_lines_of_the_scripts_own_profiler_are_printed_as_without_profkit(tmp_pa
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
     plain, done = (
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        for command in (words, [sys.executable, "-m", "profkit", "run", "-o", "run", "--", *words])
+        for command in (words, [sys.executable, "-m", "profkit", "run", "-o", "run", "--warmup", "5", "--", *words])
     )
     assert done.stdout.startswith("False\n")
     assert "3 steps" in done.stdout, "recorded before the script's profiler began"

@@ -45,8 +45,8 @@ from profkit.run.manifest import Workload
 from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks, describe_step
 
 _WARMUP = 2
-# Of a command's steps before the recording all but the first are timed, so there should be some.
-_COMMAND_WARMUP = 5
+# Of a command's steps before the recording the first three are not timed, and ten make a median worth comparing.
+_COMMAND_WARMUP = 13
 _COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.

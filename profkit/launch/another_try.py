@@ -26,6 +26,8 @@ from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order, StepChoice, Ste
 
 _INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _SHORT_WARMUP = 2
+_LEFT_FOR_LINES = 3
+"""How many steps after the recorded ones the lines of source need, where the program makes enough."""
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
 _NEEDED_TO_COUNT = 2
 _MOST_CACHED_BYTES = 5 * 2**30
@@ -184,7 +186,8 @@ def _strength(seen: str) -> int:
 
 
 def _shortened(order: Order, made: int) -> AnotherTry:
-    warmup = min(order.warmup_steps, _SHORT_WARMUP, made - 1)
+    fits = 0 if order.steps is None else made - order.steps - _LEFT_FOR_LINES
+    warmup = min(order.warmup_steps, max(fits, _SHORT_WARMUP), made - 1)
     steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
     flops = order.flops and warmup >= _NEEDED_TO_COUNT
     options = f"--warmup {warmup} --steps {steps}"
