@@ -121,7 +121,7 @@ def test_unprofiled_steps_in_bursts_count_with_their_mean_wait(tmp_path: Path) -
     assert limit_words(step) == "data loading"
     costs = {one.phase: (one.clean_ns, one.profiled_ns) for one in result.inflation}
     assert costs == {}, "no recorded step was timed by the host"
-    assert "use their mean wait for data and the median of the rest" in _shown(result)
+    assert "use their mean wait for data and median of the rest" in _shown(result)
 
 
 @pytest.mark.parametrize(
