@@ -43,7 +43,8 @@ def test_zsh_escapes_names_itself(capture: Path) -> None:
     assert "\\" not in out
 
 
-def test_what_cannot_be_read_offers_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_read_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without a run that a command would take
     assert completed("kernels", str(tmp_path / "gone.sqlite"), "--range", "f") == []
     assert completed("kernels", "--range", "f") == []
     assert completed("kernel", "x", "--range", "f") == []

@@ -634,7 +634,9 @@ if __name__ == "__main__":
 
 def test_spawned_workers_show_their_lines_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNING)
-    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", "train.py", cwd=tmp_path)
+    done = run_profkit(
+        "run", "-o", "run", "--warmup", "3", "--steps", "1", "--", sys.executable, "train.py", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     lines = find_lines(Run(tmp_path / "run")).lines
     assert {line.function for line in lines if line.thread == "worker"} == {"Numbers.__getitem__"}
@@ -644,7 +646,9 @@ def test_spawned_workers_show_their_lines_and_leave_no_file(tmp_path: Path) -> N
 def test_lines_that_fail_leave_the_recording(tmp_path: Path) -> None:
     failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
     (tmp_path / "train.py").write_text(failing + LOOPING.replace("STEPS", "9"))
-    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", "train.py", cwd=tmp_path)
+    done = run_profkit(
+        "run", "-o", "run", "--warmup", "3", "--steps", "1", "--", sys.executable, "train.py", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "the lines could not be saved: KeyError" in done.stderr
     assert Run(tmp_path / "run").traces

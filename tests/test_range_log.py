@@ -225,5 +225,5 @@ def test_a_trace_whose_threads_do_not_match_fails_the_check(tmp_path: Path) -> N
 def test_a_trace_without_operators_says_how_to_record_them(tmp_path: Path) -> None:
     trace = _trace()
     join_ranges(trace, _log())
-    with pytest.raises(UsageError, match="record with `profkit run --operators`"):
+    with pytest.raises(UsageError, match="record CPU operators too"):
         _read(tmp_path, trace).kernels(by="operator")
