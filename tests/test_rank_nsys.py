@@ -102,7 +102,11 @@ def _record(place: Path, ranks: str, count: int = 3, script: str = SCRIPT) -> An
 
 
 def _files(place: Path) -> set[str]:
-    return {path.name for path in (place / "run").iterdir() if not path.name.startswith(("light", "manifest", "log"))}
+    return {
+        path.name
+        for path in (place / "run").iterdir()
+        if not path.name.startswith(("light", "lines", "manifest", "log"))
+    }
 
 
 @pytest.mark.nsys

@@ -453,7 +453,7 @@ def test_the_lines_are_those_of_the_summary_and_lead_to_their_sections(page: Any
         assert f"{label} {words}" in told
         link = line.locator("dt a")
         assert page.locator(link.get_attribute("href")).count() == 1
-    assert page.locator(".verdict dt").all_inner_texts()[:3] == ["STEP", "GPU", "WORK"]
+    assert page.locator(".verdict dt").all_inner_texts()[:4] == ["STEP", "LIMIT", "GPU", "WORK"]
 
 
 @pytest.mark.browser

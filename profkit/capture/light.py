@@ -145,10 +145,13 @@ class LightRecorder:
         """The step that ran has ended, with these phases."""
         self._harmless(self._end_step, spans)
 
-    def step_begins(self, number: int, *, is_recorded: bool = False) -> bool:
-        """Step ``number`` begins, which may be one that ranks record in full; return whether its phases are wanted."""
+    def step_begins(self, number: int, *, is_recorded: bool = False, is_left_out: bool = False) -> bool:
+        """Step ``number`` begins, which may be one that ranks record in full; return whether its phases are wanted.
+
+        One ``is_left_out`` in which something else slows the program.
+        """
         self._keeps = False
-        self._harmless(self._begin_step, number, is_recorded)
+        self._harmless(self._begin_step, number, is_recorded, is_left_out)
         return self._keeps
 
     def end(self) -> None:
@@ -171,7 +174,7 @@ class LightRecorder:
             self.stop()
             say(f"the light record of this rank ends here ({type(error).__name__}: {error})")
 
-    def _begin_step(self, number: int, is_recorded: bool) -> None:
+    def _begin_step(self, number: int, is_recorded: bool, is_left_out: bool) -> None:
         if number <= self._number:  # something else counts as a step from now on
             self._steps, self._recorded = [], 0
             self._unread.clear()
@@ -182,7 +185,8 @@ class LightRecorder:
             self._open()
         self._recorded += is_recorded
         self._keeps_all = number < _ALL or (is_recorded and self._recorded <= _MOST_RECORDED)
-        if self._path is None or number < self._first or not (self._keeps_all or number % _spacing(number) < _IN_ROW):
+        is_due = self._keeps_all or number % _spacing(number) < _IN_ROW
+        if self._path is None or number < self._first or is_left_out or not is_due:
             return
         self._keeps, self._last_kept = True, number
         if self._gpu_zero is None and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():

@@ -198,7 +198,9 @@ class Session:
     def _begin_light_step(self, number: int) -> None:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
-        wants_phases = self._light is not None and self._light.step_begins(number, is_recorded=is_recorded)
+        wants_phases = self._light is not None and self._light.step_begins(
+            number, is_recorded=is_recorded, is_left_out=self._lines is not None
+        )
         if not self._is_over or self._lines is not None:
             return
         if wants_phases:

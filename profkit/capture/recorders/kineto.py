@@ -189,7 +189,8 @@ def _export(profiler: profile, path: Path) -> None:
     # into the same folder at the same time.
     plain = Path(f"/proc/self/fd/{folder}/{_WRITTEN}{plain_beside(path).name}")
     try:
-        profiler.export_chrome_trace(str(plain))
+        with _kineto_silent():  # that the disk is full is said below
+            profiler.export_chrome_trace(str(plain))
         if not _is_whole(plain):
             raise _why_not_whole(plain, path)
         _name_after(plain, path)

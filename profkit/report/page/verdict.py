@@ -13,9 +13,11 @@ from profkit.report.units import TEXT, Unit, format_bytes, format_ns
 
 _SECTIONS = {
     "STEP": ("step", "summary"),
+    "LIMIT": ("step", "efficiency"),
     "GPU": ("step", "efficiency"),
     "WORK": ("kernels", "kernels"),
     "MODULE": ("modules", "ranges"),
+    "LINES": ("step", "efficiency"),
     "MEMORY": ("memory", "memory"),
     "RANKS": ("kernels", "kernels"),
     "Try": ("advice", "summary"),
