@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """Four ranks in a mesh of two by two, recorded by torch.profiler in steps 2 and 3 of 12."""
     folder = tmp_path_factory.mktemp("light")
     (folder / "train.py").write_text(SCRIPT)
-    steps = ("--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS))
+    steps = ("--warmup", "2", "--steps", "2", "--no-lines", "--nproc-per-node", str(RANKS))
     done = forks.run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import ToolError
 from profkit.joining import read_ranks
-from profkit.run.directory import NSYS_EXPORT, name_of_rank
+from profkit.run.directory import NSYS_EXPORT, Run, name_of_rank
+from profkit.run.light_columns import read_light
 from tests.rank_builder import (
     MS,
     Delay,
@@ -101,6 +102,12 @@ def test_the_summary_has_the_verdict_of_ranks(recorded: Path) -> None:
     said = " ".join(CliRunner().invoke(cli, ["summary", str(recorded)]).stdout.split())
     assert "Rank 2 is late" in said
     assert sum(one.waiting_ns for one in read_ranks(recorded).ranks) > 0
+
+
+@pytest.mark.slow
+def test_steps_in_which_lines_are_looked_for_are_in_no_light_record(recorded: Path) -> None:
+    for path in Run(recorded).light_records.values():
+        assert [step.name for step in read_light(path)[1].steps] == [f"step {number}" for number in range(7)]
 
 
 @pytest.mark.parametrize("traced", range(3))
