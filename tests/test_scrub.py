@@ -442,3 +442,13 @@ def test_nsys_stats_says_the_same_of_a_copy(nsys: Nsys, tmp_path: Path, report: 
         assert done.returncode == 0, done.stderr
         said.append([line.split(",")[:3] for line in done.stdout.splitlines()])
     assert said[0] == said[1]
+
+
+def test_a_copy_takes_truths_as_the_reader_does(tmp_path: Path) -> None:
+    shipped = Path(__file__).parent.parent / "traces" / "small-train.snapshot.pickle.gz"
+    snapshot = pickle.loads(gzip.decompress(shipped.read_bytes()))
+    snapshot["segments"][0]["is_expandable"] = ["not empty"]
+    (tmp_path / "odd.pickle").write_bytes(pickle.dumps(snapshot))
+    share(tmp_path / "odd.pickle", tmp_path / "copy.pickle")
+    copied = pickle.loads((tmp_path / "copy.pickle").read_bytes())
+    assert [segment["is_expandable"] for segment in copied["segments"]][:2] == [True, False]

@@ -166,6 +166,11 @@ def _pair(_: _SnapshotCopy, value: object) -> tuple[int, int] | None:
     return None
 
 
+def _truth(_: _SnapshotCopy, value: object) -> bool:
+    """Return what the reader takes a value for, whatever it is."""
+    return bool(value)
+
+
 def _divisions(_: _SnapshotCopy, value: object) -> dict[str, int]:
     pairs = value.items() if isinstance(value, dict) else ()
     return {key: count for key, count in pairs if isinstance(key, str) and key.isdecimal() and isinstance(count, int)}
@@ -203,13 +208,13 @@ _BLOCK: Mapping[str, Any] = {
 _SEGMENT: Mapping[str, Any] = {
     **dict.fromkeys(("device", "address", "total_size", "stream"), int),
     "segment_type": WORD,
-    "is_expandable": bool,
+    "is_expandable": _truth,
     "segment_pool_id": _pair,
     "blocks": _records(_BLOCK),
 }
 _SETTINGS: Mapping[str, Any] = {
     **dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ALLOCATOR),
-    "expandable_segments": _NUMBER,
+    "expandable_segments": _truth,
     "max_split_size": int,
     "garbage_collection_threshold": _NUMBER,
     "roundup_power2_divisions": _divisions,
