@@ -28,7 +28,8 @@ MEMORY_BYTES = 2**31
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _WARNING = re.compile(r"\w*Warning: .*")
-_SUM = "SELECT coalesce(sum(end - start), 0) FROM {} WHERE end >= start"
+# SQLite takes a text for larger than any number, and for 0 when it subtracts.
+_SUM = "SELECT coalesce(sum(end - start), 0) FROM {} WHERE end >= start AND typeof(end) != 'text'"
 _COUNTED = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
 
 _NEVER_NEGATIVE = ("_ns", "bytes", "count", "share")
