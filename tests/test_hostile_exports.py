@@ -29,6 +29,7 @@ DAMAGED = [
     (f"UPDATE {KERNELS} SET start = -9223372036854775808", "impossible times of kernels"),
     (f"UPDATE {KERNELS} SET end = 1e300", "values that are not integers"),
     (f"UPDATE {KERNELS} SET start = 'soon'", "values that are not integers"),
+    (f"UPDATE {KERNELS} SET start = ' ' WHERE rowid = 1", "not integers"),
     (f"UPDATE {KERNELS} SET correlationId = x'ff00'", "not integers"),
     ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "impossible times of ranges"),
     ("UPDATE NVTX_EVENTS SET globalTid = 'x'", "not integers"),

@@ -203,7 +203,12 @@ class SqliteFile:
     def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
         size = self.rows(f'SELECT count(*) FROM "{request.table}"')[0][0]
         expressions = [f'coalesce("{name}", {null})' for name, null in request.columns.items()]
-        joined = ", ".join(f"CAST(group_concat({expression}) AS BLOB)" for expression in expressions)
+        # A text of spaces would be parsed as a 0.
+        joined = ", ".join(
+            f"""CASE WHEN max(typeof("{name}") NOT IN ('integer', 'null')) THEN NULL
+            ELSE CAST(group_concat({expression}) AS BLOB) END"""
+            for name, expression in zip(request.columns, expressions, strict=True)
+        )
         where = f" AND {request.where}" if request.where else ""
         sql = f'SELECT count(*), {joined} FROM "{request.table}" WHERE rowid BETWEEN ? AND ?{where}'
         columns = [np.empty(size, dtype=np.int64) for _ in expressions]
