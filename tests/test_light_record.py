@@ -131,6 +131,7 @@ def test_lines_of_some_steps_give_the_columns_of_all(tmp_path: Path, count: int)
         ('"kernels"', '"weather"', "unknown cause"),
         ('"start_ns":"100,', '"start_ns":"now,', "start_ns holds something else"),
         ('"time_ns":"12"', '"time_ns":"?"', "outside_cuda holds"),
+        ('"module":[""]', '"module":[]', "outside_cuda does not hold 1 names"),
         ('["data","forward"]', '["data",7]', "a phase has a name that is no text"),
         ('["data","forward"]', '["data"]', "a phase does not hold 2 names"),
         ('"name":["step 3",null]', '"name":"step 3"', "name is not a list"),

@@ -375,6 +375,7 @@ def _build_phases(what: str, table: Columns, count: int) -> Phases:
 def _build_outside(table: Columns, count: int) -> Phases:
     step = _steps_of("outside_cuda", table["count"], count)
     names, name = _texts("outside_cuda", table["phase"], len(step))
+    _texts("outside_cuda", table["module"], len(step))
     times_ns = _numbers("outside_cuda", table["time_ns"], len(step))
     _refuse_reversed("outside_cuda", np.zeros_like(times_ns), times_ns)
     return Phases(names, step, name, np.zeros_like(times_ns), times_ns)
