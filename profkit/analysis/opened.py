@@ -28,6 +28,7 @@ from profkit.trace.processes import only_process
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.step_replay.edits import ProgramFacts
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
@@ -188,21 +189,26 @@ class OpenedTrace:
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.account, facts, range, numbered=numbered)
 
-    def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
-        """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""
+    @cached_property
+    def program_facts(self) -> ProgramFacts:
+        """Return what predictions rest on besides the trace."""
         from profkit.analysis.efficiency.facts import read_run_facts
         from profkit.analysis.lines import find_lines
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
-        from profkit.analysis.step_replay.predict import predict_time
 
         run, rank, peaks = self.run, self.rank or 0, read_run_facts(self.trace, self.run).peaks
-        facts = ProgramFacts(
+        return ProgramFacts(
             lines=find_lines(run, rank).lines if run is not None and run.lines(rank) is not None else None,
             optimizer_bytes=None if run is None else count_fused_bytes(run.manifest),
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
         )
-        return predict_time(self.step_replay, edits, facts)
+
+    def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
+        """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""
+        from profkit.analysis.step_replay.predict import predict_time
+
+        return predict_time(self.step_replay, edits, self.program_facts)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""

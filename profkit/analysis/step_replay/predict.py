@@ -15,6 +15,7 @@ from profkit.analysis.step_replay.edits import (
     CHANGES,
     WORLDS,
     CannotPredictError,
+    Change,
     ProgramFacts,
     Setting,
     World,
@@ -81,57 +82,102 @@ class _Run:
     change_ns: int
 
 
+@dataclass(frozen=True)
+class StepChange:
+    """A change of a step, by an edit or by the removal of a cause.
+
+    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is;
+    ``has_most``: whether there is a most at all.
+    """
+
+    name: str
+    apply: Change
+    assumption: str = ""
+    bound: str = ""
+    has_most: bool = True
+
+
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
     """Return how long the step would take after some edits, in the order in which they are given."""
-    texts = tuple(edit.text for edit in edits)
-    steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
-    now_ns = replay.unprofiled_ns or replay.recorded_ns
     unknown = [edit.text for edit in edits if edit.spec.name not in CHANGES]
-    refusal = replay.refusal
-    if refusal is None and unknown:
+    if unknown and replay.refusal is None:
         refusal = (
             f"what {', '.join(unknown)} would do to the time is not known: only a run of the edited program shows it"
         )
-    if refusal is None and now_ns is not None:
+        return _refuse(replay, [edit.text for edit in edits], refusal)
+    return predict_changes(replay, [change_of(edit) for edit in edits if edit.spec.name in CHANGES], facts)
+
+
+def change_of(edit: Edit) -> StepChange:
+    """Return what an edit does to a step; there must be such a change."""
+    name = edit.spec.name
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        return CHANGES[name](columns, replace(setting, argument=edit.argument))
+
+    return StepChange(edit.text, apply, ASSUMPTIONS.get(name, ""), BOUNDS.get(name, ""), has_most=name != "autocast")
+
+
+def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
+    """Return how long the step would take after some changes, made one after another."""
+    if replay.refusal is None and replay.now_ns is not None:
         try:
-            return _predict(replay, steps, now_ns, edits, facts)
+            return _predict(replay, changes, facts)
         except CannotPredictError as error:
-            refusal = str(error)
-    return TimeAnswer(texts, now_ns, replay.unprofiled_ns, replay.proof, replay.fit, refusal)
+            return _refuse(replay, [change.name for change in changes], str(error))
+    return _refuse(replay, [change.name for change in changes], replay.refusal)
 
 
-def _predict(
-    replay: StepReplay, steps: Sequence[ReplayedStep], now_ns: int, edits: Sequence[Edit], facts: ProgramFacts
-) -> TimeAnswer:
-    runs = list(_run_all(replay, steps, edits, facts))
+def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> int | None:
+    """Return the step that `predict_changes` expects, from its typical step alone; None where nothing is expected."""
+    step = replay.typical
+    if step is None or replay.refusal is not None or replay.now_ns is None or any(change.bound for change in changes):
+        return None
+    columns = step.at_speed(step.fit.middle)
+    try:
+        changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
+    except CannotPredictError:
+        return None
+    return replay.now_ns + replay.run(changed).step_ns - replay.run(columns).step_ns
+
+
+def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:
+    return TimeAnswer(tuple(names), replay.now_ns, replay.unprofiled_ns, replay.proof, replay.fit, refusal)
+
+
+def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
+    now_ns = replay.now_ns
+    assert now_ns is not None
+    steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
+    runs = list(_run_all(replay, steps, changes, facts))
     typical = steps[len(steps) // 2]
-    expected_columns = _edit(
-        typical.at_speed(typical.fit.middle), edits, Setting(typical, replay.constants, facts, "expected")
+    expected_columns = _apply(
+        typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
     )
     limits = sum_phases(typical.sum_limits(expected_columns, replay.run(expected_columns)))
     expected_ns = now_ns + round(median(run.change_ns for run in runs if run.speed == 1 and run.world == "expected"))
     spread_ns = round(HOST_SPREAD * sum(limits.get(cause, 0) for cause in _HOST))
     low_ns = max(0, now_ns + min(run.change_ns for run in runs) - spread_ns)
     high_ns = now_ns + max(run.change_ns for run in runs) + spread_ns
-    bounds = [BOUNDS[edit.spec.name] for edit in edits if edit.spec.name in BOUNDS]
+    bounds = [change.bound for change in changes if change.bound]
     widths = _widths(runs, spread_ns)
     return TimeAnswer(
-        tuple(edit.text for edit in edits),
+        tuple(change.name for change in changes),
         now_ns,
         replay.unprofiled_ns,
         replay.proof,
         replay.fit,
         low_ns=low_ns,
         expected_ns=None if bounds else expected_ns,
-        high_ns=None if any(edit.spec.name == "autocast" for edit in edits) else high_ns,
+        high_ns=high_ns if all(change.has_most for change in changes) else None,
         limited_by=None if bounds else dict(zip(limits, share_out(expected_ns, [*limits.values()]), strict=True)),
-        assumptions=(*bounds, *_assumptions(replay, edits)),
+        assumptions=(*bounds, *_assumptions(replay, changes)),
         widths_ns=dict(sorted(widths.items(), key=lambda item: -item[1])),
     )
 
 
 def _run_all(
-    replay: StepReplay, steps: Sequence[ReplayedStep], edits: Sequence[Edit], facts: ProgramFacts
+    replay: StepReplay, steps: Sequence[ReplayedStep], changes: Sequence[StepChange], facts: ProgramFacts
 ) -> Iterator[_Run]:
     for number, step in enumerate(steps):
         speeds = (step.fit.least, step.fit.middle, step.fit.most)
@@ -141,13 +187,13 @@ def _run_all(
             columns = step.at_speed(factor)
             before_ns = replay.run(columns).step_ns
             for world in WORLDS:
-                changed = _edit(columns, edits, Setting(step, replay.constants, facts, world))
+                changed = _apply(columns, changes, Setting(step, replay.constants, facts, world))
                 yield _Run(number, speed, world, replay.run(changed).step_ns - before_ns)
 
 
-def _edit(columns: StepColumns, edits: Sequence[Edit], setting: Setting) -> StepColumns:
-    for edit in edits:
-        columns = CHANGES[edit.spec.name](columns, replace(setting, argument=edit.argument))
+def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting) -> StepColumns:
+    for change in changes:
+        columns = change.apply(columns, setting)
     return columns
 
 
@@ -165,13 +211,13 @@ def _widths(runs: Sequence[_Run], spread_ns: int) -> dict[str, int]:
     }
 
 
-def _assumptions(replay: StepReplay, edits: Sequence[Edit]) -> Iterator[str]:
+def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[str]:
     yield f"Python's speed differs by ±{HOST_SPREAD:.0%} between two processes"
     if replay.unprofiled_ns is None:
         yield "the step is as recorded: no unprofiled step was timed"
     elif not replay.fit.is_identified:
         yield "the GPU sets the pace, so the recording does not say how fast Python is without the profiler"
-    yield from (ASSUMPTIONS[edit.spec.name] for edit in edits if edit.spec.name in ASSUMPTIONS)
+    yield from (change.assumption for change in changes if change.assumption)
 
 
 @dataclass(frozen=True)

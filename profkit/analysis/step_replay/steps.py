@@ -139,6 +139,11 @@ class StepReplay:
     recorded_ns: int | None = None
 
     @property
+    def now_ns(self) -> int | None:
+        """The measured step: unprofiled if that is known, else as recorded."""
+        return self.unprofiled_ns or self.recorded_ns
+
+    @property
     def proof(self) -> Proof | None:
         """The proof of the step that was replayed worst."""
         return max((step.proof for step in self.steps), key=lambda proof: abs(proof.error), default=None)
