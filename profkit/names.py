@@ -1,10 +1,12 @@
-"""The standard names of ranges: the capture wing opens them, the analysis wing looks for them."""
+"""The names of ranges, and of collectives: the capture wing opens them, the analysis wing looks for them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
+from urllib.parse import quote, unquote
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d++(?![A-Za-z0-9])|(?<!\d)\d+$")
 
@@ -60,6 +62,35 @@ MEMORY_TEXT = "profkit:"
 MODEL = "model"
 """The range of the outermost module; the modules in it are named as its ``named_modules`` does."""
 
+COMPILING = "compiling"
+"""The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
+
+_COMPILED = "compiled "
+_BETWEEN = " / "
+# What separates names, and what torch.profiler writes no name with: it would be "unknown".
+_SPECIAL = re.compile(r"[%/+]|[^ -~]|(?<=^shared):")
+_REPLAY = "CUDA graph "
+_GRAPH_ID = re.compile(r"[0-9a-f]{10}")
+COMPILED_KERNEL = "compiled kernel"
+"""What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
+
+_COLLECTIVES = {
+    "all_reduce": r"all_?reduce",
+    "all_gather": r"all_?gather",
+    "reduce_scatter": r"reduce_?scatter",
+    "all_to_all": r"all_?to_?all",
+    "barrier": r"barrier",
+    "broadcast": r"broadcast",
+    "reduce": r"reduce",
+    "gather": r"gather",
+    "scatter": r"scatter",
+    "send": r"send",
+    "recv": r"recv|receive",
+}
+"""Kind → what names of it contain. The first that fits counts: ``all_reduce`` before ``reduce``."""
+
+COLLECTIVE_KINDS = tuple(_COLLECTIVES)
+"""The kinds of collectives."""
 
 _PHASE = re.compile(rf"({'|'.join(PHASES)})(?: (?:\d+|\*))?", re.IGNORECASE)
 
@@ -117,3 +148,72 @@ def is_shared(name: str) -> bool:
 def sharing_modules(name: str) -> list[str]:
     """Return the modules that the name of a shared line holds."""
     return name.removeprefix(SHARED).split(" + ")
+
+
+@dataclass(frozen=True)
+class LaunchPlace:
+    """What the range around a launch of compiled code says: where it stands, and under which modules.
+
+    ``path`` are the modules around it, outermost first, by the names of their ranges. ``shared`` are those that a fused
+    kernel computes for together, below the last of ``path``; none for a launch of one module.
+    """
+
+    graph: str
+    line: int
+    path: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def below(self, around: Iterable[str]) -> list[str]:
+        """Return the ranges that the launch lies in below those that are open around it, outermost first.
+
+        What is open there already is not repeated, each range for one module: two modules may have one name.
+        """
+        first = 0
+        for module in around:
+            first = next((at + 1 for at in range(first, len(self.path)) if self.path[at] == module), first)
+        return [*self.path[first:], *([name_shared(self.shared)] if self.shared else [])]
+
+
+def graph_range(id: str) -> str:
+    """Return the name of the range around a replay of a captured graph."""
+    return _REPLAY + id
+
+
+def read_graph_range(name: str) -> str | None:
+    """Return the id of the captured graph whose replay a range is around; None if it is another range."""
+    id_ = name.removeprefix(_REPLAY)
+    return id_ if id_ != name and _GRAPH_ID.fullmatch(id_) else None
+
+
+def launch_range(place: LaunchPlace) -> str:
+    """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``.
+
+    What separates names, and what is not ASCII, is percent-encoded within a name: ``x%2Fy`` is the module ``x/y``.
+    """
+    last = (SHARED + " + ".join(map(_encoded, place.shared)),) if place.shared else ()
+    return f"{_COMPILED}{place.graph}:{place.line} {_BETWEEN.join((*map(_encoded, place.path), *last))}".rstrip()
+
+
+def read_launch_range(name: str) -> LaunchPlace | None:
+    """Return what a range's name says of a launch of compiled code; None if it is another range."""
+    head, _, rest = name.removeprefix(_COMPILED).partition(" ")
+    graph, _, line = head.partition(":")
+    # A module of the script may be called ``compiled 1:2``.
+    if not name.startswith(_COMPILED) or not _GRAPH_ID.fullmatch(graph) or not line.isdecimal() or len(line) > 9:
+        return None
+    path = rest.split(_BETWEEN) if rest else []
+    shared = path.pop().removeprefix(SHARED).split(" + ") if path and path[-1].startswith(SHARED) else []
+    return LaunchPlace(graph, int(line), tuple(map(unquote, path)), tuple(map(unquote, shared)))
+
+
+def _encoded(name: str) -> str:
+    return _SPECIAL.sub(lambda special: quote(special[0], safe=""), name)
+
+
+@lru_cache(1024)
+def kind_of_collective(name: str) -> str | None:
+    """Return which of `COLLECTIVE_KINDS` a name of torch or NCCL means; None for anything else.
+
+    ``nccl:_all_gather_base``, ``c10d::allreduce_``, ``ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`` are such names.
+    """
+    return next((kind for kind, pattern in _COLLECTIVES.items() if re.search(pattern, name, re.IGNORECASE)), None)

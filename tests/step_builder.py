@@ -8,7 +8,7 @@ from pathlib import Path
 from profkit.analysis.compare.samples import Key
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.tree.modules import read_place
-from profkit.run.compiled_code import COMPILING
+from profkit.names import COMPILING
 from tests.nsys_builder import NsysBuilder
 
 Kernels = Sequence[tuple[str, int]]

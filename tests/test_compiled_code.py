@@ -7,20 +7,16 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError
+from profkit.names import LaunchPlace, graph_range, launch_range, read_graph_range, read_launch_range
 from profkit.run import compiled_code
 from profkit.run.compiled_code import (
     CapturedGraph,
     CompiledCode,
     CompiledGraph,
     Launch,
-    LaunchPlace,
     NodeRun,
     append_records,
-    graph_range,
-    launch_range,
     read_compiled_code,
-    read_graph_range,
-    read_launch_range,
 )
 from profkit.run.manifest import Manifest, write_manifest
 from tests.in_process import run_command

@@ -11,8 +11,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
 from profkit.errors import TraceError
-from profkit.names import SHARED, kind_of
-from profkit.run.compiled_code import LaunchPlace, launch_range, read_launch_range
+from profkit.names import SHARED, LaunchPlace, kind_of, launch_range, read_launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests import kineto_builder as kineto

@@ -15,12 +15,8 @@ from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.compiled.watch import loaded  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.capture.work.operator_work import GraphPart, GraphWork, replay_observers  # noqa: E402
-from profkit.run.compiled_code import (  # noqa: E402
-    Launch,
-    LaunchPlace,
-    graph_range,
-    launch_range,
-)
+from profkit.names import LaunchPlace, graph_range, launch_range  # noqa: E402
+from profkit.run.compiled_code import Launch  # noqa: E402
 from profkit.run.work import FUSED, RangeWork, RunWork, read_work  # noqa: E402
 from tests.forked_scripts import Forks  # noqa: E402
 

@@ -17,7 +17,8 @@ from unittest.mock import patch
 
 import pytest
 
-from profkit.run.compiled_code import CompiledGraph, LaunchPlace, read_compiled_code, read_launch_range
+from profkit.names import LaunchPlace, read_launch_range
+from profkit.run.compiled_code import CompiledGraph, read_compiled_code
 from tests.forked_scripts import Forks
 
 ROOT = Path(__file__).parent.parent

@@ -14,10 +14,11 @@ from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
 from profkit.analysis.placing.graph_nodes import place_graph_nodes
 from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
+from profkit.names import LaunchPlace, graph_range, launch_range
 from profkit.reading import open_trace
 from profkit.report.commands.ranges import build_ranges_document
 from profkit.report.export.chrome_trace import write_chrome_trace
-from profkit.run.compiled_code import CapturedGraph, LaunchPlace, NodeRun, append_records, graph_range, launch_range
+from profkit.run.compiled_code import CapturedGraph, NodeRun, append_records
 from profkit.sharing import share
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys

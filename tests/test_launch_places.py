@@ -17,8 +17,7 @@ from profkit.capture.compiled.origins import CodeGeneration, origin_of
 from profkit.capture.compiled.places import LoadedGraph, Modules, places_in
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import OpenRanges
-from profkit.names import FORWARD, INFERENCE, OPTIMIZER
-from profkit.run.compiled_code import LaunchPlace
+from profkit.names import FORWARD, INFERENCE, OPTIMIZER, LaunchPlace
 
 
 class _Listener:

@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError
+from profkit.names import kind_of_collective
 from profkit.run.light_columns import columns_of, read_light, read_light_columns
-from profkit.run.light_record import (
-    TOGETHER,
-    VERSION,
-    Collectives,
-    Group,
-    LightRecord,
-    StepRecord,
-    plain_kind,
-    write_light_record,
-)
+from profkit.run.light_record import TOGETHER, VERSION, Collectives, Group, LightRecord, StepRecord, write_light_record
 from tests.rank_builder import plain_columns
 
 RECORD = LightRecord(
@@ -172,4 +164,4 @@ def test_a_file_without_a_header_is_no_light_record(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_torch_and_nccl_become_kinds(name: str, kind: str | None) -> None:
-    assert plain_kind(name) == kind
+    assert kind_of_collective(name) == kind

@@ -27,7 +27,8 @@ from torch._guards import CompileContext
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
 from profkit.capture.patches import Function, outside_dynamo, patch
-from profkit.run.compiled_code import COMPILING, Compilation, GraphBreak, append_records
+from profkit.names import COMPILING
+from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"

@@ -24,7 +24,8 @@ import torch
 from torch import distributed
 
 from profkit.files import collector_off
-from profkit.run.light_record import Group, plain_kind
+from profkit.names import kind_of_collective
+from profkit.run.light_record import Group
 
 RING = 2000
 """How many collectives the flight recorder keeps."""
@@ -185,7 +186,7 @@ class FlightRecorder:
                 self._ranks[name] = tuple(json.loads(group["ranks"]))
         held = dump.get("entries", ())
         for entry in held[max(0, first - held[0]["record_id"]) if held else 0 :]:  # they are numbered in a row
-            kind = plain_kind(entry["profiling_name"])
+            kind = kind_of_collective(entry["profiling_name"])
             if kind is None:  # the frame around a batch whose parts have entries of their own
                 continue
             name, *said = entry["process_group"]

@@ -8,8 +8,8 @@ launch in that code: one JSON object a line, written whole or not at all; a last
      "modules": ["transformer.h.0.mlp.gelu"], "lines": ["model.py:87 forward"], "operators": ["aten.gelu"],
      "buffers": [118]}]}
 
-In a trace each launch of compiled code lies in a range that `launch_range` names: it leads back to the graph and the
-line here, and it names the modules by itself, so that a trace can be read without this file.
+In a trace each launch of compiled code lies in a range that `profkit.names.launch_range` names: it leads back to the
+graph and the line here, and it names the modules by itself, so that a trace can be read without this file.
 
 Python does not run when a CUDA graph is replayed. So the file also says of each graph that was captured which ranges
 were open when each of its nodes was made, in the order in which they were made::
@@ -17,22 +17,20 @@ were open when each of its nodes was made, in the order in which they were made:
     {"kind": "cuda_graph", "id": "9d21c07b4e", "runs": [{"count": 3, "kind": "kernel", "ranges": ["forward", "model"]}],
      "is_chain": true}
 
-A replay lies in a range that `graph_range` names.
+A replay lies in a range that `profkit.names.graph_range` names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, unquote
 
-from profkit.names import SHARED, name_shared
 from profkit.run.records import decode, read_lines
 from profkit.text_kinds import (
     CodeId,
@@ -46,21 +44,10 @@ from profkit.text_kinds import (
     Word,
 )
 
-PREFIX = "compiled "
-SEPARATOR = " / "
-# What separates names, and what torch.profiler writes no name with: it would be "unknown".
-_SPECIAL = re.compile(r"[%/+]|[^ -~]|(?<=^shared):")
-GRAPH_PREFIX = "CUDA graph "
-_GRAPH_ID = re.compile(r"[0-9a-f]{10}")
-COMPILED_KERNEL = "compiled kernel"
-"""What a launch on the CPU that calls no operator of torch is named in torch.profiler's trace: compiled C++."""
 _MOST_NODES = 2**22
 FIRST_TORCH = (2, 10)
 KNOWN_CODE = "compiled-2"
 """The folder in profkit's cache for what is known of generated code, and the form in which it is written."""
-COMPILING = "compiling"
-"""The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
-
 NodeKind = Literal["kernel", "copy", "fill", "other"]
 """What a node of a CUDA graph does when it is replayed; ``other`` leaves no row in a trace."""
 
@@ -141,30 +128,6 @@ class CompiledGraph:
     """The names of what the code is given. A backward pass is given what the forward pass saved, in its order."""
     outputs: tuple[Word, ...] = ()
     """The names in what the code returns, "" for what is no memory."""
-
-
-@dataclass(frozen=True)
-class LaunchPlace:
-    """What the range around a launch of compiled code says: where it stands, and under which modules.
-
-    ``path`` are the modules around it, outermost first, by the names of their ranges. ``shared`` are those that a fused
-    kernel computes for together, below the last of ``path``; none for a launch of one module.
-    """
-
-    graph: str
-    line: int
-    path: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-
-    def below(self, around: Iterable[str]) -> list[str]:
-        """Return the ranges that the launch lies in below those that are open around it, outermost first.
-
-        What is open there already is not repeated, each range for one module: two modules may have one name.
-        """
-        first = 0
-        for module in around:
-            first = next((at + 1 for at in range(first, len(self.path)) if self.path[at] == module), first)
-        return [*self.path[first:], *([name_shared(self.shared)] if self.shared else [])]
 
 
 @dataclass(frozen=True)
@@ -252,42 +215,6 @@ def says_origins(torch: str) -> bool:
     """Return whether this version of torch says, at each launch that Inductor writes, what it was made of."""
     version = re.match(r"(\d{1,4})\.(\d{1,4})", torch)
     return version is not None and (int(version[1]), int(version[2])) >= FIRST_TORCH
-
-
-def graph_range(id: str) -> str:
-    """Return the name of the range around a replay of a captured graph."""
-    return GRAPH_PREFIX + id
-
-
-def read_graph_range(name: str) -> str | None:
-    """Return the id of the captured graph whose replay a range is around; None if it is another range."""
-    id_ = name.removeprefix(GRAPH_PREFIX)
-    return id_ if id_ != name and _GRAPH_ID.fullmatch(id_) else None
-
-
-def launch_range(place: LaunchPlace) -> str:
-    """Return the name of the range around a launch: ``compiled 3f9a1c22e0:123 model / h.0 / shared: h.0.a + h.0.b``.
-
-    What separates names, and what is not ASCII, is percent-encoded within a name: ``x%2Fy`` is the module ``x/y``.
-    """
-    last = (SHARED + " + ".join(map(_encoded, place.shared)),) if place.shared else ()
-    return f"{PREFIX}{place.graph}:{place.line} {SEPARATOR.join((*map(_encoded, place.path), *last))}".rstrip()
-
-
-def read_launch_range(name: str) -> LaunchPlace | None:
-    """Return what a range's name says of a launch of compiled code; None if it is another range."""
-    head, _, rest = name.removeprefix(PREFIX).partition(" ")
-    graph, _, line = head.partition(":")
-    # A module of the script may be called ``compiled 1:2``.
-    if not name.startswith(PREFIX) or not _GRAPH_ID.fullmatch(graph) or not line.isdecimal() or len(line) > 9:
-        return None
-    path = rest.split(SEPARATOR) if rest else []
-    shared = path.pop().removeprefix(SHARED).split(" + ") if path and path[-1].startswith(SHARED) else []
-    return LaunchPlace(graph, int(line), tuple(map(unquote, path)), tuple(map(unquote, shared)))
-
-
-def _encoded(name: str) -> str:
-    return _SPECIAL.sub(lambda special: quote(special[0], safe=""), name)
 
 
 def append_records(path: Path, records: Sequence[CompiledGraph | CapturedGraph | Compilation | GraphBreak]) -> None:

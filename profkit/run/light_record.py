@@ -41,8 +41,7 @@ reduce-scatter those of the whole input. ``called_ns`` is when the host called i
 it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, alike on all its ranks. ``hidden_ns`` is
 how much of it ran while something else computed. ``exposed_ns``, of the last collective of a backward pass, is how long
 the GPU did nothing at the pass's end but wait for what was reduced. Without a profiler ``start_ns`` and ``end_ns`` are
-known only where NCCL was asked to time its collectives. ``kind`` is one of `KINDS` (`plain_kind` makes it from the
-names of torch and NCCL).
+known only where NCCL was asked to time its collectives. ``kind`` is one of `profkit.names.COLLECTIVE_KINDS`.
 
 ``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
 that sum up to that time: the row of the collective in its step, one of `CAUSES`, the phase, the module (or ""), and the
@@ -53,9 +52,7 @@ whatever the GPU did: phase, module, time. A recorder without a profiler leaves 
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
@@ -80,24 +77,6 @@ NO_COLLECTIVE = -1
 
 P2P = ("send", "recv")
 """The kinds that go from one rank to another."""
-
-_PATTERNS = {
-    "all_reduce": r"all_?reduce",
-    "all_gather": r"all_?gather",
-    "reduce_scatter": r"reduce_?scatter",
-    "all_to_all": r"all_?to_?all",
-    "barrier": r"barrier",
-    "broadcast": r"broadcast",
-    "reduce": r"reduce",
-    "gather": r"gather",
-    "scatter": r"scatter",
-    "send": r"send",
-    "recv": r"recv|receive",
-}
-"""Kind → what names of it contain. The first that fits counts: ``all_reduce`` before ``reduce``."""
-
-KINDS = tuple(_PATTERNS)
-"""The kinds of collectives."""
 
 
 @dataclass(frozen=True)
@@ -165,15 +144,6 @@ class LightRecord:
     clock_base_ns: int = 0
     groups: tuple[Group, ...] = ()
     steps: tuple[StepRecord, ...] = ()
-
-
-@functools.lru_cache(maxsize=1024)
-def plain_kind(name: str) -> str | None:
-    """Return which of `KINDS` a name of torch or NCCL means; None for anything else.
-
-    ``nccl:_all_gather_base``, ``c10d::allreduce_``, ``ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`` are such names.
-    """
-    return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def header_line(record: LightRecord) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.run.compiled_code import COMPILED_KERNEL, read_launch_range
+from profkit.names import COMPILED_KERNEL, read_launch_range
 from profkit.trace.columns import (
     Calls,
     Ints,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from profkit.run.light_record import plain_kind
+from profkit.names import kind_of_collective
 from profkit.trace.columns import CollectiveCall
 from profkit.trace.kineto_events import Event, parse_integer
 
@@ -45,7 +45,7 @@ class CollectiveArguments:
         if not isinstance(arguments, dict):
             return -1
         name = arguments.get("Collective name")
-        kind = plain_kind(name) if isinstance(name, str) else None
+        kind = kind_of_collective(name) if isinstance(name, str) else None
         if kind is None:
             return -1
         self.found.append(self._read(arguments, kind))

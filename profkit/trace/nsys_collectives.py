@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.run.light_record import plain_kind
+from profkit.names import kind_of_collective
 from profkit.trace.columns import NO_LAUNCH, CollectiveCall, Ints, Work
 from profkit.trace.nsys_ranges import POSITIVE, TABLE, Names
 from profkit.trace.sqlite import SqliteFile
@@ -190,7 +190,7 @@ def _describe(
     calls: Sequence[_Call], kernels: int, ranks_of: Mapping[int, int], users: Mapping[int, int]
 ) -> CollectiveCall | None:
     """Return what one kernel, or each of several, that these calls became is; None if they tell nothing of it."""
-    kinds = {plain_kind(call.name) for call in calls}
+    kinds = {kind_of_collective(call.name) for call in calls}
     communicators = {call.numbers[_ID] for call in calls}
     if None in kinds or len(communicators) != 1 or (kinds != {"send", "recv"} and len(kinds) != 1):
         return None
@@ -199,8 +199,8 @@ def _describe(
     ranks = ranks_of.get(communicator)
     sums, peers = dict.fromkeys(kinds, 0), {name: set[int]() for name in kinds}
     for call in calls:
-        sums[plain_kind(call.name)] += call.numbers[_SIZE]
-        peers[plain_kind(call.name)].add(call.numbers.get(_PEER, -1))
+        sums[kind_of_collective(call.name)] += call.numbers[_SIZE]
+        peers[kind_of_collective(call.name)].add(call.numbers.get(_PEER, -1))
     is_p2p = kinds == {"send", "recv"}
     if is_p2p and peers["send"] == peers["recv"] and len(peers["send"]) == (ranks or users[communicator]) > 1:
         # With as many as there are ranks, and so with itself too: torch's all-to-all of uneven parts. Its size is the

@@ -35,7 +35,7 @@ from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differ
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.tree.selection import join_path
 from profkit.findings import Finding
-from profkit.run.compiled_code import COMPILING
+from profkit.names import COMPILING
 from profkit.trace.columns import Ints, Measure
 
 PartKind = Literal["same", "renamed", "replaced", "gone", "new"]

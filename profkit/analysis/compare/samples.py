@@ -19,8 +19,7 @@ from profkit.analysis.time_account.steps import find_contexts, find_warmup, meas
 from profkit.analysis.tree.modules import Place, read_place
 from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within
 from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost, select_ranges
-from profkit.names import STEP
-from profkit.run.compiled_code import COMPILING
+from profkit.names import COMPILING, STEP
 from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
 
 RangePath = tuple[str, ...]

@@ -24,7 +24,8 @@ import numpy as np
 
 from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, innermost_at_launch, mark_nested
 from profkit.errors import TraceError
-from profkit.run.compiled_code import FIRST_TORCH, LaunchPlace, read_launch_range, says_origins
+from profkit.names import LaunchPlace, read_launch_range
+from profkit.run.compiled_code import FIRST_TORCH, says_origins
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
     Bools,

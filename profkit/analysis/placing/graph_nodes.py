@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profkit.run.compiled_code import CapturedGraph, NodeRun, graph_range, read_graph_range
+from profkit.names import graph_range, read_graph_range
+from profkit.run.compiled_code import CapturedGraph, NodeRun
 from profkit.trace.columns import (
     Bools,
     Copies,

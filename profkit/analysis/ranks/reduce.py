@@ -23,19 +23,9 @@ from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_o
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
-from profkit.names import STEP
+from profkit.names import STEP, kind_of_collective
 from profkit.run.light_columns import LightColumns, StepColumns, columns_of, read_light, read_light_columns
-from profkit.run.light_record import (
-    CAUSES,
-    NO_COLLECTIVE,
-    P2P,
-    Cause,
-    Collectives,
-    Group,
-    LightRecord,
-    StepRecord,
-    plain_kind,
-)
+from profkit.run.light_record import CAUSES, NO_COLLECTIVE, P2P, Cause, Collectives, Group, LightRecord, StepRecord
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
 
 _NODE = re.compile(r"node(\d+)")
@@ -119,7 +109,7 @@ def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
         rows = collective_ranges(trace)
         columns = (trace.ranges.start_ns[rows], trace.ranges.start_ns[rows], trace.ranges.end_ns[rows])
         names = [trace.names[name] for name in trace.ranges.name[rows].tolist()]
-        facts = [CollectiveCall(plain_kind(name) or "barrier") for name in names]
+        facts = [CollectiveCall(kind_of_collective(name) or "barrier") for name in names]
         keys = [(name.partition(":")[0], ()) for name in names]
         busy = host_time(trace).computing
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -136,8 +126,8 @@ def _guess_kind(attribution: Attribution, row: int) -> CollectiveCall:
     """Return what the name of NCCL's range around the launch says of a kernel, else its own name."""
     trace = attribution.trace
     around = int(attribution.work.innermost[row])
-    named = None if around == NO_RANGE else plain_kind(trace.names[int(trace.ranges.name[around])])
-    return CollectiveCall(named or plain_kind(trace.names[int(trace.work.name[row])]) or "send")
+    named = None if around == NO_RANGE else kind_of_collective(trace.names[int(trace.ranges.name[around])])
+    return CollectiveCall(named or kind_of_collective(trace.names[int(trace.work.name[row])]) or "send")
 
 
 def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _Calls, steps: Ints) -> list[StepRecord]:

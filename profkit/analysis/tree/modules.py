@@ -19,8 +19,7 @@ import numpy as np
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import is_warmup, mark_work_of_steps
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes
-from profkit.names import BACKWARD, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, kind_of, phase_of
-from profkit.run.compiled_code import COMPILING
+from profkit.names import BACKWARD, COMPILING, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, kind_of, phase_of
 from profkit.trace.columns import Ints, distinct_values
 
 Pass = Literal["forward_ns", "backward_ns", "recompute_ns", "inference_ns"]

@@ -33,8 +33,7 @@ from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.patches import outside_dynamo
 from profkit.capture.steps.variable_names import variable_of
 from profkit.capture.work.account import Instance, WorkAccount
-from profkit.names import OPTIMIZER
-from profkit.run.compiled_code import LaunchPlace
+from profkit.names import OPTIMIZER, LaunchPlace
 
 Modules = tuple[str, ...]
 """The modules around an operator as `Origin.modules` has them."""

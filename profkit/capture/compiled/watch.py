@@ -32,8 +32,8 @@ from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.node_work import NodeWork
 from profkit.capture.patches import Function, outside_dynamo, patch
-from profkit.names import OPTIMIZER
-from profkit.run.compiled_code import CompiledGraph, Launch, append_records, launch_range
+from profkit.names import OPTIMIZER, launch_range
+from profkit.run.compiled_code import CompiledGraph, Launch, append_records
 
 
 class CompiledCode:

@@ -30,7 +30,8 @@ from profkit.capture.hooks.module_names import ModuleNames, Part
 from profkit.capture.hooks.open_ranges import OpenOnThread
 from profkit.capture.patches import Function, patch
 from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers
-from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun, graph_range, launch_range, read_launch_range
+from profkit.names import graph_range, launch_range, read_launch_range
+from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun
 
 # CUgraphNodeType
 _KINDS: dict[int, NodeKind] = {0: "kernel", 1: "copy", 2: "fill"}

@@ -35,8 +35,8 @@ from profkit.capture.work.operator_work import (
     describe_call,
     replay_observers,
 )
-from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP
-from profkit.run.compiled_code import Launch, LaunchPlace, read_graph_range, read_launch_range
+from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP, LaunchPlace, read_graph_range, read_launch_range
+from profkit.run.compiled_code import Launch
 from profkit.run.work import FUSED, RunWork
 
 _COMPILED = "compiled code"
