@@ -33,6 +33,9 @@ def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
         pytest.param("snapshot values", 3282, id="a mark is neither a start nor an end"),
         pytest.param("export bytes", 3234, id="two queries find different rows"),
         pytest.param("run directory", 6658, id="the allocator's own peak is negative"),
+        pytest.param("export values", 701118, id="a time is a text of spaces"),
+        pytest.param("export bytes", 801223, id="ranges are found in another number by rows and by all"),
+        pytest.param("run ranks", 800514, id="names of modules are missing in a light record"),
     ],
 )
 def test_a_mutant_that_once_failed_is_read_or_refused(kind: str, seed: int, scratch: Path) -> None:

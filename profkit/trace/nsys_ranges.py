@@ -87,6 +87,8 @@ def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_i
         return result
     # As bytes, so that only the distinct ones are decoded.
     texts = [text for (text,) in file.rows(f"SELECT CAST(text AS BLOB) FROM {TABLE} WHERE {where} ORDER BY rowid")]
+    if len(texts) != len(result):
+        raise TraceError(f"{file.path}: damaged: the rows of {TABLE} are out of order; export it again")
     interned = {text: names.intern(text.decode("utf-8", "replace")) for text in set(texts) if text is not None}
     return np.array(
         [known if text is None else interned[text] for text, known in zip(texts, result.tolist(), strict=True)],
