@@ -69,7 +69,8 @@ def recorded(
     categories = {row: category(row) for row in rows}
     phase = ["forward"] * edge + ["optimizer"] * len(OPTIMIZER)
     proof = prove(step, run(step, CONSTANTS))
-    kept = ReplayedStep(step, phases, proof, fit, names, categories, phase)
+    nowhere = [None] * len(program), [None] * len(step.row)
+    kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, [{}] * len(program), *nowhere)
     return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None, step.recorded_ns)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from profkit import read_trace
+from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
 from profkit.report.document import FORMATS
+from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
 from tests.in_process import run_command
 
@@ -20,6 +25,10 @@ def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
     limits = json.loads(run_command("efficiency", path, "--format", "json").stdout)["step_limits"]
     assert limits["refusal"] is None
     assert sum(limits["limited_by"].values()) == limits["step_ns"]
+    assert sum(part["time_ns"] for part in limits["parts"]) == limits["step_ns"]
+    assert sum(limits["limits"].values()) == limits["step_ns"]
+    assert sum(limits["limits"].get(name, 0) for name in ("python", "preparing", "waiting")) == limits["unplaced_ns"]
+    assert any(part["module"] == "attention" and part["phase"] == "forward" for part in limits["parts"])
     assert sum(sum(causes.values()) for causes in limits["by_phase"].values()) == limits["step_ns"]
     assert set(limits["by_phase"]) >= {"forward", "backward", "optimizer"}
     assert abs(limits["replay"]["error"]) <= 0.005
@@ -28,12 +37,12 @@ def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
 
 
 def test_the_sentence_stands_in_efficiency_and_in_summary_with_its_proof_once() -> None:
-    limits = read_trace(SMALL).step_replay.limits()
+    limits = read_trace(SMALL).step_limits
     share = limits.limited_by["python"] / limits.step_ns
     sentence = f"Python between CUDA calls {share:.1%}, CUDA calls"
     text = " ".join(run_command("efficiency", SMALL).stdout.split())
     assert f"The step is limited by {sentence}" in text
-    assert "Step replay: 107.8 ms replayed for 107.8 ms recorded" in text
+    assert "Step replay: 107.9 ms replayed for 107.9 ms recorded" in text
     assert sentence in " ".join(run_command("summary", SMALL).stdout.split())
 
 
@@ -58,3 +67,59 @@ def test_a_capture_without_steps_or_with_losses_says_why_nothing_is_known(captur
         limits = json.loads(run_command("efficiency", captures / name, "--format", "json").stdout)["step_limits"]
         assert why in limits["refusal"]
         assert (limits["step_ns"], limits["limited_by"]) == (0, {})
+
+
+def part(limit: Limit, time_ns: int, phase: str = "forward") -> LimitPart:
+    return LimitPart(limit, "python", phase, None, time_ns)
+
+
+def line(number: int, time_ns: int, phase: str | None = "forward", waits: float = 0.0, **more: Any) -> LineTime:
+    return LineTime(
+        "/a/train.py", number, "train", None, phase, more.pop("thread", "main"), 50, time_ns, 1, waits, **more
+    )
+
+
+def placed(pieces: list[LimitPart], lines: list[LineTime]) -> tuple[dict[tuple[str, int], int], int]:
+    found, unplaced_ns = place_lines(pieces, lines)
+    assert unplaced_ns >= 0
+    assert sum(limit.time_ns for limit in found) + unplaced_ns == sum(
+        piece.time_ns for piece in pieces if piece.limit != Limit.COMPUTING
+    )
+    return {(limit.limit.value, limit.line): limit.time_ns for limit in found}, unplaced_ns
+
+
+def test_a_pause_goes_to_the_line_that_takes_about_as_long() -> None:
+    pieces = [part(Limit.PYTHON, 2_000), part(Limit.PREPARING, 9_000), part(Limit.COMPUTING, 5_000)]
+    assert placed(pieces, [line(7, 8_000), line(9, 2_100)]) == (
+        {("python", 9): 2_000, ("preparing", 7): 8_000, ("preparing", 9): 100},
+        900,
+    )
+
+
+def test_several_lines_fill_a_pause_that_none_of_them_makes_alone() -> None:
+    lines = [line(7, 600), line(8, 300), line(9, 50, thread="worker")]
+    assert placed([part(Limit.PYTHON, 1_000)], lines) == ({("python", 7): 600, ("python", 8): 300}, 100)
+
+
+def test_lines_have_their_part_of_what_a_phase_prepares_and_no_other_phase() -> None:
+    pieces = [part(Limit.PREPARING, 1_000), part(Limit.PREPARING, 500, "backward")]
+    lines = [line(7, 3_000, waiting_ns=1_000), line(8, 2_000), line(9, 100, "optimizer")]
+    assert placed(pieces, lines) == ({("preparing", 7): 500, ("preparing", 8): 500}, 500)
+
+
+def test_waits_go_to_the_lines_that_wait_by_how_often_they_do() -> None:
+    lines = [line(7, 0, waits=3.0), line(8, 0, waits=1.0), line(9, 0)]
+    assert placed([part(Limit.WAITING, 400)], lines) == ({("waiting", 7): 300, ("waiting", 8): 100}, 0)
+
+
+def test_the_wait_for_data_is_in_lines_outside_of_phases_if_none_knows_it() -> None:
+    pause = part(Limit.PYTHON, 700, "data")
+    assert placed([pause], [line(7, 700, None)]) == ({("python", 7): 700}, 0)
+    assert placed([pause], [line(7, 700, None), line(8, 650, "data")]) == ({("python", 8): 650}, 50)
+
+
+def test_calls_of_backward_are_no_culprits() -> None:
+    called = replace(line(7, 900, "backward"), called="Tensor.backward")
+    found, _ = place_lines([part(Limit.PREPARING, 900, "backward")], [called, line(8, 100, "backward")])
+    limits = StepLimits(900, 900, None, AS_RECORDED, lines=found)
+    assert [culprit.line for culprit in limits.lines_of(Limit.PREPARING)] == [8]

@@ -27,8 +27,10 @@ from profkit.trace.processes import only_process
 # Efficiency is imported where it is asked for: it costs every other command 15 ms.
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
+    from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.analysis.step_replay.edits import ProgramFacts
+    from profkit.analysis.step_replay.limits import StepLimits
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
@@ -98,6 +100,19 @@ class OpenedTrace:
         from profkit.analysis.step_replay.steps import replay_steps
 
         return replay_steps(self.account, failed_check=self.self_check.failed)
+
+    @cached_property
+    def lines(self) -> LinesResult | None:
+        """Return the lines of source behind the steps of this rank, None where the run holds none."""
+        from profkit.analysis.lines import find_lines
+
+        run, rank = self.run, self.rank or 0
+        return find_lines(run, rank) if run is not None and run.lines(rank) is not None else None
+
+    @cached_property
+    def step_limits(self) -> StepLimits:
+        """Return what limits the step, by cause, phase, module and line: the one source of every such sentence."""
+        return self.step_replay.limits(() if self.lines is None else self.lines.lines)
 
     @cached_property
     def self_check(self) -> SelfCheck:
@@ -193,14 +208,13 @@ class OpenedTrace:
     def program_facts(self) -> ProgramFacts:
         """Return what predictions rest on besides the trace."""
         from profkit.analysis.efficiency.facts import read_run_facts
-        from profkit.analysis.lines import find_lines
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
 
-        run, rank, peaks = self.run, self.rank or 0, read_run_facts(self.trace, self.run).peaks
+        peaks = read_run_facts(self.trace, self.run).peaks
         return ProgramFacts(
-            lines=find_lines(run, rank).lines if run is not None and run.lines(rank) is not None else None,
-            optimizer_bytes=None if run is None else count_fused_bytes(run.manifest),
+            lines=None if self.lines is None else self.lines.lines,
+            optimizer_bytes=None if self.run is None else count_fused_bytes(self.run.manifest),
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
         )
 

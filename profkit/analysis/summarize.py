@@ -181,7 +181,7 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         program_steps=len(account.steps) or 1,
         steps=tuple(_steps(account)),
         gpu=use,
-        limits=opened.step_replay.limits() if has_work else None,
+        limits=opened.step_limits if has_work else None,
         gpus=() if use is None else tuple(_costs(account, use, rows)),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
         optimizer=None

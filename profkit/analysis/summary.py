@@ -22,7 +22,7 @@ from profkit.run.lines import LineTime
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
-    from profkit.analysis.step_replay.steps import StepLimits
+    from profkit.analysis.step_replay.limits import StepLimits
 
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"

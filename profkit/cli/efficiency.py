@@ -89,7 +89,7 @@ def efficiency(
             totals=totals,
             full_names=full_names,
             compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
-            limits=opened.step_replay.limits(),
+            limits=opened.step_limits,
         )
         if plot is not None:
             from profkit.report.plots.roofline import plot_roofline

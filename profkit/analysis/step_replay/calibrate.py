@@ -11,9 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
-from profkit.analysis.step_replay.replay import Constants, Replayed, run
+from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
 
 PAUSE_NS = 1_000_000
 
@@ -134,6 +135,21 @@ class Fit:
 
 
 AS_RECORDED = Fit(1.0, 1.0, 1.0)
+
+
+def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
+    """Return how well a replay is proven, as JSON-ready data; None without one."""
+    if proof is None:
+        return None
+    return {
+        "recorded_ns": proof.recorded_ns,
+        "replayed_ns": proof.replayed_ns,
+        "error": proof.error,
+        "operations_p50_ns": proof.operations_p50_ns,
+        "operations_p95_ns": proof.operations_p95_ns,
+        "host_factor": [fit.least, fit.most],
+        "identified": fit.is_identified,
+    }
 
 
 def fit_host(

@@ -180,8 +180,11 @@ class ProcessCalls:
                 )
         return found
 
-    def step(self, start_ns: int, end_ns: int) -> StepColumns:
-        """Return the calls that began in ``[start_ns, end_ns)`` and what they launched."""
+    def step(self, start_ns: int, end_ns: int, host_end_ns: int | None = None) -> StepColumns:
+        """Return the calls that began in ``[start_ns, end_ns)`` and what they launched.
+
+        Python after the last of them, until ``host_end_ns``, is the gap before one more, which takes no time.
+        """
         calls = self._trace.calls
         first, last = np.searchsorted(calls.start_ns[self._calls], [start_ns, end_ns]).tolist()
         rows = self._calls[first:last]
@@ -217,6 +220,8 @@ class ProcessCalls:
             free_ns=self._free(first, start_ns),
         )
         self._find_waits(step, first)
+        if ends and host_end_ns is not None and host_end_ns - start_ns > max(ends):
+            _add_end(step, host_end_ns - start_ns)
         return step
 
     def _free(self, first: int, start_ns: int) -> dict[int, int]:
@@ -268,6 +273,21 @@ class _Sync:
     names_stream: bool
     record: int
     recorded_on: int
+
+
+def _add_end(step: StepColumns, end_ns: int) -> None:
+    """Add the moment until which the host's Python of the step lasts, as a call of the last one's row."""
+    last = max(range(len(step.call_end_ns)), key=step.call_end_ns.__getitem__)
+    step.call = np.append(step.call, step.call[-1:])
+    step.thread.append(step.thread[last])
+    step.before.append(last)
+    step.gap_ns.append(end_ns - step.call_end_ns[last])
+    step.own_ns.append(0)
+    step.kind.append(HOST)
+    step.targets.append(())
+    step.launches.append((len(step.row), len(step.row)))
+    step.call_start_ns.append(end_ns)
+    step.call_end_ns.append(end_ns)
 
 
 def _targets(sync: _Sync | None, last: dict[int, int], recorded: dict[int, dict[int, int]]) -> list[int]:

@@ -17,8 +17,9 @@ from typing import Literal
 
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants
-from profkit.analysis.step_replay.steps import OUTSIDE, ReplayedStep
+from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import DATA, OPTIMIZER
 from profkit.run.edits import read_factor
 from profkit.run.lines import LineTime

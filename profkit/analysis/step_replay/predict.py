@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
     ASSUMPTIONS,
@@ -20,10 +20,9 @@ from profkit.analysis.step_replay.edits import (
     Setting,
     World,
 )
-from profkit.analysis.step_replay.limits import Cause
+from profkit.analysis.step_replay.limits import Cause, sum_parts
 from profkit.analysis.step_replay.replay import Proof
-from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, describe_replay, sum_phases
-from profkit.analysis.time_account.account import share_out
+from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.run.edits import Edit
 
 if TYPE_CHECKING:
@@ -154,8 +153,9 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     expected_columns = _apply(
         typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
     )
-    limits = sum_phases(typical.sum_limits(expected_columns, replay.run(expected_columns)))
     expected_ns = now_ns + round(median(run.change_ns for run in runs if run.speed == 1 and run.world == "expected"))
+    parts = typical.find_parts(expected_columns, replay.run(expected_columns), max(0, expected_ns))
+    limits = sum_parts(parts, "cause")
     spread_ns = round(HOST_SPREAD * sum(limits.get(cause, 0) for cause in _HOST))
     low_ns = max(0, now_ns + min(run.change_ns for run in runs) - spread_ns)
     high_ns = now_ns + max(run.change_ns for run in runs) + spread_ns
@@ -170,7 +170,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         low_ns=low_ns,
         expected_ns=None if bounds else expected_ns,
         high_ns=high_ns if all(change.has_most for change in changes) else None,
-        limited_by=None if bounds else dict(zip(limits, share_out(expected_ns, [*limits.values()]), strict=True)),
+        limited_by=None if bounds else limits,
         assumptions=(*bounds, *_assumptions(replay, changes)),
         widths_ns=dict(sorted(widths.items(), key=lambda item: -item[1])),
     )

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, Phases, find_phases, fit_host
-from profkit.analysis.step_replay.columns import ProcessCalls, StepColumns
-from profkit.analysis.step_replay.limits import Cause, find_limits
+from profkit.analysis.step_replay.columns import NONE, ProcessCalls, StepColumns
+from profkit.analysis.step_replay.limits import (
+    OUTSIDE,
+    Cause,
+    LimitPart,
+    Piece,
+    StepLimits,
+    classify_piece,
+    find_limits,
+    join_parts,
+    place_lines,
+)
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, measure_constants, prepare, prove, run
-from profkit.analysis.time_account.account import TimeAccount
+from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree.modules import innermost_modules
 from profkit.names import DATA, STEP
+from profkit.run.lines import LineTime
 from profkit.trace.columns import Ints, Trace, rows_by_value
-
-OUTSIDE = "outside"
-"""The phase of what lies in none."""
 
 MOST_STEPS = 5
 """More recorded steps than these say nothing new, and take as long again."""
@@ -31,12 +44,18 @@ LARGEST_ERROR = 0.005
 _LEAST_SPREAD = 0.005
 """Unprofiled steps that differ less than this share of the step are not told apart."""
 
+_ALLOCATES = re.compile(
+    r"^(cuda|cu)(Malloc|Free|HostAlloc|Host(Un)?[Rr]egister|Mem(Alloc|Free|Create|Release|Map|Unmap))"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
     """A recorded step, and how it runs: ``columns`` are ready to run, ``fit`` is the host's speed in them.
 
-    ``names`` and ``categories`` are those of its operations by their rows, ``phase`` that of each call.
+    ``names`` and ``categories`` are those of its operations by their rows; ``phase`` is that of each call, and
+    ``gap_phases`` are those of the Python before it, with their nanoseconds. ``module`` are those of the calls,
+    ``operation_module`` those of the operations. ``allocating`` are the calls that allocate or free memory.
     """
 
     columns: StepColumns
@@ -46,81 +65,33 @@ class ReplayedStep:
     names: Mapping[int, str]
     categories: Mapping[int, str]
     phase: Sequence[str]
+    gap_phases: Sequence[Mapping[str, int]]
+    module: Sequence[str | None]
+    operation_module: Sequence[str | None]
+    allocating: Collection[int] = ()
 
     def at_speed(self, factor: float) -> StepColumns:
         """Return the step with its host's time scaled."""
         return self.phases.scale_host(self.columns, factor)
 
-    def sum_limits(self, step: StepColumns, found: Replayed) -> dict[str, dict[str, int]]:
-        """Return how long what limits this step, or a changed form of it: phase → cause → nanoseconds.
+    def find_parts(self, step: StepColumns, found: Replayed, whole_ns: int) -> list[LimitPart]:
+        """Return what limits this step, or a changed form of it, piece by piece, scaled to sum up to ``whole_ns``."""
+        parts = [part for piece in find_limits(step, found) for part in self._place(step, piece)]
+        times = share_out(whole_ns, [part.time_ns for part in parts])
+        return [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
 
-        An operation's cause is its category. The sums add up to the replayed step.
-        """
-        sums: dict[str, dict[str, int]] = {}
-        for piece in find_limits(step, found):
-            at = piece.to.at
-            call = at if piece.to.is_call else step.launcher[at]
-            cause = self.categories[int(step.row[at])] if piece.cause == Cause.OPERATION else piece.cause.value
-            causes = sums.setdefault(self.phase[call], {})
-            causes[cause] = causes.get(cause, 0) + piece.end_ns - piece.start_ns
-        return sums
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What limits the step of the median length at its unprofiled speed, and how well its replay is proven.
-
-    ``by_phase`` is phase (`OUTSIDE` of all) → cause → nanoseconds, which add up to ``step_ns``. A cause is one of
-    `profkit.analysis.step_replay.limits.Cause`, or the category of an operation. ``unprofiled_ns`` is the measured
-    step time without a profiler. ``refusal`` says why nothing is known; then ``step_ns`` is 0.
-    """
-
-    step_ns: int
-    unprofiled_ns: int | None
-    by_phase: Mapping[str, Mapping[str, int]]
-    proof: Proof | None
-    fit: Fit
-    refusal: str | None
-
-    @property
-    def limited_by(self) -> dict[str, int]:
-        """Cause → nanoseconds in all phases, the longest first; they add up to the step."""
-        return sum_phases(self.by_phase)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
-        return {
-            "step_ns": self.step_ns,
-            "unprofiled_ns": self.unprofiled_ns,
-            "replay": describe_replay(self.proof, self.fit),
-            "limited_by": self.limited_by,
-            "by_phase": self.by_phase,
-            "refusal": self.refusal,
-        }
-
-
-def sum_phases(by_phase: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return cause → nanoseconds of all phases together, the longest first."""
-    sums: dict[str, int] = {}
-    for causes in by_phase.values():
-        for cause, time_ns in causes.items():
-            sums[cause] = sums.get(cause, 0) + time_ns
-    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
-
-
-def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
-    """Return how well a replay is proven, as JSON-ready data; None without one."""
-    if proof is None:
-        return None
-    return {
-        "recorded_ns": proof.recorded_ns,
-        "replayed_ns": proof.replayed_ns,
-        "error": proof.error,
-        "operations_p50_ns": proof.operations_p50_ns,
-        "operations_p95_ns": proof.operations_p95_ns,
-        "host_factor": [fit.least, fit.most],
-        "identified": fit.is_identified,
-    }
+    def _place(self, step: StepColumns, piece: Piece) -> Iterator[LimitPart]:
+        at, is_call, time_ns = piece.to.at, piece.to.is_call, piece.end_ns - piece.start_ns
+        phases: Mapping[str, int] = {self.phase[at if is_call else step.launcher[at]]: time_ns}
+        if piece.cause == Cause.PYTHON:
+            phases = self.gap_phases[at] or phases
+        category = "" if is_call else self.categories[int(step.row[at])]
+        cause = category if piece.cause == Cause.OPERATION else piece.cause.value
+        if piece.cause == Cause.CALL and at in self.allocating:
+            cause = Cause.ALLOCATING.value
+        module = (self.module if is_call else self.operation_module)[at]
+        for phase, share_ns in zip(phases, share_out(time_ns, [*phases.values()]), strict=True):
+            yield LimitPart(classify_piece(piece, step, cause, phase), cause, phase, module, share_ns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,15 +135,30 @@ class StepReplay:
         """Run one of the steps, or a changed form of it."""
         return run(step, self.constants)
 
-    def limits(self) -> StepLimits:
-        """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted."""
+    def limits(self, lines: Sequence[LineTime] = ()) -> StepLimits:
+        """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted.
+
+        Args:
+            lines: the lines of source behind an unprofiled step, as `profkit.analysis.lines.find_lines` returns them.
+        """
         step = self.typical
         if step is None or self.refusal is not None:
-            return StepLimits(0, self.unprofiled_ns, {}, self.proof, self.fit, self.refusal)
+            return StepLimits(0, self.unprofiled_ns, self.proof, self.fit, self.refusal)
         columns = step.at_speed(step.fit.middle)
         found = self.run(columns)
-        by_phase = step.sum_limits(columns, found)
-        return StepLimits(found.step_ns, self.unprofiled_ns, by_phase, self.proof, self.fit, None)
+        step_ns = self.now_ns or found.step_ns
+        pieces = step.find_parts(columns, found, step_ns)
+        placed, unplaced_ns = place_lines(pieces, lines)
+        return StepLimits(
+            step_ns,
+            self.unprofiled_ns,
+            self.proof,
+            self.fit,
+            parts=join_parts(pieces),
+            lines=placed,
+            unplaced_ns=unplaced_ns,
+            calibrated_ns=found.step_ns,
+        )
 
 
 def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepReplay:
@@ -190,10 +176,12 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     ((process, rows),) = processes.items()
     windows = _windows(trace, account.steps[rows])
     calls = ProcessCalls(trace, process)
-    recorded = [calls.step(start, end) for start, end in windows]
+    recorded = [calls.step(*window) for window in windows]
     constants = measure_constants(recorded)
     intervals = _phase_intervals(account, windows)
     unprofiled, spread_ns = _unprofiled_phases(account)
+    modules = [*innermost_modules(account.attribution), None]
+    allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
     for step, phases_of_step in zip(recorded, intervals, strict=True):
         columns = prepare(step, constants)
@@ -201,8 +189,24 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
         fit = fit_host(columns, constants, phases, unprofiled, spread_ns) if unprofiled else None
         proof = prove(columns, run(columns, constants))
         names, categories = _names(trace, columns)
-        phase = _phase_of_calls(columns, phases_of_step)
-        steps.append(ReplayedStep(columns, phases, proof, fit or AS_RECORDED, names, categories, phase))
+        phase, gap_phases = _phases_of_calls(columns, phases_of_step)
+        module, operation_module = _modules_of(account.attribution, columns, modules)
+        allocating = {at for at, name in enumerate(trace.calls.name[columns.call].tolist()) if name in allocates}
+        steps.append(
+            ReplayedStep(
+                columns,
+                phases,
+                proof,
+                fit or AS_RECORDED,
+                names,
+                categories,
+                phase,
+                gap_phases,
+                module,
+                operation_module,
+                allocating,
+            )
+        )
     unprofiled_ns, recorded_ns = (
         None if time_ns is None else round(time_ns) for time_ns in (account.step_ns(), account.recorded_step_ns())
     )
@@ -235,24 +239,29 @@ def _why_doubtful(found: StepReplay, *, has_times: bool) -> str | None:
     return None
 
 
-def _windows(trace: Trace, steps: Ints) -> list[tuple[int, int]]:
-    """Return from when to when the last steps ran: each to the start of the next one, the last as long as usual."""
+def _windows(trace: Trace, steps: Ints) -> list[tuple[int, int, int]]:
+    """Return when the last steps begin, until when they make calls, and when their Python ends.
+
+    Each lasts to the start of the next one. The last one's Python ends with its range; calls may follow it for as long
+    as the steps usually take, because some programs wait for the GPU after their step.
+    """
     starts = np.sort(trace.ranges.start_ns[steps])
     lengths = np.diff(starts)
-    ends = trace.ranges.end_ns[steps].max()
-    last = starts[-1] + int(np.median(lengths)) if len(lengths) else ends
-    windows = list(zip(starts.tolist(), [*starts[1:].tolist(), max(int(last), int(ends))], strict=True))
-    return windows[-MOST_STEPS:]
+    end = int(trace.ranges.end_ns[steps].max())
+    last = starts[-1] + int(np.median(lengths)) if len(lengths) else end
+    calls_end = [*starts[1:].tolist(), max(int(last), end)]
+    windows = zip(starts.tolist(), calls_end, [*starts[1:].tolist(), end], strict=True)
+    return list(windows)[-MOST_STEPS:]
 
 
 def _phase_intervals(
-    account: TimeAccount, windows: Sequence[tuple[int, int]]
+    account: TimeAccount, windows: Sequence[tuple[int, int, int]]
 ) -> list[dict[str, list[tuple[int, int]]]]:
     """Return the phases of each window on the host, by name, in nanoseconds since it began."""
     ranges = account.attribution.trace.ranges
     labelled = {label: rows for label, rows in measured_ranges(account.attribution).items() if label != STEP}
     found = []
-    for start, end in windows:
+    for start, end, _ in windows:
         phases: dict[str, list[tuple[int, int]]] = {}
         for label, rows in labelled.items():
             for row in rows[(ranges.start_ns[rows] >= start) & (ranges.start_ns[rows] < end)].tolist():
@@ -300,12 +309,48 @@ def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, s
     return names, categories
 
 
-def _phase_of_calls(step: StepColumns, intervals: dict[str, list[tuple[int, int]]]) -> list[str]:
+def _phases_of_calls(
+    step: StepColumns, intervals: Mapping[str, Sequence[tuple[int, int]]]
+) -> tuple[list[str], list[dict[str, int]]]:
+    """Return the phase of each call, and how much of the gap before it lies in which phase."""
     spans = sorted((start, end, label) for label, some in intervals.items() for start, end in some)
-    phases: list[str] = []
-    at = 0
-    for begun in step.call_start_ns:
-        while at < len(spans) and spans[at][1] <= begun:
-            at += 1
-        phases.append(spans[at][2] if at < len(spans) and spans[at][0] <= begun else OUTSIDE)
-    return phases
+    edges = [NONE, *(edge for start, end, _ in spans for edge in (start, end))]
+    labels = [OUTSIDE, *(label for span in spans for label in (span[2], OUTSIDE))]
+
+    def split(start_ns: int, end_ns: int) -> dict[str, int]:
+        first, last = bisect_right(edges, start_ns) - 1, bisect_left(edges, end_ns)
+        shares: dict[str, int] = {}
+        for (begin, end), label in zip(pairwise([*edges[first:last], end_ns]), labels[first:last], strict=True):
+            shares[label] = shares.get(label, 0) + end - max(begin, start_ns)
+        return shares
+
+    gaps = zip(step.call_start_ns, step.gap_ns, strict=True)
+    return (
+        [labels[max(0, bisect_right(edges, begun) - 1)] for begun in step.call_start_ns],
+        [split(max(0, begun - gap), begun) if gap > 0 else {} for begun, gap in gaps],
+    )
+
+
+def _modules_of(
+    attribution: Attribution, step: StepColumns, modules: Sequence[str | None]
+) -> tuple[list[str | None], list[str | None]]:
+    """Return the modules of calls and of operations; a call that launches is in its first operation's.
+
+    Any other call is in the innermost range of its thread, and where that has none, in the module of the call before.
+    """
+    innermost = np.concatenate([attribution.work.innermost, attribution.copies.innermost])
+    of_operations = [modules[at] for at in innermost[step.row].tolist()]
+    calls, timelines = attribution.trace.calls, attribution.timelines
+    own = np.full(len(step.call), NO_RANGE, dtype=np.int64)
+    for thread, rows in rows_by_value(np.array(step.thread, dtype=np.int64)).items():
+        if thread in timelines:
+            own[rows] = timelines[thread].innermost_at(calls.start_ns[step.call[rows]])
+    of_calls: list[str | None] = []
+    for (first, last), around in zip(step.launches, own.tolist(), strict=True):
+        if first < last:
+            of_calls.append(of_operations[first])
+        elif around == NO_RANGE and of_calls:
+            of_calls.append(of_calls[-1])
+        else:
+            of_calls.append(modules[around])
+    return of_calls, of_operations

@@ -243,6 +243,13 @@ def modules_of_ranges(attribution: Attribution) -> list[str]:
     return [labels[node] for node in nodes.of_range.tolist()]
 
 
+def innermost_modules(attribution: Attribution) -> list[str | None]:
+    """Return the module that each range's own work counts for, None outside of all modules."""
+    nodes = build_nodes(attribution, numbered=False)
+    modules = [place.modules[-1] if place.modules else None for place in _read_places(nodes)]
+    return [modules[node] for node in nodes.of_range.tolist()]
+
+
 def _read_places(nodes: RangeNodes) -> list[Place]:
     return [read_place(path) for path in nodes.labels_above()]
 

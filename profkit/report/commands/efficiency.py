@@ -10,7 +10,7 @@ from typing import Any
 from profkit.analysis.efficiency.limits import Evidence, IdleGap
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.ranks.comparison import RanksResult
-from profkit.analysis.step_replay.steps import StepLimits
+from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import GpuParts

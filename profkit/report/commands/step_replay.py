@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from profkit.analysis.step_replay.calibrate import Fit
-from profkit.analysis.step_replay.limits import Cause
+from profkit.analysis.step_replay.limits import Cause, StepLimits
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
-from profkit.analysis.step_replay.steps import StepLimits
 from profkit.report.document import Column, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, format_ns, format_share
 from profkit.run.edits import parse_edits
@@ -17,6 +16,7 @@ from profkit.run.edits import parse_edits
 _CAUSES = {
     Cause.PYTHON.value: "Python between CUDA calls",
     Cause.CALL.value: "CUDA calls",
+    Cause.ALLOCATING.value: "allocations from CUDA",
     Cause.LATENCY.value: "launch latency",
     Cause.BETWEEN.value: "gaps between kernels",
     Cause.WAKING.value: "waits waking up",
