@@ -307,14 +307,15 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
 def _show(recorded: Recorded) -> None:
     if not (recorded.has_trace or recorded.has_snapshot):
         return
-    from profkit.analysis.advice import find_advice
+    from profkit.analysis.causes.advice import find_advice
     from profkit.analysis.summarize import summarize_capture
     from profkit.reading import open_capture
     from profkit.report.commands.summary import build_summary_document
     from profkit.report.document import render
 
-    summary = summarize_capture(open_capture(recorded.run))
-    print_line(render(build_summary_document(summary, find_advice(summary), for_run=True), "table"))
+    opened = open_capture(recorded.run)
+    summary = summarize_capture(opened)
+    print_line(render(build_summary_document(summary, find_advice(opened, summary), for_run=True), "table"))
 
 
 def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.advice import find_advice
+from profkit.analysis.causes.advice import find_advice
 from profkit.analysis.summarize import summarize_capture
 from profkit.cli.options import capture_argument, output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
@@ -24,12 +24,13 @@ def summary(capture: Path, style: Format, output: Path | None, full_names: bool)
 
     RUN is a run directory, a trace (.sqlite, .nsys-rep, .json, .json.gz) or a memory snapshot (.pickle, .pickle.gz).
 
-    Each proposal rests on figures of this run: "at most" is a bound, "about" an estimate. The time of a step is the
-    unprofiled one if the run measured it.
+    Each Try names a cause, its line or module, and the step after the change, which is replayed from this run's own
+    recording. The time of a step is the unprofiled one if the run measured it.
     """
     refuse_overwriting([capture], [output])
     click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
-        result = summarize_capture(open_capture(capture))
-        document = build_summary_document(result, find_advice(result))
+        opened = open_capture(capture)
+        result = summarize_capture(opened)
+        document = build_summary_document(result, find_advice(opened, result))
     print_document(document, style, output, full_names=full_names)

@@ -19,7 +19,7 @@ import numpy as np
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import is_warmup, mark_work_of_steps
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes
-from profkit.names import BACKWARD, COMPILING, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, kind_of, phase_of
+from profkit.names import BACKWARD, COMPILING, EVALUATION, OPTIMIZER, RECOMPUTE, REPLICA, is_shared, kind_of, phase_of
 from profkit.trace.columns import Ints, distinct_values
 
 Pass = Literal["forward_ns", "backward_ns", "recompute_ns", "inference_ns"]
@@ -201,6 +201,17 @@ def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
         )
         for module, sums in whole.items()
     )
+
+
+def repeated_time(modules: tuple[ModuleTime, ...]) -> ModuleTime | None:
+    """Return the outermost repeated module that took the most time: the blocks of the model, if it has any."""
+    number = {row.module: row.number for row in modules}
+    repeated = [
+        row
+        for row in modules
+        if row.total_ns and row.number > 1 and number.get(row.parent or "", 1) == 1 and not is_shared(row.module)
+    ]
+    return max(repeated, key=lambda row: row.total_ns, default=None)
 
 
 def time_kernels_by_module(attribution: Attribution, wanted: Container[str]) -> dict[str, dict[str, ModuleKernel]]:

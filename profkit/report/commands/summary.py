@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from profkit.analysis.advice import Advice, repeated_module, repeated_time
+from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.analysis.causes.evidence import Interval
+from profkit.analysis.causes.memory import repeated_module
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
-from profkit.analysis.tree.modules import PASSES, ModuleTime
+from profkit.analysis.tree.modules import PASSES, ModuleTime, repeated_time
 from profkit.names import MODEL, is_shared
 from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
@@ -20,7 +22,8 @@ from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
-_TRIED = 3
+_SCHEMA = 2
+_NUMBERS = {2: "Both", 3: "All three"}
 _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
@@ -42,12 +45,12 @@ _MOST_RANKS = 8
 """The line of ranks shows the own time of this many."""
 
 
-def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_run: bool = False) -> Document:
+def build_summary_document(summary: Summary, advice: AdviceResult, *, for_run: bool = False) -> Document:
     """Return the lines.
 
     Args:
         summary: their figures.
-        advice: what to try, the largest effect first; people see the first three.
+        advice: what to try, the largest effect first.
         for_run: leave out what ``profkit run`` says itself: its warnings, and the commands that show more.
     """
     lines = [
@@ -66,7 +69,7 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
     labelled = [(label if label != before[at] else "", text) for at, (label, text) in enumerate(lines)]
     data = summary.to_dict()
     data["head"]["command"] = _words(summary.head)
-    data = {**data, "advice": [_advice_data(proposal) for proposal in advice]}
+    data |= advice.to_dict()
     figures = Table((Column("figure", "figure", TEXT), Column("value", "value", TEXT)), list(_flatten(data)))
     return Document(
         "summary",
@@ -75,15 +78,8 @@ def build_summary_document(summary: Summary, advice: Sequence[Advice], *, for_ru
         figures,
         summary.findings,
         has_warnings=True,
+        schema=_SCHEMA,
     )
-
-
-def _advice_data(advice: Advice) -> dict[str, Any]:
-    return {
-        **asdict(advice),
-        "reason": _fill(advice.reason, advice),
-        "cost": advice.cost and _fill(advice.cost, advice),
-    }
 
 
 def _head(summary: Summary) -> str:
@@ -350,47 +346,38 @@ def _ranks(summary: Summary) -> str:
     return _SEPARATOR.join(parts)
 
 
-def _tries(summary: Summary, advice: Sequence[Advice]) -> Iterator[tuple[str, str]]:
-    for number, proposal in enumerate(advice[:_TRIED], 1):
-        yield (
-            "Try",
-            f"{number} {proposal.action}: {_fill(proposal.reason, proposal)}{_SEPARATOR}{_effect(proposal)}"
-            + (f"{_SEPARATOR}cost: {_fill(proposal.cost, proposal)}" if proposal.cost else ""),
-        )
-    proofs = dict.fromkeys(proposal.proof for proposal in advice[:_TRIED])
-    if proofs:
-        commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
-        meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
-        yield "", f"proof: {commands}{meaning}"
+def _tries(summary: Summary, result: AdviceResult) -> Iterator[tuple[str, str]]:
+    if not result.tries:
+        yield from [("Try", result.nothing)] if result.nothing is not None else []
+        return
+    if result.together_ns is not None and summary.step_ns is not None:
+        after = result.together_ns
+        many = _NUMBERS[sum(advice.after_ns is not None for advice in result.tries)]
+        yield "Try", f"{many}: {_time(summary.step_ns)} → {_time(after.expected)} ({_reach(after)})"
+    for number, advice in enumerate(result.tries, 1):
+        yield "Try", _SEPARATOR.join([f"{number} {advice.cause}", *_try_parts(advice)])
+    proofs = dict.fromkeys(advice.proof for advice in result.tries)
+    commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
+    meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
+    yield "", f"proof: {commands}{meaning}"
 
 
-def _fill(text: str, advice: Advice) -> str:
-    """Return a text with its figures, each in the unit that its name ends with."""
-
-    def show(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in advice.figures:
-            return match[0]
-        value = advice.figures[name]
-        if name.endswith("_ns"):
-            return _time(value)
-        return format_bytes(round(value)) if name.endswith("_bytes") else _number(value)
-
-    return re.sub(r"\{(\w+)\}", show, text)
-
-
-def _number(value: float) -> str:
-    """Return a number with at least three digits, and all of those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
+def _try_parts(advice: Advice) -> Iterator[str]:
+    if advice.line is not None:
+        yield f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
+    elif advice.module is not None:
+        yield advice.module
+    yield advice.change
+    if advice.after_ns is not None:
+        yield f"step after {_time(advice.after_ns.expected)} ({_reach(advice.after_ns)})"
+    if advice.saves_bytes is not None:
+        yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
+    if advice.costs is not None:
+        yield f"costs {advice.costs}"
 
 
-def _effect(advice: Advice) -> str:
-    of_time = "at most" if advice.is_bound else "about"
-    of_bytes = "at most" if advice.is_bytes_bound or (advice.is_bound and advice.is_bytes_bound is None) else "about"
-    saved = [f"{of_time} −{_time(advice.saves_ns)} a step"] if advice.saves_ns else []
-    if advice.saves_bytes:
-        saved.append(f"{'' if saved and of_bytes == of_time else of_bytes + ' '}−{format_bytes(advice.saves_bytes)}")
-    return " and ".join(saved)
+def _reach(interval: Interval) -> str:
+    return f"{_time(interval.low)} to {_time(interval.high)}"
 
 
 def _closed(summary: Summary) -> Iterator[tuple[str, str]]:

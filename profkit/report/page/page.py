@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.advice import find_advice
+from profkit.analysis.causes.advice import find_advice
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
@@ -106,7 +106,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     """
     run = Results(capture)
     before = None if against is None else Results(against)
-    ten_lines = build_summary_document(run.summary, find_advice(run.summary))
+    ten_lines = build_summary_document(run.summary, find_advice(capture, run.summary))
     compared = [] if before is None else [_comparison_section(before, run)]
     headline = "".join(section.content["headline"] for section in compared)
     sections = [

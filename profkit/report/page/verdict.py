@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from profkit.report.document import Column, Document, Labelled, Table
 from profkit.report.page.markup import view_table
 from profkit.report.text import make_visible
-from profkit.report.units import TEXT, Unit, format_bytes, format_ns
+from profkit.report.units import NS, TEXT, Unit, format_bytes
 
 _SECTIONS = {
     "STEP": ("step", "summary"),
@@ -48,31 +49,33 @@ def build_verdict(document: Document, name: str, against: str = "") -> dict[str,
     return {"lines": [line for line in lines if line["label"] not in _ELSEWHERE]}
 
 
-def _say_bound(advice: Mapping[str, Any]) -> str:
-    word = "at most" if advice["is_bound"] else "about"
-    if advice["is_bytes_bound"] is None or advice["is_bytes_bound"] == advice["is_bound"] or not advice["saves_bytes"]:
-        return word
-    return f"{word}; memory at most" if advice["is_bytes_bound"] else f"{word}; memory about"
-
-
 def build_advice(advice: Sequence[Mapping[str, Any]], run: str) -> dict[str, Any]:
-    """Return a table of what would help, the largest effect first: what it saves, what it costs, how to prove it."""
+    """Return a table of what would help, the largest effect first: the step after, what it costs, how to prove it."""
     columns = (
-        Column("action", "try", TEXT),
-        Column("reason", "because", TEXT),
-        Column("bound", "saves", TEXT),
-        Column("saves_ns", "a step", Unit(lambda value: f"−{format_ns(round(value))}")),
-        Column("saves_bytes", "memory", Unit(lambda value: f"−{format_bytes(value)}")),
-        Column("cost", "costs", TEXT),
+        Column("cause", "cause", TEXT),
+        Column("where", "line or module", TEXT),
+        Column("change", "change", TEXT),
+        Column("low", "step after, least", NS),
+        Column("expected", "expected", NS),
+        Column("high", "most", NS),
+        Column("bytes", "memory", Unit(lambda value: f"−{format_bytes(value)}")),
+        Column("costs", "costs", TEXT),
         Column("proof", "prove it", TEXT),
     )
     rows = [
         {
             **column,
-            "bound": _say_bound(column),
+            **(column["after_ns"] or {}),
+            "where": _name_place(column),
+            "bytes": None if column["saves_bytes"] is None else column["saves_bytes"]["expected"],
             "proof": str(column["proof"]).replace("RUN", shlex.quote(run), 1),
         }
         for column in advice
     ]
     known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     return {"table": view_table(Table(known, rows))}
+
+
+def _name_place(advice: Mapping[str, Any]) -> str | None:
+    line = advice["line"]
+    return advice["module"] if line is None else f"{PurePath(line['file']).name}:{line['line']}"

@@ -1,0 +1,229 @@
+"""What to try: at most three causes with the largest expected effects, and what their removal buys together.
+
+A cause stands only if its removal is expected to save more than 2 % of the step and more than the steps' own spread,
+or 2 % of the peak; each further one must save as much on top of those before it, so that no waste is sold twice.
+Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.launches import LAUNCHES
+from profkit.analysis.causes.memory import MEMORY
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, predict_changes
+from profkit.analysis.summary import PRODUCTS, WORTH, Summary
+
+if TYPE_CHECKING:
+    from profkit.analysis.opened import OpenedCapture
+
+MOST_TRIES = 3
+_MOST_SCREENED = 12
+
+Row = Callable[[Evidence], Iterator[Cause]]
+
+ROWS: tuple[Row, ...] = (*LAUNCHES, *MEMORY)
+"""The table: each row yields the causes of one kind for which a capture holds evidence."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One Try: the cause with its line or module, the change, and the step after it, unprofiled.
+
+    ``edit`` is its name for ``profkit whatif --edit`` and ``profkit try --edit``, None if it has none. ``after_ns`` is
+    the step after this change alone; ``saves_ns`` is what that saves, give or take the steps' own spread; None where a
+    change is for memory alone. ``saves_bytes`` is of the peak. ``evidence`` are the figures that prove the cause. In
+    ``proof`` ``RUN`` is this run and ``NEW`` one that was recorded with the change.
+    """
+
+    code: str
+    cause: str
+    line: SourceLine | None
+    module: str | None
+    change: str
+    edit: str | None
+    after_ns: Interval | None
+    saves_ns: Interval | None
+    saves_bytes: Interval | None
+    costs: str | None
+    evidence: Mapping[str, float | str]
+    proof: str
+
+
+@dataclass(frozen=True)
+class AdviceResult:
+    """The Tries, the largest effect first; ``together_ns`` is the step after all of those that change its time.
+
+    ``nothing`` says in one sentence that nothing was found, and what the step is made of; None if there is a Try.
+    """
+
+    tries: tuple[Advice, ...] = ()
+    together_ns: Interval | None = None
+    nothing: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data: ``advice``, ``advice_together`` and ``advice_nothing``."""
+        return {
+            "advice": [_plain(advice) for advice in self.tries],
+            "advice_together": None if self.together_ns is None else {"after_ns": vars(self.together_ns)},
+            "advice_nothing": self.nothing,
+        }
+
+
+def _plain(advice: Advice) -> dict[str, Any]:
+    inner = ("line", "after_ns", "saves_ns", "saves_bytes")
+    plain = {**vars(advice), "evidence": dict(advice.evidence)}
+    return plain | {key: None if plain[key] is None else vars(plain[key]) for key in inner}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The causes to try so far, in the order in which they were chosen."""
+
+    causes: tuple[Cause, ...] = ()
+
+    @property
+    def changes(self) -> list[StepChange]:
+        return [change for cause in self.causes for change in cause.changes]
+
+
+def find_advice(capture: OpenedCapture, summary: Summary) -> AdviceResult:
+    """Return what to try in a capture of which ``summary`` is the summary."""
+    if summary.has_failed:
+        return AdviceResult(nothing="Nothing can be advised: the capture failed its self-check.")
+    evidence = Evidence(capture, summary)
+    causes = [cause for row in ROWS for cause in row(evidence)]
+    chosen = _choose(evidence, _screen(evidence, causes))
+    if not chosen.causes:
+        return AdviceResult(nothing=_say_nothing(evidence))
+    tries = tuple(_advise(evidence, cause) for cause in chosen.causes)
+    timed = [cause for cause in chosen.causes if cause.changes]
+    together = _interval(_predict(evidence, chosen.changes)) if len(timed) > 1 else None
+    return AdviceResult(tries, together)
+
+
+def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes whose removal alone is worth a Try, the largest effect first."""
+    weights = {id(cause): _weight(evidence, cause, _Chosen()) for cause in causes}
+    worth = [cause for cause in causes if weights[id(cause)] > 0]
+    return sorted(worth, key=lambda cause: -weights[id(cause)])[:_MOST_SCREENED]
+
+
+def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
+    """Return up to three causes: each adds more than any other to those before it, and holds when predicted."""
+    chosen, left = _Chosen(), list(causes)
+    while left and len(chosen.causes) < MOST_TRIES:
+        weights = [_weight(evidence, cause, chosen) for cause in left]
+        best = max(range(len(left)), key=weights.__getitem__)
+        if weights[best] <= 0:
+            break
+        cause = left.pop(best)
+        if _holds(evidence, cause):
+            chosen = replace(chosen, causes=(*chosen.causes, cause))
+    return chosen
+
+
+def _weight(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
+    """Return the share of the step, or of the peak, that removing a cause saves on top of others; 0 if too little."""
+    if cause.ends_run:
+        return 2.0
+    return max(_time_share(evidence, cause, before), _memory_share(evidence, cause))
+
+
+def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
+    replay = evidence.replay
+    if not cause.changes or replay is None or not replay.now_ns:
+        return 0.0
+    without = expect_after(replay, before.changes, evidence.facts) if before.causes else replay.now_ns
+    after = expect_after(replay, [*before.changes, *cause.changes], evidence.facts)
+    if without is None or after is None:
+        return 0.0
+    share = (without - after) / replay.now_ns
+    return share if share > max(WORTH, replay.spread_ns / replay.now_ns) else 0.0
+
+
+def _memory_share(evidence: Evidence, cause: Cause) -> float:
+    memory = evidence.summary.memory
+    if cause.saves_bytes is None or memory is None or not memory.peak_bytes:
+        return 0.0
+    share = min(cause.saves_bytes.expected / memory.peak_bytes, 1.0)
+    if share <= WORTH or (cause.changes and not evidence.is_tight):
+        return 0.0
+    return share if evidence.is_tight else share / 2
+
+
+def _holds(evidence: Evidence, cause: Cause) -> bool:
+    """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said."""
+    if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
+        return True
+    answer = _predict(evidence, cause.changes)
+    if answer.expected_ns is None or answer.now_ns is None or answer.high_ns is None or answer.low_ns is None:
+        return False
+    return answer.now_ns - answer.expected_ns > max(WORTH * answer.now_ns, evidence.spread_ns)
+
+
+def _predict(evidence: Evidence, changes: Sequence[StepChange]) -> TimeAnswer:
+    assert evidence.replay is not None
+    return predict_changes(evidence.replay, changes, evidence.facts)
+
+
+def _interval(answer: TimeAnswer) -> Interval | None:
+    if answer.low_ns is None or answer.expected_ns is None or answer.high_ns is None:
+        return None
+    return Interval(answer.low_ns, answer.expected_ns, answer.high_ns)
+
+
+def _advise(evidence: Evidence, cause: Cause) -> Advice:
+    after = _interval(_predict(evidence, cause.changes)) if cause.changes and evidence.replay is not None else None
+    return Advice(
+        code=cause.code,
+        cause=cause.cause,
+        line=cause.line,
+        module=cause.module,
+        change=cause.change,
+        edit=cause.edit,
+        after_ns=after,
+        saves_ns=None if after is None else _saving(evidence, after),
+        saves_bytes=cause.saves_bytes,
+        costs=cause.costs,
+        evidence=cause.evidence,
+        proof=cause.proof,
+    )
+
+
+def _saving(evidence: Evidence, after: Interval) -> Interval:
+    now_ns = 0 if evidence.replay is None else evidence.replay.now_ns or 0
+    spread_ns = evidence.spread_ns
+    return Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)
+
+
+def _say_nothing(evidence: Evidence) -> str:
+    limits = evidence.summary.limits
+    if limits is None:
+        return "Nothing found that would save more than 2 %."
+    if limits.refusal is not None:
+        return f"Nothing is predicted: {limits.refusal}."
+    parts = list(_compose(evidence, limits.limited_by, limits.step_ns))
+    return f"Nothing found that would save more than {WORTH:.0%}: the step is {' and '.join(parts)}.".replace(
+        "2%", "2 %"
+    )
+
+
+def _compose(evidence: Evidence, limited_by: Mapping[str, int], step_ns: int) -> Iterator[str]:
+    """Yield what a step is made of: arithmetic and the rate that it reaches, other kernels, Python, the rest."""
+    shares = {
+        "arithmetic": sum(limited_by.get(category, 0) for category in PRODUCTS),
+        "Python": limited_by.get("python", 0) + limited_by.get("call", 0) + limited_by.get("latency", 0),
+    }
+    shares["other kernels, copies and gaps"] = sum(limited_by.values()) - sum(shares.values())
+    work = evidence.summary.work
+    for name, time_ns in sorted(shares.items(), key=lambda item: -item[1]):
+        if time_ns < 0.1 * step_ns:
+            continue
+        rate = ""
+        if name == "arithmetic" and work is not None and work.peak_share is not None:
+            rate = f" at {100 * work.peak_share:.0f} % of the peak rate"
+        yield f"{100 * time_ns / max(step_ns, 1):.0f} % {name}{rate}"

@@ -1,0 +1,176 @@
+"""What the rows of causes look at, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from profkit.analysis.step_replay.edits import ProgramFacts
+from profkit.analysis.step_replay.predict import StepChange, change_of
+from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
+from profkit.analysis.summary import Summary
+from profkit.analysis.tree.modules import modules_of_ranges
+from profkit.run.edits import parse_edits
+from profkit.run.lines import LineTime
+from profkit.run.manifest import Manifest, find_condition
+
+if TYPE_CHECKING:
+    from profkit.analysis.opened import OpenedCapture
+
+_TIGHT = 0.8
+"""With more than this share of the GPU's memory reserved, it is short."""
+COMPARE = "profkit compare RUN NEW"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A prediction: the least, what is expected, and the most."""
+
+    low: int
+    expected: int
+    high: int
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the user's own code."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
+
+    ``ends_run``: the run will fail of it.
+    """
+
+    code: str
+    cause: str
+    change: str
+    changes: Sequence[StepChange] = ()
+    line: SourceLine | None = None
+    module: str | None = None
+    edit: str | None = None
+    saves_bytes: Interval | None = None
+    costs: str | None = None
+    evidence: Mapping[str, float | str] = field(default_factory=dict)
+    proof: str = COMPARE
+    ends_run: bool = False
+
+
+class Operation(NamedTuple):
+    """An operation of a step: its place in the step's columns, and what is known of it.
+
+    ``range`` is the innermost range's row, -1 without one; ``module`` the innermost module, siblings of one kind as
+    one, empty outside of modules.
+    """
+
+    at: int
+    name: str
+    category: str
+    duration_ns: int
+    call: int
+    phase: str
+    range: int
+    module: str
+
+
+class Evidence:
+    """A capture and its summary, with what several rows ask of them."""
+
+    def __init__(self, capture: OpenedCapture, summary: Summary) -> None:
+        self.capture = capture
+        self.summary = summary
+        self.manifest = Manifest() if capture.run is None else capture.run.manifest
+        self._operations: dict[int, tuple[Operation, ...]] = {}
+
+    @cached_property
+    def replay(self) -> StepReplay | None:
+        """The replay of the recorded steps, None without GPU work or where it predicts nothing."""
+        trace = self.capture.trace
+        if trace is None or trace.trace.measure != "gpu-kernel" or not len(trace.trace.work):
+            return None
+        return trace.step_replay if trace.step_replay.refusal is None else None
+
+    @cached_property
+    def facts(self) -> ProgramFacts:
+        """What is known of the program besides its trace."""
+        return ProgramFacts() if self.capture.trace is None else self.capture.trace.program_facts
+
+    @property
+    def step(self) -> ReplayedStep | None:
+        """The typical recorded step."""
+        return None if self.replay is None else self.replay.typical
+
+    @property
+    def now_ns(self) -> int:
+        """The step now, 0 where it is unknown."""
+        return 0 if self.replay is None else self.replay.now_ns or 0
+
+    @property
+    def spread_ns(self) -> int:
+        """By how much the unprofiled steps differ."""
+        return 0 if self.replay is None else self.replay.spread_ns
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the GPU's memory is short."""
+        memory = self.summary.memory
+        if memory is None:
+            return False
+        return memory.failure is not None or (
+            memory.capacity_bytes is not None and memory.reserved_peak_bytes > _TIGHT * memory.capacity_bytes
+        )
+
+    @property
+    def lines(self) -> Sequence[LineTime]:
+        """The lines of source, scaled to unprofiled steps; empty where none are known."""
+        return self.facts.lines or ()
+
+    def condition(self, *names: str) -> object:
+        """Return a condition of the run, None if it is unknown."""
+        return find_condition(self.manifest, *names)
+
+    @cached_property
+    def _modules(self) -> list[str]:
+        assert self.capture.trace is not None
+        return modules_of_ranges(self.capture.trace.attribution)
+
+    def operations(self, step: ReplayedStep) -> tuple[Operation, ...]:
+        """Return the operations of a recorded step."""
+        if id(step) not in self._operations:
+            self._operations[id(step)] = tuple(self._read(step))
+        return self._operations[id(step)]
+
+    def _read(self, step: ReplayedStep) -> list[Operation]:
+        assert self.capture.trace is not None
+        innermost = self.capture.trace.attribution.work.innermost
+        rows = step.columns.row.tolist()
+        found = []
+        for at, row in enumerate(rows):
+            inside = int(innermost[row]) if row < len(innermost) else -1
+            module = self._modules[inside] if inside >= 0 else ""
+            call = step.columns.launcher[at]
+            found.append(
+                Operation(
+                    at,
+                    step.names[row],
+                    step.categories[row],
+                    step.columns.duration_ns[at],
+                    call,
+                    step.phase[call],
+                    inside,
+                    "" if module.startswith("(") else module,
+                )
+            )
+        return found
+
+
+def edits(*texts: str) -> tuple[StepChange, ...]:
+    """Return edits, as on the command line, as changes of a step."""
+    return tuple(change_of(edit) for edit in parse_edits(texts))

@@ -1,0 +1,120 @@
+"""Rows of causes: calls that wait for the GPU, and more launches than the work needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine, edits
+from profkit.analysis.optimizers import can_all_be_fused, used_optimizers
+from profkit.names import OPTIMIZER
+from profkit.run.lines import LineTime
+
+_COPIES = (".to", ".cuda")
+_MANY = 16
+"""Launches of an optimizer's step from which on fewer are worth looking at."""
+
+
+def source_line(line: LineTime) -> SourceLine:
+    """Return where a line stands."""
+    assert line.file is not None
+    return SourceLine(line.file, line.line, line.function)
+
+
+def place_of(line: LineTime) -> str:
+    """Return ``train.py:30``."""
+    return f"{PurePath(line.file or '').name}:{line.line}"
+
+
+def edit_line(line: LineTime) -> str:
+    """Return a line as an edit names it: by its file's last parts that lead to it alone."""
+    return f"{line.file}:{line.line}"
+
+
+def _waits(evidence: Evidence) -> Iterator[Cause]:
+    """A line whose calls wait for the GPU; if nothing is late for it, the replay says so and it is no cause."""
+    waits: dict[tuple[str | None, int], list[LineTime]] = {}
+    for line in evidence.lines:
+        is_copy = (line.called or "").endswith(_COPIES)
+        if line.file is not None and line.thread != "worker" and line.waits >= 1 and not is_copy:
+            waits.setdefault((line.file, line.line), []).append(line)
+    for lines in waits.values():
+        line = max(lines, key=lambda line: line.waits)
+        count = sum(line.waits for line in lines)
+        edit = f"no-wait:{edit_line(line)}"
+        yield Cause(
+            code="waits",
+            cause=f"{line.called or 'a call'} waits for the GPU, {count:.3g} times a step",
+            line=source_line(line),
+            change="keep the value on the GPU, and read it every 50 steps or so",
+            changes=edits(edit),
+            edit=edit,
+            evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
+        )
+
+
+def _optimizer(evidence: Evidence) -> Iterator[Cause]:
+    """An optimizer that launches kernels for each parameter, where torch has one for all of them."""
+    optimizer, used = evidence.summary.optimizer, used_optimizers(evidence.manifest)
+    if optimizer is None or optimizer.kind not in ("foreach", "single tensor"):
+        return
+    launches = optimizer.launch_count / evidence.summary.program_steps
+    has_fused = can_all_be_fused(evidence.manifest, used)
+    names = ", ".join(dict.fromkeys(one.name for one in used)) or "the optimizer"
+    if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and _has_foreach(evidence))):
+        return
+    better = "fused" if has_fused else "foreach"
+    kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters (foreach)"
+    yield Cause(
+        code="optimizer",
+        cause=f"{names} steps {kind}: {launches:,.0f} launches a step",
+        module=OPTIMIZER,
+        change=f"{names}(…, {better}=True)",
+        changes=edits(f"optimizer:{better}"),
+        edit=f"optimizer:{better}",
+        evidence={"launches": launches, "span_ns": evidence.summary.per_step(optimizer.span_ns)},
+    )
+
+
+def _has_foreach(evidence: Evidence) -> bool:
+    """Return whether torch has a foreach step for all optimizers, and none was forbidden but by the loop itself."""
+    used = used_optimizers(evidence.manifest)
+    return bool(used) and all(one.is_torchs and not one.differentiable for one in used)
+
+
+def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
+    """Gradients that are filled with zeros in every step, where dropping them costs nothing."""
+    step = evidence.step
+    if step is None:
+        return
+    filled = [one for one in evidence.operations(step) if "ZeroFunctor" in one.name]
+    if filled:
+        yield Cause(
+            code="zero-grad",
+            cause=f"gradients are filled with zeros, {len(filled)} launches a step",
+            module=filled[0].module or None,
+            change="optimizer.zero_grad(set_to_none=True)",
+            changes=edits("zero-grad:none"),
+            edit="zero-grad:none",
+            evidence={"launches": len(filled)},
+        )
+
+
+def _graphs(evidence: Evidence) -> Iterator[Cause]:
+    """A step of many launches that nothing interrupts: one graph launches them all."""
+    summary, step = evidence.summary, evidence.step
+    if step is None or (summary.gpu is not None and summary.gpu.graph_launches) or len(step.columns.row) < 100:
+        return
+    is_compiled = bool(summary.head.is_compiled)
+    yield Cause(
+        code="launches",
+        cause=f"Python launches {len(step.columns.row):,} operations a step, and the GPU waits for it",
+        change='torch.compile(model, mode="reduce-overhead")' if not is_compiled else 'mode="reduce-overhead"',
+        changes=edits("graphs"),
+        edit="graphs",
+        costs="constant shapes, memory of its own, compiling at the start",
+        evidence={"launches": len(step.columns.row)},
+    )
+
+
+LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _graphs)
