@@ -1,6 +1,7 @@
 """Edits of a program, written as on the command line: what there is, and what each changes.
 
-`whatif` predicts an edit. Edits combine, and their order does not matter: they are applied in that of `EDITS`.
+`whatif` predicts an edit; `try` makes one in a run of the program, where it can, and measures. Edits combine, and
+their order does not matter: they are applied in that of `EDITS`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _LARGEST_FACTOR = 1024
 class EditSpec:
     """One kind of edit: its name, how it is written, and whether it changes memory; each may change the step's time.
 
-    ``numbers`` says what it may do to the numbers that the program computes, empty if nothing. ``choices`` are the
-    arguments that it has, if it takes no others.
+    ``numbers`` says what it may do to the numbers that the program computes, empty if nothing, and ``loss_share`` by
+    which share of itself a loss may depart for that reason in some tens of steps; None: by any. ``choices`` are the
+    arguments that it has, if it takes no others. ``trying_needs`` is what a program must have so that `try` can make
+    the edit, None: `try` cannot. ``code`` is what a person writes to make it, ``{}`` standing for the argument.
     """
 
     name: str
@@ -29,34 +32,146 @@ class EditSpec:
     changes_memory: bool = True
     numbers: str = ""
     choices: tuple[str, ...] = ()
+    trying_needs: str | None = None
+    loss_share: float | None = 0.0
+    code: str = ""
 
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether `profkit try` makes the edit in a run of the program."""
+        return self.trying_needs is not None
+
+    @property
+    def has_optional_argument(self) -> bool:
+        """Whether it is written with an argument or without."""
+        return self.forms[0].startswith(f"{self.name}[:")
+
+
+_ROUNDING = 1e-3
+_HALF = 2e-2
 
 EDITS = (
     EditSpec(
         "optimizer",
         ("optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",),
         numbers="another optimizer learns otherwise",
+        loss_share=None,
     ),
     EditSpec(
         "optimizer",
         ("optimizer:fused|foreach",),
         numbers="rounding differs",
         choices=("fused", "foreach"),
+        trying_needs="an optimizer of torch.optim that takes the keyword",
+        loss_share=_ROUNDING,
+        code="optimizer = torch.optim.AdamW(…, {}=True)",
     ),
-    EditSpec("gradients", ("gradients:bf16|offload",), numbers="gradients are rounded to bf16"),
-    EditSpec("parameters", ("parameters:bf16",), numbers="all is computed in bf16"),
-    EditSpec("checkpoint", ("checkpoint:GLOB[:every=K|:group=K][:reentrant]",)),
-    EditSpec("batch", ("batch:×F",), numbers="gradients are means over another batch"),
-    EditSpec("sequence", ("sequence:×F",), numbers="sequences are cut elsewhere"),
-    EditSpec("loss", ("loss:fused[:chunks=N]",), numbers="rounding differs"),
-    EditSpec("zero-grad", ("zero-grad:none",)),
-    EditSpec("drop", ("drop:GLOB",), numbers="something is left out"),
+    EditSpec("gradients", ("gradients:bf16|offload",), numbers="gradients are rounded to bf16", loss_share=_HALF),
+    EditSpec("parameters", ("parameters:bf16",), numbers="all is computed in bf16", loss_share=_HALF),
+    EditSpec(
+        "checkpoint",
+        ("checkpoint:GLOB[:every=K|:group=K][:reentrant]",),
+        trying_needs="modules whose names match, none of them compiled",
+        code="x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)  # each module that matches {}",
+    ),
+    EditSpec(
+        "batch",
+        ("batch:×F",),
+        numbers="gradients are means over another batch",
+        trying_needs="a DataLoader that makes batches of a fixed size",
+        loss_share=None,
+        code="loader = DataLoader(…, batch_size=…)  # {}",
+    ),
+    EditSpec("sequence", ("sequence:×F",), numbers="sequences are cut elsewhere", loss_share=None),
+    EditSpec("loss", ("loss:fused[:chunks=N]",), numbers="rounding differs", loss_share=_ROUNDING),
+    EditSpec(
+        "zero-grad",
+        ("zero-grad:none",),
+        choices=("none",),
+        trying_needs="a call of zero_grad that sets gradients to zero",
+        code="optimizer.zero_grad(set_to_none=True)",
+    ),
+    EditSpec("drop", ("drop:GLOB",), numbers="something is left out", loss_share=None),
     EditSpec("no-wait", ("no-wait:FILE:LINE",), changes_memory=False),
     EditSpec("no-host", ("no-host:FILE:LINE",), changes_memory=False),
-    EditSpec("tf32", ("tf32",), changes_memory=False, numbers="products keep 10 bits of mantissa"),
-    EditSpec("autocast", ("autocast:bf16",), numbers="products are computed in bf16", choices=("bf16",)),
-    EditSpec("compile", ("compile",), numbers="rounding differs"),
+    EditSpec(
+        "tf32",
+        ("tf32",),
+        changes_memory=False,
+        numbers="products keep 10 bits of mantissa",
+        trying_needs="an NVIDIA GPU of compute capability 8.0 or more",
+        loss_share=_ROUNDING,
+        code='torch.set_float32_matmul_precision("high")',
+    ),
+    EditSpec(
+        "autocast",
+        ("autocast:bf16",),
+        numbers="products are computed in bf16",
+        choices=("bf16",),
+        trying_needs="a model that is called in training, and no autocast of the script's own",
+        loss_share=_HALF,
+        code='with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
+    ),
+    EditSpec(
+        "channels-last",
+        ("channels-last",),
+        changes_memory=False,
+        numbers="rounding differs",
+        trying_needs="convolutions, and inputs of four dimensions",
+        loss_share=_ROUNDING,
+        code="model.to(memory_format=torch.channels_last)  # inputs likewise",
+    ),
+    EditSpec(
+        "cudnn-benchmark",
+        ("cudnn-benchmark",),
+        changes_memory=False,
+        numbers="rounding differs",
+        trying_needs="convolutions on a GPU",
+        loss_share=_ROUNDING,
+        code="torch.backends.cudnn.benchmark = True",
+    ),
+    EditSpec(
+        "compile",
+        ("compile[:default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs]",),
+        numbers="rounding differs",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        trying_needs="a model that is called in training and is not compiled",
+        loss_share=_ROUNDING,
+        code="model.compile({})",
+    ),
     EditSpec("graphs", ("graphs",)),
+    EditSpec(
+        "workers",
+        ("workers:N",),
+        changes_memory=False,
+        numbers="random numbers of the data are drawn in other processes",
+        trying_needs="a DataLoader over a dataset with indices",
+        loss_share=None,
+        code="loader = DataLoader(…, num_workers={}, persistent_workers=True)",
+    ),
+    EditSpec(
+        "pin-memory",
+        ("pin-memory",),
+        changes_memory=False,
+        trying_needs="a DataLoader, and a GPU",
+        code="loader = DataLoader(…, pin_memory=True)",
+    ),
+    EditSpec(
+        "no-anomaly",
+        ("no-anomaly",),
+        changes_memory=False,
+        trying_needs="a script that turns anomaly detection on",
+        code="torch.autograd.set_detect_anomaly(False)",
+    ),
+    EditSpec(
+        "threads",
+        ("threads:N",),
+        changes_memory=False,
+        numbers="rounding differs",
+        trying_needs="",
+        loss_share=_ROUNDING,
+        code="torch.set_num_threads({})",
+    ),
     EditSpec("gpu", ("gpu:×F",), changes_memory=False),
     EditSpec("kernels", ("kernels:GLOB:×F",), changes_memory=False),
     EditSpec("links", ("links:×F",), changes_memory=False),
@@ -93,7 +208,9 @@ def _parse(text: str) -> Edit:
     name, _, argument = text.partition(":")
     for spec in sorted(EDITS, key=lambda spec: not spec.choices):
         takes_none = spec.forms == (spec.name,)
-        if spec.name == name and takes_none == (not argument) and (not spec.choices or argument in spec.choices):
+        is_complete = spec.has_optional_argument or takes_none == (not argument)
+        is_known = not argument or not spec.choices or argument in spec.choices
+        if spec.name == name and is_complete and is_known:
             return Edit(text, argument, spec)
     raise UsageError(f"no edit {text!r}; edits are {', '.join(FORMS)}")
 
