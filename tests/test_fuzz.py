@@ -35,6 +35,7 @@ def test_no_mutant_stops_a_reader(kind: str, scratch: Path) -> None:
         pytest.param("run directory", 6658, id="the allocator's own peak is negative"),
         pytest.param("export values", 701118, id="a time is a text of spaces"),
         pytest.param("export bytes", 801223, id="ranges are found in another number by rows and by all"),
+        pytest.param("snapshot objects", 900778, id="the history of a block is no list of records"),
         pytest.param("run ranks", 800514, id="names of modules are missing in a light record"),
     ],
 )

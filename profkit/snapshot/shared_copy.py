@@ -177,7 +177,11 @@ def _divisions(_: _SnapshotCopy, value: object) -> dict[str, int]:
 
 
 def _records(declared: Mapping[str, Any]) -> Callable[[_SnapshotCopy, Any], list[dict[str, Any]]]:
-    return lambda copy, records: [copy.take(declared, record) for record in records or ()]
+    def copy_records(copy: _SnapshotCopy, records: object) -> list[dict[str, Any]]:
+        listed = records if isinstance(records, list) else []
+        return [copy.take(declared, record) for record in listed if isinstance(record, dict)]
+
+    return copy_records
 
 
 def _histories(copy: _SnapshotCopy, traces: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
