@@ -133,7 +133,7 @@ def _change_cpu(columns: StepColumns, setting: Setting) -> StepColumns:
     return replace(columns, gap_ns=[round(gap * factor) for gap in columns.gap_ns], own_ns=own)
 
 
-def _drop_calls(columns: StepColumns, calls: Iterable[int]) -> StepColumns:
+def drop_calls(columns: StepColumns, calls: Iterable[int]) -> StepColumns:
     """Return the step in which some calls take no time, nor Python before them."""
     gap, own = list(columns.gap_ns), list(columns.own_ns)
     for call in calls:
@@ -142,7 +142,7 @@ def _drop_calls(columns: StepColumns, calls: Iterable[int]) -> StepColumns:
     return replace(columns, gap_ns=gap, own_ns=own)
 
 
-def _drop_operations(columns: StepColumns, rows: Iterable[int]) -> StepColumns:
+def drop_operations(columns: StepColumns, rows: Iterable[int]) -> StepColumns:
     duration, between, stalls = list(columns.duration_ns), list(columns.between_ns), dict(columns.stall_ns)
     for row in rows:
         duration[row] = between[row] = 0
@@ -163,7 +163,7 @@ def _change_to_graphs(columns: StepColumns, setting: Setting) -> StepColumns:
     calls = range(inside[0], inside[-1] + 1)
     _refuse_waits(columns, calls)
     nodes = sum(last - first for first, last in (columns.launches[call] for call in calls))
-    columns = _drop_calls(columns, calls[1:])
+    columns = drop_calls(columns, calls[1:])
     own = list(columns.own_ns)
     own[calls[0]] = setting.constants.launch_ns + _GRAPH_NODE_NS[setting.world] * nodes
     return replace(columns, own_ns=own)
@@ -191,8 +191,8 @@ def _change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
         merged = _LAUNCHES_MERGED["foreach"][setting.world]
     kept = set(launches[::merged])
     kept_rows = [row for call in kept for row in range(*columns.launches[call])]
-    columns = _drop_calls(columns, [call for call in calls if call not in kept and call > launches[0]])
-    columns = _drop_operations(columns, [row for row in rows if row not in kept_rows])
+    columns = drop_calls(columns, [call for call in calls if call not in kept and call > launches[0]])
+    columns = drop_operations(columns, [row for row in rows if row not in kept_rows])
     duration = list(columns.duration_ns)
     for row in kept_rows:
         duration[row] = time_ns // len(kept_rows)
@@ -219,7 +219,7 @@ def _change_zero_grad(columns: StepColumns, setting: Setting) -> StepColumns:
     rows = _rows(columns, setting, lambda name, _: "ZeroFunctor" in name)
     if not rows:
         raise CannotPredictError("no kernel that sets gradients to zero was recorded")
-    return _drop_operations(_drop_calls(columns, {columns.launcher[row] for row in rows}), rows)
+    return drop_operations(drop_calls(columns, {columns.launcher[row] for row in rows}), rows)
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
@@ -252,11 +252,11 @@ def _change_waits(columns: StepColumns, setting: Setting) -> StepColumns:
         by_length = sorted(waits, key=lambda call: columns.call_start_ns[call] - columns.call_end_ns[call])
         every = max(1, len(waits) // max(count, 1))
         chosen = {"least": by_length, "expected": waits[::every], "most": by_length[::-1]}[setting.world][:count]
-        columns = _stop_waiting(columns, chosen, setting.constants)
+        columns = stop_waiting(columns, chosen, setting.constants)
     return columns
 
 
-def _stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constants) -> StepColumns:
+def stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constants) -> StepColumns:
     """Return the step in which some waits are gone; a pageable copy right before one is an asynchronous one then."""
     kind, own, targets = list(columns.kind), list(columns.own_ns), list(columns.targets)
     for call in calls:
@@ -290,7 +290,7 @@ def _change_to_compiled(columns: StepColumns, setting: Setting) -> StepColumns:
     phases = setting.training_phases - {OPTIMIZER}
     rows = _rows(columns, setting, lambda _, category: category in _SMALL)
     rows = [row for row in rows if setting.step.phase[columns.launcher[row]] in phases]
-    return _drop_operations(_drop_calls(columns, calls), rows)
+    return drop_operations(drop_calls(columns, calls), rows)
 
 
 def _change_to_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
