@@ -101,7 +101,8 @@ def test_a_machine_of_events_runs_a_program_alike(program: list[Doing]) -> None:
 
 def exact_own_times(step: StepColumns, program: list[Doing]) -> StepColumns:
     """Return the columns with what a recording cannot show: how long a call that waited would take by itself."""
-    return replace(step, own_ns=[doing.inside_ns if doing.kind == COPY else doing.own_ns for doing in program])
+    own_ns = [doing.inside_ns if doing.kind == COPY else doing.own_ns for doing in program]
+    return replace(step, own_ns=own_ns, wake_ns={})
 
 
 @settings(max_examples=200, deadline=None)
@@ -195,6 +196,32 @@ def test_an_operation_that_began_for_no_reason_keeps_its_delay() -> None:
     ready = prepare(late, CONSTANTS)
     assert ready.stall_ns == {2: 400_000}
     assert run(ready, CONSTANTS).end_ns == late.end_ns
+
+
+def test_a_graph_begins_during_its_launch_and_is_no_measure_of_other_launches() -> None:
+    program = [Doing(1_000, 4_000, LAUNCH, durations_ns=(2_000,)) for _ in range(5)]
+    program.append(Doing(1_000, 400_000, LAUNCH, durations_ns=(5_000,) * 3))
+    step = Machine(program, CONSTANTS).run().columns()
+    early = 300_000 + CONSTANTS.latency_ns
+    for column in (step.start_ns, step.end_ns):
+        column[-3:] = [time_ns - early for time_ns in column[-3:]]
+    constants = measure_constants([step])
+    assert (constants.launch_ns, constants.latency_ns) == (4_000, CONSTANTS.latency_ns)
+    ready = prepare(step, constants)
+    assert run(ready, constants).end_ns == step.end_ns
+    own_ns = [*ready.own_ns[:-1], 40_000]
+    faster = run(replace(ready, own_ns=own_ns), constants)
+    assert faster.start_ns[5] == step.call_start_ns[5] + 10_000
+    check_chain(ready, run(ready, constants))
+
+
+def test_a_wait_keeps_the_time_that_the_host_took_to_wake_up() -> None:
+    machine = Machine([Doing(0, 1_000, LAUNCH, durations_ns=(90_000,)), Doing(0, 0, WAIT, waits_for=(0,))], CONSTANTS)
+    step = machine.run().columns()
+    step.call_end_ns[1] += 44_000
+    ready = prepare(step, CONSTANTS)
+    assert run(ready, CONSTANTS).call_end_ns == step.call_end_ns
+    assert ready.wake_ns == {1: 52_000}
 
 
 def test_constants_are_those_of_the_machine() -> None:

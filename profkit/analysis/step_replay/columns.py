@@ -66,9 +66,18 @@ class StepColumns:
     end_ns: list[int]
     free_ns: dict[int, int] = field(default_factory=dict)
     between_ns: list[int] = field(default_factory=list)
-    """Between each operation and the one before it on its stream, and how much later it began than the rules say:
-    `profkit.analysis.step_replay.replay.prepare` fills in these two."""
+    """Between each operation and the one before it on its stream.
+
+    `profkit.analysis.step_replay.replay.prepare` fills in this and what follows.
+    """
+    latency_ns: list[int] = field(default_factory=list)
+    """Between the end of its launch and each operation's start, if nothing else holds it up."""
     stall_ns: dict[int, int] = field(default_factory=dict)
+    """How much later an operation began than the rules say."""
+    wake_ns: dict[int, int] = field(default_factory=dict)
+    """Of waits: how long after its target's end the host went on, where the recording shows it."""
+    graph_share: dict[int, float] = field(default_factory=dict)
+    """Of calls that launch a CUDA graph: after which share of its time the first operation may begin."""
     unknown_waits: int = 0
     """How many streams waited for an event whose recording is unknown: these waits are left out."""
 

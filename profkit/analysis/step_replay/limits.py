@@ -326,4 +326,6 @@ def _before_operation(step: StepColumns, found: Replayed, row: int) -> tuple[Mom
     if cause != BY_LAUNCH:
         return Moment(False, cause, is_end=True), Cause.BETWEEN
     call = step.launcher[row]
-    return Moment(True, call, is_end=step.kind[call] != COPY), Cause.LATENCY
+    # Copies from pageable memory, and many first operations of graphs, begin within their call.
+    is_after = step.kind[call] != COPY and found.start_ns[row] >= found.call_end_ns[call]
+    return Moment(True, call, is_end=is_after), Cause.LATENCY

@@ -5,10 +5,12 @@
   its stream and the gap between the two; what its stream waits for.
 - A call that waits ends its own time after it began, or a wake-up time after its last target has ended.
 - A copy from or to pageable memory runs inside its call, whose own time is what passes until the copy can begin.
+- The first operation of a CUDA graph begins during its launch, after the recorded share of it.
 - A launch into a queue that holds `QUEUE_DEPTH` operations ends when the first of them has begun.
 
 The constants are medians and means of the recording itself. An operation that began more than `STALL_NS` after the
-rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so).
+rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so). Latencies and
+wake-up times that the recording shows are its own; the constants stand where it hides them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ BY_LAUNCH = -2
 
 _FEWEST = 3
 _LONG_BEFORE_NS = 20_000
+_SURELY_FREE_NS = 2_500
+"""No stream pauses longer than this between two operations that wait in its queue."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,18 @@ def measure_constants(steps: Iterable[StepColumns]) -> Constants:
         for row, at in enumerate(step.previous):
             launched_ns = step.call_end_ns[step.launcher[row]]
             free_ns = step.end_ns[at] if at != NONE else step.free_ns.get(step.stream[row], 0)
-            if row in step.awaited or step.kind[step.launcher[row]] == COPY:
+            if (
+                row in step.awaited
+                or step.kind[step.launcher[row]] == COPY
+                or _launches_graph(step, step.launcher[row])
+            ):
                 continue
             if at != NONE and free_ns > launched_ns + _LONG_BEFORE_NS:
                 gaps[step.operation[at], step.operation[row]].append(step.start_ns[row] - free_ns)
             elif free_ns < step.call_start_ns[step.launcher[row]]:
                 latency.append(step.start_ns[row] - launched_ns)
         for call, targets in enumerate(step.targets):
-            if step.kind[call] == LAUNCH:
+            if step.kind[call] == LAUNCH and not _launches_graph(step, call):
                 launch.append(step.own_ns[call])
             if step.kind[call] != WAIT:
                 continue
@@ -87,6 +95,11 @@ def measure_constants(steps: Iterable[StepColumns]) -> Constants:
         wait_ns=_median(wait, default.wait_ns),
         launch_ns=_median(launch, default.launch_ns),
     )
+
+
+def _launches_graph(step: StepColumns, call: int) -> bool:
+    first, last = step.launches[call]
+    return last - first > 1
 
 
 def _median(values: Sequence[int], default: int) -> int:
@@ -135,14 +148,15 @@ def prepare(step: StepColumns, constants: Constants) -> StepColumns:
         else known.get((step.operation[at], step.operation[row]), constants.gap_ns)
         for row, at in enumerate(step.previous)
     ]
-    ready = replace(step, own_ns=_own_times(step, constants), between_ns=between)
+    ready = replace(step, own_ns=_own_times(step, constants), between_ns=between, wake_ns=_find_wakes(step))
+    ready = replace(ready, graph_share=_graph_shares(ready), latency_ns=_find_latencies(ready, constants))
     return replace(ready, stall_ns=_find_stalls(ready, constants))
 
 
 def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  the loop, in one piece
     """Run a step that was prepared, or a changed form of it."""
-    between, stalls = step.between_ns, step.stall_ns
-    latency, wake, event = constants.latency_ns, constants.wake_ns, constants.event_ns
+    between, stalls, wakes, shares = step.between_ns, step.stall_ns, step.wake_ns, step.graph_share
+    latency, event = step.latency_ns, constants.event_ns
     before, gap, own, kinds, launches = step.before, step.gap_ns, step.own_ns, step.kind, step.launches
     previous, duration, awaited, streams, free = (
         step.previous,
@@ -159,9 +173,10 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
         ended = begun + own[at]
         kind = kinds[at]
         if kind == WAIT:
+            waking = wakes.get(at, constants.wake_ns)
             for row in step.targets[at]:
-                if end[row] + wake > ended:
-                    ended, call_cause[at] = end[row] + wake, row
+                if end[row] + waking > ended:
+                    ended, call_cause[at] = end[row] + waking, row
         first, last = launches[at]
         if first < last:
             if kind == COPY:
@@ -170,7 +185,7 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                 queue = queued[streams[first]]
                 if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
                     ended, call_cause[at] = start[queue[-QUEUE_DEPTH]], queue[-QUEUE_DEPTH]
-                ready = ended + latency
+                ready = begun + round(shares[at] * own[at]) if at in shares else max(begun, ended + latency[first])
             for row in range(first, last):
                 begins, last_row = ready, previous[row]
                 if last_row >= 0:
@@ -219,6 +234,48 @@ def _time_to_copy(step: StepColumns, call: int, constants: Constants) -> int:
     return min(inside_ns, constants.launch_ns) if free_ns > step.call_start_ns[call] else inside_ns
 
 
+def _graph_shares(step: StepColumns) -> dict[int, float]:
+    """Return for launches of graphs the share after which the first operation began, at most all of it.
+
+    Where its stream was busy until then, the share is the median of the others.
+    """
+    shares, hidden = {}, []
+    for call, (first, last) in enumerate(step.launches):
+        if step.kind[call] != LAUNCH or last - first <= 1:
+            continue
+        at = step.previous[first]
+        free_ns = step.end_ns[at] if at != NONE else step.free_ns.get(step.stream[first], 0)
+        if free_ns > step.call_start_ns[call] or not step.own_ns[call]:
+            hidden.append(call)
+        else:
+            shares[call] = min(1.0, (step.start_ns[first] - step.call_start_ns[call]) / step.own_ns[call])
+    usual = median(shares.values()) if shares else 1.0
+    return {**dict.fromkeys(hidden, usual), **shares}
+
+
+def _find_wakes(step: StepColumns) -> dict[int, int]:
+    """Return of waits that did wait how long after the last target's end they ended."""
+    wakes = {}
+    for call, targets in enumerate(step.targets):
+        ended_ns = max((step.end_ns[row] for row in targets), default=0)
+        if step.kind[call] == WAIT and ended_ns > step.call_start_ns[call]:
+            wakes[call] = max(0, step.call_end_ns[call] - ended_ns)
+    return wakes
+
+
+def _find_latencies(step: StepColumns, constants: Constants) -> list[int]:
+    """Return the latency of each operation: the recorded one where its stream was free, if that is no stall."""
+    latencies = []
+    for row, at in enumerate(step.previous):
+        call = step.launcher[row]
+        free_ns = step.free_ns.get(step.stream[row], 0) if at == NONE else step.end_ns[at]
+        recorded_ns = step.start_ns[row] - step.call_end_ns[call]
+        is_seen = free_ns + _SURELY_FREE_NS < step.start_ns[row] and free_ns < step.call_end_ns[call]
+        is_seen = is_seen and row not in step.awaited and step.kind[call] == LAUNCH
+        latencies.append(recorded_ns if is_seen and recorded_ns < STALL_NS else constants.latency_ns)
+    return latencies
+
+
 def _find_stalls(step: StepColumns, constants: Constants) -> dict[int, int]:
     """Return which operations began later than the rules say from the recorded times, and by how much."""
     stalls = {}
@@ -227,7 +284,10 @@ def _find_stalls(step: StepColumns, constants: Constants) -> dict[int, int]:
         if step.kind[call] == COPY:
             continue
         free_ns = step.free_ns.get(step.stream[row], 0) if at == NONE else step.end_ns[at] + step.between_ns[row]
-        ready_ns = max(step.call_end_ns[call] + constants.latency_ns, free_ns)
+        ready_ns = step.call_end_ns[call] + step.latency_ns[row]
+        if call in step.graph_share:
+            ready_ns = step.call_start_ns[call] + round(step.graph_share[call] * step.own_ns[call])
+        ready_ns = max(ready_ns, free_ns)
         ready_ns = max([ready_ns, *(step.end_ns[other] + constants.event_ns for other in step.awaited.get(row, ()))])
         if step.start_ns[row] - ready_ns > STALL_NS:
             stalls[row] = step.start_ns[row] - ready_ns
