@@ -199,8 +199,8 @@ def test_an_operation_that_began_for_no_reason_keeps_its_delay() -> None:
 
 
 def test_a_graph_begins_during_its_launch_and_is_no_measure_of_other_launches() -> None:
-    program = [Doing(1_000, 4_000, LAUNCH, durations_ns=(2_000,)) for _ in range(5)]
-    program.append(Doing(1_000, 400_000, LAUNCH, durations_ns=(5_000,) * 3))
+    program = [Doing(9_000, 4_000, LAUNCH, durations_ns=(2_000,)) for _ in range(5)]
+    program.append(Doing(9_000, 400_000, LAUNCH, durations_ns=(5_000,) * 3))
     step = Machine(program, CONSTANTS).run().columns()
     early = 300_000 + CONSTANTS.latency_ns
     for column in (step.start_ns, step.end_ns):
