@@ -222,6 +222,7 @@ def observe_ranges(observer: RangeObserver) -> None:
 
 def ignore_ranges(observer: RangeObserver) -> None:
     """Show ``observer`` no more ranges."""
+    _others.pop(observer, None)
     if observer in _observers:
         _observers.remove(observer)
         _update_others()

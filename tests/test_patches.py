@@ -107,6 +107,7 @@ def test_each_function_that_is_named_is_there_in_this_torch_or_known_to_be_elsew
         "nvtx",
         "torch._dynamo.output_graph",
         "torch._inductor.codecache",
+        "torch._inductor.codegen.cpp",
         "torch._inductor.codegen.triton",
         "torch._inductor.codegen.wrapper",
         "torch._inductor.debug",

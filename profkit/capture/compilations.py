@@ -26,17 +26,17 @@ from torch._guards import CompileContext
 
 from profkit.annotation import Range
 from profkit.capture.errors import describe_error, say
-from profkit.capture.patches import Function, outside_dynamo, patch
+from profkit.capture.patches import Function, is_patched, outside_dynamo, patch
 from profkit.names import COMPILING
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
+_AUTOTUNING = f"{_HEURISTICS}.CachingAutotuner.autotune_to_one_config"
 _EXPLANATION = "  Explanation: "
 _HINT = "  Hint: "
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """The rest of a function after a graph break."""
-_watched_tuners: set[type] = set()
 _NS_PER_US = 1000
 _NS_PER_S = 10**9
 
@@ -72,6 +72,13 @@ class CompilationRecorder:
         self.look()
         self._step = (self._step[0], False)
 
+    def stop(self) -> None:
+        """Ask Dynamo for nothing more."""
+        handler = _callback_handler()
+        with suppress(ValueError, AttributeError):  # `torch._dynamo.reset` has forgotten them
+            handler.remove_start_callback(self._begins)
+            handler.remove_end_callback(self._ends)
+
     def look(self) -> None:
         """Write down what is new in Dynamo's records."""
         if not self._has_failed and _DYNAMO in sys.modules:
@@ -89,7 +96,7 @@ class CompilationRecorder:
 
     def _watch(self) -> None:
         """Open a range around each compilation from now on; `torch._dynamo.reset` forgets who asked for that."""
-        handler = getattr(sys.modules.get(f"{_DYNAMO}.callback"), "callback_handler", None)
+        handler = _callback_handler()
         with suppress(Exception):
             if handler is not None and self._begins not in handler.start_callbacks:
                 handler.register_start_callback(self._begins)
@@ -108,9 +115,8 @@ class CompilationRecorder:
             return choosing
 
         kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
-        if kind is not None and kind not in _watched_tuners:
-            _watched_tuners.add(kind)
-            patch(f"{_HEURISTICS}.CachingAutotuner.autotune_to_one_config", wrap, stays=True)
+        if kind is not None and not is_patched(_AUTOTUNING):
+            patch(_AUTOTUNING, wrap, stays=True)
 
     def _begins(self, *given: Any) -> None:
         self.look()
@@ -254,6 +260,11 @@ def _duration_ns(record: Any) -> int | None:
     if seconds is None:  # torch before 2.6 says of a backward pass what Inductor took
         seconds = getattr(record, "inductor_compile_time_s", None)
     return None if seconds is None else int(seconds * _NS_PER_S)
+
+
+def _callback_handler() -> Any:
+    """Return what calls back around each compilation, None where Dynamo is not loaded."""
+    return getattr(sys.modules.get(f"{_DYNAMO}.callback"), "callback_handler", None)
 
 
 def _reason(text: str | None) -> str | None:

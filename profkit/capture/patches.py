@@ -33,6 +33,8 @@ REASONS = {
     "torch._inductor.codecache.PyCodeCache.load_by_key_path": "generated code is loaded",
     "torch._inductor.codegen.triton.TritonScheduling.define_kernel": "the operators that a fused kernel is made of",
     "torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_kernel_call": "launches that it does not report",
+    "torch._inductor.codegen.cpp.set_kernel_post_grad_provenance_tracing": "launches that Inductor writes",
+    "torch._inductor.codegen.triton.set_kernel_post_grad_provenance_tracing": "launches that Inductor writes",
     "torch._inductor.debug.set_kernel_post_grad_provenance_tracing": "launches that Inductor writes",
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.autotune_to_one_config": "kernels run to be compared",
     "torch._inductor.scheduler.Scheduler.codegen_extern_call": "calls of libraries that Inductor does not report",
@@ -71,6 +73,7 @@ class _Replaced:
 
 _INHERITED = object()
 _replaced: defaultdict[str, list[_Replaced]] = defaultdict(list)
+_staying: defaultdict[str, list[_Replaced]] = defaultdict(list)
 
 
 def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) -> bool:
@@ -81,7 +84,7 @@ def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) 
 
     Args:
         target: its full name, a key of `REASONS`.
-        stays: it is not put back when the recording ends: what was compiled, or will be, depends on it.
+        stays: `restore` does not put it back: what was compiled, or will be, depends on it.
     """
     assert target in REASONS, target
     owner, name = _owner_of(target)
@@ -101,9 +104,13 @@ def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) 
         setattr(owner, name, now)
     except TypeError:  # a class that is written in C
         return False
-    if not stays:
-        _replaced[target].append(_Replaced(owner, name, before, now))
+    (_staying if stays else _replaced)[target].append(_Replaced(owner, name, before, now))
     return True
+
+
+def is_patched(target: str) -> bool:
+    """Return whether something of profkit's stands at ``target`` now."""
+    return bool(_replaced.get(target) or _staying.get(target))
 
 
 def restore(*targets: str) -> None:
@@ -112,13 +119,27 @@ def restore(*targets: str) -> None:
     Where somebody else has replaced profkit's replacement since, theirs stays, and calls it.
     """
     for target in targets or list(_replaced):
-        for replaced in reversed(_replaced.pop(target, [])):
-            if vars(replaced.owner).get(replaced.name) is not replaced.now:
-                continue
-            if replaced.before is _INHERITED:
-                delattr(replaced.owner, replaced.name)
-            else:
-                setattr(replaced.owner, replaced.name, replaced.before)
+        _put_back(_replaced.pop(target, []))
+
+
+def restore_all() -> None:
+    """Put back also what otherwise stays: the program goes on without profkit.
+
+    Dynamo compiles anew what it compiled meanwhile.
+    """
+    restore()
+    for target in list(_staying):
+        _put_back(_staying.pop(target))
+
+
+def _put_back(replacements: list[_Replaced]) -> None:
+    for replaced in reversed(replacements):
+        if vars(replaced.owner).get(replaced.name) is not replaced.now:
+            continue
+        if replaced.before is _INHERITED:
+            delattr(replaced.owner, replaced.name)
+        else:
+            setattr(replaced.owner, replaced.name, replaced.before)
 
 
 def call_between(before: Callable[[], None] | None, after: Callable[[], None] | None) -> Callable[[Function], Function]:

@@ -106,9 +106,9 @@ class CodeGeneration:
         if patch(f"torch._inductor.debug.{_REPORT}", wrap, stays=True):
             # Earlier versions have the function, and call it if a setting says so.
             self.is_possible = says_origins(torch.__version__)
-            for importer in map(sys.modules.get, ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton")):
-                if importer is not None and getattr(importer, _REPORT, None) is before:
-                    setattr(importer, _REPORT, getattr(module, _REPORT))
+            for importer in ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"):
+                if getattr(sys.modules.get(importer), _REPORT, None) is before is not None:
+                    patch(f"{importer}.{_REPORT}", wrap, stays=True)
 
     def watch_scheduler(self, _: Any) -> None:
         """Watch ``torch._inductor.scheduler``: the calls of libraries that Inductor does not report."""

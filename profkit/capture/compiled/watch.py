@@ -53,10 +53,11 @@ class CompiledCode:
         self._written: set[str] = set()
         self._error: str | None = None
         self._graphs = self._unknown = self._in_cpp = 0
+        self._stop_waiting: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Watch Inductor and Dynamo as soon as they are imported; nothing is imported here."""
-        when_imported(
+        self._stop_waiting = when_imported(
             {
                 "torch._inductor.debug": self._generation.watch_debug,
                 "torch._inductor.scheduler": self._generation.watch_scheduler,
@@ -66,6 +67,10 @@ class CompiledCode:
                 "torch._dynamo.output_graph": self._traced.watch_output_graph,
             }
         )
+
+    def remove(self) -> None:
+        """Wait for no further import; what is watched already `patches.restore_all` puts back."""
+        self._stop_waiting()
 
     @property
     def failure(self) -> str | None:
@@ -318,14 +323,20 @@ def _name(origin: Origin, traced: TracedGraph | None) -> str:
     return innermost if module is None else module.name
 
 
-def when_imported(watchers: dict[str, Callable[[Any], None]]) -> None:
-    """Call each watcher with its module: now if it is imported, else right after its import."""
+def when_imported(watchers: dict[str, Callable[[Any], None]]) -> Callable[[], None]:
+    """Call each watcher with its module: now if it is imported, else right after its import.
+
+    Returns:
+        What ends the wait for those that are not imported yet.
+    """
     for name, watch in watchers.items():
         if name in sys.modules:
             watch(sys.modules[name])
     missing = {name: watch for name, watch in watchers.items() if name not in sys.modules}
+    importer = _Importer(missing)
     if missing:
-        sys.meta_path.insert(0, _Importer(missing))
+        sys.meta_path.insert(0, importer)
+    return importer.leave
 
 
 class _Importer:
@@ -333,6 +344,12 @@ class _Importer:
 
     def __init__(self, watchers: dict[str, Callable[[Any], None]]) -> None:
         self._watchers = watchers
+
+    def leave(self) -> None:
+        """Show no module any more."""
+        self._watchers.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._watchers:
@@ -354,7 +371,7 @@ class _Importer:
             watch = self._watchers.pop(name, None)
             if watch is not None:
                 watch(module)
-            if not self._watchers and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            if not self._watchers:
+                self.leave()
 
         loader.exec_module = exec_module

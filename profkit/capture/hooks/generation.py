@@ -1,7 +1,7 @@
 """Where a model generates: around every ``generate`` of a module's class, as ``GenerationMixin`` has it.
 
-The classes are found when they are made, so that the first call is seen too. The first call of a module in it reads
-the prompt (`PREFILL`), each later one adds to the answer (`DECODE`).
+The classes are found when they are made at the latest, so that the first call is seen too. The first call of a module
+in it reads the prompt (`PREFILL`), each later one adds to the answer (`DECODE`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,33 @@ class Generation(threading.local):
         return PREFILL if self._calls == 1 else DECODE
 
     def install(self) -> None:
-        """Begin to watch the classes that are made from now on."""
+        """Begin to watch the classes that there are, and those that are made from now on."""
 
         def made(cls: Any, /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
-            for base in cls.__mro__:
-                method = vars(base).get(_METHOD)
-                # TorchScript compiles a method that is marked for it from its source.
-                is_compiled = hasattr(method, "_torchscript_modifier")
-                if isinstance(method, FunctionType) and not is_compiled and not hasattr(method, _SEEN):
-                    setattr(base, _METHOD, self._around(method))
+            self._watch(cls)
 
         patch("torch.nn.Module.__init_subclass__", lambda _objects: classmethod(made))
+        kinds = nn.Module.__subclasses__()
+        while kinds:
+            kind = kinds.pop()
+            self._watch(kind)
+            kinds += kind.__subclasses__()
+
+    def remove(self) -> None:
+        """Give the classes back the methods that they had."""
+        while _watched:
+            base, method = _watched.pop()
+            setattr(base, _METHOD, method)
+
+    def _watch(self, kind: Any) -> None:
+        for base in kind.__mro__:
+            method = vars(base).get(_METHOD)
+            # TorchScript compiles a method that is marked for it from its source.
+            is_compiled = hasattr(method, "_torchscript_modifier")
+            if isinstance(method, FunctionType) and not is_compiled and not hasattr(method, _SEEN):
+                _watched.append((base, method))
+                setattr(base, _METHOD, self._around(method))
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -69,3 +84,5 @@ class Generation(threading.local):
 
 
 _SEEN = "__profkit__"
+_watched: list[tuple[Any, Callable[..., Any]]] = []
+"""The classes whose method is watched, with the method that they had; a `Generation` has values for each thread."""

@@ -168,6 +168,7 @@ class Hooks(RangeObserver):
         """Take everything away again that `install` brought: nothing is seen from now on."""
         self.is_over = True
         ignore_ranges(self)
+        self._generation.remove()
         unwatch_steps()
         restore()
 

@@ -51,6 +51,7 @@ def observe_module_calls(observer: CallObserver) -> None:
     """
     patch("torch.nn.Module.__call__", lambda plain: _shown_to(observer, plain), stays=True)
     patch("torch.compile", _compile_around, stays=True)
+    _skip_hooks()
 
 
 def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,13 +128,18 @@ def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         result = compile_(*args, **kwargs)
-        skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-        if skip is not None:
-            for code in _code_of_hooks():
-                skip(code)
+        _skip_hooks()
         return result
 
     return compiled
+
+
+def _skip_hooks() -> None:
+    """Have Dynamo pass over the hooks' frames, if it is loaded."""
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip is not None:
+        for code in _code_of_hooks():
+            skip(code)
 
 
 def _code_of_hooks() -> set[CodeType]:

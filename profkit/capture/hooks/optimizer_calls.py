@@ -7,7 +7,10 @@ times a step, and Lightning gives one to every optimizer.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -54,18 +57,72 @@ def watch_optimizers(listener: OptimizerListener) -> None:
         return profiled_and_watched
 
     patch("torch.optim.optimizer.Optimizer.profile_hook_step", around)
+    _watch_made_before(listener)
 
 
 _UNWATCHED = "_profkit_unwatched"
+"""The attribute of a watched step that gives the step that torch alone would have given the class."""
+
+_unwatch_own: list[Callable[[], None]] = []
+"""What gives back the steps that optimizers had themselves, not their classes, before they were watched."""
+
+
+def _watch_made_before(listener: OptimizerListener) -> None:
+    """Watch the classes whose optimizers exist, and optimizers whose own ``step`` a scheduler, say, has replaced."""
+    made = [kind for kind in optimizer_classes() if getattr(vars(kind).get("step"), "hooked", False)]
+    for kind in made:
+        before = vars(kind)["step"]
+        kind.step = Optimizer.profile_hook_step(before.__wrapped__)
+        kind.step.hooked = True
+        vars(kind.step)[_UNWATCHED] = partial(_itself, before)
+    for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)] if made else ():
+        if "step" in vars(optimizer):
+            _unwatch_own.append(_watch_own_step(optimizer, listener))
+
+
+def _itself(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step
+
+
+def _watch_own_step(optimizer: Any, listener: OptimizerListener) -> Callable[[], None]:
+    """Watch an optimizer's own step, and return what ends that."""
+    before = optimizer.step
+    watched = MethodType(_around(_without_self(before), listener), optimizer)
+    optimizer.step = watched
+
+    def update_ends(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _has_closure(args, kwargs):
+            listener.update_ends(optimizer)
+
+    within = optimizer.register_step_post_hook(update_ends)
+
+    def unwatch() -> None:
+        within.remove()
+        if vars(optimizer).get("step") is watched:
+            optimizer.step = before
+
+    return unwatch
+
+
+def _without_self(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's own ``step``, which knows its optimizer, as a function of its class."""
+
+    @functools.wraps(step)
+    def called(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return called
 
 
 def unwatch_steps() -> None:
-    """Give the optimizers' classes the steps that torch alone would have given them."""
+    """Give optimizers and their classes the steps that they would have without profkit."""
     for kind in optimizer_classes():
         unwatched = getattr(vars(kind).get("step"), _UNWATCHED, None)
         if unwatched is not None:
             kind.step = unwatched()
             kind.step.hooked = True
+    while _unwatch_own:
+        _unwatch_own.pop()()
 
 
 def optimizer_classes() -> Iterator[Any]:

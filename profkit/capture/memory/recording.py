@@ -270,6 +270,7 @@ class MemoryRecording(Watcher):
         owners, self.owners = self.owners, None
         self._peak_bytes = owners.allocated_peak_bytes
         restore(*_RESETS, *_RECORDS)
+        call_when_full(None)
         if not self._is_scripts_own:
             switch_off()
         try:
@@ -314,12 +315,24 @@ def switch_off() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
-def call_when_full(full: Callable[[int], None]) -> None:
-    """Call ``full(device)`` whenever an allocation fails, until the process ends.
+def call_when_full(full: Callable[[int], None] | None) -> None:
+    """Call ``full(device)`` from now on whenever an allocation fails; None: call nothing.
 
-    The failing allocation is still on the stack then: what filled the memory is all there.
+    The failing allocation is still on the stack then: what filled the memory is all there. torch keeps an observer to
+    the process's end, so there is one for all recordings.
     """
-    torch._C._cuda_attach_out_of_memory_observer(lambda device, *_: full(device))
+    _observer.full = full
+    if not _observer.is_attached:
+        torch._C._cuda_attach_out_of_memory_observer(lambda device, *_: _observer.full and _observer.full(device))
+        _observer.is_attached = True
+
+
+class _Observer:
+    full: Callable[[int], None] | None = None
+    is_attached = False
+
+
+_observer = _Observer()
 
 
 def dump(path: Path) -> None:

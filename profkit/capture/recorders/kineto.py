@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import json
 import os
 import resource
@@ -99,7 +100,7 @@ def recorded_by_kineto(
     # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
     profiler.profiler.acc_events = False
     process = os.getpid()
-    os.register_at_fork(after_in_child=_end_without_cpp)
+    _have_forks_end_without_cpp()
     if log is not None:
         log.read_clock()
     try:
@@ -173,6 +174,11 @@ def _detached_afterwards(log: LiveLog | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_DETACH]
+
+
+@functools.cache
+def _have_forks_end_without_cpp() -> None:
+    os.register_at_fork(after_in_child=_end_without_cpp)
 
 
 def _end_without_cpp() -> None:
