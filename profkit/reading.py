@@ -8,8 +8,9 @@ from __future__ import annotations
 import gzip
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["export", "chrome", "snapshot"]
 """An export of nsys, a torch.profiler trace (zipped or not), or a memory snapshot."""
+
+Part = Literal["trace", "snapshot"]
+"""What a capture may hold: time, memory, or both in a run."""
 
 _REPORT = ".nsys-rep"
 _SQLITE = b"SQLite format 3\x00"
@@ -126,8 +130,10 @@ def _open_snapshot(
     return OpenedSnapshot(read_snapshot(path), recorded, phases, compiled)
 
 
-def open_capture(path: str | Path, *, rank: int | None = None) -> OpenedCapture:
-    """Open a trace, a snapshot, or a run directory with all that it holds.
+def open_capture(
+    path: str | Path, *, rank: int | None = None, parts: Collection[Part] = ("trace", "snapshot")
+) -> OpenedCapture:
+    """Open a trace, a snapshot, or a run directory with all that it holds of these ``parts``.
 
     A file in a run directory keeps the run's manifest, and a trace there the profiler's log. ``rank`` is the one to
     take of a distributed run, as for `open_trace` and `open_snapshot`.
@@ -140,18 +146,28 @@ def open_capture(path: str | Path, *, rank: int | None = None) -> OpenedCapture:
     from profkit.analysis.opened import OpenedCapture
 
     path = choose_run(Path(path), rank)
+    run, wanted = find_run(path), held_parts(path) & set(parts)
+    trace = _open_trace(_place_of_trace(path, run), run, rank=rank) if "trace" in wanted else None
+    return OpenedCapture(path, run, trace, _open_snapshot(path, run, rank=rank) if "snapshot" in wanted else None)
+
+
+def held_parts(path: Path) -> set[Part]:
+    """Return what a capture holds; one that is nothing that profkit knows counts as a trace, whose reader says so."""
     run = find_run(path)
     if run is not None and path.is_dir():
-        trace = _open_trace(path, run, rank=rank) if run.traces else None
-        return OpenedCapture(path, run, trace, _open_snapshot(path, run, rank=rank) if run.snapshots else None)
-    if path.is_file() and _is_pickle(path):
-        return OpenedCapture(path, run, None, _open_snapshot(path, run, rank=rank))
-    is_the_runs = run is not None and run.find_trace() == path and not run.rank_traces
-    return OpenedCapture(path, run, _open_trace(path.parent if is_the_runs else path, run, rank=rank), None)
+        held: list[tuple[Part, bool]] = [("trace", bool(run.traces)), ("snapshot", bool(run.snapshots))]
+        return {part for part, is_there in held if is_there}
+    return {"snapshot"} if path.is_file() and _is_pickle(path) else {"trace"}
+
+
+def _place_of_trace(path: Path, run: Run | None) -> Path:
+    """Return the run instead of the one trace that it holds, which is read with what the run knows of it."""
+    is_the_runs = run is not None and path.is_file() and run.find_trace() == path and not run.rank_traces
+    return path.parent if is_the_runs else path
 
 
 def compare(
-    before: str | Path, after: str | Path, *, range: str | None = None, force: bool = False
+    before: str | PathLike[str], after: str | PathLike[str], *, range: str | None = None, force: bool = False
 ) -> CaptureComparison:
     """Return what changed between two traces, snapshots or run directories; the same as ``profkit compare``.
 
@@ -168,7 +184,7 @@ def compare(
     """
     from profkit.analysis.compare.comparison import compare_captures
 
-    return compare_captures(open_capture(before), open_capture(after), range=range, force=force)
+    return compare_captures(open_capture(Path(before)), open_capture(Path(after)), range=range, force=force)
 
 
 def _read_run(run: Run, rank: int | None) -> Trace:

@@ -48,8 +48,10 @@ ALLOWED = {
         "models",
         *BASE,
     },
+    "asking": {"report", "reading", "joining", "analysis", *BASE},
+    "recording": {"asking", "report", "capture", "launch", *BASE},
     "__main__": {"cli"},
-    "__init__": {"report", "analysis", "annotation", "reading", "version"},
+    "__init__": {"report", "analysis", "annotation", "asking", "reading", "recording", "version"},
 }
 
 
@@ -185,12 +187,15 @@ def test_the_public_names_are_what_they_say() -> None:
     import profkit
 
     assert {name: getattr(profkit, name).__name__ for name in profkit.__all__ if name != "__version__"} == {
+        "Capture": "Capture",
         "annotate": "annotate",
         "compare": "compare",
+        "open": "open_any",
         "read_snapshot": "open_snapshot",
         "find_datasheet": "find_datasheet",
         "read_step_times": "read_step_times",
         "read_trace": "open_trace",
+        "record": "record",
         "simplify_name": "simplify_name",
     }
     assert set(dir(profkit)) == set(profkit.__all__)

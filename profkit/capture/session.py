@@ -29,6 +29,7 @@ from profkit.capture.light import LightRecorder
 from profkit.capture.lines.recorder import LineRecorder
 from profkit.capture.lines.workers import WorkerLines
 from profkit.capture.memory.recording import MemoryRecording
+from profkit.capture.patches import restore_all
 from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.steps.conditions import read_conditions
@@ -137,7 +138,7 @@ class Session:
         self._recording: ExitStack | None = None
         self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
         self._light: LightRecorder | None = None
-        if order.recorder in ("none", "kineto", "nsys"):
+        if order.recorder in ("none", "kineto", "nsys") and not order.within:
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
             self.hooks.times_waits = True
         self._compilations: CompilationRecorder | None = None
@@ -278,6 +279,30 @@ class Session:
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
         self._leave_failure()
+        self._end_steps()
+
+    def detach(self) -> None:
+        """End in a program that goes on: keep what was recorded, and take everything out of the process again."""
+        try:
+            self._end_steps()
+            self._finish_trace()
+        except Exception as error:  # a full disk, say: the program must not end with it
+            say(f"{self.run}: the recording could not be saved: {describe_error(error)}")
+        finally:
+            self.hooks.clock.stop()
+            self.hooks.stop()
+            self.hooks.remove()
+            self._compiled.remove()
+            if self._compilations is not None:
+                self._compilations.stop()
+            restore_all()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is recorded, timed or looked for."""
+        return self._is_over and self._lines is None
+
+    def _end_steps(self) -> None:
         self._end_lines()
         if self._light is not None:
             self._light.end()

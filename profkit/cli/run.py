@@ -42,11 +42,9 @@ from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
-from profkit.run.recording import BY_TREE, MemoryOptions, Order, Recorder, Stacks, describe_step
+from profkit.run.recording import BY_TREE, COMMAND_WARMUP, MemoryOptions, Order, Recorder, Stacks, describe_step
 
 _WARMUP = 2
-# Of a command's steps before the recording the first three are not timed, and ten make a median worth comparing.
-_COMMAND_WARMUP = 13
 _COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
@@ -115,7 +113,7 @@ def run(
     nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
     recorder: Recorder = "nsys" if with_nsys else "kineto"
     allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
-    warmup_steps = warmup if warmup is not None else _COMMAND_WARMUP if kind == "command" else _WARMUP
+    warmup_steps = warmup if warmup is not None else COMMAND_WARMUP if kind == "command" else _WARMUP
     if step_on is not None and require_step_choice(step_on).is_whole:
         warmup_steps, steps = 0, 1
         if flops:

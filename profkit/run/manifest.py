@@ -19,7 +19,8 @@ from profkit.run.records import Plain, read_record
 from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Version, Word
 
 Status = Literal["complete", "incomplete", "failed"]
-Kind = Literal["model", "callable", "command"]
+Kind = Literal["model", "callable", "command", "block"]
+"""What is run; ``block``: a part of the program that asked for it itself, by `profkit.record`."""
 
 
 Clock = Literal["wall", "cuda-events"]

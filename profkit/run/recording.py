@@ -118,6 +118,9 @@ _MOST_NAMED = 3
 
 VARIABLE = "PROFKIT_ATTACH"
 
+COMMAND_WARMUP = 13
+"""Of a program's steps before the recording the first three are not timed, and ten make a median worth comparing."""
+
 Recorder = Literal["none", "kineto", "nsys", "memory", "oom"]
 Stacks = Literal["python", "all"]
 
@@ -206,7 +209,8 @@ class Order:
     range `profkit.names.COUNTED`; ``operators`` records CPU operators on a GPU too. ``ranks`` says which ranks are
     recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its Nsight Systems.
     ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
-    ``lines``: the lines of source are looked for in the steps after the recorded ones.
+    ``lines``: the lines of source are looked for in the steps after the recorded ones. ``within``: the program asked
+    for it itself (`profkit.record`), and goes on without profkit afterwards.
     """
 
     run: str
@@ -222,6 +226,7 @@ class Order:
     memory: MemoryOptions | None = None
     own_steps: bool = False
     lines: bool = False
+    within: bool = False
     ranks: str | None = None
     rank_nsys: RankNsys | None = None
 

@@ -90,6 +90,11 @@ class MemoryResult(NotebookResult):
         peak, exact = self.totals.allocated_peak_bytes, self.totals.exact
         return f"MemoryResult(snapshot={self.snapshot!r}, allocated_peak_bytes={peak}, exact={exact})"
 
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that were allocated at once in the recorded window."""
+        return self.totals.allocated_peak_bytes
+
     def to_pandas(self) -> pd.DataFrame:
         """Return what the moment was made of, one row a category; the bytes sum to what was allocated."""
         return table_of(self.composition.by_category, CategoryRow)

@@ -120,7 +120,16 @@ def describe(place: Place) -> Line:
     line, called = _call_at(code, place.instruction)
     if called is None and place.called is not None:
         called = _codes[place.called].co_qualname
-    return Line(code.co_filename, line, code.co_qualname.replace(".<locals>", ""), called)
+    function = "<module>" if code.co_name.startswith("<cell line") else code.co_qualname.replace(".<locals>", "")
+    return Line(_file_or_cell(code.co_filename), line, function, called)
+
+
+def _file_or_cell(file: str) -> str:
+    """Return the file; of a notebook's cell, whose file nobody knows, what stands beside the cell: ``In[3]``."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_code = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = None if name_code is None else name_code(file)
+    return file if cell is None else str(cell[1])
 
 
 def _call_at(code: CodeType, instruction: int) -> tuple[int, str | None]:

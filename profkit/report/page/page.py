@@ -125,6 +125,14 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     return _render_sections(f"{capture.path.resolve().name}: profkit report", run, sections)
 
 
+def render_first_screen(capture: OpenedCapture) -> str:
+    """Return a page that holds no more than the first screen of `render_report`."""
+    run = Results(capture)
+    document = build_summary_document(run.summary, find_advice(capture, run.summary))
+    verdict = Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(document, run.name))
+    return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [verdict])
+
+
 def _render_sections(title: str, run: Results, sections: Sequence[Section]) -> str:
     page: str = (
         _environment()

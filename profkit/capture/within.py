@@ -1,0 +1,123 @@
+"""Recording that the program asked for itself: one session after the other, and nothing of them stays.
+
+Each is a session as `profkit run` starts it in a process of its own, with the same hooks and the same rule of what ends
+a step. The next one begins where the one before is done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import distributed
+
+from profkit.capture.session import Session
+from profkit.errors import UsageError
+from profkit.run.recording import VARIABLE, Order
+
+
+class Stages:
+    """Sessions in this process, one for each order, from `begin` to `end`; ``ended`` is called with each one's order.
+
+    What its program does on other threads is seen as far as ``profkit run`` sees it.
+    """
+
+    def __init__(self, orders: Sequence[Order], ended: Callable[[Order], None]) -> None:
+        self._orders = iter(orders)
+        self._ended = ended
+        self.session: Session | None = None
+        self.no_memory: str | None = None
+        """Why the allocator could not be recorded when its turn came."""
+
+    def begin(self) -> None:
+        """Begin the first session.
+
+        Raises:
+            UsageError: something that forbids it is going on in this process.
+        """
+        reason = why_not()
+        if reason is not None:
+            raise UsageError(reason)
+        _abandon_in_forks()
+        _running.append(self)
+        self.next()
+
+    def next(self) -> None:
+        """End the session that runs, if one does, and begin the next one, if there is one."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.detach()
+            self._ended(session.order)
+        order = next(self._orders, None)
+        if order is None:
+            return
+        if order.recorder == "memory":
+            self.no_memory = why_no_memory()
+        if self.no_memory is None:
+            self.session = _Stage(order, self.next)
+            self.session.begin()
+
+    def end(self) -> None:
+        """End the session that runs; those that have not begun are left out."""
+        self._orders = iter(())
+        try:
+            self.next()
+        finally:
+            _running.remove(self)
+
+
+class _Stage(Session):
+    """A session that calls ``done`` where it has nothing more to do."""
+
+    def __init__(self, order: Order, done: Callable[[], None]) -> None:
+        super().__init__(order)
+        self._done = done
+
+    def boundary(self, number: int) -> None:
+        super().boundary(number)
+        if self.is_done:
+            self._done()
+
+
+_running: list[Stages] = []
+
+
+@cache
+def _abandon_in_forks() -> None:
+    """Leave recordings alone in forked children, such as a data loader's workers."""
+    os.register_at_fork(after_in_child=_abandon)
+
+
+def _abandon() -> None:
+    for stages in _running:
+        if stages.session is not None:
+            stages.session.abandon()
+
+
+def why_not() -> str | None:
+    """Return what forbids a recording now, and what to do about it; None if nothing does."""
+    if _running:
+        return "profkit.record already records in this process: leave its block before another one begins"
+    if VARIABLE in os.environ:
+        return "`profkit run` already records this program: leave one of the two out"
+    if torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled():
+        return "a torch.profiler already runs, and a process has only one: end it before profkit.record begins"
+    if _has_ranks():
+        return "profkit.record sees one process, and this is one of several ranks: `profkit run -- torchrun …` sees all"
+    return None
+
+
+def _has_ranks() -> bool:
+    is_joined = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))) > 1
+
+
+def why_no_memory() -> str | None:
+    """Return why the allocator cannot be recorded now, None if it can."""
+    if not torch.cuda.is_initialized():
+        return "no GPU was used (memory=True records the allocator of CUDA)"
+    if getattr(torch._C, "_cuda_isHistoryEnabled", bool)():
+        return "the program records the allocator's history itself"
+    return None
