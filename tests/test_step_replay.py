@@ -207,12 +207,12 @@ def test_a_graph_begins_during_its_launch_and_is_no_measure_of_other_launches() 
         column[-3:] = [time_ns - early for time_ns in column[-3:]]
     constants = measure_constants([step])
     assert (constants.launch_ns, constants.latency_ns) == (4_000, CONSTANTS.latency_ns)
-    ready = prepare(step, constants)
-    assert run(ready, constants).end_ns == step.end_ns
+    ready = prepare(step, CONSTANTS)
+    assert run(ready, CONSTANTS).end_ns == step.end_ns
     own_ns = [*ready.own_ns[:-1], 40_000]
-    faster = run(replace(ready, own_ns=own_ns), constants)
+    faster = run(replace(ready, own_ns=own_ns), CONSTANTS)
     assert faster.start_ns[5] == step.call_start_ns[5] + 10_000
-    check_chain(ready, run(ready, constants))
+    check_chain(ready, run(ready, CONSTANTS))
 
 
 def test_a_wait_keeps_the_time_that_the_host_took_to_wake_up() -> None:
