@@ -43,7 +43,7 @@ def test_the_sentence_stands_in_efficiency_and_in_summary_with_its_proof_once() 
     text = " ".join(run_command("efficiency", SMALL).stdout.split())
     assert f"The step is limited by {sentence}" in text
     assert "Step replay: 107.9 ms replayed for 107.9 ms recorded" in text
-    assert sentence in " ".join(run_command("summary", SMALL).stdout.split())
+    assert sentence in " ".join(run_command("summary", SMALL, "--all").stdout.split())
 
 
 @pytest.mark.parametrize("style", FORMATS)

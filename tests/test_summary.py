@@ -1,4 +1,4 @@
-"""The ten lines: their figures are those of the other commands, they fit a screen, and they say what is missing."""
+"""The summary: its figures are those of the other commands, it fits a screen, and it says what is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profkit.analysis.causes.evidence import Interval, SourceLine
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Head, StepUse, Summary
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.modules import ModuleTime, PassTimes, time_modules
+from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_modules
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.summary import build_summary_document
@@ -41,15 +41,15 @@ def _json(*words: str | Path) -> dict[str, Any]:
 
 
 def _lines(summary: Summary, monkeypatch: pytest.MonkeyPatch, width: int) -> dict[str, str]:
-    """Return label → its whole text, as it stands on a screen of this width; the head under ''."""
+    """Return label → its whole text with ``--all``, on a screen of this width; the answer and the head under ''."""
     monkeypatch.setattr(document_module, "screen_width", lambda: width)
     advice = find_advice(open_capture(Path(summary.run)), summary)
-    text = render(build_summary_document(summary, advice), "table")
+    text = render(build_summary_document(summary, advice, with_all=True), "table")
     assert max(map(len, text.splitlines())) <= width
     found, label = {"": ""}, ""
     for line in text.splitlines():
         word, _, rest = line.partition(" ")
-        is_label = line[:1].isupper() and word.isalpha()
+        is_label = line[:1].isupper() and rest.startswith(" ")
         label = word if is_label else label
         found[label] = f"{found.get(label, '')} {(rest if is_label else line).strip()}".strip()
     return found
@@ -76,34 +76,24 @@ def test_its_times_are_those_of_the_other_commands(tmp_path: Path) -> None:
     assert {one["module"]: one["forward_ns"] for one in said["modules"]}["layer *"] == forward
 
 
-def test_what_lies_in_the_model_itself_is_a_line_among_its_modules() -> None:
-    """A loss that the model computes: of 50 ns forward its modules take 30, of 80 ns backward 60."""
+def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() -> None:
+    """Of 100 ns the blocks hold 70, of these mlp 45, of these fc1 20 and fc2 20: mlp is named, and what is in it."""
     modules = (
-        ModuleTime("model", None, 1, 50, 80, 0, itself=PassTimes(20, 20, 0)),
-        ModuleTime("h.*", "model", 2, 20, 40, 0, itself=PassTimes(20, 40, 0), around=("model",)),
-        ModuleTime("head", "model", 1, 10, 20, 0, itself=PassTimes(10, 20, 0), around=("model",)),
+        ModuleTime("model", None, 1, 40, 60, 0),
+        ModuleTime("head", "model", 1, 10, 20, 0),
+        ModuleTime("h.*", "model", 2, 30, 40, 0),
+        ModuleTime("h.*.mlp", "h.*", 2, 15, 30, 0),
+        ModuleTime("h.*.mlp.fc1", "h.*.mlp", 2, 10, 10, 0),
+        ModuleTime("h.*.mlp.fc2", "h.*.mlp", 2, 5, 15, 0),
+        ModuleTime("h.*.attn", "h.*", 2, 15, 10, 0),
     )
-    work = _summary(SMALL).work
-    text = render(build_summary_document(Summary("run", modules=modules, work=work), AdviceResult()), "table")
-    assert "; model itself 40 ns (forward 20 ns, backward 20 ns); head 30 ns" in " ".join(text.split())
-
-
-def test_the_line_of_modules_names_no_time_twice() -> None:
-    """Of what holds the repeated blocks only its own time stands beside them; blocks without time have no line."""
-    modules = (
-        ModuleTime("model", None, 1, 50, 0, 0),
-        ModuleTime("wrapper", "model", 1, 50, 0, 0, itself=PassTimes(10), around=("model",)),
-        ModuleTime("h.*", "wrapper", 2, 40, 0, 0, itself=PassTimes(40), around=("model", "wrapper")),
-        ModuleTime("loss", None, 1, 5, 0, 0, itself=PassTimes(5)),
-    )
-    work = _summary(SMALL).work
-    text = " ".join(
-        render(build_summary_document(Summary("run", modules=modules, work=work), AdviceResult()), "table").split()
-    )
-    assert "wrapper itself 10 ns (forward 10 ns); loss 5 ns (forward 5 ns)" in text
-    assert "wrapper 50 ns" not in text
-    idle = tuple(ModuleTime(row.module, row.parent, row.number, 0, 0, 0) for row in modules)
-    assert "h.*" not in render(build_summary_document(Summary("run", modules=idle, work=work), AdviceResult()), "table")
+    module = find_costliest(modules)
+    assert module == modules[3]
+    summary = Summary("run", modules=modules, costliest_module=module, work=_summary(SMALL).work)
+    text = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
+    assert "MODULE h.*.mlp ×2 45 ns of 59.33 ms · forward 15 ns, backward 30 ns · in it fc1 20 ns" in text
+    assert find_costliest(modules[:3]) == modules[2]
+    assert find_costliest([replace(modules[1], parent=None, forward_ns=0, backward_ns=0)]) is None
 
 
 def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Path) -> None:
@@ -146,7 +136,8 @@ def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None
     }
     assert opened.kernels("forward").total_ns == modules["model"].forward_ns
     text = render(build_summary_document(_summary(tmp_path / "t.sqlite"), AdviceResult()), "table")
-    assert "head 20 ns (forward 10 ns, inference 10 ns)" in " ".join(text.split())
+    assert "model/head 20 ns" not in text
+    assert "head 20 ns of 20 ns · forward 10 ns, inference 10 ns" in " ".join(text.split())
 
 
 def test_a_phase_is_one_in_any_letter_case_and_with_a_number(tmp_path: Path) -> None:
@@ -215,11 +206,12 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
 ) -> None:
     lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
     assert list(lines) == ["", "STEP", "LIMIT", "GPU", "WORK", "MODULE", "Try", "Closed", "More"]
+    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown): for ")
     assert lines[""].endswith("1 × H200 · fp32, TF32 off in matrix products · 2 steps recorded (0–1)")
     assert lines["STEP"].startswith("105.8 ms as recorded; the unprofiled time is unknown")
     assert "idle 71.7% = 75.8" in lines["GPU"]
     assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
-    assert lines["MODULE"].startswith("layer * ×12: 8.521 ms of 29.66 ms")
+    assert lines["MODULE"].startswith("layer */ffn 4.702 ms of 29.66 ms")
     assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
     assert re.fullmatch(r"Nothing found that would save more than 2 %: the step is 9\d % Python\.", lines["Try"])
 
@@ -242,10 +234,12 @@ def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None
     )
     other = replace(one, line=None, module="h.*.attn", saves_bytes=Interval(0, 1024, 2048), costs="time to compile")
     steps = (StepUse(None, 20e6, 4, 20e6, 20e6, None),)
-    text = render(build_summary_document(Summary("run", steps=steps), AdviceResult((one, other), after)), "table")
+    text = render(
+        build_summary_document(Summary("run", steps=steps), AdviceResult((one, other), after), with_all=True), "table"
+    )
     said = " ".join(text.split())
-    assert "Try Both: 20.00 ms → 15.00 ms (14.00 ms to 16.00 ms) 1 loss.item waits for the GPU · train.py:30" in said
-    assert "train.py:30 main · read it every 50 steps · step after 15.00 ms (14.00 ms to 16.00 ms)" in said
+    assert "Try Both: 20.00 ms → 15.0 ms (14.0 to 16.0) 1 loss.item waits for the GPU · train.py:30" in said
+    assert "train.py:30 main · read it every 50 steps · 20.00 ms → 15.0 ms (14.0 to 16.0)" in said
     assert "h.*.attn" in said
     assert "memory −1.000 KiB · costs time to compile proof: profkit compare run NEW" in said
 
@@ -268,7 +262,7 @@ def test_the_line_of_ranks_ends_with_the_verdict_of_profkit_ranks(monkeypatch: p
     summary = _summary(capture("ddp.nsys2025.sqlite"))
     lines = _lines(summary, monkeypatch, 120)
     assert "2 × H200 · 2 ranks" in lines[""]
-    assert lines["RANKS"].startswith("own kernels a step: rank 0 33.90 ms, rank 1 29.44 ms")
+    assert lines["RANKS"].endswith("own kernels a step: rank 0 33.90 ms, rank 1 29.44 ms")
     assert "No rank is late: rank 1 costs the others most, 10.03 ms in the median step (22.5% of it)" in lines["RANKS"]
     assert "communication not hidden " in lines["GPU"]
     assert "750,239 ns of them are in no range" in lines["Closed"]
@@ -306,9 +300,11 @@ def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed", "exit_status": 7}))
     lines = _lines(_summary(run), monkeypatch, 80)
     assert list(lines)[1] == "FAILED"
-    assert lines["FAILED"] == "the run failed (exit status 7); what it recorded follows"
+    assert lines["FAILED"].startswith("the run failed (exit status 7); what it recorded follows A step takes 105.8 ms")
     (run / "trace.sqlite").unlink()
-    assert _lines(_summary(run), monkeypatch, 80)["FAILED"] == "the run failed (exit status 7); nothing was recorded"
+    assert _lines(_summary(run), monkeypatch, 80)["FAILED"].startswith(
+        "the run failed (exit status 7); nothing was recorded"
+    )
 
 
 def test_out_of_memory_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +354,8 @@ def test_every_format_holds_the_step_time_and_the_advice(style: str) -> None:
 def test_the_head_names_the_command_without_folders_and_a_long_one_by_its_ends(
     words: tuple[str, ...], shown: str
 ) -> None:
-    text = render(build_summary_document(Summary("run", Head(command=words)), AdviceResult()), "table")
-    assert text.replace(" --option=value", "") == shown
+    text = render(build_summary_document(Summary("run", Head(command=words)), AdviceResult(), with_all=True), "table")
+    assert text.replace(" --option=value", "").splitlines()[2] == shown
 
 
 def test_the_tries_are_data_with_what_they_buy_together() -> None:

@@ -19,6 +19,7 @@ from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.optimizers import can_all_be_fused, least_bytes, used_optimizers
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
+from profkit.analysis.step_tree import divide_step
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -40,7 +41,7 @@ from profkit.analysis.time_account.gpu_time import category_rows, communication_
 from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
-from profkit.analysis.tree.modules import time_modules
+from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import ProfkitError
 from profkit.findings import Finding
@@ -96,7 +97,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         for finding in findings
         if finding.verdict != "note" and finding.code != "no-clean-twin"
     }
-    return replace(summary, findings=tuple(kept.values()))
+    summary = replace(summary, findings=tuple(kept.values()))
+    return summary if capture.trace is None else _add_tree(summary, capture.trace.account)
 
 
 def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
@@ -192,7 +194,26 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         passes=_passes(measured, account.steps),
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
+    summary = _add_costliest_module(summary, attribution)
     return _add_ranks(summary, opened, rows), [*opened.self_check.findings, *doubts]
+
+
+def _add_tree(summary: Summary, account: TimeAccount) -> Summary:
+    """Return the summary with its one step divided; steps of several contexts have no common one."""
+    if summary.step_ns is None or len(summary.steps) != 1 or summary.has_failed:
+        return summary
+    return replace(summary, tree=divide_step(account, summary.limits, summary.lines, summary.step_ns))
+
+
+def _add_costliest_module(summary: Summary, attribution: Attribution) -> Summary:
+    module = find_costliest(summary.modules)
+    if module is None:
+        return summary
+    kinds: dict[str, int] = {}
+    for name, kernel in time_kernels_by_module(attribution, {module.module})[module.module].items():
+        kind = categorize(name, attribution.trace.measure).name
+        kinds[kind] = kinds.get(kind, 0) + kernel.total_ns
+    return replace(summary, costliest_module=module, costliest_kinds=kinds)
 
 
 def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:

@@ -1,4 +1,4 @@
-"""What a run says in ten lines: each line's figures as plain data.
+"""What a run's summary says: each line's figures as plain data.
 
 Times are sums over the measured steps and all GPUs; `Summary.per_step` divides them by both. A capture without measured
 steps is taken whole. What was not recorded is None or empty.
@@ -6,7 +6,7 @@ steps is taken whole. What was not recorded is None or empty.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.facts import Peaks
@@ -23,6 +23,7 @@ from profkit.run.lines import LineTime
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
     from profkit.analysis.step_replay.limits import StepLimits
+    from profkit.analysis.step_tree import StepTree
 
 PRODUCTS = ("gemm", "attention")
 RUN_WARNING = "run"
@@ -247,7 +248,7 @@ class RankUse:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything the ten lines state.
+    """Everything that the lines state.
 
     ``step_count`` is over how many pairs of a step and a GPU (of a CPU trace: a step and a process) times are summed;
     ``program_steps`` is how many steps the program made, over which things are counted. ``compared`` are its ranks side
@@ -261,11 +262,14 @@ class Summary:
     step_count: int = 1
     program_steps: int = 1
     limits: StepLimits | None = None
+    tree: StepTree | None = None
     gpus: tuple[GpuCosts, ...] = ()
     gpu: GpuUse | None = None
     work: WorkUse | None = None
     optimizer: OptimizerUse | None = None
     modules: tuple[ModuleTime, ...] = ()
+    costliest_module: ModuleTime | None = None
+    costliest_kinds: dict[str, int] = field(default_factory=dict)
     lines: tuple[LineTime, ...] = ()
     """The lines of source that take most of a step, and those that wait for the GPU (`profkit.analysis.lines`)."""
     recomputes: bool = False
@@ -311,8 +315,9 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
-        data = asdict(replace(self, findings=(), compared=None, limits=None))
-        del data["findings"], data["compared"], data["limits"]
+        data = asdict(replace(self, findings=(), compared=None, limits=None, tree=None))
+        del data["findings"], data["compared"], data["limits"], data["tree"]
+        data["step_tree"] = None if self.tree is None else self.tree.to_dict()
         data["step_limits"] = None if self.limits is None else self.limits.to_dict()
         data["slowest_rank"] = None if self.compared is None else self.compared.late_rank
         data["waited_for"] = None if self.compared is None else self.compared.waited_for

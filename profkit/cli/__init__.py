@@ -5,6 +5,7 @@ A command's module is imported only when that command runs, so that ``profkit --
 
 from __future__ import annotations
 
+import codecs
 import gc
 import io
 import os
@@ -20,7 +21,7 @@ from profkit.version import __version__
 
 _COMMANDS = {
     "run": ("profkit.cli.run", "Record a program: its time, its memory, or both."),
-    "summary": ("profkit.cli.summary", "Show a run in ten lines: what took time and memory, and what to try."),
+    "summary": ("profkit.cli.summary", "Say what a run spent its time and memory on, and what to try."),
     "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
     "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
     "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
@@ -37,6 +38,13 @@ _COMMANDS = {
     "scrub": ("profkit.cli.scrub", "Copy a capture or a run without private data."),
     "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
 }
+
+
+_NEAREST_ASCII = "profkit-nearest-ascii"
+_ASCII_FOR = str.maketrans(
+    {"─": "-", "├": "|", "└": "`", "◀": "<", "→": ">", "←": "<", "…": "~", "×": "x", "±": "+", "–": "-", "—": "-"}
+    | {"−": "-", "µ": "u", "·": "-", "≥": ">", "≤": "<", "≈": "~", "✗": "x"}
+)
 
 
 class _LazyGroup(click.Group):
@@ -127,8 +135,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _replace_with_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what stands for characters that an encoding lacks: the nearest of ASCII, else ``?``."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return error.object[error.start : error.end].translate(_ASCII_FOR).encode("ascii", "replace").decode(), error.end
+
+
 def _prepare_streams() -> None:
     """Let no missing character of an encoding stop the output, and no file get the number of a closed stream."""
+    codecs.register_error(_NEAREST_ASCII, _replace_with_ascii)
     for number in range(3):
         try:
             os.fstat(number)
@@ -137,7 +153,7 @@ def _prepare_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=_NEAREST_ASCII)
 
 
 def _explain(error: Exception) -> tuple[str, int]:

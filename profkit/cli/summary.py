@@ -1,4 +1,4 @@
-"""``profkit summary``: a run in ten lines."""
+"""``profkit summary``: what a run says, first in one sentence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from profkit.report.document import Format
 
 @click.command()
 @capture_argument("capture", "RUN")
+@click.option("--all", "with_all", is_flag=True, help="Show every line in full, and all warnings.")
 @output_options
-def summary(capture: Path, style: Format, output: Path | None, full_names: bool) -> None:
-    """Show in ten lines what a run spent its time and memory on, and what to try.
+def summary(capture: Path, style: Format, output: Path | None, with_all: bool, full_names: bool) -> None:
+    """Say what a run spent its time and memory on, and what to try.
 
     RUN is a run directory, a trace (.sqlite, .nsys-rep, .json, .json.gz) or a memory snapshot (.pickle, .pickle.gz).
 
@@ -32,5 +33,5 @@ def summary(capture: Path, style: Format, output: Path | None, full_names: bool)
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture)
         result = summarize_capture(opened)
-        document = build_summary_document(result, find_advice(opened, result))
+        document = build_summary_document(result, find_advice(opened, result), with_all=with_all)
     print_document(document, style, output, full_names=full_names)

@@ -203,17 +203,6 @@ def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
     )
 
 
-def repeated_time(modules: tuple[ModuleTime, ...]) -> ModuleTime | None:
-    """Return the outermost repeated module that took the most time: the blocks of the model, if it has any."""
-    number = {row.module: row.number for row in modules}
-    repeated = [
-        row
-        for row in modules
-        if row.total_ns and row.number > 1 and number.get(row.parent or "", 1) == 1 and not is_shared(row.module)
-    ]
-    return max(repeated, key=lambda row: row.total_ns, default=None)
-
-
 def time_kernels_by_module(attribution: Attribution, wanted: Container[str]) -> dict[str, dict[str, ModuleKernel]]:
     """Return module → kernel → its time within the module, for the modules wanted.
 
@@ -239,6 +228,21 @@ def time_kernels_by_module(attribution: Attribution, wanted: Container[str]) -> 
     for (module, kernel), passes in sums.items():
         kernels.setdefault(module, {})[kernel] = ModuleKernel(count=ran[module, kernel], **_by_pass(passes))
     return kernels
+
+
+def find_costliest(modules: Sequence[ModuleTime]) -> ModuleTime | None:
+    """Return the module that the time goes to: from the outermost one down, as long as one holds most of the other."""
+    within: dict[str | None, list[ModuleTime]] = {}
+    for row in modules:
+        if not is_shared(row.module):
+            within.setdefault(row.parent, []).append(row)
+    module = max(within.get(None, ()), key=lambda row: row.total_ns, default=None)
+    while module is not None and module.module in within:
+        inner = max(within[module.module], key=lambda row: row.total_ns)
+        if inner.total_ns <= module.total_ns / 2:
+            break
+        module = inner
+    return module if module is not None and module.total_ns else None
 
 
 def modules_of_ranges(attribution: Attribution) -> list[str]:

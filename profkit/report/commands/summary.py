@@ -1,24 +1,23 @@
-"""``profkit summary`` and the end of a run: ten lines on what is slow or large, what to try, and how sure that is."""
+"""``profkit summary`` and the end of a run: the answer, the step as a tree, what to try, and how sure that is."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
-from profkit.analysis.causes.evidence import Interval
 from profkit.analysis.causes.memory import repeated_module
 from profkit.analysis.memory.places import PartRow
-from profkit.analysis.summary import RUN_WARNING, Head, MemoryUse, StepUse, Summary, WorkUse
-from profkit.analysis.tree.modules import PASSES, ModuleTime, repeated_time
-from profkit.names import MODEL, is_shared
+from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
+from profkit.analysis.tree.modules import ModuleTime
+from profkit.names import MODEL
+from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree, name_place
 from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
-from profkit.report.document import Column, Document, Labelled, Table
+from profkit.report.document import Column, Document, Labelled, Lines, Table
 from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
@@ -27,10 +26,10 @@ _NUMBERS = {2: "Both", 3: "All three"}
 _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
-_SHARED = "shared by several"
-"""What compiled code computes for several modules together."""
 _NAME_WIDTH = 48
 _SEPARATOR = " · "
+_ROOM = 92
+"""A line's text on a screen of 100 columns, behind its word."""
 _CAUSES = {
     "data_ns": "waiting for data",
     "launching_ns": "while Python prepared kernels",
@@ -45,36 +44,45 @@ _MOST_RANKS = 8
 """The line of ranks shows the own time of this many."""
 
 
-def build_summary_document(summary: Summary, advice: AdviceResult, *, for_run: bool = False) -> Document:
-    """Return the lines.
+def build_summary_document(
+    summary: Summary, advice: AdviceResult, *, for_run: bool = False, with_all: bool = False
+) -> Document:
+    """Return the answer in one sentence, then the lines.
 
     Args:
         summary: their figures.
         advice: what to try, the largest effect first.
         for_run: leave out what ``profkit run`` says itself: its warnings, and the commands that show more.
+        with_all: every line in full; else those that answer, each as long as a screen of 100 columns is wide.
     """
+    cares = [
+        finding.message
+        for finding in summary.findings
+        if finding.verdict == "warning" and not (for_run and finding.code == RUN_WARNING)
+    ]
     lines = [
-        *_failures(summary),
-        *_lines(summary),
-        *_tries(summary, advice),
-        *(
-            ("Care", finding.message)
-            for finding in summary.findings
-            if finding.verdict == "warning" and not (for_run and finding.code == RUN_WARNING)
-        ),
+        *(_all_lines(summary) if with_all else _short_lines(summary)),
+        *_tries(summary, advice, with_proof=with_all),
+        *(("Care", message) for message in (cares if with_all else _first_care(cares))),
         *_closed(summary),
-        *([] if for_run else _more(summary)),
+        *(_more(summary) if with_all and not for_run else []),
     ]
     before = ["", *(label for label, _ in lines)]
     labelled = [(label if label != before[at] else "", text) for at, (label, text) in enumerate(lines)]
+    answer, failures = describe_answer(summary, advice), list(_failures(summary))
     data = summary.to_dict()
     data["head"]["command"] = _words(summary.head)
-    data |= advice.to_dict()
+    data = {"answer": answer, **data, **advice.to_dict()}
     figures = Table((Column("figure", "figure", TEXT), Column("value", "value", TEXT)), list(_flatten(data)))
     return Document(
         "summary",
         data,
-        [Labelled([("", _head(summary))]), Labelled(labelled)],
+        [
+            *([Labelled(failures)] if failures else []),
+            Lines([answer], "head"),
+            *([Lines([_head(summary)])] if with_all else []),
+            Labelled(labelled),
+        ],
         figures,
         summary.findings,
         has_warnings=True,
@@ -82,14 +90,15 @@ def build_summary_document(summary: Summary, advice: AdviceResult, *, for_run: b
     )
 
 
+def _first_care(cares: Sequence[str]) -> list[str]:
+    more = f" ({len(cares) - 1} more with --all)" if len(cares) > 1 else ""
+    return [f"{message}{more}" for message in cares[:1]]
+
+
 def _head(summary: Summary) -> str:
     head = summary.head
     parts = [_command(_words(head)) or Path(summary.run).name]
-    if head.gpu_count or head.gpu:
-        gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
-        parts.append(f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu)
-    elif summary.work is not None:
-        parts.append("CPU only")
+    parts += filter(None, [_machine(summary)])
     if head.rank_count > 1:
         parts.append(format_count(head.rank_count, "rank"))
     parts += [f"torch {head.torch}"] if head.torch else []
@@ -102,6 +111,14 @@ def _head(summary: Summary) -> str:
     elif summary.work is not None:
         parts.append("no steps known: figures are of the whole capture")
     return _SEPARATOR.join(parts)
+
+
+def _machine(summary: Summary) -> str:
+    head = summary.head
+    if head.gpu_count or head.gpu:
+        gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
+        return f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu
+    return "CPU only" if summary.work is not None else ""
 
 
 def _command(words: list[str]) -> str:
@@ -129,26 +146,66 @@ def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Care" if has_survived else "FAILED", f"out of memory, asked for {size}: {memory.failure}{goes_on}"
 
 
-def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+def _short_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    for label, parts in (
+        ("STEP", _step_in_short(summary)),
+        ("", () if summary.tree is None else draw_tree(summary.tree)),
+        ("WORK", _work(summary)),
+        ("MODULE", _modules(summary)),
+        ("MEMORY", _memory(summary)),
+        ("RANKS", _ranks(summary)),
+    ):
+        if label:
+            text = _fit(parts)
+            yield from [(label, text)] if text else []
+        else:
+            yield from (("STEP", line) for line in parts)
+
+
+def _fit(parts: Iterable[str]) -> str:
+    """Return as many parts as a line has room for, and at least the first."""
+    text = ""
+    for part in parts:
+        longer = f"{text}{_SEPARATOR}{part}" if text else part
+        if text and len(longer) > _ROOM:
+            break
+        text = longer
+    return text
+
+
+def _all_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     for step in summary.steps:
         yield "STEP", _step(step) + _compiling(summary)
+    if summary.tree is not None:
+        yield from (("STEP", line) for line in draw_tree(summary.tree))
     if summary.limits is not None:
         yield "LIMIT", describe_limits(summary.limits)
     if summary.gpu is not None:
         yield "GPU", _gpu(summary)
-    if summary.work is not None:
-        yield "WORK", _work(summary, summary.work)
-    elif summary.has_trace:
-        yield "WORK", "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
-    modules = _modules(summary)
-    if modules:
-        yield "MODULE", modules
+    for label, parts in (("WORK", _work(summary)), ("MODULE", _modules(summary))):
+        text = _SEPARATOR.join(parts)
+        yield from [(label, text)] if text else []
     if summary.lines:
         yield "LINES", "Python stands a step in " + "; ".join(map(describe_line, summary.lines))
-    if summary.memory is not None:
-        yield "MEMORY", _memory(summary.memory)
-    if summary.ranks or summary.compared is not None:
-        yield "RANKS", _ranks(summary)
+    for label, parts in (("MEMORY", _memory(summary)), ("RANKS", _ranks(summary))):
+        text = _SEPARATOR.join(parts)
+        yield from [(label, text)] if text else []
+
+
+def _step_in_short(summary: Summary) -> Iterator[str]:
+    if len(summary.steps) > 1:
+        yield from (f"context {step.context}: {_time(step.best_ns)}" for step in summary.steps if step.best_ns)
+    elif summary.step_ns is not None:
+        (step,) = summary.steps
+        has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
+        spread = f", {_time(step.p10_ns or 0)} to {_time(step.p90_ns or 0)}" if has_spread else ""
+        times = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
+        yield f"{_time(summary.step_ns)} {times}"
+    if summary.gpu is not None:
+        yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"
+    head = summary.head
+    if summary.has_trace:
+        yield from filter(None, (_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
 
 
 def _step(step: StepUse) -> str:
@@ -201,25 +258,29 @@ def _gpu(summary: Summary) -> str:
     return text
 
 
-def _work(summary: Summary, work: WorkUse) -> str:
+def _work(summary: Summary) -> Iterator[str]:
+    work = summary.work
+    if work is None:
+        if summary.has_trace:
+            yield "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+        return
     whole = work.kernel_time_ns or 1
     names = "matmul + attention" if work.by_category.get("attention") else "matmul"
     kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
     each = _time(summary.per_step(work.kernel_time_ns))
-    text = f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}"
+    peak = ""
     if work.peak_share is not None and work.product_ns:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
-        text += f", at {format_share(work.peak_share)} of {dtype}peak"
-    text += f"{_SEPARATOR}elementwise, norms, casts, rest {format_share(work.small_ns / whole)}"
-    text += f" ({_time(summary.per_step(work.small_ns))})"
+        peak = f", at {format_share(work.peak_share)} of {dtype}peak"
+    yield f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}{peak}"
+    yield f"small kernels {format_share(work.small_ns / whole)}"
     for name, time_ns in (
         ("optimizer", work.optimizer_ns),
         ("communication", work.communication_ns),
         ("whole CUDA graphs", work.graph_ns),
     ):
         if time_ns > _PART * whole:
-            text += f"{_SEPARATOR}{name} {format_share(time_ns / whole)}"
-    return text
+            yield f"{name} {format_share(time_ns / whole)}"
 
 
 def _of_each(head: Head) -> str:
@@ -229,56 +290,30 @@ def _of_each(head: Head) -> str:
     return " per rank" if head.rank_count > 1 else ""
 
 
-def _modules(summary: Summary) -> str:
-    """Return the time of the repeated blocks and what is in them, then of other modules at the top.
-
-    No time counts twice: of a module that holds the blocks only what lies in none of its modules is named.
-    """
-    if summary.work is None:
-        return ""
-    known, blocks = _with_shared_as_one(summary.modules), repeated_time(summary.modules)
-    texts = [] if blocks is None else [_blocks(summary, summary.work, blocks, known)]
-    holders = {MODEL, *(() if blocks is None else blocks.around)}
-    others = [
-        row for row in known if row is not blocks and row.module not in holders and holders.issuperset(row.around)
-    ]
-    others += [_itself(row) for row in known if row.module in holders]
-    others.sort(key=lambda row: -row.total_ns)
-    texts += [_module(summary, row, "") for row in others[: 2 if texts else _MODULES] if row.total_ns]
-    text = "; ".join(texts)
-    if text and summary.work.communication_ns > _MUCH * summary.work.kernel_time_ns:
-        text += f"{_SEPARATOR}communication counts where it was launched"
-    return text
+def _modules(summary: Summary) -> Iterator[str]:
+    """Yield the module that the time goes to, with what it does, then what else holds much of the time."""
+    module, work = summary.costliest_module, summary.work
+    if module is None or work is None:
+        return
+    each, whole = _time(summary.per_step(module.total_ns)), _time(summary.per_step(work.kernel_time_ns))
+    times = f" ×{module.number}" if module.number > 1 else ""
+    yield f"{_module_path(module)}{times} {each} of {whole}"
+    yield _passes(summary, module)
+    kind, time_ns = max(summary.costliest_kinds.items(), key=lambda item: item[1], default=("", 0))
+    if time_ns > module.total_ns / 2:
+        yield f"{format_share(time_ns / module.total_ns)} {kind}"
+    within = [row for row in summary.modules if row.parent == module.module]
+    others = within or [row for row in summary.modules if row.parent == module.parent and row is not module]
+    for row in sorted(others, key=lambda row: -row.total_ns)[:_MODULES]:
+        if row.total_ns > _MUCH * module.total_ns:
+            name = shorten(row.module.removeprefix(f"{row.parent}."), _NAME_WIDTH)
+            yield f"{'in it' if within else 'beside it'} {name} {_time(summary.per_step(row.total_ns))}"
 
 
-def _blocks(summary: Summary, work: WorkUse, blocks: ModuleTime, known: Sequence[ModuleTime]) -> str:
-    inner = sorted((row for row in known if row.parent == blocks.module), key=lambda row: -row.total_ns)
-    whole = f"{_time(summary.per_step(blocks.total_ns))} of {_time(summary.per_step(work.kernel_time_ns))}"
-    text = f"{shorten(blocks.module, _NAME_WIDTH)} ×{blocks.number}: {whole}"
-    named = [_module(summary, row, blocks.module) for row in inner[:_MODULES] if row.total_ns]
-    return f"{text}: {', '.join(named)}" if len(named) > 1 else f"{text} ({_passes(summary, blocks)})"
-
-
-def _itself(row: ModuleTime) -> ModuleTime:
-    return replace(row, module=f"{row.module} itself", **asdict(row.itself))
-
-
-def _with_shared_as_one(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
-    """Return the modules with one in place of all the lines that some of them share within a module around them."""
-    shared: dict[str | None, list[ModuleTime]] = {}
-    for row in modules:
-        if is_shared(row.module):
-            shared.setdefault(row.parent, []).append(row)
-    sums = [
-        replace(rows[0], module=_SHARED, number=1, **{part: sum(getattr(row, part) for row in rows) for part in PASSES})
-        for rows in shared.values()
-    ]
-    return [*(row for row in modules if not is_shared(row.module)), *sums]
-
-
-def _module(summary: Summary, module: ModuleTime, above: str) -> str:
-    name = shorten(module.module.removeprefix(f"{above}."), _NAME_WIDTH)
-    return f"{name} {_time(summary.per_step(module.total_ns))} ({_passes(summary, module)})"
+def _module_path(module: ModuleTime) -> str:
+    """Return a module's name, after that of the one around it unless its own begins with that."""
+    is_whole = module.parent is None or module.module.startswith(f"{module.parent}.") or module.parent == MODEL
+    return shorten(module.module if is_whole else f"{module.parent}/{module.module}", _NAME_WIDTH)
 
 
 def _passes(summary: Summary, module: ModuleTime) -> str:
@@ -291,28 +326,26 @@ def _passes(summary: Summary, module: ModuleTime) -> str:
     return ", ".join(f"{name} {_time(summary.per_step(ns))}" for name, ns in passes.items() if ns)
 
 
-def _memory(memory: MemoryUse) -> str:
+def _memory(summary: Summary) -> Iterator[str]:
+    memory = summary.memory
+    if memory is None:
+        return
     text = f"peak {format_bytes(memory.peak_bytes)}" + ("" if memory.exact else " or more")
     text += f" in {memory.phase}" if memory.phase else ""
     whole = memory.peak_bytes or 1
     shown = sorted(memory.by_category.items(), key=lambda item: -item[1])
-    parts: list[str] = []
-    for category, size in shown:
-        if size < 2 * _PART * whole or len(parts) == _MODULES:
-            continue
-        inside = _holders(memory.modules) if category == "activations" else ""
-        parts.append(
-            f"{category} {format_share(size / whole)}{inside}"
-            if not parts
-            else f"{category} {format_bytes(size)}{inside}"
-        )
-    text += f": {', '.join(parts)}"
+    parts = [
+        f"{category} {format_share(size / whole)}{_holders(memory.modules) if category == 'activations' else ''}"
+        for category, size in shown
+        if size >= 2 * _PART * whole
+    ]
+    yield ": ".join([text, *parts[:1]])
+    yield from parts[1:_MODULES]
     unused = memory.reserved_peak_bytes - memory.peak_bytes
     if unused > _MUCH * memory.reserved_peak_bytes:
-        text += f"{_SEPARATOR}reserved {format_bytes(memory.reserved_peak_bytes)}"
+        yield f"reserved {format_bytes(memory.reserved_peak_bytes)}"
     if memory.recording_cost is not None:
-        text += f"{_SEPARATOR}recording the allocator changed the step time by {format_change(memory.recording_cost)}"
-    return text
+        yield f"recording the allocator changed the step time by {format_change(memory.recording_cost)}"
 
 
 def _holders(modules: Sequence[PartRow]) -> str:
@@ -335,49 +368,43 @@ def _holders(modules: Sequence[PartRow]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _ranks(summary: Summary) -> str:
-    own = [f"rank {row.rank} {_time(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
-    more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
-    parts = [f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"] if own else []
+def _ranks(summary: Summary) -> Iterator[str]:
     if summary.compared is not None:
         from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
 
-        parts += describe_verdict(summary.compared)[:1]
-    return _SEPARATOR.join(parts)
+        yield describe_verdict(summary.compared)[0]
+    own = [f"rank {row.rank} {_time(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
+    more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
+    if own:
+        yield f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"
 
 
-def _tries(summary: Summary, result: AdviceResult) -> Iterator[tuple[str, str]]:
+def _tries(summary: Summary, result: AdviceResult, *, with_proof: bool) -> Iterator[tuple[str, str]]:
     if not result.tries:
         yield from [("Try", result.nothing)] if result.nothing is not None else []
         return
     if result.together_ns is not None and summary.step_ns is not None:
-        after = result.together_ns
         many = _NUMBERS[sum(advice.after_ns is not None for advice in result.tries)]
-        yield "Try", f"{many}: {_time(summary.step_ns)} → {_time(after.expected)} ({_reach(after)})"
+        yield "Try", f"{many}: {_time(summary.step_ns)} → {describe_interval(result.together_ns)}"
     for number, advice in enumerate(result.tries, 1):
-        yield "Try", _SEPARATOR.join([f"{number} {advice.cause}", *_try_parts(advice)])
-    proofs = dict.fromkeys(advice.proof for advice in result.tries)
-    commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
-    meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
-    yield "", f"proof: {commands}{meaning}"
+        yield "Try", _SEPARATOR.join([f"{number} {advice.cause}", *_try_parts(summary, advice)])
+    if with_proof:
+        proofs = dict.fromkeys(advice.proof for advice in result.tries)
+        commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
+        meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
+        yield "", f"proof: {commands}{meaning}"
 
 
-def _try_parts(advice: Advice) -> Iterator[str]:
-    if advice.line is not None:
-        yield f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
-    elif advice.module is not None:
-        yield advice.module
+def _try_parts(summary: Summary, advice: Advice) -> Iterator[str]:
+    place = name_place(advice)
+    yield from [place] if place else []
     yield advice.change
-    if advice.after_ns is not None:
-        yield f"step after {_time(advice.after_ns.expected)} ({_reach(advice.after_ns)})"
+    if advice.after_ns is not None and summary.step_ns is not None:
+        yield f"{_time(summary.step_ns)} → {describe_interval(advice.after_ns)}"
     if advice.saves_bytes is not None:
         yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
     if advice.costs is not None:
         yield f"costs {advice.costs}"
-
-
-def _reach(interval: Interval) -> str:
-    return f"{_time(interval.low)} to {_time(interval.high)}"
 
 
 def _closed(summary: Summary) -> Iterator[tuple[str, str]]:

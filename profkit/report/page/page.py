@@ -106,7 +106,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     """
     run = Results(capture)
     before = None if against is None else Results(against)
-    ten_lines = build_summary_document(run.summary, find_advice(capture, run.summary))
+    ten_lines = build_summary_document(run.summary, find_advice(capture, run.summary), with_all=True)
     compared = [] if before is None else [_comparison_section(before, run)]
     headline = "".join(section.content["headline"] for section in compared)
     sections = [

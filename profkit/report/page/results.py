@@ -74,7 +74,7 @@ class Results:
 
     @cached_property
     def summary(self) -> Summary:
-        """The run in ten lines, and the times of its modules."""
+        """What the run says, and the times of its modules."""
         return summarize_capture(self.capture)
 
     @property

@@ -1,4 +1,4 @@
-"""Section 2, the run in ten lines, each with its section and its command; and all that would help."""
+"""Section 2, the lines of the summary, each with its section and its command; and all that would help."""
 
 from __future__ import annotations
 

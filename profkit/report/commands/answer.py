@@ -1,0 +1,173 @@
+"""What a run says first, in one sentence, and the step as a tree of what its time went to.
+
+Every command that says what limits a run says this sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.analysis.causes.evidence import Interval
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
+from profkit.analysis.step_tree import Basis, Kind, StepPart, StepTree
+from profkit.analysis.summary import MemoryUse, Summary
+from profkit.report.text import shorten
+from profkit.report.units import format_bytes, format_ns, format_share
+
+_NAMES: dict[Kind, str] = {
+    "data": "waiting for the next batch",
+    Limit.COMPUTING: "GPU computing",
+    Limit.PREPARING: "Python preparing kernels",
+    Limit.COMMUNICATING: "communication not hidden",
+    Limit.WAITING: "waits for the GPU",
+    Limit.COPYING: "memory copies",
+    Limit.ALLOCATING: "allocations from CUDA",
+    "rest": "the rest",
+}
+_PYTHON: dict[Basis, str] = {
+    "replay": "Python without the GPU",
+    "gpu": "Python without the GPU",
+    "phases": "outside all phases",
+}
+_PACES: dict[Kind, str] = {
+    "data": "it waits for the next batch",
+    Limit.PYTHON: "Python keeps the GPU waiting",
+    Limit.COMPUTING: "the GPU computes",
+    Limit.PREPARING: "Python prepares kernels, more slowly than the GPU runs them",
+    Limit.COMMUNICATING: "it communicates, which computing does not hide",
+    Limit.WAITING: "Python and the GPU wait for each other",
+    Limit.COPYING: "the GPU copies memory",
+    Limit.ALLOCATING: "PyTorch allocates memory from CUDA and frees it",
+}
+_LINE_WIDTH = 44
+_MOST = 0.5
+_SMALL_PHASE = 0.005
+_DECISIVE = 0.3
+"""A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
+_UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
+
+
+def describe_answer(summary: Summary, advice: AdviceResult) -> str:
+    """Return in one sentence how long a step takes, why, and how long without that; else what is known instead."""
+    if summary.has_failed:
+        return _UNTRUSTED
+    if summary.step_ns is None:
+        return _describe_without_step(summary)
+    step = f"A step takes {_time(summary.step_ns)}"
+    if not any(use.unprofiled_ns for use in summary.steps):
+        step += " as recorded (its unprofiled time is unknown)"
+    late = _describe_late_rank(summary)
+    best = next(iter(advice.tries), None)
+    if late:
+        return f"{step}: {late[:1].lower()}{late[1:]}."
+    if best is not None and best.saves_ns is not None and best.saves_ns.expected >= _DECISIVE * summary.step_ns:
+        why = f"for {_time(best.saves_ns.expected)} of it {_describe_cause(best)}"
+        return f"{step}: {why}. Without that: about {describe_interval(best.after_ns)}."
+    pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
+    return pace if best is None else f"{pace} {_describe_best(best)}"
+
+
+def _describe_cause(advice: Advice) -> str:
+    place = name_place(advice)
+    return f"{advice.cause} ({place})" if place else advice.cause
+
+
+def _describe_best(advice: Advice) -> str:
+    after = "" if advice.after_ns is None else f"; without that: about {describe_interval(advice.after_ns)}"
+    cause = _describe_cause(advice)
+    return f"{cause[:1].upper()}{cause[1:]}{after}."
+
+
+def name_place(advice: Advice) -> str:
+    """Return the line or the module of a cause, in few words; empty if it has neither."""
+    if advice.line is not None:
+        return f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
+    return advice.module or ""
+
+
+def describe_interval(after: Interval | None) -> str:
+    """Return a predicted time with its least and most, as exactly as they are apart: ``93 ms (90 to 97)``."""
+    if after is None:
+        return "unknown"
+    expected, unit = _time(after.expected).split()
+    divisor = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}[unit]
+    width = (after.high - after.low) / divisor
+    decimals = next((digits for digits, least in enumerate((5, 0.5, 0.05)) if width >= least), 3)
+    low, middle, high = (f"{time_ns / divisor:,.{decimals}f}" for time_ns in (after.low, after.expected, after.high))
+    return f"{middle} {unit} ({low} to {high})" if low != high else f"{expected} {unit}"
+
+
+def _time(time_ns: float) -> str:
+    return format_ns(round(time_ns))
+
+
+def _describe_without_step(summary: Summary) -> str:
+    memory = "" if summary.memory is None else f"Memory peaks at {_describe_peak(summary.memory)}."
+    if not summary.has_trace:
+        return memory or ("No trace was recorded." if summary.lines else "Nothing was recorded.")
+    return " ".join(filter(None, ["No step is known: times are of the whole recording.", memory]))
+
+
+def _describe_peak(memory: MemoryUse) -> str:
+    phase = f" in {memory.phase}" if memory.phase else ""
+    category, size = max(memory.by_category.items(), key=lambda item: item[1], default=("", 0))
+    share = format_share(size / memory.peak_bytes) if memory.peak_bytes else ""
+    what = "of unknown purpose" if category == "unknown" else category
+    return f"{format_bytes(memory.peak_bytes)}{phase}" + (f": {share} are {what}" if size else "")
+
+
+def _describe_late_rank(summary: Summary) -> str:
+    if summary.compared is None or summary.compared.verdict.culprit is None:
+        return ""
+    from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+
+    return describe_verdict(summary.compared)[0]
+
+
+def _describe_pace(summary: Summary, tree: StepTree) -> str:
+    part = tree.parts[0]
+    time = _time(part.time_ns)
+    if tree.basis == "phases" and part.kind != "data":
+        where = f"in {_name_part(tree, part)}" if part.kind == "phase" else _name_part(tree, part)
+        return f"{time} of it {where}" + (f", most at {name_line(part.line)}" if part.line else "")
+    pace = _PACES.get(part.kind, "")
+    if part.kind == Limit.COMPUTING and summary.work is not None and summary.work.peak_share is not None:
+        dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
+        pace += f", matrix products at {format_share(summary.work.peak_share)} of {dtype}peak"
+    if part.line is None:
+        return f"for {time} {pace}"
+    if part.line.time_ns > _MOST * part.time_ns and part.kind == Limit.PYTHON:
+        return f"for {_time(part.line.time_ns)} {name_line(part.line)} keeps the GPU waiting"
+    return f"for {time} {pace}, {_time(part.line.time_ns)} of it at {name_line(part.line)}"
+
+
+def name_line(line: LineLimit) -> str:
+    """Return a line of source in a few words: ``train.py:30 main: torch.randn``."""
+    called = f": {line.called}" if line.called else ""
+    return shorten(f"{Path(line.file).name}:{line.line} {line.function}{called}", _LINE_WIDTH)
+
+
+def draw_tree(tree: StepTree) -> Iterator[str]:
+    """Yield a line for each part of the step: what it is, how long, which share; then its line, or its phases."""
+    names = [_name_part(tree, part) for part in tree.parts]
+    width = max(map(len, names))
+    for at, (part, name) in enumerate(zip(tree.parts, names, strict=True)):
+        branch = "└─" if at == len(names) - 1 else "├─"
+        time, share = _time(part.time_ns), format_share(tree.share(part.time_ns))
+        detail = f"◀ {name_line(part.line)}" if part.line else _describe_phases(tree, part)
+        yield f"{branch} {name:<{width}}  {time:>8}  {share:>6}  {detail}".rstrip()
+
+
+def _name_part(tree: StepTree, part: StepPart) -> str:
+    if part.kind == "phase":
+        return next(iter(part.phases))
+    return _PYTHON[tree.basis] if part.kind == Limit.PYTHON else _NAMES[part.kind]
+
+
+def _describe_phases(tree: StepTree, part: StepPart) -> str:
+    phases = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase not in ("", OUTSIDE)}
+    if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
+        return ""
+    return " · ".join(f"{phase} {share:.0%}" for phase, share in phases.items() if share >= _SMALL_PHASE)

@@ -1,0 +1,197 @@
+"""What a run says first: one sentence, and the step as a tree of parts that sum up to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
+from profkit.analysis.causes.evidence import Interval, SourceLine
+from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineLimit, StepLimits
+from profkit.analysis.step_tree import StepPart, StepTree, divide_step
+from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import StepUse, Summary
+from profkit.names import DATA
+from profkit.reading import open_capture
+from profkit.report import document as document_module
+from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree
+from profkit.report.commands.summary import build_summary_document
+from profkit.report.document import render
+from profkit.run.lines import LineTime
+from tests.captures import capture
+from tests.conftest import ROOT
+from tests.efficiency_runs import make_small_run, make_timed_run
+from tests.in_process import run_command
+from tests.nsys_builder import NsysBuilder
+
+STORED = [
+    *sorted(path for path in (ROOT / "traces").iterdir() if not path.name.endswith((".md", ".jsonl.gz", "blocks"))),
+    *sorted((ROOT / "traces" / "blocks").iterdir()),
+]
+MS = 1_000_000
+TREE = StepTree(
+    10 * MS,
+    "replay",
+    (
+        StepPart(Limit.PYTHON, 6 * MS, {OUTSIDE: 6 * MS}),
+        StepPart(Limit.COMPUTING, 3 * MS, {"forward": MS, "backward": 2 * MS}),
+        StepPart("rest", MS),
+    ),
+)
+SUMMARY = Summary("run", steps=(StepUse(None, 10 * MS, 5, 9 * MS, 11 * MS, 12 * MS),), tree=TREE, has_trace=True)
+NOTHING = AdviceResult()
+RANDN = LineLimit(Limit.PYTHON, OUTSIDE, "/me/train.py", 30, "main", "torch.randn", 5 * MS)
+
+
+def _summary(path: Path) -> Summary:
+    return summarize_capture(open_capture(path))
+
+
+def _limits(step_ns: int, calibrated_ns: int) -> StepLimits:
+    parts = (
+        LimitPart(Limit.COMPUTING, "gemm", "forward", None, step_ns // 2),
+        LimitPart(Limit.PREPARING, "call", "forward", None, step_ns // 4),
+        LimitPart(Limit.PYTHON, "python", OUTSIDE, None, step_ns // 8),
+        LimitPart(Limit.PYTHON, "python", DATA, None, step_ns // 8),
+    )
+    lines = (replace(RANDN, time_ns=step_ns // 16),)
+    return StepLimits(step_ns, None, None, AS_RECORDED, parts=parts, lines=lines, calibrated_ns=calibrated_ns)
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
+@pytest.mark.parametrize(("width", "most"), [(80, 16), (100, 10)])
+def test_a_summary_fits_its_screen(path: Path, width: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_module, "screen_width", lambda: width)
+    summary = _summary(path)
+    text = render(build_summary_document(summary, find_advice(open_capture(path), summary)), "table")
+    assert max(map(len, text.splitlines())) <= width
+    figures = text.split("\n\n")[-1].split("\nTry ")[0].split("\nCare ")[0]
+    assert len(figures.splitlines()) <= most
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
+def test_the_tree_sums_up_to_the_step(path: Path) -> None:
+    summary = _summary(path)
+    if summary.tree is None:
+        assert summary.step_ns is None or not summary.work or summary.work.measure != "gpu-kernel"
+        return
+    assert sum(part.time_ns for part in summary.tree.parts) == summary.tree.step_ns == round(summary.step_ns or 0)
+    for part in summary.tree.parts:
+        assert not part.phases or sum(part.phases.values()) == part.time_ns
+
+
+def test_the_parts_come_from_the_replay_if_it_takes_as_long_as_the_measured_step(tmp_path: Path) -> None:
+    account = open_capture(make_timed_run(tmp_path)).trace.account  # type: ignore[union-attr]
+    near = divide_step(account, _limits(800, 750), (), 800)
+    assert near is not None
+    assert near.basis == "replay"
+    assert [(part.kind, part.time_ns) for part in near.parts] == [
+        (Limit.COMPUTING, 400),
+        (Limit.PREPARING, 200),
+        (Limit.PYTHON, 100),
+        ("data", 100),
+    ]
+    assert [part.line and part.line.line for part in near.parts] == [None, None, 30, None]
+    far = divide_step(account, _limits(800, 400), (), 800)
+    assert far is not None
+    assert far.basis == "gpu"
+    assert sum(part.time_ns for part in far.parts) == 800
+
+
+def test_the_sentence_names_what_sets_the_pace_and_its_line() -> None:
+    assert describe_answer(SUMMARY, NOTHING) == "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting."
+    tree = replace(TREE, parts=(replace(TREE.parts[0], line=RANDN), *TREE.parts[1:]))
+    said = describe_answer(replace(SUMMARY, tree=tree), NOTHING)
+    assert said == "A step takes 10.00 ms: for 5.000 ms train.py:30 main: torch.randn keeps the GPU waiting."
+    assert list(draw_tree(tree)) == [
+        "├─ Python without the GPU  6.000 ms   60.0%  ◀ train.py:30 main: torch.randn",
+        "├─ GPU computing           3.000 ms   30.0%  forward 10% · backward 20%",
+        "└─ the rest                1.000 ms   10.0%",
+    ]
+
+
+def _advise(after: Interval, saves: int, line: SourceLine | None = None) -> AdviceResult:
+    one = Advice(
+        code="waits",
+        cause="loss.item waits for the GPU",
+        line=line,
+        module="h.*",
+        change="read it every 50 steps",
+        edit=None,
+        after_ns=after,
+        saves_ns=Interval(saves, saves, saves),
+        saves_bytes=None,
+        costs=None,
+        evidence={},
+        proof="profkit compare RUN NEW",
+    )
+    return AdviceResult((one,))
+
+
+def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_the_pace() -> None:
+    line = SourceLine("/me/train.py", 30, "main")
+    large = _advise(Interval(4_900_000, 5_100_000, 5_400_000), 5 * MS, line)
+    assert describe_answer(SUMMARY, large) == (
+        "A step takes 10.00 ms: for 5.000 ms of it loss.item waits for the GPU (train.py:30 main). "
+        "Without that: about 5.1 ms (4.9 to 5.4)."
+    )
+    small = _advise(Interval(9 * MS, 9 * MS, 9 * MS), MS)
+    assert describe_answer(SUMMARY, small) == (
+        "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting. "
+        "Loss.item waits for the GPU (h.*); without that: about 9.000 ms."
+    )
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (Interval(90 * MS, 93 * MS, 97 * MS), "93 ms (90 to 97)"),
+        (Interval(92_400_000, 93 * MS, 93_900_000), "93.0 ms (92.4 to 93.9)"),
+        (Interval(900, 950, 999), "950 ns (900 to 999)"),
+    ],
+)
+def test_a_prediction_has_as_many_digits_as_its_ends_are_apart(after: Interval, said: str) -> None:
+    assert describe_interval(after) == said
+
+
+def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> None:
+    steps = [{"step_ns": 1_000, "forward_ns": 300, "backward_ns": 500}] * 3
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "complete", "clean": {"steps": steps}}))
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 1_500)
+    builder.write(tmp_path / "trace.sqlite")
+    account = open_capture(tmp_path).trace.account  # type: ignore[union-attr]
+    line = LineTime("/me/train.py", 30, "main", "torch.randn", None, "main", 90, 150, 0, 0.0)
+    tree = divide_step(account, None, (line, replace(line, phase="backward", called="….backward")), 1_000)
+    assert tree is not None
+    assert [(*part.phases, part.time_ns, part.line and part.line.line) for part in tree.parts] == [
+        ("backward", 500, None),
+        ("forward", 300, None),
+        (OUTSIDE, 200, 30),
+    ]
+    said = describe_answer(replace(SUMMARY, tree=tree), NOTHING)
+    assert said == "A step takes 10.00 ms: 500 ns of it in backward."
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("graph_whole.nsys2023.sqlite", "No answer: the capture failed its self-check"),
+        ("hooks.nsys2025.sqlite", "No step is known: times are of the whole recording."),
+        ("oom.pickle", "Memory peaks at 6.812 GiB: 99.1% are of unknown purpose."),
+        ("small.nsys2025.sqlite", "A step takes 49.40 ms as recorded (its unprofiled time is unknown): for "),
+    ],
+)
+def test_what_is_not_known_is_said(name: str, said: str) -> None:
+    assert describe_answer(_summary(capture(name)), NOTHING).startswith(said)
+
+
+def test_json_holds_the_sentence_and_the_tree(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    data = json.loads(run_command("summary", run, "--format", "json").stdout)
+    assert data["answer"] == describe_answer(_summary(run), NOTHING)
+    assert sum(part["time_ns"] for part in data["step_tree"]["parts"]) == data["step_tree"]["step_ns"]
