@@ -63,7 +63,6 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
 
 def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run
-    from profkit.analysis.kernels.compiled_code import name_compiled_kernels
     from profkit.analysis.opened import OpenedTrace
     from profkit.analysis.placing.compiled_ranges import explain_no_modules, nest_compiled_launches
     from profkit.analysis.placing.graph_nodes import place_graph_nodes
@@ -78,6 +77,8 @@ def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_
         trace, known, rank_of_pid = read_trace_file(path), UNKNOWN_RUN, {}
     trace = nest_compiled_launches(place_graph_nodes(trace, () if run is None else run.captured_graphs))
     if run is not None:
+        from profkit.analysis.kernels.compiled_code import name_compiled_kernels
+
         trace = name_compiled_kernels(trace, run)
         why = explain_no_modules(run, trace)
         trace = trace if why is None else replace(trace, notes=(*trace.notes, why))

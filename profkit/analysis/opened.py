@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.checks.self_check import SelfCheck, check_capture
-from profkit.analysis.kernels.compiled_code import IN_RECORDED_STEPS, find_compilations
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.members import Ranks
@@ -20,11 +19,10 @@ from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
-from profkit.run.edits import Edit, parse_edits
 from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.processes import only_process
 
-# Efficiency is imported where it is asked for: it costs every other command 15 ms.
+# Imported where they are asked for: most traces need none of them.
 if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.lines import LinesResult
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
+    from profkit.run.edits import Edit
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -158,8 +157,10 @@ class OpenedTrace:
         result = summarize_kernels(
             self.attribution, wanted, self.ranks, by=by, per_instance=per_instance, compiled_code=code
         )
-        if range is not None:
+        if range is not None or self.run is None:
             return result
+        from profkit.analysis.kernels.compiled_code import IN_RECORDED_STEPS, find_compilations
+
         compilations = [finding for finding in find_compilations(self.run) if finding.code in IN_RECORDED_STEPS]
         return replace(result, warnings=(*result.warnings, *compilations))
 
@@ -260,6 +261,7 @@ class OpenedCapture:
         from profkit.analysis.step_replay.predict import Prediction
         from profkit.analysis.whatif.apply import MODELLED
         from profkit.analysis.whatif.outcome import cost_of_ranges
+        from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)
         time = self.trace.predict_time(parsed) if self.trace is not None else None

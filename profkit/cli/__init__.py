@@ -39,6 +39,8 @@ _COMMANDS = {
     "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
 }
 
+_KEPT_BYTES = 1 << 24
+
 
 _NEAREST_ASCII = "profkit-nearest-ascii"
 _ASCII_FOR = str.maketrans(
@@ -104,6 +106,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv is None:
         # A process of its own is short, and the collector would only scan what was just read, again and again.
         gc.disable()
+        # Nor need memory go back to the system between two columns: glibc keeps as much as it once saw freed at once.
+        bytes(_KEPT_BYTES)
     debug = "--debug" in arguments[:1]
     _prepare_streams()
     try:

@@ -23,7 +23,6 @@ from profkit.cli.outputs import print_document, refuse_overwriting, require_png,
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
-from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.report.document import Format
 
@@ -129,6 +128,8 @@ def kernels(
         compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
+        from profkit.report.commands.clean_times import clean_times_parts
+
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
     if plot is not None:
         from profkit.report.plots.kernel_plot import plot_kernels

@@ -14,7 +14,6 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
-from profkit.files import collector_off
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import BY, TOP_MODULES, TOP_STACKS, By, build_memory_document
 from profkit.report.document import Format
@@ -91,7 +90,6 @@ def memory(
     """
     _check_timeline(timeline, timeline_by)
     refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
-    click.get_current_context().with_resource(collector_off())
     opened = _open(snapshot, phases, rank)
     if against is not None:
         from profkit.report.commands.memory_compare import TOP_PARTS, build_peaks_document

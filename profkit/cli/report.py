@@ -9,7 +9,6 @@ import click
 from profkit.cli.options import capture_argument
 from profkit.cli.outputs import refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
-from profkit.files import collector_off
 from profkit.reading import open_capture
 from profkit.report.page.page import render_report, write_page
 
@@ -38,7 +37,6 @@ def report(capture: Path, output: Path | None, against: Path | None, source: boo
     if output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"-o {output}: the report is an HTML page; end its name in .html")
     refuse_overwriting([capture, *([against] if against is not None else [])], [output])
-    click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
         before = None if against is None else open_capture(against)
         page = render_report(open_capture(capture), against=before, source=Path.cwd() if source else None)

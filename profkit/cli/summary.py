@@ -10,7 +10,6 @@ from profkit.analysis.causes.advice import find_advice
 from profkit.analysis.summarize import summarize_capture
 from profkit.cli.options import capture_argument, output_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
-from profkit.files import collector_off
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Format
@@ -29,7 +28,6 @@ def summary(capture: Path, style: Format, output: Path | None, with_all: bool, f
     recording. The time of a step is the unprofiled one if the run measured it.
     """
     refuse_overwriting([capture], [output])
-    click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture)
         result = summarize_capture(opened)

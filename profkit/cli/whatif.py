@@ -11,7 +11,6 @@ from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
-from profkit.files import collector_off
 from profkit.reading import open_capture, open_snapshot, open_trace
 from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Format
@@ -79,7 +78,6 @@ def whatif(
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
     require_png(plot)
     refuse_overwriting([capture, *others], [output, plot])
-    click.get_current_context().with_resource(collector_off())
     with shown_after_a_second(f"reading {capture.name}"):
         scale_from = [open_snapshot(other) for other in others]
         opened = open_capture(capture, rank=rank) if edits else None

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
 from profkit.files import HALF_WRITTEN
-from profkit.run.job import Job, claim, is_of_job
 from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.ceilings import Ceilings
     from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
+    from profkit.run.job import Job
     from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
     from profkit.run.work import RunWork
@@ -266,6 +266,8 @@ def make_run_directory(output: Path | None, target: str, job: Job | None = None)
         if output is None and (job is None or job.id is None):
             return _make_default(target if job is None or job.number is None else f"{target}-{job.unit}{job.number}")
         if job is not None:
+            from profkit.run.job import claim
+
             name = re.sub(r"[^\w.-]+", "-", job.id or "")
             return claim(output or DEFAULT_PARENT / f"{name}-{target}", job)
         assert output is not None
@@ -285,6 +287,8 @@ def runs_of_job(path: Path) -> list[Path]:
     """Return the runs within the directory of a job, by their numbers; none if it is no such directory."""
     if not path.is_dir() or (path / MANIFEST).exists():
         return []
+    from profkit.run.job import is_of_job
+
     runs = [folder for folder in path.iterdir() if is_of_job(folder) and (folder / MANIFEST).exists()]
     return sorted(runs, key=lambda folder: (folder.name[:4], int(folder.name[4:])))
 

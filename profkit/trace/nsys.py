@@ -8,16 +8,13 @@ from its ENUM_* tables.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from profkit.errors import TraceError
 from profkit.trace.columns import (
-    NO_LAUNCH,
-    Bools,
     Calls,
     Copies,
     Diagnostic,
@@ -33,9 +30,9 @@ from profkit.trace.columns import (
     report_left_out,
     rows_by_value,
 )
+from profkit.trace.nsys_calls import LaunchIndex, read_syncs
 from profkit.trace.nsys_collectives import read_collectives
 from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
-from profkit.trace.nsys_syncs import read_syncs
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -60,17 +57,12 @@ _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "e
 
 _PLACE = ("start", "end", "device", "process")
 _OPTIONAL = {"status", "stream", "graph", "node", "bytes", "kind"}
-_SMALL_IDS = 1 << 22
 _LARGEST_ID = 1 << 62
 
 # Half of an export's tables only spell out numbers.
 _ENUMS = "ENUM_"
 
 _GRAPH_NAME = "CUDA graph {}"
-
-# A table with a place for every id from the smallest to the largest is fastest, unless most places stay empty.
-_SPARSEST = 32
-_ALWAYS_DENSE = 1 << 16
 
 Columns = dict[str, Ints]
 _Wanted = dict[str, tuple[str, int]]
@@ -161,7 +153,7 @@ class _Reader:
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             collectives=collectives,
-            syncs=self._read_syncs(process, calls["correlation"]),
+            syncs=self._read_syncs(launches, process),
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
@@ -233,8 +225,8 @@ class _Reader:
         self.left_out.append(report_left_out(what, int(is_reversed.sum()), next(iter(names.values()), what)))
         return {name: column[~is_reversed] for name, column in columns.items()}
 
-    def _read_syncs(self, process: Ints, correlation: Ints) -> Syncs | None:
-        syncs = read_syncs(self.file, self.tables, process, correlation)
+    def _read_syncs(self, launches: LaunchIndex, process: Ints) -> Syncs | None:
+        syncs = read_syncs(self.file, self.tables, launches)
         if syncs is not None:
             for device in (syncs.device, syncs.record_device):
                 self._number_gpus({"waits": {"device": device, "process": process[syncs.call]}})
@@ -312,15 +304,8 @@ class _Reader:
         """Replace string ids in the columns, in place, by indices into one table of names."""
         names = Names(self.file)
         for column in columns:
-            ids = distinct_values(column)
-            graphs = {i: _GRAPH_NAME.format(-2 - i) for i in ids.tolist() if i < -1}
-            indices = names.indices(ids.tolist(), graphs)
-            if len(ids) and (span := int(ids[-1]) - int(ids[0])) < _SMALL_IDS:
-                table = np.zeros(span + 1, dtype=np.int64)
-                table[ids - ids[0]] = indices
-                column[:] = table[column - ids[0]]
-            else:
-                column[:] = indices[np.searchsorted(ids, column)]
+            graphs = {i: _GRAPH_NAME.format(-2 - i) for i in distinct_values(column[column < -1]).tolist()}
+            column[:] = names.indices(column, graphs)
         return names
 
     def _read_metadata(self) -> dict[str, str]:
@@ -386,93 +371,3 @@ def _joined(parts: list[Columns], name: str) -> Ints:
 def _end_of_capture(work: Work, calls: Columns) -> int:
     ends = [int(column.max()) for column in (work.end_ns, calls["end"]) if len(column)]
     return max(ends, default=0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Process:
-    """One process's calls: ``rows`` by correlation id. Either ``table`` (id less ``low`` → row, -1: none) or sorted."""
-
-    low: int
-    table: npt.NDArray[np.int32] | None
-    ids: Ints
-    rows: Ints
-
-
-class LaunchIndex:
-    """Finds the call that launched a piece of work; ids alone are not unique across the processes of one report."""
-
-    def __init__(self, process: Ints, correlation: Ints, start_ns: Ints, thread: Ints) -> None:
-        """Index calls that are sorted by time; CUPTI's id 0 means none."""
-        self._start_ns, self._thread = start_ns, thread
-        self._used = np.zeros(len(start_ns), dtype=np.bool_)
-        self._processes = {p: self._index(rows, correlation) for p, rows in rows_by_value(process).items()}
-        self.shared_count = 0
-        """How many pieces of work had several calls to choose from, on other threads or at other times."""
-
-    def find(self, process: Ints, correlation: Ints, work_start_ns: Ints) -> tuple[Ints, Ints]:
-        """Return launch time and launching thread of each piece of work (`NO_LAUNCH` where no call is recorded).
-
-        Of several calls with one id, the last one that began before the work counts: nested runtime and driver calls
-        may share an id, and ids may be used again.
-        """
-        launch_ns = np.zeros(len(process), dtype=np.int64)
-        launch_thread = np.full(len(process), NO_LAUNCH, dtype=np.int64)
-        for number, rows in rows_by_value(process).items():
-            if number not in self._processes:
-                continue
-            call = self._find_calls(self._processes[number], correlation[rows], work_start_ns[rows])
-            known = call >= 0
-            launch_ns[rows[known]] = self._start_ns[call[known]]
-            launch_thread[rows[known]] = self._thread[call[known]]
-        return launch_ns, launch_thread
-
-    def used(self) -> Bools:
-        """Return which calls share their correlation id with work that was passed to `find`."""
-        return self._used
-
-    @staticmethod
-    def _index(rows: Ints, correlation: Ints) -> _Process:
-        ids = correlation[rows]
-        named = ids != 0
-        if not named.all():
-            rows, ids = rows[named], ids[named]
-        if not len(ids):
-            return _Process(0, None, ids, rows)
-        low, high = int(ids.min()), int(ids.max())
-        if high - low < max(_SPARSEST * len(ids), _ALWAYS_DENSE):
-            table = np.full(high - low + 1, -1, dtype=np.int32)
-            table[ids - low] = rows
-            if np.array_equal(table[ids - low], rows):
-                return _Process(low, table, ids, rows)
-        order = np.argsort(ids, kind="stable")
-        return _Process(low, None, ids[order], rows[order])
-
-    def _find_calls(self, process: _Process, ids: Ints, work_start_ns: Ints) -> Ints:
-        if process.table is not None:
-            place = ids - process.low
-            inside = (place >= 0) & (place < len(process.table))
-            call = np.where(inside, process.table[np.where(inside, place, 0)], -1).astype(np.int64)
-            self._used[call[call >= 0]] = True
-            return call
-        if not len(process.ids):
-            return np.full(len(ids), -1, dtype=np.int64)
-        return self._find_among_shared(process, ids, work_start_ns)
-
-    def _find_among_shared(self, process: _Process, ids: Ints, work_start_ns: Ints) -> Ints:
-        first = np.searchsorted(process.ids, ids, side="left")
-        last = np.searchsorted(process.ids, ids, side="right")
-        at = first.copy()
-        is_shared = last - first > 1
-        # All work of one id at once: a damaged file may give every call and every kernel the same.
-        for low, rows in rows_by_value(np.where(is_shared, first, -1)).items():
-            if low < 0:
-                continue
-            candidates = process.rows[low : last[rows[0]]]
-            begun = np.searchsorted(self._start_ns[candidates], work_start_ns[rows], side="right")
-            at[rows] = low + np.maximum(begun - 1, 0)
-            self._used[candidates] = True
-            has_threads = len(distinct_values(self._thread[candidates])) > 1
-            self.shared_count += len(rows) if has_threads else int(np.count_nonzero(begun < len(candidates)))
-        call = np.where(last > first, process.rows[np.minimum(at, len(process.rows) - 1)], -1)
-        self._used[call[call >= 0]] = True
-        return call

@@ -13,9 +13,9 @@ from pathlib import Path
 from profkit.files import whole_file
 from profkit.text_kinds import GPU, KERNEL, PRODUCT, PROFILER, RANGE, THREAD, VERSION, WORD, Keeper, Kind
 from profkit.trace.nsys import CALLS, COPIES, DEVICES, GRAPHS, KERNELS, SETS, STARTED
+from profkit.trace.nsys_calls import EVENTS, SYNCS
 from profkit.trace.nsys_collectives import ENTRIES, ENTRIES_READ, keep_wanted, read_schemas
 from profkit.trace.nsys_ranges import PAYLOADS, TABLE, TYPES_READ
-from profkit.trace.nsys_syncs import EVENTS, SYNCS
 from profkit.trace.sqlite import SqliteFile
 
 _STRINGS = "StringIds"

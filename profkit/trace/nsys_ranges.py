@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Ints, Ranges, empty_bools, empty_ints
+from profkit.trace.columns import Ints, Ranges, distinct_values, empty_bools, empty_ints, rows_by_value
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 TABLE = "NVTX_EVENTS"
@@ -19,6 +19,7 @@ _DOMAIN_CREATE = 75
 
 PAYLOADS = ("uint64Value", "int64Value", "doubleValue", "uint32Value", "int32Value", "floatValue")
 
+_SMALL_SPAN = 1 << 22
 _UNNAMED = "(unnamed)"
 NO_TIME = -(1 << 62)
 """Read for NULL. A range without an end is open; any other missing time is an impossible one."""
@@ -81,9 +82,8 @@ def has_invisible_ranges(file: SqliteFile, tables: dict[str, frozenset[str]]) ->
 
 def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_id: Ints, where: str) -> Ints:
     """Return the index of each range's name; ``text``, where there is one, wins over ``textId``."""
-    ids, inverse = np.unique(text_id, return_inverse=True)
-    result: Ints = names.indices([int(i) for i in ids], {-1: _UNNAMED})[inverse]
-    if ids[0] != -1 or "text" not in columns:
+    result = names.indices(text_id, {-1: _UNNAMED})
+    if "text" not in columns or not (text_id == -1).any():
         return result
     # As bytes, so that only the distinct ones are decoded.
     texts = [text for (text,) in file.rows(f"SELECT CAST(text AS BLOB) FROM {TABLE} WHERE {where} ORDER BY rowid")]
@@ -107,12 +107,11 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
     )
     registered = names.values([row[3] for row in rows if isinstance(row[3], int)])
     known = {(p, d): text if text is not None else registered.get(i, "") for p, d, text, i in rows}
-    pairs, inverse = np.unique(np.stack([process, domain]), axis=1, return_inverse=True)
-    index = [
-        names.intern("" if d == 0 else str(known.get((p, d)) or f"domain {d}"))
-        for p, d in zip(*pairs.tolist(), strict=True)
-    ]
-    return np.array(index, dtype=np.int64)[inverse.reshape(-1)]
+    index = np.empty(len(domain), dtype=np.int64)
+    for p, of_process in rows_by_value(process).items():
+        for d, there in rows_by_value(domain[of_process]).items():
+            index[of_process[there]] = names.intern("" if d == 0 else str(known.get((p, d)) or f"domain {d}"))
+    return index
 
 
 def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Ints) -> dict[int, int | float]:
@@ -148,10 +147,17 @@ class Names:
             self.strings.append(string)
         return index
 
-    def indices(self, string_ids: list[int], given: dict[int, str]) -> Ints:
+    def indices(self, string_ids: Ints, given: dict[int, str]) -> Ints:
         """Return the index of each string id; ``given`` names the ones that are no StringIds."""
-        strings = self.values([i for i in string_ids if i not in given]) | given
-        return np.array([self.intern(strings.get(i, f"(unnamed, string id {i})")) for i in string_ids], dtype=np.int64)
+        ids = distinct_values(string_ids)
+        strings = self.values([i for i in ids.tolist() if i not in given]) | given
+        index = [self.intern(strings.get(i, f"(unnamed, string id {i})")) for i in ids.tolist()]
+        if not len(ids) or int(ids[-1]) - int(ids[0]) >= _SMALL_SPAN:
+            return np.array(index, dtype=np.int64).take(np.searchsorted(ids, string_ids))
+        table = np.zeros(int(ids[-1]) - int(ids[0]) + 1, dtype=np.int64)
+        table[ids - ids[0]] = index
+        found: Ints = table[string_ids - ids[0]]
+        return found
 
     def values(self, string_ids: list[int]) -> dict[int, str]:
         """Return the strings of these ids."""

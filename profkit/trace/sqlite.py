@@ -314,10 +314,20 @@ class PageReader:
             NotPlain: the table holds anything but integers in the columns up to the last one asked for.
         """
         try:
-            batches = [self._decode(batch, columns, null_values) for batch in self._batches(self._leaves(root_page))]
+            leaves = self._leaves(root_page)
+            step = max(_BATCH_BYTES // self._page_bytes, 1)
+            rows, row_count = np.empty((len(columns), 0), dtype=np.int64), 0
+            for start in range(0, len(leaves), step):
+                batch = self._decode(leaves[start : start + step], columns, null_values)
+                end = row_count + len(batch[0])
+                if end > rows.shape[1]:
+                    rows = _with_room(rows, row_count, end * len(leaves) // min(start + step, len(leaves)))
+                for column, values in zip(rows, batch, strict=True):
+                    column[row_count:end] = values
+                row_count = end
         except (IndexError, ValueError, OSError):  # a damaged page points outside itself or the file
             raise NotPlain from None
-        return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+        return list(rows[:, :row_count])
 
     def _leaves(self, root_page: int) -> Ints:
         level = np.array([root_page], dtype=np.int64)
@@ -345,12 +355,6 @@ class PageReader:
         right = int.from_bytes(page[8:12].tobytes(), "big")
         return np.append(left[0] | left[1] | left[2] | left[3], right)
 
-    def _batches(self, leaves: Ints) -> Iterator[tuple[Ints, Bytes]]:
-        step = max(_BATCH_BYTES // self._page_bytes, 1)
-        for start in range(0, len(leaves), step):
-            some = leaves[start : start + step]
-            yield some, self._pages(some)
-
     def _pages(self, numbers: Ints) -> Bytes:
         """Return the pages, one a row, neighbours in the file read at once."""
         size = self._page_bytes
@@ -362,8 +366,8 @@ class PageReader:
                 raise NotPlain
         return buffer[: len(numbers) * size].reshape(len(numbers), size)
 
-    def _decode(self, batch: tuple[Ints, Bytes], columns: Sequence[int], null_values: Sequence[int]) -> list[Ints]:
-        numbers, pages = batch
+    def _decode(self, numbers: Ints, columns: Sequence[int], null_values: Sequence[int]) -> list[Ints]:
+        pages = self._pages(numbers)
         if (pages[:, 0] != _LEAF).any() or (numbers == 1).any():
             raise NotPlain
         cells = self._cells(pages)
@@ -389,6 +393,13 @@ class PageReader:
         there = np.arange(most) < counts[:, None]
         starts = offsets + np.arange(len(pages))[:, None] * self._page_bytes
         return starts[there]
+
+
+def _with_room(rows: Ints, used: int, wanted: int) -> Ints:
+    """Return the columns with room for the wanted rows and a twentieth more; memory is taken as it is filled."""
+    larger = np.empty((len(rows), wanted + wanted // 20), dtype=np.int64)
+    larger[:, :used] = rows[:, :used]
+    return larger
 
 
 def _decode_columns(

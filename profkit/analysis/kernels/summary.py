@@ -10,7 +10,6 @@ import numpy as np
 
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.kernels.compiled_code import KernelSource, SharedKernels, find_kernel_sources, find_shared
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
@@ -27,11 +26,13 @@ from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import TraceError, UsageError
 from profkit.findings import Finding
-from profkit.run.compiled_code import CompiledGraph
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from profkit.analysis.kernels.compiled_code import KernelSource, SharedKernels
+    from profkit.run.compiled_code import CompiledGraph
 
 
 Grouping = Literal["kernel", "category", "module", "range", "operator"]
@@ -210,7 +211,7 @@ def summarize_kernels(
         rank_evidence=ranks.evidence,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),
-        sources=None if compiled_code is None else find_kernel_sources(attribution, rows, compiled_code),
+        sources=None if compiled_code is None else _find_sources(attribution, rows, compiled_code),
     )
 
 
@@ -218,8 +219,20 @@ def _find_shared(attribution: Attribution, wanted: KernelFilter, chosen: Chosen)
     """Return what the range's modules share with others; None of one instance, for which that is unknown."""
     if wanted.range is None or chosen.instances is None or wanted.instance is not None:
         return None
+    if attribution.trace.work.compiled_launch is None:
+        return None
+    from profkit.analysis.kernels.compiled_code import find_shared
+
     others = choose_work(attribution, replace(wanted, range=None)).rows & ~chosen.rows
     return find_shared(attribution, wanted.range, chosen.instances.members, others)
+
+
+def _find_sources(
+    attribution: Attribution, rows: Bools, compiled_code: Mapping[str, CompiledGraph]
+) -> tuple[KernelSource, ...]:
+    from profkit.analysis.kernels.compiled_code import find_kernel_sources
+
+    return find_kernel_sources(attribution, rows, compiled_code)
 
 
 def explain_no_work(trace: Trace) -> str:

@@ -35,7 +35,6 @@ from profkit.trace.columns import (
     Trace,
     Work,
     empty_ints,
-    refuse_impossible_times,
     rows_by_value,
 )
 
@@ -284,11 +283,7 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
         trace: the capture.
         thread_only: look at the launching thread's own ranges alone, as per-thread tools do; what launches from an
             autograd thread then lies outside every range.
-
-    Raises:
-        TraceError: the trace's times are impossible.
     """
-    refuse_impossible_times(trace)
     timelines, parent = build_timelines(trace.ranges)
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)

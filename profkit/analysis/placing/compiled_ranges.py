@@ -25,7 +25,6 @@ import numpy as np
 from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, innermost_at_launch, mark_nested
 from profkit.errors import TraceError
 from profkit.names import LaunchPlace, read_launch_range
-from profkit.run.compiled_code import FIRST_TORCH, says_origins
 from profkit.trace.columns import (
     MOST_OPEN_RANGES,
     Bools,
@@ -81,6 +80,8 @@ def nest_compiled_launches(trace: Trace) -> Trace:
 
 def explain_no_modules(run: Run, trace: Trace) -> str | None:
     """Return why kernels of a run's compiled code lie under no modules; None if all do, or none ran."""
+    from profkit.run.compiled_code import FIRST_TORCH, says_origins
+
     manifest = run.manifest
     failures = dict.fromkeys(process.compiled_failure for process in manifest.processes if process.compiled_failure)
     if failures:

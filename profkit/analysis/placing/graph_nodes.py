@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from profkit.names import graph_range, read_graph_range
-from profkit.run.compiled_code import CapturedGraph, NodeRun
 from profkit.trace.columns import (
     Bools,
     Copies,
@@ -32,6 +32,9 @@ from profkit.trace.columns import (
     rows_by_value,
     take_rows,
 )
+
+if TYPE_CHECKING:
+    from profkit.run.compiled_code import CapturedGraph
 
 _MOST_RANGES_EACH = 64
 """As many ranges open for each node of a graph at most; more are no program's."""
@@ -113,8 +116,7 @@ def _lay_out(graph: CapturedGraph) -> _Layout:
     node: list[int] = []
     open_now: list[int] = []
     now = 1
-    for run in [*runs, NodeRun(0, "other")]:
-        path = run.ranges
+    for path in [*(run.ranges for run in runs), ()]:
         same = 0
         while same < min(len(path), len(open_now)) and names[open_now[same]] == path[same]:
             same += 1

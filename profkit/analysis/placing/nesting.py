@@ -87,29 +87,25 @@ def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) ->
 
 
 def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline | None:
-    """Sweep ranges that nest, as pushes and pops do; None if some do not."""
-    times, innermost = [-(1 << 62)], [NO_RANGE]
-    stack, ends = [NO_RANGE], [1 << 62]
-    parents = []
-    starts, stops = ranges.start_ns[members].tolist(), ranges.end_ns[members].tolist()
-    for index, start, end in zip(members.tolist(), starts, stops, strict=True):
-        while ends[-1] <= start:
-            times.append(ends.pop())
-            stack.pop()
-            innermost.append(stack[-1])
-        if ends[-1] < end:
-            return None
-        parents.append(stack[-1])
-        stack.append(index)
-        ends.append(end)
-        times.append(start)
-        innermost.append(index)
-    while len(stack) > 1:
-        times.append(ends.pop())
-        stack.pop()
-        innermost.append(stack[-1])
-    parent[members] = parents
-    return ThreadTimeline(np.array(times, dtype=np.int64), np.array(innermost, dtype=np.int64))
+    """Sweep ranges that nest, as pushes and pops do, all at once; None if some do not."""
+    start, end, number = ranges.start_ns[members], ranges.end_ns[members], np.arange(len(members))
+    lasts = end > start
+    inner_first = len(end) - 1 - np.argsort(end[::-1], kind="stable")
+    closing = inner_first[lasts[inner_first]]
+    # What takes no time has ended before what comes after it in order, though that may start at the same moment.
+    depth = number - np.searchsorted(end[closing], start, side="right") - (np.cumsum(~lasts) - ~lasts)
+    by_depth = np.argsort(depth, kind="stable")
+    # The last one before it that is one level less deep.
+    found = np.searchsorted(depth[by_depth] * len(members) + by_depth, (depth - 1) * len(members) + number) - 1
+    around = np.where(depth > 0, by_depth[found], NO_RANGE)
+    inner = np.flatnonzero(depth > 0)
+    if (depth[around[inner]] != depth[inner] - 1).any() or (end[around[inner]] < end[inner]).any():
+        return None
+    parent[members] = np.where(depth > 0, members[around], NO_RANGE)
+    times = np.concatenate([end[closing], start[lasts]])
+    innermost = np.concatenate([parent[members[closing]], members[lasts]])
+    order = np.argsort(times, kind="stable")
+    return ThreadTimeline(np.append(-(1 << 62), times[order]), np.append(NO_RANGE, innermost[order]))
 
 
 def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:

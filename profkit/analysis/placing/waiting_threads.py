@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -184,7 +185,7 @@ def _passes_of_helpers(trace: Trace, outermost: Ints, is_pass: Bools) -> list[li
 
 def _has_waiting_range(ranges: Ranges, others: Ints, index: int, calls: dict[int, _ThreadCalls]) -> bool:
     """Return whether a range lies within one of the others, of a thread of its process that makes no CUDA call then."""
-    start, end = ranges.start_ns[index], ranges.end_ns[index]
+    start, end = ranges.start_ns[[index]], ranges.end_ns[[index]]
     around = others[(ranges.start_ns[others] <= start) & (ranges.end_ns[others] >= end)]
     around = around[ranges.process[around] == ranges.process[index]]
     hosts = {*ranges.thread[around].tolist()} & calls.keys() - {int(ranges.thread[index])}
@@ -234,13 +235,11 @@ class _ThreadCalls:
 
     def none_between(self, first: Ints, last: Ints) -> Bools:
         """Return where no call is under way at any time from ``first`` to ``last``."""
-        started = np.searchsorted(self.start_ns, last, side="right")
-        ended = np.searchsorted(self.end_ns, first, side="left")
-        return started <= ended
+        return _search(self.start_ns, last, "right") <= _search(self.end_ns, first, "left")
 
     def count_between(self, first: Ints, last: Ints) -> Ints:
         """Return how many calls start from ``first`` to ``last``."""
-        return np.searchsorted(self.start_ns, last, side="right") - np.searchsorted(self.start_ns, first, side="left")
+        return _search(self.start_ns, last, "right") - _search(self.start_ns, first, "left")
 
     def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
         """Return the longest stretch around each time, within begin and end, in which no call is under way.
@@ -255,12 +254,19 @@ class _ThreadCalls:
 
 def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
     """Return the starts of the first and last call from begin to end, widened to include ``time_ns``."""
-    low = np.searchsorted(calls.start_ns, begin, side="left")
-    high = np.searchsorted(calls.start_ns, end, side="left") - 1
+    low = _search(calls.start_ns, begin, "left")
+    high = _search(calls.start_ns, end, "left") - 1
     some = high >= low
     first = np.where(some, calls.start_ns[np.minimum(low, len(calls.start_ns) - 1)], time_ns)
     last = np.where(some, calls.start_ns[np.maximum(high, 0)], time_ns)
     return np.minimum(first, time_ns), np.maximum(last, time_ns)
+
+
+def _search(times_ns: Ints, wanted_ns: Ints, side: Literal["left", "right"]) -> Ints:
+    """Return `np.searchsorted`, faster: what is launched in one range asks for the same times again and again."""
+    is_new = np.concatenate([[True], wanted_ns[1:] != wanted_ns[:-1]])[: len(wanted_ns)]
+    found: Ints = np.searchsorted(times_ns, wanted_ns[is_new], side=side)[np.cumsum(is_new) - 1]
+    return found
 
 
 def _calls_by_thread(calls: Calls) -> dict[int, _ThreadCalls]:

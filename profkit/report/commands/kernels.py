@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.kernels.compiled_code import KernelSource
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree.selection import split_path
 from profkit.findings import Finding
@@ -16,6 +15,7 @@ from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
 
 if TYPE_CHECKING:
+    from profkit.analysis.kernels.compiled_code import KernelSource
     from profkit.analysis.ranks.comparison import RanksResult
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
