@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT
 from profkit.analysis.step_replay.edits import ProgramFacts
 from profkit.analysis.step_replay.predict import TimeAnswer, predict_time
 from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
-from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep, StepReplay
 from profkit.errors import UsageError
+from profkit.names import DATA
 from profkit.report.document import FORMATS
 from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
 from profkit.run.lines import LineTime
@@ -140,10 +142,95 @@ def test_a_fused_optimizer() -> None:
     assert holds(predicted(PROGRAM, "optimizer:fused", facts=facts), truth)
 
 
+def data_waits(program: list[Doing], wait_ns: int, **facts: Any) -> TimeAnswer:
+    """Predict for a program whose first call waits that long for data, in a DataLoader with workers or without."""
+    replay = recorded(program)
+    (step,) = replay.steps
+    waited = [{DATA: wait_ns}, *step.gap_phases[1:]]
+    return predict_time(
+        replace(replay, steps=(replace(step, gap_phases=waited),)), parse_edits(["workers:4"]), ProgramFacts(**facts)
+    )
+
+
+def test_batches_of_enough_workers_are_ready() -> None:
+    program = [replace(FORWARD[0], gap_ns=5_000_000), *FORWARD[1:], *OPTIMIZER]
+    assert holds(data_waits(program, 5_000_000), [replace(FORWARD[0], gap_ns=250_000), *program[1:]])
+
+
+def test_workers_that_are_too_few_keep_the_step_waiting() -> None:
+    program = [replace(FORWARD[0], gap_ns=60_000_000), *FORWARD[1:], *OPTIMIZER]
+    rest_ns = Machine([*PROGRAM], CONSTANTS).run().step_ns
+    late_ns = 60_000_000 // 4 - rest_ns
+    assert late_ns > 5_000_000
+    truth = [replace(FORWARD[0], gap_ns=late_ns), *program[1:]]
+    for facts in ({}, {"workers": 1, "batch_ns": 60_000_000}):
+        assert holds(data_waits(program, 60_000_000, **facts), truth)
+    assert "is not known" in (data_waits(program, 60_000_000, workers=1).refusal or "")
+
+
+def test_copies_from_pinned_memory_do_not_hold_the_host() -> None:
+    copy = Doing(2_000, 0, COPY, durations_ns=(4_000_000,), inside_ns=500_000, tail_ns=1_000)
+    replay = recorded([*FORWARD, copy, *OPTIMIZER])
+    (step,) = replay.steps
+    row = len(FORWARD)
+    named = replace(step, names={**step.names, row: FROM_HOST}, copied_bytes={row: 40_000_000})
+    answer = predict_time(replace(replay, steps=(named,)), parse_edits(["pin-memory"]), ProgramFacts(workers=2))
+    asynchronous = Doing(2_000, 4_000, LAUNCH, durations_ns=(1_000_000,))
+    assert holds(answer, [*FORWARD, asynchronous, *OPTIMIZER])
+
+
+def test_what_a_checkpoint_computes_again_is_gone() -> None:
+    replay = recorded(PROGRAM)
+    (step,) = replay.steps
+    again = range(20, 40)
+    module = ["blocks.*" if call in again else None for call in range(len(PROGRAM))]
+    replay = replace(replay, steps=(replace(step, module=module, recomputing=set(again)),))
+    answer = predict_time(replay, parse_edits(["no-checkpoint:blocks.*"]), ProgramFacts())
+    assert holds(answer, [*PROGRAM[:20], *PROGRAM[40:]])
+    assert "nothing is computed again" in (
+        predict_time(replay, parse_edits(["no-checkpoint:other"]), ProgramFacts()).refusal or ""
+    )
+
+
+def with_kernels(names: Mapping[int, str], category: str = "gemm") -> StepReplay:
+    """Return the replay of the program, some of whose kernels have these names."""
+    replay = recorded(PROGRAM)
+    (step,) = replay.steps
+    categories = {**step.categories, **dict.fromkeys(names, category)}
+    return replace(replay, steps=(replace(step, names={**step.names, **names}, categories=categories),))
+
+
+def test_products_in_tf32_and_bf16_take_less_time_and_how_much_less_is_open() -> None:
+    replay = with_kernels(dict.fromkeys(range(0, 60, 3), "sgemm_128x64"))
+    (step,) = replay.steps
+    slow = replace(step, columns=replace(step.columns, duration_ns=[900_000] * 60 + [5_000] * 120))
+    replay = replace(replay, steps=(slow,), unprofiled_ns=60_000_000)
+    for edit, share in (("tf32", 1 / 5), ("autocast:bf16", 1 / 9)):
+        answer = predict_time(replay, parse_edits([edit]), ProgramFacts())
+        assert answer.low_ns is not None
+        assert answer.high_ns is not None
+        assert answer.expected_ns is not None
+        assert answer.low_ns < answer.expected_ns < answer.high_ns
+        saved_ns = 20 * 900_000 * (1 - share)
+        if edit == "tf32":
+            assert answer.low_ns <= 60_000_000 - saved_ns <= answer.high_ns
+
+
+def test_convolutions_stay_as_they_are_in_tf32() -> None:
+    replay = with_kernels({3: "implicit_convolve_sgemm"})
+    assert "no product runs in fp32" in (predict_time(replay, parse_edits(["tf32"]), ProgramFacts()).refusal or "")
+    for edit in ("channels-last", "cudnn-benchmark"):
+        assert predict_time(replay, parse_edits([edit]), ProgramFacts()).refusal is None
+        assert "no convolution" in (predicted(PROGRAM, edit).refusal or "")
+
+
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
         ("graphs", "waits for the GPU"),
+        ("workers:4", "does not wait for data"),
+        ("pin-memory", "copies nothing from pageable memory"),
+        ("autocast:bf16", "no product runs in fp32 or TF32"),
         ("no-wait:train.py:7", "holds no lines"),
         ("no-host:train.py:7", "holds no lines"),
         ("optimizer:fused", "is not recorded"),
@@ -176,17 +263,13 @@ def test_a_line_that_does_not_wait_or_is_not_known_is_refused() -> None:
 
 
 def test_a_bound_has_no_expected_time_and_says_why() -> None:
-    for edit in ("compile", "autocast:bf16", "tf32"):
-        how: dict[str, Kind] = {"category": lambda row: "gemm" if row % 2 else "elementwise"}
-        replay = recorded(PROGRAM, **how)
-        (step,) = replay.steps
-        named = replace(step, names={row: "sgemm_128x64" if row % 2 else "k" for row in step.names})
-        answer = predict_time(replace(replay, steps=(named,)), parse_edits([edit]), ProgramFacts())
+    replay = with_kernels(dict.fromkeys(range(60), "cudnn_convolution"))
+    for edit in ("compile", "compile:default", "cudnn-benchmark"):
+        answer = predict_time(replay, parse_edits([edit]), ProgramFacts())
         assert (answer.refusal, answer.expected_ns, answer.limited_by) == (None, None, None)
         assert answer.low_ns is not None
         assert answer.now_ns is not None
         assert answer.low_ns < answer.now_ns
-        assert (answer.high_ns is None) == (edit == "autocast:bf16")
         assert edit.partition(":")[0] in answer.assumptions[0]
 
 

@@ -19,6 +19,7 @@ from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
+from profkit.run.manifest import Loading
 from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.processes import only_process
 
@@ -213,10 +214,14 @@ class OpenedTrace:
         from profkit.analysis.step_replay.edits import ProgramFacts
 
         peaks = read_run_facts(self.trace, self.run).peaks
+        loading = (None if self.run is None else self.run.manifest.loading) or Loading()
+        batch_ns = None if self.lines is None else self.lines.batch_ns
         return ProgramFacts(
             lines=None if self.lines is None else self.lines.lines,
             optimizer_bytes=None if self.run is None else count_fused_bytes(self.run.manifest),
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
+            batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),
+            workers=loading.workers,
         )
 
     def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:

@@ -94,6 +94,7 @@ EDITS = (
     EditSpec("drop", ("drop:GLOB",), numbers="something is left out", loss_share=None),
     EditSpec("no-wait", ("no-wait:FILE:LINE",), changes_memory=False),
     EditSpec("no-host", ("no-host:FILE:LINE",), changes_memory=False),
+    EditSpec("no-checkpoint", ("no-checkpoint:GLOB",)),
     EditSpec(
         "tf32",
         ("tf32",),

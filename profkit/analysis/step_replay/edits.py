@@ -15,12 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Literal
 
-from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OUTSIDE
-from profkit.analysis.step_replay.replay import Constants
-from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import DATA, OPTIMIZER
+from profkit.analysis.step_replay.replay import Constants, run
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.names import DATA, FORWARD, OPTIMIZER
 from profkit.run.edits import read_factor
 from profkit.run.lines import LineTime
 
@@ -38,9 +37,15 @@ _FOREACH_TO_FUSED = {"least": 14, "expected": 8, "most": 3}
 """The same of a foreach optimizer."""
 _GRAPH_NODE_NS = {"least": 0, "expected": 300, "most": 1_000}
 """What the launch of a CUDA graph takes for each of its kernels."""
-_TF32, _BF16, _HALF = 8, 16, 2
-"""No GPU computes products in TF32 or bf16 faster than this many times, or moves numbers of half the size faster."""
-_SMALL = ("softmax", "normalization", "elementwise", "reduction", "copy/cast", "loss", "random", "other")
+_FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
+"""What a batch takes to come from a worker that has it ready."""
+_CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
+"""How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
+_PINNED_BYTES_PER_S = {"least": 55e9, "expected": 40e9, "most": 12e9}
+_PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
+"""Without workers the thread that trains moves a batch to pinned memory itself."""
+_WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
+"""Of the Python of a module's forward pass, what checkpointing it adds there: its generators' states, its hooks."""
 
 
 class CannotPredictError(Exception):
@@ -52,12 +57,15 @@ class ProgramFacts:
     """What is known of the program besides its trace.
 
     ``lines`` are the lines of source behind its unprofiled steps. ``optimizer_bytes`` is what a fused optimizer moves,
-    None if torch has none for it; ``bytes_per_s`` the memory's peak.
+    None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
+    which takes ``batch_ns`` for what a step needs, None if that is not known.
     """
 
     lines: Sequence[LineTime] | None = None
     optimizer_bytes: int | None = None
     bytes_per_s: float | None = None
+    batch_ns: int | None = None
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,44 +95,7 @@ class Setting:
 Change = Callable[[StepColumns, Setting], StepColumns]
 
 
-def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
-    """Return the step with the durations of some operations scaled."""
-    if not rows:
-        raise CannotPredictError("the step has no such operation")
-    chosen = set(rows)
-    durations = [
-        round(time_ns * factor) if row in chosen else time_ns for row, time_ns in enumerate(columns.duration_ns)
-    ]
-    return replace(columns, duration_ns=durations)
-
-
-def _rows(columns: StepColumns, setting: Setting, holds: Callable[[str, str], bool]) -> list[int]:
-    """Return the operations whose name and category fit."""
-    rows = range(len(columns.row))
-    return [row for row in rows if holds(setting.name(columns, row), setting.category(columns, row))]
-
-
-_LINKS = ("communication", "copy")
-
-
-def _change_gpu(columns: StepColumns, setting: Setting) -> StepColumns:
-    rows = _rows(columns, setting, lambda _, category: category not in _LINKS)
-    return _scale(columns, rows, 1 / float(read_factor(setting.argument)))
-
-
-def _change_links(columns: StepColumns, setting: Setting) -> StepColumns:
-    rows = _rows(columns, setting, lambda _, category: category in _LINKS)
-    return _scale(columns, rows, 1 / float(read_factor(setting.argument)))
-
-
-def _change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
-    pattern, _, factor = setting.argument.rpartition(":")
-    return _scale(
-        columns, _rows(columns, setting, lambda name, _: fnmatchcase(name, pattern)), float(read_factor(factor))
-    )
-
-
-def _change_cpu(columns: StepColumns, setting: Setting) -> StepColumns:
+def change_cpu(columns: StepColumns, setting: Setting) -> StepColumns:
     factor = 1 / float(read_factor(setting.argument))
     own = [
         round(time * factor) if kind in (HOST, LAUNCH) else time
@@ -155,7 +126,7 @@ def _refuse_waits(columns: StepColumns, calls: Iterable[int]) -> None:
         raise CannotPredictError("the host waits for the GPU, or copies pageable memory, within what would be captured")
 
 
-def _change_to_graphs(columns: StepColumns, setting: Setting) -> StepColumns:
+def launch_as_graph(columns: StepColumns, setting: Setting) -> StepColumns:
     """One graph holds all that runs from the first phase to the last; one call launches it."""
     inside = setting.calls_in(setting.training_phases)
     if not inside:
@@ -169,7 +140,7 @@ def _change_to_graphs(columns: StepColumns, setting: Setting) -> StepColumns:
     return replace(columns, own_ns=own)
 
 
-def _change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
+def change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
     """The optimizer's first launch keeps the Python before it; of the others one in so many is left."""
     kind = setting.argument.removeprefix("adamw-")
     if kind not in ("fused", "foreach"):
@@ -215,8 +186,14 @@ def _foreach_time(durations: Sequence[int], world: World) -> int:
     return {"least": work_ns, "expected": (work_ns + sum(durations)) // 2, "most": sum(durations)}[world]
 
 
-def _change_zero_grad(columns: StepColumns, setting: Setting) -> StepColumns:
-    rows = _rows(columns, setting, lambda name, _: "ZeroFunctor" in name)
+def find_rows(columns: StepColumns, setting: Setting, holds: Callable[[str, str], bool]) -> list[int]:
+    """Return the operations whose name and category fit."""
+    rows = range(len(columns.row))
+    return [row for row in rows if holds(setting.name(columns, row), setting.category(columns, row))]
+
+
+def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns:
+    rows = find_rows(columns, setting, lambda name, _: "ZeroFunctor" in name)
     if not rows:
         raise CannotPredictError("no kernel that sets gradients to zero was recorded")
     return drop_operations(drop_calls(columns, {columns.launcher[row] for row in rows}), rows)
@@ -241,7 +218,7 @@ def _lines_at(setting: Setting) -> list[LineTime]:
     return lines
 
 
-def _change_waits(columns: StepColumns, setting: Setting) -> StepColumns:
+def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
     """As many waits of a phase go as the line makes there: the longest, the shortest, or some all over it."""
     counts = [(line.phase or OUTSIDE, round(line.waits)) for line in _lines_at(setting)]
     if not any(count for _, count in counts):
@@ -268,7 +245,7 @@ def stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constant
     return replace(columns, kind=kind, own_ns=own, targets=targets)
 
 
-def _change_host(columns: StepColumns, setting: Setting) -> StepColumns:
+def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
     """The line's time goes from the longest pauses of its phases, give or take its error."""
     sign = {"least": 2, "expected": 0, "most": -2}[setting.world]
     gap = list(columns.gap_ns)
@@ -282,60 +259,59 @@ def _change_host(columns: StepColumns, setting: Setting) -> StepColumns:
     return replace(columns, gap_ns=gap)
 
 
-def _change_to_compiled(columns: StepColumns, setting: Setting) -> StepColumns:
-    """At best no Python is left, and no small kernel; at worst nothing changes."""
-    if setting.world != "least":
-        return columns
-    calls = [call for call in setting.calls_in(setting.training_phases) if columns.kind[call] in (HOST, LAUNCH)]
-    phases = setting.training_phases - {OPTIMIZER}
-    rows = _rows(columns, setting, lambda _, category: category in _SMALL)
-    rows = [row for row in rows if setting.step.phase[columns.launcher[row]] in phases]
-    return drop_operations(drop_calls(columns, calls), rows)
+def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Batches are ready in time, or as soon as so many workers can make them; the step no longer makes them itself."""
+    facts, gap = setting.facts, list(columns.gap_ns)
+    waits = {
+        call: min(phases[DATA], gap[call])
+        for call, phases in enumerate(setting.step.gap_phases)
+        if phases.get(DATA) and gap[call] > 0
+    }
+    whole_ns = sum(waits.values())
+    batch_ns = facts.batch_ns if facts.workers else whole_ns
+    if not whole_ns or batch_ns is None:
+        raise CannotPredictError("the step does not wait for data, or how long a worker takes for a batch is not known")
+    for call, wait_ns in waits.items():
+        gap[call] -= wait_ns
+    ready = replace(columns, gap_ns=gap)
+    late_ns = batch_ns * _CROWDED[setting.world] / int(setting.argument) - run(ready, setting.constants).step_ns
+    left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
+    gap[next(iter(waits))] += left_ns
+    return ready
 
 
-def _change_to_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
-    rows = _rows(columns, setting, lambda name, _: product_dtype(name) == "fp32")
-    if not rows:
-        raise CannotPredictError("by its kernels' names no product runs in fp32")
-    return _scale(columns, rows, 1 / _TF32) if setting.world == "least" else columns
+def pin_memory(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Copies from the host need not pass through a buffer; where the program waits after them, it still does."""
+    copies = [
+        call
+        for call in range(len(columns.kind))
+        if columns.kind[call] == COPY and setting.name(columns, columns.launches[call][0]) == FROM_HOST
+    ]
+    if not copies:
+        raise CannotPredictError("the step copies nothing from pageable memory to the GPU")
+    kind, own, durations = list(columns.kind), list(columns.own_ns), list(columns.duration_ns)
+    for call in copies:
+        kind[call], own[call] = LAUNCH, setting.constants.launch_ns
+        for row in range(*columns.launches[call]):
+            size = setting.step.copied_bytes[int(columns.row[row])]
+            durations[row] = min(durations[row], round(size / _PINNED_BYTES_PER_S[setting.world] * 1e9))
+            if not setting.facts.workers:
+                own[call] += round(size / _PINNING_BYTES_PER_S[setting.world] * 1e9)
+    return replace(columns, kind=kind, own_ns=own, duration_ns=durations)
 
 
-def _change_to_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
-    if setting.world != "least":
-        return columns
-    products = _rows(columns, setting, lambda _, category: category in ("gemm", "attention"))
-    others = _rows(columns, setting, lambda _, category: category not in ("gemm", "attention", *_LINKS))
-    return _scale(_scale(columns, products, 1 / _BF16), others, 1 / _HALF)
-
-
-CHANGES: dict[str, Change] = {
-    "optimizer": _change_optimizer,
-    "zero-grad": _change_zero_grad,
-    "no-wait": _change_waits,
-    "no-host": _change_host,
-    "tf32": _change_to_tf32,
-    "autocast": _change_to_bf16,
-    "compile": _change_to_compiled,
-    "graphs": _change_to_graphs,
-    "gpu": _change_gpu,
-    "kernels": _change_kernels,
-    "links": _change_links,
-    "cpu": _change_cpu,
-}
-
-BOUNDS = {
-    "compile": "compile is a bound: at best no Python between launches is left and all small kernels are fused away",
-    "tf32": f"tf32 is a bound: fp32 products take from an eighth (1/{_TF32}) of their time to all of it",
-    "autocast": (
-        f"autocast:bf16 is a bound: products take at least 1/{_BF16} of their time, other kernels half;"
-        " casts add time that no recording shows"
-    ),
-}
-"""Edits whose effect unseen kernels decide: what the bound is."""
-ASSUMPTIONS = {
-    "optimizer": "how many launches and which bandwidth the other optimizer has",
-    "no-wait": "which of the phase's waits the line makes",
-    "no-host": "the line's time is sampled",
-    "graphs": "what launching a graph takes for each kernel",
-    "links": "all memory copies pass a link",
-}
+def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Nothing of the matching modules is computed again, and their forward passes lose what the wrapper adds."""
+    modules = setting.step.module
+    matching = {
+        call for call, module in enumerate(modules) if module is not None and fnmatchcase(module, setting.argument)
+    }
+    again = matching & set(setting.step.recomputing)
+    if not again:
+        raise CannotPredictError("nothing is computed again in a module of this name; `profkit ranges` shows the names")
+    rows = [row for call in again for row in range(*columns.launches[call])]
+    columns = drop_operations(drop_calls(columns, again), rows)
+    gap = list(columns.gap_ns)
+    for call in matching & set(setting.calls_in({FORWARD})):
+        gap[call] -= round(max(gap[call], 0) * _WRAPPER[setting.world])
+    return replace(columns, gap_ns=gap)

@@ -10,15 +10,31 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
-    ASSUMPTIONS,
-    BOUNDS,
-    CHANGES,
     WORLDS,
     CannotPredictError,
     Change,
     ProgramFacts,
     Setting,
     World,
+    change_cpu,
+    change_optimizer,
+    change_workers,
+    drop_checkpoints,
+    drop_python_of_line,
+    drop_waits_of_line,
+    drop_zeroed_gradients,
+    launch_as_graph,
+    pin_memory,
+)
+from profkit.analysis.step_replay.kernel_edits import (
+    benchmark_convolutions,
+    change_gpu,
+    change_kernels,
+    change_links,
+    compile_model,
+    use_bf16,
+    use_channels_last,
+    use_tf32,
 )
 from profkit.analysis.step_replay.limits import Cause, sum_parts
 from profkit.analysis.step_replay.replay import Proof
@@ -32,6 +48,47 @@ HOST_SPREAD = 0.05
 """By how much the host's speed is taken to differ between two processes of one program on one machine."""
 
 _HOST = (Cause.PYTHON.value, Cause.CALL.value)
+
+CHANGES: dict[str, Change] = {
+    "optimizer": change_optimizer,
+    "zero-grad": drop_zeroed_gradients,
+    "no-wait": drop_waits_of_line,
+    "no-host": drop_python_of_line,
+    "no-checkpoint": drop_checkpoints,
+    "tf32": use_tf32,
+    "autocast": use_bf16,
+    "channels-last": use_channels_last,
+    "cudnn-benchmark": benchmark_convolutions,
+    "compile": compile_model,
+    "graphs": launch_as_graph,
+    "workers": change_workers,
+    "pin-memory": pin_memory,
+    "gpu": change_gpu,
+    "kernels": change_kernels,
+    "links": change_links,
+    "cpu": change_cpu,
+}
+"""What each edit whose effect is known does to a step."""
+
+BOUNDS = {
+    "compile": "compile is a bound: at best no Python between launches is left and all small kernels are fused away",
+    "cudnn-benchmark": "cudnn-benchmark is a bound: which kernel is fastest only a run shows",
+}
+"""Edits whose effect unseen kernels decide: what the bound is."""
+
+ASSUMPTIONS = {
+    "optimizer": "how many launches and which bandwidth the other optimizer has",
+    "no-wait": "which of the phase's waits the line makes",
+    "no-host": "the line's time is sampled",
+    "no-checkpoint": "how much Python the wrapper of a checkpoint takes",
+    "tf32": "products in TF32 take from an eighth to a third of their time in fp32",
+    "autocast": "products in bf16 take from a sixteenth to a fifth of their time in fp32, and casts take Python's time",
+    "channels-last": "how fast convolutions and norms are in the other layout",
+    "workers": "how much longer a worker takes for a batch than the thread that trains",
+    "pin-memory": "how fast copies from pinned memory are",
+    "graphs": "what launching a graph takes for each kernel",
+    "links": "all memory copies pass a link",
+}
 
 
 @dataclass(frozen=True)
@@ -85,15 +142,13 @@ class _Run:
 class StepChange:
     """A change of a step, by an edit or by the removal of a cause.
 
-    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is;
-    ``has_most``: whether there is a most at all.
+    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is.
     """
 
     name: str
     apply: Change
     assumption: str = ""
     bound: str = ""
-    has_most: bool = True
 
 
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
@@ -114,7 +169,7 @@ def change_of(edit: Edit) -> StepChange:
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         return CHANGES[name](columns, replace(setting, argument=edit.argument))
 
-    return StepChange(edit.text, apply, ASSUMPTIONS.get(name, ""), BOUNDS.get(name, ""), has_most=name != "autocast")
+    return StepChange(edit.text, apply, ASSUMPTIONS.get(name, ""), BOUNDS.get(name, ""))
 
 
 def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
@@ -169,7 +224,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         replay.fit,
         low_ns=low_ns,
         expected_ns=None if bounds else expected_ns,
-        high_ns=high_ns if all(change.has_most for change in changes) else None,
+        high_ns=high_ns,
         limited_by=None if bounds else limits,
         assumptions=(*bounds, *_assumptions(replay, changes)),
         widths_ns=dict(sorted(widths.items(), key=lambda item: -item[1])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -30,10 +30,13 @@ from profkit.analysis.step_replay.limits import (
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, measure_constants, prepare, prove, run
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.modules import innermost_modules
+from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime
 from profkit.trace.columns import Ints, Trace, rows_by_value
+
+FROM_HOST = "copy from the host"
+"""The name of an operation that copies from the host's memory."""
 
 MOST_STEPS = 5
 """More recorded steps than these say nothing new, and take as long again."""
@@ -55,7 +58,8 @@ class ReplayedStep:
 
     ``names`` and ``categories`` are those of its operations by their rows; ``phase`` is that of each call, and
     ``gap_phases`` are those of the Python before it, with their nanoseconds. ``module`` are those of the calls,
-    ``operation_module`` those of the operations. ``allocating`` are the calls that allocate or free memory.
+    ``operation_module`` those of the operations. ``allocating`` are the calls that allocate or free memory,
+    ``recomputing`` those of what a checkpoint computes again. ``copied_bytes`` is the size of copies, by row.
     """
 
     columns: StepColumns
@@ -69,6 +73,8 @@ class ReplayedStep:
     module: Sequence[str | None]
     operation_module: Sequence[str | None]
     allocating: Collection[int] = ()
+    recomputing: Collection[int] = ()
+    copied_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def at_speed(self, factor: float) -> StepColumns:
         """Return the step with its host's time scaled."""
@@ -180,7 +186,7 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     constants = measure_constants(recorded)
     intervals = _phase_intervals(account, windows)
     unprofiled, spread_ns = _unprofiled_phases(account)
-    modules = [*innermost_modules(account.attribution), None]
+    places = [*places_of_ranges(account.attribution), Place(None)]
     allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
     for step, phases_of_step in zip(recorded, intervals, strict=True):
@@ -190,7 +196,7 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
         proof = prove(columns, run(columns, constants))
         names, categories = _names(trace, columns)
         phase, gap_phases = _phases_of_calls(columns, phases_of_step)
-        module, operation_module = _modules_of(account.attribution, columns, modules)
+        of_calls, of_operations = _places_of(account.attribution, columns, places)
         allocating = {at for at, name in enumerate(trace.calls.name[columns.call].tolist()) if name in allocates}
         steps.append(
             ReplayedStep(
@@ -202,9 +208,11 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
                 categories,
                 phase,
                 gap_phases,
-                module,
-                operation_module,
+                [_module(place) for place in of_calls],
+                [_module(place) for place in of_operations],
                 allocating,
+                {at for at, place in enumerate(of_calls) if place.is_again},
+                _copied_bytes(trace, columns),
             )
         )
     unprofiled_ns, recorded_ns = (
@@ -305,8 +313,14 @@ def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, s
             names[row] = trace.names[trace.work.name[row]]
             categories[row] = categorize(names[row], trace.measure).name
         else:
-            names[row] = categories[row] = "fill" if trace.copies.is_memset[row - count] else "copy"
+            categories[row] = "fill" if trace.copies.is_memset[row - count] else "copy"
+            names[row] = FROM_HOST if trace.copies.from_host[row - count] else categories[row]
     return names, categories
+
+
+def _copied_bytes(trace: Trace, step: StepColumns) -> dict[int, int]:
+    count = len(trace.work)
+    return {row: int(trace.copies.byte_count[row - count]) for row in step.row.tolist() if row >= count}
 
 
 def _phases_of_calls(
@@ -331,26 +345,28 @@ def _phases_of_calls(
     )
 
 
-def _modules_of(
-    attribution: Attribution, step: StepColumns, modules: Sequence[str | None]
-) -> tuple[list[str | None], list[str | None]]:
-    """Return the modules of calls and of operations; a call that launches is in its first operation's.
+def _module(place: Place) -> str | None:
+    return place.modules[-1] if place.modules else None
 
-    Any other call is in the innermost range of its thread, and where that has none, in the module of the call before.
+
+def _places_of(attribution: Attribution, step: StepColumns, places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
+    """Return the places of calls and of operations; a call that launches is in its first operation's.
+
+    Any other call is in the innermost range of its thread, and where that has none, in the place of the call before.
     """
     innermost = np.concatenate([attribution.work.innermost, attribution.copies.innermost])
-    of_operations = [modules[at] for at in innermost[step.row].tolist()]
+    of_operations = [places[at] for at in innermost[step.row].tolist()]
     calls, timelines = attribution.trace.calls, attribution.timelines
     own = np.full(len(step.call), NO_RANGE, dtype=np.int64)
     for thread, rows in rows_by_value(np.array(step.thread, dtype=np.int64)).items():
         if thread in timelines:
             own[rows] = timelines[thread].innermost_at(calls.start_ns[step.call[rows]])
-    of_calls: list[str | None] = []
+    of_calls: list[Place] = []
     for (first, last), around in zip(step.launches, own.tolist(), strict=True):
         if first < last:
             of_calls.append(of_operations[first])
         elif around == NO_RANGE and of_calls:
             of_calls.append(of_calls[-1])
         else:
-            of_calls.append(modules[around])
+            of_calls.append(places[around])
     return of_calls, of_operations

@@ -258,11 +258,11 @@ def modules_of_ranges(attribution: Attribution) -> list[str]:
     return [labels[node] for node in nodes.of_range.tolist()]
 
 
-def innermost_modules(attribution: Attribution) -> list[str | None]:
-    """Return the module that each range's own work counts for, None outside of all modules."""
+def places_of_ranges(attribution: Attribution) -> list[Place]:
+    """Return the place of each range, siblings of one kind as one."""
     nodes = build_nodes(attribution, numbered=False)
-    modules = [place.modules[-1] if place.modules else None for place in _read_places(nodes)]
-    return [modules[node] for node in nodes.of_range.tolist()]
+    places = _read_places(nodes)
+    return [places[node] for node in nodes.of_range.tolist()]
 
 
 def _read_places(nodes: RangeNodes) -> list[Place]:

@@ -1,0 +1,164 @@
+"""Edits that change which kernels run, or how fast; what no recording shows is a range of factors on their times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from profkit.analysis.kernels.categories import product_dtype
+from profkit.analysis.step_replay.columns import HOST, LAUNCH, StepColumns
+from profkit.analysis.step_replay.edits import (
+    CannotPredictError,
+    Setting,
+    World,
+    drop_calls,
+    drop_operations,
+    find_rows,
+)
+from profkit.names import OPTIMIZER
+from profkit.run.edits import read_factor
+
+_SMALL = ("softmax", "normalization", "elementwise", "reduction", "copy/cast", "loss", "random", "other")
+
+
+class _Speed(NamedTuple):
+    """How long a kernel takes in another type: a share of its time, and nanoseconds that no type saves."""
+
+    share: float
+    fixed_ns: int = 0
+
+
+_Speeds = Mapping[World, _Speed]
+
+_TF32_FROM_FP32: _Speeds = {
+    "least": _Speed(1 / 8, 1_500),
+    "expected": _Speed(1 / 6, 3_000),
+    "most": _Speed(1 / 3, 6_000),
+}
+_BF16_FROM_FP32: _Speeds = {
+    "least": _Speed(1 / 16, 1_500),
+    "expected": _Speed(1 / 11, 3_000),
+    "most": _Speed(1 / 5, 6_000),
+}
+_BF16_FROM_TF32: _Speeds = {"least": _Speed(0.35), "expected": _Speed(0.55, 1_000), "most": _Speed(0.85, 2_000)}
+_BF16_ATTENTION: _Speeds = {"least": _Speed(1 / 14), "expected": _Speed(0.2, 2_000), "most": _Speed(0.7, 2_000)}
+_BF16_OTHERS: _Speeds = {"least": _Speed(0.5), "expected": _Speed(0.75), "most": _Speed(1.1)}
+"""Elementwise kernels move half the bytes at best; casts come on top."""
+_CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
+"""How many times longer Python takes that casts, too."""
+_CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
+_BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
+_CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
+_CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
+
+
+def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
+    """Return the step with the durations of some operations scaled."""
+    if not rows:
+        raise CannotPredictError("the step has no such operation")
+    chosen = set(rows)
+    durations = [
+        round(time_ns * factor) if row in chosen else time_ns for row, time_ns in enumerate(columns.duration_ns)
+    ]
+    return replace(columns, duration_ns=durations)
+
+
+def _speed_up(columns: StepColumns, rows: Collection[int], speeds: _Speeds, world: World) -> StepColumns:
+    """Return the step with some operations in the time of another type, none of them slower than by its share."""
+    share, fixed_ns = speeds[world]
+    durations = list(columns.duration_ns)
+    for row in rows:
+        durations[row] = round(min(durations[row] * max(share, 1.0), durations[row] * share + fixed_ns))
+    return replace(columns, duration_ns=durations)
+
+
+_LINKS = ("communication", "copy")
+
+
+def change_gpu(columns: StepColumns, setting: Setting) -> StepColumns:
+    rows = find_rows(columns, setting, lambda _, category: category not in _LINKS)
+    return _scale(columns, rows, 1 / float(read_factor(setting.argument)))
+
+
+def change_links(columns: StepColumns, setting: Setting) -> StepColumns:
+    rows = find_rows(columns, setting, lambda _, category: category in _LINKS)
+    return _scale(columns, rows, 1 / float(read_factor(setting.argument)))
+
+
+def change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
+    pattern, _, factor = setting.argument.rpartition(":")
+    return _scale(
+        columns, find_rows(columns, setting, lambda name, _: fnmatchcase(name, pattern)), float(read_factor(factor))
+    )
+
+
+def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
+    """At best no Python is left, and no small kernel; at worst nothing changes."""
+    if setting.world != "least":
+        return columns
+    calls = [call for call in setting.calls_in(setting.training_phases) if columns.kind[call] in (HOST, LAUNCH)]
+    phases = setting.training_phases - {OPTIMIZER}
+    rows = find_rows(columns, setting, lambda _, category: category in _SMALL)
+    rows = [row for row in rows if setting.step.phase[columns.launcher[row]] in phases]
+    return drop_operations(drop_calls(columns, calls), rows)
+
+
+def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Products whose kernels compute in fp32 use the tensor cores; convolutions have a switch of their own."""
+    rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not _CONVOLUTION.search(name))
+    if not rows:
+        raise CannotPredictError("by its kernels' names no product runs in fp32")
+    return _speed_up(columns, rows, _TF32_FROM_FP32, setting.world)
+
+
+def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Products and what surrounds them run in bf16, which takes casts; the optimizer stays as it is."""
+    inside = set(setting.calls_in(setting.training_phases - {OPTIMIZER}))
+
+    def rows_where(holds: Callable[[str, str], bool]) -> list[int]:
+        return [row for row in find_rows(columns, setting, holds) if columns.launcher[row] in inside]
+
+    products = rows_where(lambda name, category: category == "gemm" and product_dtype(name) is not None)
+    if not products:
+        raise CannotPredictError("by its kernels' names no product runs in fp32 or TF32")
+    simple = [row for row in products if product_dtype(setting.name(columns, row)) == "fp32"]
+    attention = rows_where(lambda _, category: category == "attention")
+    others = rows_where(lambda _, category: category not in ("gemm", "attention", *_LINKS))
+    gap = [
+        round(time_ns * _CASTS[setting.world]) if call in inside and time_ns > 0 else time_ns
+        for call, time_ns in enumerate(columns.gap_ns)
+    ]
+    columns = replace(columns, gap_ns=gap)
+    for rows, speeds in (
+        (simple, _BF16_FROM_FP32),
+        ([row for row in products if row not in set(simple)], _BF16_FROM_TF32),
+        (attention, _BF16_ATTENTION),
+        (others, _BF16_OTHERS),
+    ):
+        columns = _speed_up(columns, rows, speeds, setting.world)
+    return columns
+
+
+def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
+    """Kernels that convert layouts are gone, and convolutions and norms around them are others."""
+    conversions = find_rows(columns, setting, lambda name, _: any(kind in name.lower() for kind in _CONVERSIONS))
+    norms = find_rows(columns, setting, lambda _, category: category == "normalization")
+    columns = _speed_up(columns, [*_convolutions(columns, setting), *norms], _CHANNELS_LAST, setting.world)
+    if setting.world == "most":
+        return columns
+    return drop_operations(drop_calls(columns, {columns.launcher[row] for row in conversions}), conversions)
+
+
+def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumns:
+    """cuDNN chooses the fastest kernels, which may be those that it has."""
+    return _speed_up(columns, _convolutions(columns, setting), _BENCHMARKED, setting.world)
+
+
+def _convolutions(columns: StepColumns, setting: Setting) -> list[int]:
+    rows = find_rows(columns, setting, lambda name, _: _CONVOLUTION.search(name) is not None)
+    if not rows:
+        raise CannotPredictError("by its kernels' names the step has no convolution")
+    return rows
