@@ -34,6 +34,9 @@ from profkit.run.recording import (
 if TYPE_CHECKING:
     from profkit.capture.within import Stages
 
+_MEMORY_WARMUP = 2
+"""In so many steps what ends a step shows anew, and what was compiled before is compiled again."""
+
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Returned_co = TypeVar("Returned_co", covariant=True)
@@ -63,8 +66,8 @@ def record(
     not changed and goes on after the recorded steps; when the block is left, nothing of profkit's is in the process any
     more. What ends a step is what ends one for ``profkit run`` (`profkit help scripts`). The first ``warmup`` steps run
     unprofiled and are timed, but for the first three; then ``steps`` are recorded by torch.profiler; in the next ones
-    (at least 3 and a second) the lines of source are looked for; with ``memory``, as many more as ``steps`` have the
-    allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
+    (at least 3 and a second) the lines of source are looked for; with ``memory``, as many more as ``steps``, after two,
+    have the allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
 
     Args:
         steps: how many steps are recorded.
@@ -88,7 +91,7 @@ def record(
     order = Order("", "kineto", 0 if is_whole else warmup, 1 if is_whole else steps, step_on=step_on, within=True)
     orders = [replace(order, lines=lines and not is_whole)]
     if memory:
-        orders.append(replace(order, recorder="memory", warmup_steps=0, memory=MemoryOptions()))
+        orders.append(replace(order, recorder="memory", warmup_steps=_MEMORY_WARMUP, memory=MemoryOptions()))
     return Recording(orders, path)
 
 

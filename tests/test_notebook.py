@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import profkit
 from profkit import compare, read_snapshot, read_trace
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.kernels.summary import KernelRow
@@ -27,6 +28,8 @@ RESULTS: dict[str, tuple[Callable[[], Any], int]] = {
     "two traces": (lambda: compare(NSYS, KINETO, force=True), 36),
     "two snapshots": (lambda: compare(SNAPSHOT, SNAPSHOT), 0),
     "budgets": (lambda: check_budgets(open_capture(NSYS), Budgets(max_idle=0.5)), 1),
+    "prediction": (lambda: profkit.open(NSYS).whatif(["gpu:×2"]), 1),
+    "ranks": (lambda: profkit.open(ROOT / "tests" / "light_records" / "ddp-data").ranks(), 2),
 }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
@@ -22,6 +24,9 @@ from profkit.run.light_record import Cause, LightRecord
 from profkit.run.manifest import GpuLink
 from profkit.trace.columns import Ints
 from profkit.trace.nsys_collectives import COMMUNICATOR
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MOST_RANKS = 2**17
 """No job has as many ranks."""
@@ -71,8 +76,8 @@ class PeakDifference:
     by_category: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class RanksResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class RanksResult(NotebookResult):
     """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
 
     ``lost`` are the ranks of which nothing can be read, each with the reason.
@@ -102,6 +107,10 @@ class RanksResult:
     """The ranks whose record holds fewer steps than the median rank's, and how many."""
     apart: tuple[int, ...] = ()
     """The ranks whose steps all lie more than a minute before or after all those of the median rank."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per rank."""
+        return table_of(self.ranks, RankSummary)
 
     @property
     def step_ns(self) -> int:

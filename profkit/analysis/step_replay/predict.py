@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
@@ -42,6 +43,8 @@ from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.run.edits import Edit
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profkit.analysis.whatif.answers import WhatIf
 
 HOST_SPREAD = 0.05
@@ -275,8 +278,8 @@ def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[
     yield from (change.assumption for change in changes if change.assumption)
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, repr=False)
+class Prediction(NotebookResult):
     """What edits do to the step's time and to memory; None where the capture does not hold one of them.
 
     ``memory_note`` says why nothing stands under ``memory`` although the capture holds it: ``unchanged``, or the reason
@@ -286,3 +289,17 @@ class Prediction:
     time: TimeAnswer | None
     memory: WhatIf | None
     memory_note: str = ""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the step in nanoseconds and the peak of allocated memory in bytes, now and after the edits."""
+        import pandas as pd
+
+        columns = ["figure", "now", "low", "expected", "high"]
+        rows: list[tuple[object, ...]] = []
+        if self.time is not None:
+            time = self.time
+            rows.append(("step_ns", time.now_ns, time.low_ns, time.expected_ns, time.high_ns))
+        if self.memory is not None:
+            today, after = (case.allocated_peak_bytes for case in (self.memory.cases[0], self.memory.cases[-1]))
+            rows.append(("allocated_peak_bytes", today, None, after, None))
+        return pd.DataFrame(rows, columns=columns)
