@@ -247,7 +247,7 @@ class _Keeper:
         if len(self._orders) == 1:
             return
         if not memory:
-            yield f"no memory was recorded: {no_memory or 'the block ended before its steps began'}"
+            yield f"no memory was recorded: {no_memory}"
         for _, remembered in memory:
             if remembered.state != COMPLETE:
                 yield "the block ended while the allocator was recorded"

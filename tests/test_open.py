@@ -67,7 +67,7 @@ def test_a_capture_stands_for_its_path(tmp_path: Path) -> None:
 def test_a_prediction_has_the_step_and_the_peak() -> None:
     peak = Prediction(None, profkit.read_snapshot(SNAPSHOT).whatif(allocators=["expandable_segments:True"])).to_pandas()
     assert list(peak["figure"]) == ["allocated_peak_bytes"]
-    assert peak["now"][0] == peak["expected"][0] == 3_276_553_216
+    assert 3_000_000_000 < peak["expected"][0] < peak["now"][0] == 3_276_553_216
     time = profkit.open(RUN).whatif(["gpu:×2"])
     assert time.time is not None
     assert list(time.to_pandas().loc[0])[1:] == [

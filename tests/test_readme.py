@@ -7,14 +7,20 @@ import json
 import re
 import shlex
 import sqlite3
+import sys
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from profkit import read_snapshot, read_trace
 from profkit.cli import _COMMANDS
 from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRACES = ROOT / "traces"
@@ -50,13 +56,32 @@ def test_the_house_names_rooms_that_exist() -> None:
         assert (ROOT / "profkit" / room).exists() or (ROOT / room).exists(), f"profkit/README.md names {room}"
 
 
-def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    (code,) = [code for code in re.findall(r"```python\n((?s:.*?))```", README) if "import profkit" in code]
-    exec(compile(code, "README.md", "exec"), {})
-    said = capsys.readouterr().out
-    assert said.startswith("35723791 Ledger(direct_ns=23603446, inferred_ns=35722255")
-    assert said.rstrip().endswith("3276553216 True")
+LOOP = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+loader = batches = [torch.ones(2, 8)] * 40
+
+def train_step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "profkit/guides/python.md"])
+def test_the_python_examples_run(page: str, forks: Forks, tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n((?s:.*?))```", (ROOT / page).read_text(encoding="utf-8"))
+    assert examples
+    (tmp_path / "traces").symlink_to(TRACES)
+    (tmp_path / "examples.py").write_text(LOOP + "".join(examples))
+    done = forks.run([sys.executable, "examples.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "35723791" in done.stdout
+    assert "unprofiled (10 steps" in done.stdout, "the summary of what was recorded"
+    assert (
+        done.stderr == "profkit: no memory was recorded: no GPU was used (memory=True records the allocator of CUDA)\n"
+    )
 
 
 def test_the_readme_names_every_command() -> None:

@@ -29,7 +29,7 @@ class Stages:
         self._ended = ended
         self.session: Session | None = None
         self.no_memory: str | None = None
-        """Why the allocator could not be recorded when its turn came."""
+        """Why the allocator was not recorded, if it was to be."""
 
     def begin(self) -> None:
         """Begin the first session.
@@ -61,7 +61,8 @@ class Stages:
 
     def end(self) -> None:
         """End the session that runs; those that have not begun are left out."""
-        self._orders = iter(())
+        if any(order.recorder == "memory" for order in self._orders):
+            self.no_memory = why_no_memory() or "the block ended before its steps began"
         try:
             self.next()
         finally:

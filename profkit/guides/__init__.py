@@ -15,6 +15,7 @@ TOPICS = (
     "ranks",
     "compare",
     "output",
+    "python",
     "security",
 )
 """In the order in which a new user needs them."""
