@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 TOPICS = (
+    "start",
     "scripts",
     "summary",
     "ranges",
