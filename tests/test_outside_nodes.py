@@ -33,7 +33,7 @@ def _graph(tensor: Any) -> list[Any]:
 
 
 def _call(outside: OutsideNodes, module: nn.Module, x: Any) -> Any:
-    outside.call_begins()
+    outside.call_begins(CARRIER)
     result = module(x)
     outside.call_ended()
     return result
@@ -56,7 +56,7 @@ def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypa
     outside = OutsideNodes()
     model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     x = torch.randn(2, 4, requires_grad=True)
-    outside.call_begins()
+    outside.call_begins(CARRIER)
     y = model(x).sum()
     first = _graph(y)
     monkeypatch.setattr(outside_nodes, "is_creating_graph", lambda: True)
@@ -87,7 +87,7 @@ def test_what_a_module_computes_and_does_not_pass_on_is_marked_as_its_own() -> N
         outside.passes(values, lambda _: None, call, CARRIER)
 
     x = torch.randn(2, 4, requires_grad=True)
-    outside.call_begins()
+    outside.call_begins(CARRIER)
     gate = x.exp().sin()
     passes(model, x)
     y = inner(x)

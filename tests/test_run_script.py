@@ -252,7 +252,7 @@ def test_a_run_with_the_defaults_is_judged_against_a_baseline(place: Path, run: 
     done = run("--", sys.executable, "train.py", "0.1", "17")
     assert done.returncode == 0, done.stderr
     manifest = _manifest(place)
-    assert [len(manifest[part]["steps"]) for part in ("attached", "profiled")] == [10, 3]
+    assert [len(manifest[part]["steps"]) for part in ("attached", "profiled")] == [11, 3]
     judged = run_command("check", place / "run", "--baseline", place / "run", "--format", "json")
     assert [line["judged"] for line in json.loads(judged.stdout)["lines"]] == [True]
 

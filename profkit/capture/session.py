@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
+from torch.profiler import profile
 
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
@@ -30,7 +31,12 @@ from profkit.capture.lines.recorder import LineRecorder
 from profkit.capture.lines.workers import WorkerLines
 from profkit.capture.memory.recording import MemoryRecording
 from profkit.capture.patches import restore_all
-from profkit.capture.recorders.kineto import ScriptsProfiler, recorded_by_kineto
+from profkit.capture.recorders.kineto import (
+    ScriptsProfiler,
+    drop_profiler,
+    recorded_by_kineto,
+    warmed_up_profiler,
+)
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
@@ -136,6 +142,7 @@ class Session:
         """How many steps were counted before counting began anew: the allocator's history has them too."""
         self._drain = QueueDrain(self.run, self.hooks.loading)
         self._recording: ExitStack | None = None
+        self._warmed_up: profile | None = None
         self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
         self._light: LightRecorder | None = None
         if order.recorder in ("none", "kineto", "nsys") and not order.within:
@@ -200,7 +207,7 @@ class Session:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
         wants_phases = self._light is not None and self._light.step_begins(
-            number, is_recorded=is_recorded, is_left_out=self._lines is not None
+            number, is_recorded=is_recorded, is_left_out=self._lines is not None or self._warmed_up is not None
         )
         if not self._is_over or self._lines is not None:
             return
@@ -241,6 +248,8 @@ class Session:
             self.begin_counting()
         elif number == self._first_timed and not self.order.own_steps:
             self._samples.begin("attached")
+        if number == self._first - 1:
+            self._warm_up_profiler()
 
     def _keep_graph(self, graph: CapturedGraph) -> None:
         """Write down what was captured into a CUDA graph."""
@@ -350,7 +359,7 @@ class Session:
         self._is_over = True
         if self._lines is not None:
             self._lines.forget()
-        self._recording = self._process = self._lines = self._workers = None
+        self._recording = self._process = self._lines = self._workers = self._warmed_up = None
         if self._light is not None:
             self._light.stop()
         if self._counter is not None:
@@ -426,12 +435,15 @@ class Session:
         wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         log = self.hooks.log if self._may_log() else None
-        if log is not None and self.order.annotate:
+        if log is None:
+            self._drop_profiler()
+        elif self.order.annotate:
             self.hooks.prepare()
         self._recording = ExitStack()
         if self.order.recorder == "kineto":
             path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
-            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log))
+            warmed_up, self._warmed_up = self._warmed_up, None
+            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log, warmed_up))
             self._failure = None
             if self._scripts_profiler is not None:
                 self._scripts_profiler.before_start = self._make_way
@@ -455,6 +467,21 @@ class Session:
         needs_operators = self.order.operators or self.memory is not None or several_ranks()
         needs_operators = needs_operators or not torch.cuda.is_initialized()
         return self.order.recorder == "kineto" and not needs_operators
+
+    def _warm_up_profiler(self) -> None:
+        """Have torch.profiler trace in the step before the recorded ones, if enough steps were timed without it."""
+        is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
+        if self._scripts_profiler is None or self._scripts_profiler.runs or not (is_spare and self._may_log()):
+            return
+        self._samples.end()
+        self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self.hooks.log)
+        self._scripts_profiler.before_start = self._drop_profiler
+
+    def _drop_profiler(self) -> None:
+        """End a profiler that was warmed up and is not to record: the script starts its own, or ends."""
+        profiler, self._warmed_up = self._warmed_up, None
+        if profiler is not None:
+            drop_profiler(profiler)
 
     def _learn_rank(self) -> None:
         """Ask torch.distributed which rank this is: what torch.multiprocessing.spawn starts has no RANK."""
@@ -499,6 +526,7 @@ class Session:
             self.hooks.mark_unfinished()
         self.hooks.stop()
         self.hooks.clock.stop()
+        self._drop_profiler()
         if self._recording is not None:
             recording, self._recording = self._recording, None
             self.hooks.log.saw_cuda_graphs = self.hooks.steps.has_captured

@@ -137,7 +137,7 @@ _OPTIONS = (
     click.option(
         "--warmup",
         type=click.IntRange(min=0),
-        help="Steps before the measured ones  [default: 2 for built-in models and callables, 13 for commands]",
+        help="Steps before the measured ones  [default: 2 for built-in models and callables, 14 for commands]",
     ),
     click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
     click.option(

@@ -118,8 +118,9 @@ _MOST_NAMED = 3
 
 VARIABLE = "PROFKIT_ATTACH"
 
-COMMAND_WARMUP = 13
-"""Of a program's steps before the recording the first three are not timed, and ten make a median worth comparing."""
+COMMAND_WARMUP = 14
+"""Of a program's steps before the recording the first three are not timed, ten make a median worth comparing, and in
+the last torch.profiler warms up."""
 
 Recorder = Literal["none", "kineto", "nsys", "memory", "oom"]
 Stacks = Literal["python", "all"]

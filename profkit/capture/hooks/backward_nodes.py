@@ -31,12 +31,14 @@ class Carrier:
     """What carries hooks to nodes: each thread needs one of its own.
 
     ``newest`` is the highest sequence number of the nodes that were marked with it since somebody last set it to -1.
+    ``passed`` is the number of the first node that was made since its thread's calls last passed anything on.
     """
 
-    __slots__ = ("newest", "tensor")
+    __slots__ = ("newest", "passed", "tensor")
 
     def __init__(self) -> None:
         self.newest = -1
+        self.passed = 0
         with torch.inference_mode(False):
             self.tensor = torch.empty(0, device="cpu")
 

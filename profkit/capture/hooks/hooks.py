@@ -41,7 +41,7 @@ from profkit.capture.hooks.module_calls import ReplicaCall, observe_module_calls
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
-from profkit.capture.hooks.outside_nodes import OutsideNodes
+from profkit.capture.hooks.outside_nodes import OutsideNodes, next_number
 from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.hooks.script_ranges import watch_script_ranges
@@ -342,8 +342,10 @@ class Hooks(RangeObserver):
             elif name is None and not self._knows_owners:
                 return None
             call = Call(name, around, self, owner, None if part is None else part.reference)
-            passed = (*args, kwargs) if kwargs else args
-            self._outside.passes(passed, around or self._no_call, around, opened.carrier)
+            carrier = opened.carrier
+            if next_number() != carrier.passed:  # else all that is passed on was looked at where it was made
+                passed = (*args, kwargs) if kwargs else args
+                self._outside.passes(passed, around or self._no_call, around, carrier)
             opened.open_call(call)
             return call
         except Exception as error:
@@ -353,7 +355,7 @@ class Hooks(RangeObserver):
     def leave(self, opened: OpenRanges, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
         """Close what was opened around a call of ``module``, which has ended."""
         try:
-            if self.is_recording:
+            if self.is_recording and next_number() != opened.carrier.passed:
                 self._outside.passes((output,), call, call, opened.carrier)
             opened.close_call(call)
             if opened.root is None:
@@ -398,7 +400,7 @@ class Hooks(RangeObserver):
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
         if self.is_recording:
-            self._outside.call_begins()
+            self._outside.call_begins(opened.carrier)
             mark_nodes((args, kwargs), call.around or self._no_call, opened.carrier)
         opened.open(call, call.name, call)
         return call

@@ -31,7 +31,7 @@ class Call:
         module: the called module.
     """
 
-    __slots__ = ("around", "depth", "hooks", "module", "name", "owner", "range")
+    __slots__ = ("around", "depth", "hooks", "module", "name", "owner")
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class Call:
         module: ref[nn.Module] | None = None,
     ) -> None:
         self.name = name
-        self.range = None if name is None else _ranges[name]
         self.around = around
         self.depth: int = 0 if around is None else around.depth + 1
         self.hooks = hooks
@@ -57,7 +56,8 @@ class Call:
             opened = hooks.on_thread.ranges
             if opened.graph_task != running_graph():
                 hooks.enter_graph(opened)
-            opened.enter_backward_of(self)
+            if not opened.log_next_backward(self):
+                opened.enter_backward_of(self)
         except Exception as error:
             hooks.fail(error)
 
@@ -96,6 +96,7 @@ _BACKWARD_OF_CALL = object()
 _SCRIPTS = object()
 _LOGGED = object()
 """What closes a range that the log alone has."""
+_NOTHING: _Entry = (None, None, None, None, None)
 
 _PURPOSES = frozenset({*PHASES, RECOMPUTE, "data", "inference"})
 
@@ -200,9 +201,17 @@ class OpenRanges:
 
     def open_call(self, call: Call) -> None:
         """Open the range of a call of a module that begins."""
-        name, range_ = call.name, call.range
-        token = None if name is None or range_ is None else self.begin_range(name, range_)
-        self._entries.append((call, name, range_, token, call))
+        name = call.name
+        if name is None:
+            self._entries.append((call, None, None, None, call))
+        else:
+            range_, logged = _ranges[name], self._logged
+            token: Any = _LOGGED
+            if logged is not None and self._log.is_on and not self._shown_to:  # as `begin_range` does, in its place
+                logged += (self._number_of[name], time_ns())
+            else:
+                token = self.begin_range(name, range_)
+            self._entries.append((call, name, range_, token, call))
         self.call = call
         if self._runs_for is not None:
             self._changed()
@@ -224,7 +233,9 @@ class OpenRanges:
         entries = self._entries
         if entries and entries[-1][_KEY] is call:
             _, _, range_, token, _ = entries.pop()
-            if range_ is not None:
+            if token is _LOGGED and self._logged is not None and self._log.is_on and not self._shown_to:
+                self._logged += (LEFT, time_ns())
+            elif range_ is not None:
                 self.end_range(range_, token)
             self.call = call.around
             if self._runs_for is not None:
@@ -340,15 +351,45 @@ class OpenRanges:
             call = call.around
         while missing:
             call = missing.pop()
-            name, range_ = call.name, call.range
-            token = None if name is None or range_ is None else self.begin_range(name, range_)
-            entries.append((_BACKWARD_OF_CALL, name, range_, token, call))
+            entries.append(self._begin_backward_of(call))
         self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
         if self._runs_for is not None:
             if is_outside:
                 self._tell(BACKWARD, None)
             else:
                 self._changed()
+
+    def _begin_backward_of(self, call: Call) -> _Entry:
+        if call.name is None:
+            return _BACKWARD_OF_CALL, None, None, None, call
+        range_ = _ranges[call.name]
+        return _BACKWARD_OF_CALL, call.name, range_, self.begin_range(call.name, range_), call
+
+    def log_next_backward(self, call: Call) -> bool:
+        """Do what `enter_backward_of` does in the most frequent cases: a call beside the last one, around it or in it.
+
+        Return False if it is another case, or if ranges do not go to the log alone.
+        """
+        key, _, _, token, innermost = self._entries[-1] if self._entries else _NOTHING
+        if key is not _BACKWARD_OF_CALL or token is not _LOGGED or innermost is None or call.name is None:
+            return False
+        logged = self._logged
+        if logged is None or not self._log.is_on or self._shown_to or self._runs_for is not None:
+            return False
+        if innermost.around is call.around:
+            if innermost is not call:
+                now_ns = time_ns()
+                logged += (LEFT, now_ns, self._number_of[call.name], now_ns)
+                self._entries[-1] = _BACKWARD_OF_CALL, call.name, _ranges[call.name], _LOGGED, call
+        elif call.around is innermost:
+            logged += (self._number_of[call.name], time_ns())
+            self._entries.append((_BACKWARD_OF_CALL, call.name, _ranges[call.name], _LOGGED, call))
+        elif innermost.around is call:
+            logged += (LEFT, time_ns())
+            self._entries.pop()
+        else:
+            return False
+        return True
 
     @property
     def running_call(self) -> Call | None:

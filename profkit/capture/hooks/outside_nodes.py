@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from profkit.capture.hooks.backward_nodes import (
-    MARK,
     Carrier,
     NodeHook,
     is_creating_graph,
@@ -42,9 +41,9 @@ class OutsideNodes:
         self._calls = _Calls()
         self._before: dict[object, set[Any]] = {}
 
-    def call_begins(self) -> None:
+    def call_begins(self, carrier: Carrier) -> None:
         """An outermost call of a module begins."""
-        self._calls.begin = self._calls.passed = next_number()
+        self._calls.begin = carrier.passed = next_number()
 
     def call_ended(self) -> None:
         """It has ended."""
@@ -59,13 +58,13 @@ class OutsideNodes:
             # As `mark_nodes` does of a tensor, twice for each call of a module: here it costs no further call.
             if not isinstance(value, Tensor):
                 mark_nodes(value, hook, carrier)
-            elif (node := value.grad_fn) is not None and MARK not in node.metadata:
+            elif (node := value.grad_fn) is not None:
                 mark_node(node, hook, carrier)
-        calls, end = self._calls, next_number()
-        if end != calls.passed:
+        end = next_number()
+        if end != carrier.passed:
             if call is not None and carrier.newest != end - 1:
-                calls.own.append((calls.passed, end, call))
-            calls.passed = end
+                self._calls.own.append((carrier.passed, end, call))
+            carrier.passed = end
         carrier.newest = -1
 
     def backward_begins(self, key: object, tensors: Sequence[Any], mark: Callable[[Any, Call | None], None]) -> None:
@@ -125,11 +124,11 @@ class _Calls(threading.local):
     """What this thread's calls made, by sequence numbers, in order.
 
     ``spans`` are the first of each outermost call and the first after it. ``own`` are the first of what a call made
-    itself and passed on to nobody, the first after that, and the call. ``passed`` is where the last `passes` was.
+    itself and passed on to nobody, the first after that, and the call.
     """
 
     def __init__(self) -> None:
-        self.begin = self.passed = 0
+        self.begin = 0
         self.spans: deque[tuple[int, int]] = deque(maxlen=_CALLS)
         self.own: deque[tuple[int, int, Call]] = deque(maxlen=_CALLS)
 

@@ -76,9 +76,36 @@ class ScriptsProfiler:
             self._is_ours = False
 
 
+def warmed_up_profiler(device: torch.device, scripts: ScriptsProfiler | None, log: LiveLog | None) -> profile:
+    """Return a profiler that traces from now on and keeps nothing before it is started.
+
+    A program's first step under CUPTI takes up to twice as long as those after it. For ``scripts`` and ``log`` see
+    `recorded_by_kineto`.
+    """
+    activities = [ProfilerActivity.CUDA] if log is not None else _ACTIVITIES[device.type]
+    # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
+    options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
+    profiler = profile(activities=activities, experimental_config=_options(device, log), **options)
+    with nullcontext() if scripts is None else scripts.ours():
+        profiler.prepare_trace()
+    return profiler
+
+
+def drop_profiler(profiler: profile) -> None:
+    """End a profiler that was only warmed up."""
+    with _kineto_silent():
+        profiler.start_trace()
+        profiler.profiler.acc_events = False
+        profiler.stop()
+
+
 @contextmanager
 def recorded_by_kineto(
-    path: Path, device: torch.device, scripts: ScriptsProfiler | None = None, log: LiveLog | None = None
+    path: Path,
+    device: torch.device,
+    scripts: ScriptsProfiler | None = None,
+    log: LiveLog | None = None,
+    warmed_up: profile | None = None,
 ) -> Iterator[None]:
     """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well.
 
@@ -88,15 +115,11 @@ def recorded_by_kineto(
         scripts: knows the script's own profilers.
         log: the log of ranges, if CUDA's activities alone are recorded. Then the trace and the log are left for
             `profkit.run.traces.finish_trace`, so that the program does not wait until they are joined and zipped.
+        warmed_up: what `warmed_up_profiler` returned for the same arguments, if it was called.
     """
-    activities = [ProfilerActivity.CUDA] if log is not None else _ACTIVITIES[device.type]
-    # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
-    options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
-    profiler = profile(activities=activities, experimental_config=_options(device, log), **options)
-    with nullcontext() if scripts is None else scripts.ours():
-        profiler.prepare_trace()
-        with _kineto_silent():
-            profiler.start_trace()
+    profiler = warmed_up or warmed_up_profiler(device, scripts, log)
+    with _kineto_silent():
+        profiler.start_trace()
     # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
     profiler.profiler.acc_events = False
     process = os.getpid()
