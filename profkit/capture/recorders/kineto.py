@@ -166,15 +166,17 @@ def _kineto_silent() -> Iterator[None]:
 
 
 def _options(device: torch.device, log: LiveLog | None) -> Any:
-    """Return what has Kineto record operators of threads that the program starts by itself; None before torch can.
+    """Return what Kineto is to record beyond its default; None before torch can.
 
-    None on a CPU: there the threads of torch's own pool compute within an operator that waits for them, so that their
-    time would count twice.
+    With a log of ranges: what each wait for the GPU waits for, which costs no time that could be measured. Else the
+    operators of threads that the program starts by itself; but not on a CPU, where the threads of torch's own pool
+    compute within an operator that waits for them, so that their time would count twice.
     """
-    if device.type != "cuda" or log is not None:
+    if device.type != "cuda":
         return None
+    option = "profile_all_threads" if log is None else "enable_cuda_sync_events"
     try:
-        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        return torch._C._profiler._ExperimentalConfig(**{option: True})
     except TypeError:
         return None
 
