@@ -22,13 +22,14 @@ from profkit.files import write_json
 from profkit.reading import Kind, kind_of, read_trace_file
 from profkit.run.ceilings import Ceilings, read_ceilings, write_ceilings
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
-from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, WORK, Run
+from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
 from profkit.run.light_columns import read_light
 from profkit.run.light_record import LightRecord, write_light_record
 from profkit.run.lines import RunLines, read_run_lines, write_lines
 from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
 from profkit.run.records import read_text
+from profkit.run.trials import RunTrials, read_trials, write_trials
 from profkit.run.work import RunWork, read_work, write_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper
@@ -68,6 +69,7 @@ RUN_FILES = {
     OWNERS: TypedFile(Owners, read_owners, write_owners),
     COMPILED: TypedFile(CompiledCode, read_compiled_code, _write_compiled),
     LINES: TypedFile(RunLines, read_run_lines, write_lines),
+    TRIALS: TypedFile(RunTrials, read_trials, write_trials),
     LIGHT: TypedFile(LightRecord, lambda path: read_light(path)[1], write_light_record),
 }
 """The name of a file, without its rank → how it is copied. Captures and the log are copied by rules of their own."""

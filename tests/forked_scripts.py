@@ -83,12 +83,16 @@ class Forks:
     def run_profkit(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run ``profkit ARGUMENTS`` as `tests.in_process.run_profkit` does, with the target as a fork."""
 
-        def start(words: Sequence[str], environment: Mapping[str, str], **_: Any) -> int:
-            # Wherever our own two standard streams go just now.
-            outputs = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2)]
-            return self._start(words, environment, cwd, outputs)
+        def start(words: Sequence[str], environment: Mapping[str, str], output: Any = None, **_: Any) -> int:
+            # Without a file, wherever our own two standard streams go just now.
+            ours = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+            outputs = ours if output is None else [output.name] * 2
+            return self._start(words, environment, cwd, list(map(Path, outputs)))
 
-        with mock.patch("profkit.launch.record.run_child", start):
+        with (
+            mock.patch("profkit.launch.record.run_child", start),
+            mock.patch("profkit.launch.trials.run_child", start),
+        ):
             return run_profkit(*arguments, cwd=cwd, **variables)
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path]) -> int:

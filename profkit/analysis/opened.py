@@ -269,8 +269,9 @@ class OpenedCapture:
         from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)
+        allocators = [*allocators, *(edit.argument for edit in parsed if edit.spec.name == "allocator")]
         time = self.trace.predict_time(parsed) if self.trace is not None else None
-        changing = [edit for edit in parsed if edit.spec.changes_memory]
+        changing = [edit for edit in parsed if edit.spec.changes_memory and edit.spec.name != "allocator"]
         if self.snapshot is None or not changing:
             return Prediction(time, None, "" if self.snapshot is None else "unchanged")
         unknown = [edit.text for edit in changing if edit.spec.name not in MODELLED]

@@ -8,6 +8,9 @@ from contextlib import suppress
 
 import torch
 
+from profkit.errors import ProfkitError
+from profkit.run.recording import Failure
+
 
 def say(line: str) -> None:
     """Print a line of profkit's own to the program's standard error, if that can be written to."""
@@ -43,3 +46,21 @@ def killed_rank(error: BaseException) -> tuple[int, str] | None:
         if number in set(signal.Signals) - {signal.SIGTERM}:
             return int(rank), signal.Signals(number).name
     return None
+
+
+def find_failure(rank: int | None) -> Failure | None:
+    """Return the exception that ends this process, which has ``rank`` if it is one of several; None: none does.
+
+    torchrun ends all ranks and does not say why.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return None
+    said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
+    killed = killed_rank(error)
+    if killed is not None:
+        rank, name = killed
+        why = ", perhaps because the memory was full" if name == "SIGKILL" else ""
+        return Failure(f"ended by {name}{why}", rank, by_signal=True)
+    text = next(iter(said.strip().splitlines()), type(error).__name__)
+    return Failure(text, rank, out_of_memory=is_out_of_memory(error))

@@ -22,7 +22,7 @@ from torch.profiler import profile
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
-from profkit.capture.errors import describe_error, is_out_of_memory, killed_rank, say
+from profkit.capture.errors import describe_error, find_failure, say
 from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
@@ -42,7 +42,6 @@ from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.own_steps import OwnSteps
 from profkit.capture.steps.times import Span, StepCollector, sum_times, wait_for_device
-from profkit.errors import ProfkitError
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, WORK, name_of_rank
@@ -55,7 +54,6 @@ from profkit.run.recording import (
     CUT_SHORT,
     NOT_REACHED,
     RANK_NSYS,
-    Failure,
     Order,
     StepKind,
     leave_attached,
@@ -68,6 +66,7 @@ from profkit.run.traces import finish_trace, log_beside
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:
+    from profkit.capture.changes.trial import Trial
     from profkit.capture.work.counter import WorkCounter
 
 _MEETS = (
@@ -93,7 +92,13 @@ def attach() -> None:
     Raises:
         OSError: the run's directory cannot be written to.
     """
-    session = Session(Order.from_environment(os.environ))
+    order = Order.from_environment(os.environ)
+    if order.trial is None:
+        session: Session | Trial = Session(order)
+    else:
+        from profkit.capture.changes.trial import Trial  # a recording does without the changes
+
+        session = Trial(order)
     leave_attached(session.run, os.getpid())
     session.begin()
     atexit.register(session.leave)
@@ -642,17 +647,7 @@ class Session:
         )
 
     def _leave_failure(self) -> None:
-        """Leave the exception that ended this process, if one did: torchrun ends all ranks and does not say why."""
-        error = getattr(sys, "last_value", None)
-        if error is None:
-            return
-        said = str(error) if isinstance(error, ProfkitError) else f"{type(error).__name__}: {error}"
-        text = next(iter(said.strip().splitlines()), type(error).__name__)
-        failure = Failure(text, self._rank, out_of_memory=is_out_of_memory(error))
-        killed = killed_rank(error)
-        if killed is not None:
-            rank, name = killed
-            why = ", perhaps because the memory was full" if name == "SIGKILL" else ""
-            failure = Failure(f"ended by {name}{why}", rank, by_signal=True)
-        with suppress(OSError):  # a full disk may be the very reason
-            leave_failure(self.run, self._name, failure)
+        failure = find_failure(self._rank)
+        if failure is not None:
+            with suppress(OSError):  # a full disk may be the very reason
+                leave_failure(self.run, self._name, failure)

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 import click
@@ -29,6 +30,7 @@ _COMMANDS = {
     "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
     "report": ("profkit.cli.report", "Write one HTML page of a run, for a browser."),
     "whatif": ("profkit.cli.whatif", "Predict time and memory of a changed program, or the peak under other settings."),
+    "try": ("profkit.cli.try_edits", "Make edits in runs of a program, unchanged, and measure them."),
     "compare": ("profkit.cli.compare", "Show what changed between two captures."),
     "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
     "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),
@@ -56,7 +58,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
+        command: click.Command = getattr(
+            import_module(_COMMANDS[cmd_name][0]), f"{cmd_name}{'_' * iskeyword(cmd_name)}"
+        )
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

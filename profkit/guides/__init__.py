@@ -13,6 +13,7 @@ TOPICS = (
     "efficiency",
     "memory",
     "whatif",
+    "try",
     "ranks",
     "compare",
     "output",

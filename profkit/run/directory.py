@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from profkit.run.job import Job
     from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
+    from profkit.run.trials import RunTrials
     from profkit.run.work import RunWork
 
 MANIFEST = "manifest.json"
@@ -37,6 +38,7 @@ OWNERS = "ledger.jsonl"
 COMPILED = "compiled.jsonl"
 LIGHT = "light.jsonl"
 LINES = "lines.jsonl"
+TRIALS = "trials.jsonl"
 WORK = "work.json"
 LOG = "log.txt"
 PARTIAL = "partial."
@@ -46,7 +48,7 @@ DEFAULT_PARENT = Path("runs")
 
 CEILINGS = "ceilings.json"
 _RECORDED = (NSYS_REPORT, NSYS_EXPORT, KINETO_TRACE, SNAPSHOT)
-FILES = (MANIFEST, *_RECORDED, OWNERS, LIGHT, LINES, COMPILED, WORK, CEILINGS, LOG)
+FILES = (MANIFEST, *_RECORDED, OWNERS, LIGHT, LINES, COMPILED, WORK, CEILINGS, TRIALS, LOG)
 _TRACES = (NSYS_EXPORT, NSYS_REPORT, KINETO_TRACE)
 _KINDS = [name.partition(".")[2] for name in _TRACES]
 _RANK_TRACE = re.compile(r"trace(?:\.rank(\d+))?\.(sqlite|nsys-rep|json\.gz)")
@@ -111,6 +113,13 @@ class Run:
         from profkit.run.ceilings import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
+
+    @cached_property
+    def trials(self) -> RunTrials:
+        """The edits that were tried, and what they measured; empty if there are none."""
+        from profkit.run.trials import RunTrials, read_trials
+
+        return read_trials(self.path / TRIALS) if (self.path / TRIALS).exists() else RunTrials()
 
     @cached_property
     def compilations(self) -> tuple[tuple[tuple[Compilation, ...], tuple[GraphBreak, ...]], ...]:

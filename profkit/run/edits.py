@@ -138,7 +138,7 @@ EDITS = (
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         trying_needs="a model that is called in training and is not compiled",
         loss_share=_ROUNDING,
-        code="model.compile({})",
+        code="model = torch.compile(model{})",
     ),
     EditSpec("graphs", ("graphs",)),
     EditSpec(
@@ -172,6 +172,12 @@ EDITS = (
         trying_needs="",
         loss_share=_ROUNDING,
         code="torch.set_num_threads({})",
+    ),
+    EditSpec(
+        "allocator",
+        ("allocator:SETTINGS",),
+        trying_needs="a GPU",
+        code="PYTORCH_CUDA_ALLOC_CONF={}  # in the program's environment",
     ),
     EditSpec("gpu", ("gpu:×F",), changes_memory=False),
     EditSpec("kernels", ("kernels:GLOB:×F",), changes_memory=False),

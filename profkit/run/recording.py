@@ -211,7 +211,9 @@ class Order:
     recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its Nsight Systems.
     ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
     ``lines``: the lines of source are looked for in the steps after the recorded ones. ``within``: the program asked
-    for it itself (`profkit.record`), and goes on without profkit afterwards.
+    for it itself (`profkit.record`), and goes on without profkit afterwards. ``trial`` are edits (`profkit.run.edits`)
+    that are made in the process: then nothing is recorded, the ``steps`` steps are timed, and the process ends with
+    them; empty: the program is timed as it is.
     """
 
     run: str
@@ -230,6 +232,7 @@ class Order:
     within: bool = False
     ranks: str | None = None
     rank_nsys: RankNsys | None = None
+    trial: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
         """Return the order as the environment carries it."""

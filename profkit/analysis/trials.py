@@ -1,0 +1,246 @@
+"""What trials show: by how much an edit changes the step, with its interval over processes, its memory and its losses.
+
+Each turn's process is compared with the one of the program as it is in the same turn, which ran just before: what
+slows the machine down for a minute is in both. The interval is that of Student's t over these differences (95 %).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, stdev
+from typing import Any
+
+from profkit.analysis.students_t import value_exceeded
+from profkit.run.edits import Edit, parse_edits, read_factor
+from profkit.run.trials import Evidence, Measured, TrialPrediction, TrialProcess, Trials
+from profkit.text_kinds import LEFT_OUT
+
+_CHANCE = 0.025
+_NOISY_LOSS = 0.1
+"""Where the unchanged program's own losses differ by more, nothing is said of an edit's."""
+_MOST_DIGITS = 7
+_LOSSES = 20
+"""The losses of so many steps are compared: later on, differences of rounding have grown."""
+
+
+@dataclass(frozen=True)
+class LossChange:
+    """How far the losses of ``steps`` steps depart, as a share of the loss: the most of any step.
+
+    ``spread`` is the same between processes of the program as it is. ``allowed`` is what the edits' precision explains,
+    None where they change what is learned.
+    """
+
+    steps: int
+    share: float
+    spread: float
+    allowed: float | None
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the program itself repeats its losses, as with a fixed seed, and the edits should keep them."""
+        return self.spread <= _NOISY_LOSS and self.allowed is not None
+
+    @property
+    def departs(self) -> bool:
+        """Whether the losses depart by more than the edits' precision, and the program's own spread, explain."""
+        return self.allowed is not None and self.is_comparable and self.share > max(self.allowed, 2 * self.spread)
+
+    @property
+    def digits(self) -> int:
+        """How many digits are equal, at most seven."""
+        return _MOST_DIGITS if self.share == 0 else max(0, min(_MOST_DIGITS, math.floor(-math.log10(self.share))))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Edits that were tried, in nanoseconds a step; ``edits`` is empty for the program as it is.
+
+    ``step_ns`` is the mean of ``processes`` processes, ``error_ns`` half its interval (95 %). ``change_ns`` is the mean
+    difference to the program as it is in the same turn, ``change_low_ns`` and ``change_high_ns`` its interval; None
+    where one process alone was measured. ``first_ns`` is what the steps before the timed ones took longer than without
+    the edits, as compiling does. ``batch_factor``: a step trains on so many times the samples. ``reason`` says why
+    nothing was measured.
+    """
+
+    edits: tuple[str, ...]
+    processes: int = 0
+    step_ns: float | None = None
+    error_ns: float | None = None
+    change_ns: float | None = None
+    change_low_ns: float | None = None
+    change_high_ns: float | None = None
+    first_ns: float | None = None
+    allocated_peak_bytes: int | None = None
+    change_peak_bytes: int | None = None
+    batch_factor: float = 1.0
+    loss: LossChange | None = None
+    evidence: tuple[Evidence, ...] = ()
+    prediction: TrialPrediction | None = None
+    reason: str | None = None
+
+    @property
+    def is_shorter(self) -> bool:
+        """Whether the whole interval says that the step is shorter; of another batch, that of its samples."""
+        return self.change_high_ns is not None and self.change_high_ns < 0 and self.batch_factor == 1
+
+    @property
+    def is_as_predicted(self) -> bool | None:
+        """Whether the predicted interval holds the measured step; None where nothing was predicted or measured."""
+        prediction = self.prediction
+        if prediction is None or prediction.now_ns is None or prediction.low_ns is None or self.change_ns is None:
+            return None
+        after_ns = prediction.now_ns + self.change_ns
+        return prediction.low_ns <= after_ns <= (math.inf if prediction.high_ns is None else prediction.high_ns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        loss, prediction = self.loss, self.prediction
+        return {
+            "edits": list(self.edits),
+            "processes": self.processes,
+            "step_ns": self.step_ns,
+            "error_ns": self.error_ns,
+            "change_ns": {"mean": self.change_ns, "low": self.change_low_ns, "high": self.change_high_ns},
+            "first_steps_ns": self.first_ns,
+            "allocated_peak_bytes": self.allocated_peak_bytes,
+            "change_peak_bytes": self.change_peak_bytes,
+            "batch_factor": self.batch_factor,
+            "loss": None
+            if loss is None
+            else {"steps": loss.steps, "share": loss.share, "spread": loss.spread, "departs": loss.departs},
+            "evidence": [vars(evidence) for evidence in self.evidence],
+            "predicted": None
+            if prediction is None
+            else {"low": prediction.low_ns, "expected": prediction.expected_ns, "high": prediction.high_ns},
+            "is_as_predicted": self.is_as_predicted,
+            "reason": self.reason,
+        }
+
+
+def summarize_trials(trials: Trials) -> tuple[Trial, ...]:
+    """Return what one call of `profkit try` measured: the program as it is first, then the edits as they were tried."""
+    by_edits: dict[tuple[str, ...], list[TrialProcess]] = {(): []}
+    for process in trials.processes:
+        by_edits.setdefault(process.edits, []).append(process)
+    predictions = {prediction.edits: prediction for prediction in trials.predictions}
+    as_is = {process.turn: process.measured for process in _timed(by_edits[()])}
+    measured = [process for process in as_is.values() if process is not None]
+    spread = max((_compare(*pair)[1] for pair in combinations([each.losses for each in measured], 2)), default=0.0)
+    return tuple(
+        _summarize(edits, processes, as_is, spread, predictions.get(edits)) for edits, processes in by_edits.items()
+    )
+
+
+def find_best(trials: Sequence[Trial]) -> Trial | None:
+    """Return the trial with the shortest step, of those that shorten it for certain and learn as before."""
+    sound = [trial for trial in trials if trial.is_shorter and not (trial.loss is not None and trial.loss.departs)]
+    return min(sound, key=lambda trial: trial.step_ns or math.inf, default=None)
+
+
+def latest_trials(calls: Iterable[Trials]) -> dict[tuple[str, ...], Trial]:
+    """Return the latest trial of each set of edits that measured something, over all calls of `profkit try`."""
+    return {trial.edits: trial for call in calls for trial in summarize_trials(call) if trial.edits and trial.processes}
+
+
+def _timed(processes: Iterable[TrialProcess]) -> list[TrialProcess]:
+    return [
+        process
+        for process in processes
+        if process.reason is None and process.measured is not None and process.measured.step_ns is not None
+    ]
+
+
+def _summarize(
+    edits: tuple[str, ...],
+    processes: Sequence[TrialProcess],
+    as_is: dict[int, Measured | None],
+    spread: float,
+    prediction: TrialPrediction | None,
+) -> Trial:
+    timed = _timed(processes)
+    reason = next((process.reason for process in processes if process.reason is not None), None)
+    evidence = next((each.measured.evidence for each in [*timed, *processes] if each.measured is not None), ())
+    if not timed:
+        return Trial(edits, evidence=evidence, prediction=prediction, reason=reason)
+    own = [process.measured for process in timed if process.measured is not None]
+    step_ns, error_ns = _mean_and_error([each.step_ns or 0.0 for each in own])
+    pairs = [
+        (each.measured, before)
+        for each in timed
+        if edits and each.measured is not None and (before := as_is.get(each.turn)) is not None
+    ]
+    change_ns, change_error_ns = _mean_and_error(
+        [(each.step_ns or 0) - (before.step_ns or 0) for each, before in pairs]
+    )
+    peaks = [each.allocated_peak_bytes for each in own if each.allocated_peak_bytes is not None]
+    changes = [
+        each.allocated_peak_bytes - before.allocated_peak_bytes
+        for each, before in pairs
+        if each.allocated_peak_bytes is not None and before.allocated_peak_bytes is not None
+    ]
+    losses = [_compare(each.losses, before.losses) for each, before in pairs]
+    return Trial(
+        edits,
+        len(timed),
+        step_ns,
+        error_ns,
+        change_ns,
+        None if change_ns is None or change_error_ns is None else change_ns - change_error_ns,
+        None if change_ns is None or change_error_ns is None else change_ns + change_error_ns,
+        max(each.first_ns - before.first_ns for each, before in pairs) if pairs else None,
+        max(peaks, default=None),
+        max(changes, default=None),
+        _batch_factor(edits),
+        _loss_change(edits, losses, spread),
+        evidence,
+        prediction,
+        reason,
+    )
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean, and half of its interval (95 %): unknown of a single value."""
+    if len(values) < 2:
+        return (values[0], None) if values else (None, None)
+    return fmean(values), value_exceeded(_CHANCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def _batch_factor(edits: Sequence[str]) -> float:
+    return math.prod(float(read_factor(edit.argument)) for edit in _known(edits) if edit.spec.name == "batch")
+
+
+def _known(edits: Sequence[str]) -> tuple[Edit, ...]:
+    """Return the edits, without those whose names a copy to share leaves out."""
+    return parse_edits(text for text in edits if text != LEFT_OUT)
+
+
+def _compare(losses: Sequence[float | None], before: Sequence[float | None]) -> tuple[int, float]:
+    """Return over how many steps losses can be compared, and the largest difference, as a share of the loss."""
+    pairs = list(zip(losses, before, strict=False))[:_LOSSES]
+    shares = [_share(loss, expected) for loss, expected in pairs]
+    return len(pairs), max(shares, default=0.0)
+
+
+def _share(loss: float | None, before: float | None) -> float:
+    if loss is None or before is None:
+        return 0.0 if loss is before else math.inf
+    scale = max(abs(loss), abs(before))
+    return abs(loss - before) / scale if scale else 0.0
+
+
+def _loss_change(edits: Sequence[str], losses: Sequence[tuple[int, float]], spread: float) -> LossChange | None:
+    steps = min((steps for steps, _ in losses), default=0)
+    if not steps:
+        return None
+    allowed = [edit.spec.loss_share for edit in _known(edits)]
+    known = [share for share in allowed if share is not None]
+    return LossChange(
+        steps,
+        max(share for _, share in losses),
+        spread,
+        max(known, default=0.0) if len(known) == len(allowed) else None,
+    )

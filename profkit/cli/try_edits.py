@@ -1,0 +1,220 @@
+"""``profkit try``: edits made in runs of the program, without a change to it, and measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from profkit.analysis.trials import latest_trials, summarize_trials
+from profkit.cli.options import output_options
+from profkit.cli.outputs import print_document, quote_path, refuse_overwriting, say, shown_after_a_second
+from profkit.cli.run_options import AT_LEAST_ONE, RunCommand
+from profkit.errors import ProfkitError, RunError, UsageError
+from profkit.files import collector_off
+from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
+from profkit.launch.passes import Pass, Target, command_name, target_kind
+from profkit.launch.trials import TrialOptions, TrialRunner
+from profkit.reading import open_capture
+from profkit.report.commands.trials import build_held_document, build_trials_document
+from profkit.report.document import Document, Format
+from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
+from profkit.run.edits import EDITS, parse_edits
+from profkit.run.manifest import Workload, write_manifest
+from profkit.run.recording import Order
+from profkit.run.trials import RunTrials, TrialPrediction, TrialProcess, Trials, write_trials
+
+FORMS = tuple(form for spec in EDITS for form in spec.forms if spec.can_be_tried)
+
+
+class TryCommand(RunCommand):
+    """All that follows a script is the script's; the help shows every option."""
+
+    format_options = click.Command.format_options
+
+
+@click.command(
+    cls=TryCommand,
+    name="try",
+    epilog="TARGET is a run that `profkit run` made, whose command is run again; or a script with its arguments "
+    "(train.py --lr 1e-3); or, after --, any command that starts Python (-- torchrun --nproc-per-node 2 train.py). "
+    "`profkit help try` explains what is made, how it is proven, and what forbids it.",
+)
+@click.argument("target", nargs=-1)
+@click.option(
+    "--edit",
+    "edits",
+    multiple=True,
+    metavar="EDIT",
+    help=f"Try this; given several times, each alone and then those that help together: {', '.join(FORMS)}.",
+)
+@click.option("--together", is_flag=True, help="Try all edits together only, not each alone.")
+@click.option(
+    "--processes", type=AT_LEAST_ONE, default=3, show_default=True, help="Processes of each that are measured."
+)
+@click.option("--anyway", is_flag=True, help="Also try a script that writes files where it runs.")
+@click.option("--step-on", metavar="KIND", help="What a step is, as for `profkit run`.")
+@click.option("--run", "directory", type=click.Path(path_type=Path), help="The run directory to create for a script.")
+@click.option("--report", is_flag=True, help="Try nothing: show how often predictions held in these runs' trials.")
+@output_options
+def try_(
+    target: tuple[str, ...],
+    edits: tuple[str, ...],
+    together: bool,
+    processes: int,
+    anyway: bool,
+    step_on: str | None,
+    directory: Path | None,
+    report: bool,
+    style: Format,
+    output: Path | None,
+    full_names: bool,
+) -> int:
+    """Make edits in runs of a program, without changing it, and measure what each does to a step.
+
+    Each edit gets processes of its own, in turns with the program as it is, which are stopped after some timed steps.
+    Nothing is recorded meanwhile. An edit that was not made, or that took no effect, is shown with the reason.
+    """
+    if report:
+        print_document(_report(list(map(Path, target))), style, output, full_names=full_names)
+        return 0
+    run, argv = _read_target(target)
+    refuse_overwriting([run] if run is not None else [], [output])
+    wanted = edits or (_find_tries(run) if run is not None else ())
+    if not wanted:
+        raise UsageError(f"nothing to try: name it with --edit ({', '.join(FORMS)})")
+    parsed = parse_each(wanted)
+    variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
+    if run is not None:
+        step_on = step_on or Run(run).manifest.workload.step_on
+        predictions = _predict(run, variants)
+    else:
+        predictions = ()
+        run = _make_run(argv, directory)
+    options = TrialOptions(processes, step_on, combines=not together, may_write=anyway)
+    status, trials = _measure(run, argv, options, variants, predictions)
+    if any(process.reason is None for process in trials.processes):
+        document = build_trials_document(str(run), trials.plan, summarize_trials(trials))
+        print_document(document, style, output, full_names=full_names)
+    else:
+        say("; ".join(dict.fromkeys(process.reason or "" for process in trials.processes)) or "nothing was measured")
+        status = status or 1
+    say(f"kept in {quote_path(run / TRIALS)}")
+    return status
+
+
+def parse_each(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the edits as they are written, each once.
+
+    Raises:
+        UsageError: there is no such edit, or it is predicted only.
+    """
+    for text in texts:
+        (edit,) = parse_edits([text])
+        if not edit.spec.can_be_tried:
+            code = f"; make it yourself: {edit.spec.code}" if edit.spec.code else ""
+            raise UsageError(f"{text}: profkit does not make this edit, `profkit whatif` predicts it{code}")
+    return tuple(dict.fromkeys(texts))
+
+
+def _read_target(target: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the run that is named, if one is, and the command to start."""
+    first = Path(target[0]) if target else find_newest_run(Path())
+    if first is None:
+        raise UsageError("name a run, or a script: profkit try --edit compile train.py")
+    if not target:
+        say(f"{first} is the newest complete run here")
+    is_run = first.is_dir() and (first / MANIFEST).exists()
+    argv = tuple(target[1:] if is_run else target)
+    if is_run and not argv:
+        argv = _command_of(Run(first))
+    if target_kind(argv) != "command":
+        raise UsageError(f"{argv[0]}: try takes a run, a script, or a command after --")
+    return (first if is_run else None), argv
+
+
+def _command_of(run: Run) -> tuple[str, ...]:
+    manifest = run.manifest
+    if manifest.kind != "command":
+        raise UsageError(f"{run.path}: this is a run of {manifest.target}; edits can be tried in a script's run alone")
+    if any(REDACTED in word for word in manifest.argv):
+        raise UsageError(f"{run.path}: its command holds secrets, which are not kept; name it again after --")
+    return tuple(manifest.argv)
+
+
+def _find_tries(run: Path) -> tuple[str, ...]:
+    """Return the edits that the summary proposes and that can be tried."""
+    from profkit.analysis.causes.advice import find_advice
+    from profkit.analysis.summarize import summarize_capture
+
+    with shown_after_a_second(f"reading {run.name}"), collector_off():
+        opened = open_capture(run)
+        proposed = [advice.edit for advice in find_advice(opened, summarize_capture(opened)).tries]
+    return tuple(text for text in proposed if text is not None and parse_edits([text])[0].spec.can_be_tried)
+
+
+def _predict(run: Path, variants: Sequence[tuple[str, ...]]) -> tuple[TrialPrediction, ...]:
+    """Return what the step replay says of the edits; nothing where the run has no trace that can be replayed."""
+    try:
+        with shown_after_a_second("replaying the step"), collector_off():
+            trace = open_capture(run).trace
+            answers = [] if trace is None else [(edits, trace.predict_time(parse_edits(edits))) for edits in variants]
+    except ProfkitError:  # trials go without
+        return ()
+    return tuple(
+        TrialPrediction(edits, answer.now_ns, answer.low_ns, answer.expected_ns, answer.high_ns)
+        for edits, answer in answers
+        if answer.refusal is None
+    )
+
+
+def _make_run(argv: tuple[str, ...], directory: Path | None) -> Path:
+    run = make_run_directory(directory, command_name(argv))
+    order = Order("", "none", 0, None)
+    target = Target(command_name(argv), " ".join(argv), "command", (Pass(argv, order),), Workload(), argv=argv)
+    manifest = begin_manifest(target, None, ["profkit", *sys.argv[1:]], ())
+    complete = replace(manifest, status="complete", profiler=None, finished_utc=utc_now())
+    try:
+        write_manifest(run / MANIFEST, complete, is_first=True)
+    except OSError as error:
+        raise RunError(f"{run / MANIFEST}: {error.strerror}") from None
+    return run
+
+
+def _measure(
+    run: Path,
+    argv: Sequence[str],
+    options: TrialOptions,
+    variants: Sequence[tuple[str, ...]],
+    predictions: tuple[TrialPrediction, ...],
+) -> tuple[int, Trials]:
+    """Try the edits, writing down each process as it ends; return the status to end with, 130 after Ctrl-C."""
+    before = Run(run).trials
+    measured: list[TrialProcess] = []
+    runner = TrialRunner(argv, run, options, progress=shown_after_a_second, say=say)
+    plan = runner.plan(len(variants))
+
+    def keep(process: TrialProcess) -> None:
+        measured.append(process)
+        trials = Trials(plan, predictions, tuple(measured))
+        try:
+            write_trials(run / TRIALS, RunTrials((*before.calls, trials)))
+        except OSError as error:
+            raise RunError(f"{run / TRIALS}: {error.strerror}") from None
+
+    status = 0
+    try:
+        runner.run(variants, keep)
+    except KeyboardInterrupt:
+        status = 130
+    return status, Trials(plan, predictions, tuple(measured))
+
+
+def _report(runs: Sequence[Path]) -> Document:
+    trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials.calls).values()]
+    if not trials:
+        raise UsageError("these runs hold no trials; `profkit try RUN` makes some")
+    return build_held_document(trials)

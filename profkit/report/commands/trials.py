@@ -1,0 +1,220 @@
+"""The document of ``profkit try``: the step with each edit, its interval, peak and losses, and the code of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from profkit.analysis.trials import LossChange, Trial, find_best
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.units import (
+    BYTES,
+    NS,
+    SIGNED_NS,
+    TEXT,
+    Unit,
+    format_change,
+    format_count,
+    format_interval,
+    format_ns,
+    format_share,
+)
+from profkit.run.edits import parse_edits
+from profkit.run.trials import TrialPlan
+
+_AS_IS = "now"
+_SLOW_FIRST_NS = 1e9
+"""Only a longer start than the unchanged program's is worth a word."""
+
+_COLUMNS = (
+    Column("name", "program", TEXT, flexible=True),
+    Column("step_ns", "step", Unit(lambda value: format_ns(round(value)))),
+    Column("change_ns", "change", Unit(lambda value: SIGNED_NS.show(round(value)))),
+    Column("interval", "95 % interval", TEXT),
+    Column("allocated_peak_bytes", "peak", BYTES),
+    Column("loss", "loss", TEXT),
+)
+_EXACT = (
+    "name",
+    "processes",
+    "step_ns",
+    "error_ns",
+    "change_ns",
+    "change_low_ns",
+    "change_high_ns",
+    "allocated_peak_bytes",
+    "loss_share",
+    "reason",
+)
+
+
+def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial]) -> Document:
+    """Return the table of one call of `profkit try`, what proves each edit, and the code of the best."""
+    rows = [_row(trial) for trial in trials]
+    best = find_best(trials)
+    parts: list[Table | Lines] = [
+        trials_table(rows),
+        Lines(_notes(plan, trials)),
+        Lines(_evidence(trials), title="Edits"),
+        Lines(_to_make(best, trials[0])),
+    ]
+    data = {
+        "run": run,
+        "warmup_steps": plan.warmup_steps,
+        "steps": plan.steps,
+        "trials": [trial.to_dict() for trial in trials],
+        "best": None if best is None else list(best.edits),
+    }
+    return Document("try", data, parts, Table((), rows, exact=_EXACT))
+
+
+def trials_table(rows: Sequence[Row]) -> Table:
+    """Return the table of trials; where there is no GPU, or no loss was seen, without those columns."""
+    empty = {key for key in ("allocated_peak_bytes", "loss") if not any(row.get(key) for row in rows)}
+    return Table([column for column in _COLUMNS if column.key not in empty], rows)
+
+
+def _row(trial: Trial) -> Row:
+    return {
+        "name": " + ".join(trial.edits) or _AS_IS,
+        "processes": trial.processes,
+        "step_ns": trial.step_ns,
+        "error_ns": trial.error_ns,
+        "change_ns": trial.change_ns,
+        "change_low_ns": trial.change_low_ns,
+        "change_high_ns": trial.change_high_ns,
+        "interval": _interval(trial),
+        "allocated_peak_bytes": trial.allocated_peak_bytes,
+        "loss": None if trial.loss is None else describe_loss(trial.loss),
+        "loss_share": None if trial.loss is None else trial.loss.share,
+        "reason": trial.reason,
+    }
+
+
+def _interval(trial: Trial) -> str | None:
+    if trial.change_low_ns is not None and trial.change_high_ns is not None:
+        return format_interval(round(trial.change_low_ns), round(trial.change_high_ns))
+    if trial.error_ns is not None and not trial.edits:
+        return f"± {format_ns(round(trial.error_ns))}"
+    return None
+
+
+def describe_loss(loss: LossChange) -> str:
+    """Return in words how far the losses depart from those of the program as it is."""
+    if not loss.is_comparable:
+        return "not comparable"
+    if loss.departs:
+        return f"DEPARTS by {format_share(loss.share)}"
+    if not loss.share:
+        return "equal"
+    return f"equal to {format_count(loss.digits, 'digit')}" if loss.digits > 1 else f"± {format_share(loss.share)}"
+
+
+def describe_trial(trial: Trial) -> str:
+    """Return what a trial measured, in a clause: ``measured −0.93 ms (−1.01 … −0.85 ms)``."""
+    if trial.change_ns is None:
+        return f"tried: {trial.reason}"
+    interval = f" ({_interval(trial)})" if trial.change_low_ns is not None else ""
+    return f"measured {SIGNED_NS.show(round(trial.change_ns))} a step{interval}"
+
+
+def _notes(plan: TrialPlan, trials: Sequence[Trial]) -> Iterator[str]:
+    often = max(trial.processes for trial in trials)
+    how = f"{plan.steps} steps each after {plan.warmup_steps}"
+    if often == 1:
+        yield f"One process of each, {how}: there is no interval"
+    else:
+        yield f"Means of {often} processes, {how}; a change is to the process without edits in the same turn"
+    if any(trial.loss is not None for trial in trials):
+        steps = max(trial.loss.steps for trial in trials if trial.loss is not None)
+        yield f"loss: the largest difference in the first {steps} steps, as a share of the loss"
+    if any(trial.loss is not None and not trial.loss.is_comparable for trial in trials):
+        yield "not comparable: the program's own losses differ between processes, or the edit trains on other batches"
+
+
+def _evidence(trials: Sequence[Trial]) -> Iterator[str]:
+    for trial in trials:
+        name = " + ".join(trial.edits)
+        for evidence in trial.evidence if len(trial.edits) == 1 and not trial.reason else ():
+            place = "" if evidence.place is None else f" [{_short_place(evidence.place)}]"
+            yield f"{evidence.edit}: {evidence.text}{place}"
+        if trial.reason is not None:
+            yield (
+                f"{name or _AS_IS}: NOT MEASURED: {trial.reason}" if not trial.processes else f"{name}: {trial.reason}"
+            )
+        if trial.first_ns is not None and trial.first_ns > _SLOW_FIRST_NS:
+            yield f"{name}: the first steps take {format_ns(round(trial.first_ns))} longer (compiling, trying out)"
+        if trial.batch_factor != 1 and trial.step_ns and trial.change_ns is not None:
+            rate = trial.batch_factor * (trial.step_ns - trial.change_ns) / trial.step_ns - 1
+            yield f"{name}: {format_change(rate, 1)} samples a second"
+        if trial.is_as_predicted is not None:
+            yield f"{name}: {_prediction(trial)}"
+
+
+def _prediction(trial: Trial) -> str:
+    prediction = trial.prediction
+    assert prediction is not None
+    assert prediction.low_ns is not None
+    assert prediction.now_ns is not None
+    low_ns = prediction.low_ns - prediction.now_ns
+    if prediction.high_ns is None:
+        said = f"at best {SIGNED_NS.show(low_ns)}"
+    else:
+        said = format_interval(low_ns, prediction.high_ns - prediction.now_ns)
+    return f"predicted {said}: {'held' if trial.is_as_predicted else 'DID NOT HOLD'}"
+
+
+def _short_place(place: str) -> str:
+    file, colon, line = place.rpartition(" ")[0].rpartition(":")
+    return f"{PurePath(file).name}{colon}{line}"
+
+
+def _to_make(best: Trial | None, as_is: Trial) -> Iterator[str]:
+    if best is None or as_is.step_ns is None or best.change_ns is None:
+        yield "No edit makes the step shorter for certain."
+        return
+    share = format_change(best.change_ns / as_is.step_ns, 1)
+    yield f"Best: {' + '.join(best.edits)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
+    places = {evidence.edit: evidence.place for evidence in best.evidence}
+    for edit in parse_edits(best.edits):
+        place = places.get(edit.text)
+        where = "" if place is None else f"    # now {_short_place(place)}"
+        yield f"    {write_code(edit.text)}{where}"
+
+
+def write_code(text: str) -> str:
+    """Return what a person writes to make an edit; empty if the table of edits does not say."""
+    (edit,) = parse_edits([text])
+    quoted = f', mode="{edit.argument}"' if edit.spec.name == "compile" and edit.argument else edit.argument
+    return edit.spec.code.replace("{}", quoted)
+
+
+def build_held_document(trials: Sequence[tuple[str, Trial]]) -> Document:
+    """Return how often predictions held, over the trials of several runs, each with its run's name."""
+    judged = [(run, trial) for run, trial in trials if trial.is_as_predicted is not None]
+    rows: list[Row] = [
+        {
+            "run": run,
+            "edits": " + ".join(trial.edits),
+            "low_ns": trial.prediction.low_ns,
+            "high_ns": trial.prediction.high_ns,
+            "after_ns": round((trial.prediction.now_ns or 0) + (trial.change_ns or 0)),
+            "held": "yes" if trial.is_as_predicted else "no",
+        }
+        for run, trial in judged
+        if trial.prediction is not None
+    ]
+    columns = (
+        Column("run", "run", TEXT, flexible=True),
+        Column("edits", "edits", TEXT, flexible=True),
+        Column("low_ns", "least", NS),
+        Column("high_ns", "most", NS),
+        Column("after_ns", "measured", NS),
+        Column("held", "held", TEXT),
+    )
+    held = sum(bool(trial.is_as_predicted) for _, trial in judged)
+    said = f"{held} of {format_count(len(judged), 'prediction')} held; {len(trials) - len(judged)} trials had none"
+    table = Table(columns, rows, exact=tuple(column.key for column in columns))
+    return Document(
+        "try", {"held": held, "predicted": len(judged), "rows": rows}, [Lines([said], "head"), table], table
+    )

@@ -1,0 +1,156 @@
+"""Trials without a program: the table of edits and what makes them, the file, the intervals, losses and words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profkit.analysis.trials import Trial, find_best, latest_trials, summarize_trials
+from profkit.errors import RunError
+from profkit.launch.trials import _combine
+from profkit.report.commands.trials import build_held_document, build_trials_document, describe_trial, write_code
+from profkit.report.document import FORMATS, render
+from profkit.run.edits import EDITS
+from profkit.run.trials import (
+    VERSION,
+    Evidence,
+    Measured,
+    RunTrials,
+    TrialPlan,
+    TrialPrediction,
+    TrialProcess,
+    Trials,
+    read_trials,
+    write_trials,
+)
+
+PLAN = TrialPlan(VERSION, "2026-01-01T00:00:00+00:00", 10, 20)
+MS = 1e6
+LOSSES = (1.0, 0.5, 0.25)
+
+
+def process(edits: str, turn: int, step_ms: float, losses: tuple[float | None, ...] = LOSSES) -> TrialProcess:
+    names = tuple(edits.split())
+    evidence = tuple(Evidence(name, True, "it ran", "/a/train.py:7 main") for name in names)
+    return TrialProcess(names, turn, 9.0, Measured(20, step_ms * MS, int(50 * MS), 30, losses, evidence, 2**30))
+
+
+def trials_of(*processes: TrialProcess, predictions: tuple[TrialPrediction, ...] = ()) -> dict[tuple[str, ...], Trial]:
+    return {trial.edits: trial for trial in summarize_trials(Trials(PLAN, predictions, processes))}
+
+
+FUSED = [process("", 1, 10.0), process("optimizer:fused", 1, 9.0)]
+FUSED += [process("", 2, 11.0), process("optimizer:fused", 2, 10.1), process("", 3, 12.0)]
+FUSED += [process("optimizer:fused", 3, 10.9)]
+
+
+def test_every_edit_that_can_be_tried_has_a_maker_and_code_and_no_other_has() -> None:
+    pytest.importorskip("torch")
+    from profkit.capture.changes.trial import MAKERS
+
+    assert set(MAKERS) == {spec.name for spec in EDITS if spec.can_be_tried}
+    assert all(spec.code for spec in EDITS if spec.can_be_tried)
+
+
+def test_a_change_is_the_mean_of_the_differences_in_each_turn_with_students_interval() -> None:
+    fused = trials_of(*FUSED)["optimizer:fused",]
+    assert fused.change_ns == pytest.approx(-1.0 * MS)
+    # Differences of -1.0, -0.9 and -1.1 ms: a standard deviation of 0.1, and t of 4.303 at two degrees of freedom.
+    half_ns = 4.303 * 0.1 / math.sqrt(3) * MS
+    assert fused.change_low_ns == pytest.approx(-1.0 * MS - half_ns, rel=1e-3)
+    assert fused.change_high_ns == pytest.approx(-1.0 * MS + half_ns, rel=1e-3)
+    assert fused.is_shorter
+    assert find_best(list(trials_of(*FUSED).values())) == fused
+
+
+def test_one_process_has_no_interval_and_is_never_the_best() -> None:
+    trials = trials_of(*FUSED[:2])
+    assert trials["optimizer:fused",].change_low_ns is None
+    assert find_best(list(trials.values())) is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "losses", "departs", "share"),
+    [
+        ("zero-grad:none", LOSSES, False, 0.0),
+        ("zero-grad:none", (1.0, 0.5, 0.2500001), True, 4e-7),
+        ("optimizer:fused", (1.0, 0.5, 0.2500001), False, 4e-7),
+        ("autocast:bf16", (1.0, 0.5, 0.252), False, 0.00794),
+        ("autocast:bf16", (1.0, 0.5, 0.3), True, 0.1667),
+        ("autocast:bf16", (1.0, 0.5, None), True, math.inf),
+        ("batch:×2", (9.0, 9.0, 9.0), False, 0.972),
+    ],
+)
+def test_losses_depart_where_an_edits_precision_does_not_explain_it(
+    edit: str, losses: tuple[float | None, ...], departs: bool, share: float
+) -> None:
+    loss = trials_of(process("", 1, 10.0), process(edit, 1, 9.0, losses))[edit,].loss
+    assert loss is not None
+    assert (loss.departs, loss.steps) == (departs, 3)
+    assert loss.share == pytest.approx(share, rel=1e-2)
+
+
+def test_a_program_without_a_seed_has_no_losses_to_compare() -> None:
+    processes = [process("", 1, 10.0), process("tf32", 1, 9.0, (7.0,)), process("", 2, 10.0, (5.0,))]
+    loss = trials_of(*processes)["tf32",].loss
+    assert loss is not None
+    assert (loss.is_comparable, loss.departs) == (False, False)
+
+
+def test_what_was_not_measured_says_why() -> None:
+    refused = TrialProcess(("tf32",), 1, 3.0, Measured(evidence=(Evidence("tf32", False, "no GPU"),)), "tf32: no GPU")
+    trial = trials_of(*FUSED, refused)["tf32",]
+    assert (trial.processes, trial.step_ns, trial.reason) == (0, None, "tf32: no GPU")
+    assert describe_trial(trial) == "tried: tf32: no GPU"
+
+
+def test_a_prediction_holds_if_its_interval_has_the_measured_step() -> None:
+    prediction = TrialPrediction(("optimizer:fused",), 10_000_000, 8_500_000, 9_000_000, 9_500_000)
+    trials = trials_of(*FUSED, predictions=(prediction,))
+    fused = trials["optimizer:fused",]
+    assert fused.is_as_predicted
+    assert not replace(fused, change_ns=-2e6).is_as_predicted
+    assert replace(fused, prediction=replace(prediction, high_ns=None), change_ns=5e6).is_as_predicted
+    assert trials[()].is_as_predicted is None
+    text = render(build_held_document([("run", trial) for trial in trials.values()]), "table")
+    assert "1 of 1 prediction held; 1 trials had none" in text
+
+
+def test_edits_that_helped_are_combined_the_best_of_a_kind() -> None:
+    done = [process("", 1, 10.0), process("tf32", 1, 9.0), process("optimizer:fused", 1, 9.5)]
+    done += [process("optimizer:foreach", 1, 9.6), process("compile", 1, 9.95), process("pin-memory", 1, 11.0)]
+    assert _combine(done) == ("optimizer:fused", "tf32")
+    assert _combine(done[:2]) is None
+    assert _combine([replace(done[0], measured=None), *done[1:]]) is None
+
+
+def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    prediction = TrialPrediction(("tf32",), 1, 2, 3, None)
+    trials = RunTrials((Trials(PLAN, (prediction,), tuple(FUSED)), Trials(PLAN)))
+    write_trials(tmp_path / "trials.jsonl", trials)
+    assert read_trials(tmp_path / "trials.jsonl") == trials
+    assert set(latest_trials(trials.calls)) == {("optimizer:fused",)}
+    (tmp_path / "trials.jsonl").write_text(
+        '{"plan": {"version": 9, "started_utc": "", "warmup_steps": 1, "steps": 1}}\n\n'
+    )
+    with pytest.raises(RunError, match="version 9"):
+        read_trials(tmp_path / "trials.jsonl")
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_the_document_shows_each_trial_and_the_code_of_the_best(style: str) -> None:
+    document = build_trials_document("runs/a", PLAN, summarize_trials(Trials(PLAN, (), tuple(FUSED))))
+    text = render(document, style)  # type: ignore[arg-type]
+    assert "optimizer:fused" in text.replace("\\", "")
+    if style == "table":
+        assert "optimizer = torch.optim.AdamW(…, fused=True)    # now train.py:7" in text
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_code_to_write_holds_the_argument() -> None:
+    assert write_code("compile") == "model = torch.compile(model)"
+    assert write_code("compile:reduce-overhead") == 'model = torch.compile(model, mode="reduce-overhead")'
+    assert write_code("threads:4") == "torch.set_num_threads(4)"

@@ -1,0 +1,203 @@
+"""Trials of edits in unedited scripts on a CPU: each edit is made and proven, or refused; the program stays its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from profkit.launch import trials as launched
+from profkit.run.directory import TRIALS, Run
+from tests.forked_scripts import Forks
+
+SCRIPT = """
+import json, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3{keywords})
+data = TensorDataset(torch.randn(80, 8), torch.randn(80, 1))
+losses = []
+for epoch in range({epochs}):
+    for inputs, targets in DataLoader(data, batch_size=4, shuffle=True):
+        optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+print(json.dumps(losses))
+"""
+OWN_STEP = """
+import torch
+weight = torch.ones(4, 4, requires_grad=True)
+for _ in range(300):
+    (torch.ones(2, 4) @ weight).sum().backward()
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+    weight.grad = None
+"""
+
+
+def make_script(place: Path, *, keywords: str = "", epochs: int = 40, before: str = "", after: str = "") -> None:
+    (place / "script.py").write_text(before + SCRIPT.format(keywords=keywords, epochs=epochs) + after)
+
+
+def try_edits(forks: Forks, place: Path, *edits: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the JSON of a trial of each edit, by the edits' text."""
+    words = [word for edit in edits for word in ("--edit", edit)]
+    how = ["--processes", "1", "--format", "json", "--run", "run", *options]
+    done = forks.run_profkit("try", *how, *words, "--", sys.executable, "script.py", cwd=place)
+    assert done.returncode == 0, done.stderr
+    return {" + ".join(trial["edits"]): trial for trial in json.loads(done.stdout)["trials"]}
+
+
+MADE = ("optimizer:foreach", "zero-grad:none", "autocast:bf16", "workers:2", "threads:2", "checkpoint:2", "batch:×2")
+
+
+def test_edits_are_made_in_an_unedited_script_and_proven(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    trials = try_edits(forks, tmp_path, *MADE)
+    said = {edit: trials[edit]["evidence"][0] for edit in MADE}
+    assert all(evidence["is_made"] for evidence in said.values()), said
+    assert all(trials[edit]["step_ns"] > 0 for edit in ("", *MADE))
+    assert "aten._foreach" in said["optimizer:foreach"]["text"]
+    assert said["optimizer:foreach"]["place"].endswith("script.py:7 <module>")
+    assert said["workers:2"]["text"].endswith("loaders got 2 workers; 2 processes run")
+    assert said["batch:×2"]["text"] == "batches of 8 for 4"
+    assert "(2 … 2)" in said["checkpoint:2"]["text"]
+    shares = {edit: trials[edit]["loss"]["share"] for edit in MADE}
+    assert {shares[edit] for edit in ("zero-grad:none", "workers:2", "checkpoint:2")} == {0.0}
+    assert 1e-5 < shares["autocast:bf16"] < 0.1
+    assert trials["batch:×2"]["batch_factor"] == 2
+
+
+def test_a_program_without_edits_computes_the_same_to_the_last_bit(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    alone = json.loads(forks.run([sys.executable, "script.py"], tmp_path).stdout)
+    try_edits(forks, tmp_path, "threads:2")
+    (call,) = Run(tmp_path / "run").trials.calls
+    as_is = next(process for process in call.processes if not process.edits)
+    assert as_is.measured is not None
+    assert list(as_is.measured.losses) == alone[: call.plan.warmup_steps + call.plan.steps]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_a_model_is_compiled_without_a_word_of_the_script(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    trial = try_edits(forks, tmp_path, "compile")["compile"]
+    (evidence,) = trial["evidence"]
+    assert evidence["is_made"], evidence
+    assert "compiled graph" in evidence["text"]
+    assert trial["loss"]["share"] < 0.5
+    assert trial["first_steps_ns"] > 0
+
+
+def test_what_a_script_says_itself_stays_and_is_the_reason(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path, keywords=", foreach=True")
+    edits = (
+        "optimizer:fused",
+        "optimizer:foreach",
+        "workers:0",
+        "no-anomaly",
+        "channels-last",
+        "checkpoint:none.*",
+        "tf32",
+    )
+    trials = try_edits(forks, tmp_path, *edits)
+    reasons = {edit: trials[edit]["reason"] for edit in edits}
+    assert all(trials[edit]["step_ns"] is None for edit in edits)
+    assert reasons["optimizer:fused"] == "optimizer:fused: the script itself sets foreach=True"
+    assert reasons["optimizer:foreach"] == "optimizer:foreach: the script sets foreach=True already"
+    assert reasons["workers:0"] == "workers:0: the script has 0 workers already"
+    assert reasons["no-anomaly"] == "no-anomaly: the script does not turn anomaly detection on"
+    assert "no convolution" in reasons["channels-last"]
+    assert "no module of Sequential matches none.*; it has 0, 1, 2, 3" in reasons["checkpoint:none.*"]
+    assert reasons["tf32"] == "tf32: the program uses no GPU"
+
+
+def test_a_script_that_trains_in_a_way_of_its_own_gets_the_reason(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OWN_STEP)
+    trials = try_edits(forks, tmp_path, "autocast:bf16", "optimizer:fused", "zero-grad:none", "pin-memory")
+    assert "no call of a model" in trials["autocast:bf16"]["reason"]
+    assert "no step of an optimizer" in trials["optimizer:fused"]["reason"]
+    assert "calls no zero_grad" in trials["zero-grad:none"]["reason"]
+    assert "makes no DataLoader" in trials["pin-memory"]["reason"]
+
+
+def test_an_edit_that_fails_is_a_row_with_its_reason(forks: Forks, tmp_path: Path) -> None:
+    before = "import torch\nif torch.get_num_threads() == 2: raise ValueError('two')\n"
+    after_threads = "threads = torch.set_num_threads\ndef refuse(count): raise ValueError(f'{count} threads')\n"
+    make_script(tmp_path, before=before + after_threads + "torch.set_num_threads = refuse\n")
+    trials = try_edits(forks, tmp_path, "threads:2", "zero-grad:none")
+    assert trials["threads:2"]["reason"] == "the change could not be made: ValueError: 2 threads"
+    assert trials["zero-grad:none"]["step_ns"] > 0
+
+
+def test_a_script_that_writes_is_not_tried_unless_that_is_wanted(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path, before="open('log.csv', 'a').write('a line')\n")
+    words = ["try", "--run", "run", "--processes", "1", "--edit", "zero-grad:none", "--", sys.executable, "script.py"]
+    refused = forks.run_profkit(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "it wrote log.csv: each trial would do so again; --anyway tries all the same" in refused.stderr
+    shutil.rmtree(tmp_path / "run")
+    assert try_edits(forks, tmp_path, "zero-grad:none", options=("--anyway",))["zero-grad:none"]["step_ns"] > 0
+
+
+def test_a_short_script_is_timed_over_the_steps_that_it_makes(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(keywords="", epochs=1).replace("(80,", "(32,"))
+    try_edits(forks, tmp_path, "zero-grad:none")
+    (call,) = Run(tmp_path / "run").trials.calls
+    assert (call.plan.warmup_steps, call.plan.steps) == (3, 5)
+
+
+def test_a_run_is_tried_again_by_its_own_command_and_calls_add_up(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    try_edits(forks, tmp_path, "zero-grad:none")
+    again = forks.run_profkit("try", "run", "--processes", "1", "--edit", "optimizer:foreach", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "optimizer:foreach" in again.stdout
+    assert [len(call.processes) for call in Run(tmp_path / "run").trials.calls] == [2, 2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", TRIALS]
+
+
+def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_script(tmp_path)
+    started = []
+
+    def interrupt(runner: Any, folder: Path, edits: tuple[str, ...], turn: int) -> Any:
+        started.append(edits)
+        if edits == ("threads:2",):
+            raise KeyboardInterrupt
+        return plain(runner, folder, edits, turn)
+
+    plain = launched.TrialRunner._start
+    monkeypatch.setattr(launched.TrialRunner, "_start", interrupt)
+    words = ["--run", "run", "--edit", "zero-grad:none", "--edit", "threads:2", "--", sys.executable, "script.py"]
+    done = forks.run_profkit("try", *words, cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert "zero-grad:none" in done.stdout
+    (call,) = Run(tmp_path / "run").trials.calls
+    assert [process.edits for process in call.processes] == [(), ("zero-grad:none",)]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--edit", "gpu:×2", "script.py"], "profkit does not make this edit"),
+        (["--edit", "nothing", "script.py"], "no edit 'nothing'"),
+        (["script.py"], "nothing to try: name it with --edit"),
+        (["--report", "."], "no profkit run"),
+    ],
+)
+def test_wrong_use_says_what_to_write(forks: Forks, tmp_path: Path, words: list[str], why: str) -> None:
+    make_script(tmp_path)
+    done = forks.run_profkit("try", *words, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert why in done.stderr
