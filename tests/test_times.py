@@ -165,6 +165,22 @@ def test_on_a_gpu_events_give_the_times_and_nothing_waits_before_they_are_taken(
     assert said[-1] == "wait"
 
 
+def test_a_step_is_timed_by_the_gpu_and_waits_only_when_it_is_read(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = times.mark_moment(), times.mark_moment()
+    assert said == ["record"] * 2
+    assert times.time_between(first, last) == 1_500_000
+    assert said[-1] == "wait"
+    _set_current_stream(monkeypatch, 9, device=1)
+    elsewhere = times.mark_moment()
+    assert times.time_between(first, elsewhere) == elsewhere.host_ns - first.host_ns
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    before_cuda = times.mark_moment()
+    assert times.time_between(before_cuda, last) == last.host_ns - before_cuda.host_ns
+    assert said.count("wait") == 1
+
+
 def test_events_are_recorded_on_the_stream_of_the_moment(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for number in (7, 8, 7):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed
@@ -41,7 +42,17 @@ from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsy
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.own_steps import OwnSteps
-from profkit.capture.steps.times import Span, StepCollector, sum_times, wait_for_device
+from profkit.capture.steps.times import (
+    Mark,
+    Part,
+    Span,
+    StepCollector,
+    mark_moment,
+    mark_on_host,
+    sum_times,
+    time_between,
+    wait_for_device,
+)
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, WORK, name_of_rank
@@ -106,6 +117,19 @@ def attach() -> None:
     os.register_at_fork(after_in_child=session.abandon)
 
 
+class _UnreadStep(NamedTuple):
+    """A step that has ended on the host: its context, its phases, and when it began and ended."""
+
+    context: Mapping[str, int]
+    spans: list[Span]
+    began: Mark
+    ended: Mark
+
+
+_READ_TOGETHER = 64
+"""After so many steps their times are read, which waits for the GPU."""
+
+
 class Session:
     """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher."""
 
@@ -142,6 +166,8 @@ class Session:
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
+        self._step_began = mark_on_host()
+        self._unread: list[_UnreadStep] = []
         self._samples = StepCollector()
         self._memory_lead = 0
         """How many steps were counted before counting began anew: the allocator's history has them too."""
@@ -206,7 +232,7 @@ class Session:
         self._note_step()
         self._pass(number)
         self._begin_light_step(number)
-        self._start_ns = perf_counter_ns()
+        self._step_began = self._mark()
 
     def _begin_light_step(self, number: int) -> None:
         """Go on with the light record, which is there after the recording too."""
@@ -225,7 +251,7 @@ class Session:
     def _pass(self, number: int) -> None:
         """Begin or end the recording if it is time to."""
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
-            self._samples = StepCollector()
+            self._samples, self._unread = StepCollector(), []
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
@@ -244,7 +270,7 @@ class Session:
         elif number == self._first:
             if not self.order.own_steps:
                 self.end_counting()
-            self._samples.begin("profiled")
+            self._begin_part("profiled")
             self._drain.look()
             self._begin_recording()
             if self._recording is not None or not self._is_chosen:
@@ -252,7 +278,7 @@ class Session:
         elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
             self.begin_counting()
         elif number == self._first_timed and not self.order.own_steps:
-            self._samples.begin("attached")
+            self._begin_part("attached")
         if number == self._first - 1:
             self._warm_up_profiler()
 
@@ -382,7 +408,7 @@ class Session:
         self.hooks.steps.settle()
         from profkit.capture.work.counter import WorkCounter  # it loads more of torch
 
-        self._samples.end()
+        self._end_part()
         if self.order.annotate:
             self.hooks.start()
         if not self.order.own_steps:
@@ -405,17 +431,42 @@ class Session:
             self._failure = str(error)
         self._counter = None
 
+    def _mark(self) -> Mark:
+        """Return this moment: on the GPU where phases are timed there, else once the GPU has done its work."""
+        if self.hooks.clock.is_running:
+            return mark_moment()
+        wait_for_device()
+        return mark_on_host()
+
     def _note_step(self) -> None:
+        """Note when the step ended, without waiting for the GPU: a program that waits nowhere goes on at once, too."""
         if self._begun < 0:
             return
-        wait_for_device()
-        step_ns = perf_counter_ns() - self._start_ns
+        ended = self._mark()
         spans = self.hooks.clock.take()
         self.hooks.loading.step_ended()
         context = {} if self.context is None else {"context": self.context}
-        self._samples.note({**context, **sum_times(spans), "step_ns": step_ns})
+        self._unread.append(_UnreadStep(context, spans, self._step_began, ended))
+        # The light record has events that it has read recorded anew.
+        if self._light is not None or len(self._unread) >= _READ_TOGETHER:
+            self._read_times()
         if self._light is not None:
             self._light.step_ended(spans)
+
+    def _read_times(self) -> None:
+        """Turn what is noted of steps into times, which waits for the GPU."""
+        for step in self._unread:
+            step_ns = time_between(step.began, step.ended)
+            self._samples.note({**step.context, **sum_times(step.spans), "step_ns": step_ns})
+        self._unread.clear()
+
+    def _begin_part(self, part: Part) -> None:
+        self._read_times()
+        self._samples.begin(part)
+
+    def _end_part(self) -> None:
+        self._read_times()
+        self._samples.end()
 
     def _note_in_memory(self, number: int) -> None:
         """Note the step in the file of owners."""
@@ -478,7 +529,7 @@ class Session:
         is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
         if self._scripts_profiler is None or self._scripts_profiler.runs or not (is_spare and self._may_log()):
             return
-        self._samples.end()
+        self._end_part()
         self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self.hooks.log)
         self._scripts_profiler.before_start = self._drop_profiler
 
@@ -503,7 +554,7 @@ class Session:
 
     def _wait_a_step(self) -> None:
         """Begin to record a step later: the script's own torch.profiler runs, and a process has only one."""
-        self._samples.end()
+        self._end_part()
         self.end_counting()
         self._failure = _MEETS
         self._first += 1
@@ -526,7 +577,7 @@ class Session:
             self._compilations.recording_ends()
         if self._scripts_profiler is not None:
             self._scripts_profiler.before_start = None
-        self._samples.end()
+        self._end_part()
         if state == CUT_SHORT:
             self.hooks.mark_unfinished()
         self.hooks.stop()

@@ -161,12 +161,12 @@ class PhaseClock:
 
     def _now(self) -> Mark:
         """Return this moment; waiting for data takes no time on a GPU."""
-        return _mark_on_host() if self._phase == DATA else self._mark()
+        return mark_on_host() if self._phase == DATA else self._mark()
 
     def _mark_before_cuda(self) -> Mark:
         """Return this moment, with an event as soon as CUDA is in use: it stays so."""
         if not torch.cuda.is_initialized():
-            return _mark_on_host()
+            return mark_on_host()
         self._mark = mark_on_gpu
         return mark_on_gpu()
 
@@ -182,7 +182,8 @@ class PhaseClock:
         return spans
 
 
-def _mark_on_host() -> Mark:
+def mark_on_host() -> Mark:
+    """Return this moment by the host's clock alone."""
     return _mark((perf_counter_ns(), _HOST, 0))
 
 
@@ -221,6 +222,23 @@ _new_event: Callable[..., Any] = getattr(_c, "_CudaEventBase", torch.cuda.Event)
 
 _streams: dict[tuple[int, int, int], Any] = {}
 """Streams by what torch's C++ calls them: a new object for the current one takes longer to make than an event."""
+
+
+def mark_moment() -> Mark:
+    """Return this moment, with an event where CUDA is in use."""
+    return mark_on_gpu() if torch.cuda.is_initialized() else mark_on_host()
+
+
+def time_between(first: Mark, last: Mark) -> int:
+    """Return the nanoseconds between two moments, by the GPU's clock where both have an event of one GPU.
+
+    It waits until the GPU has passed the last event.
+    """
+    span = Span("", first, last)
+    if not span.is_on_gpu:
+        return last.host_ns - first.host_ns
+    last.event.synchronize()
+    return round(first.event.elapsed_time(last.event) * 1_000_000)
 
 
 def give_back(device: int, events: Iterable[Any]) -> None:
