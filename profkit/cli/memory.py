@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
+from profkit.analysis.memory.bins import STACKINGS, Stacking
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
-from profkit.analysis.opened import OpenedCapture
 from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import BY, TOP_MODULES, TOP_STACKS, By, build_memory_document
 from profkit.report.document import Format
-from profkit.report.page.memory import STACKINGS, Stacking
 from profkit.run.directory import Run, find_run
+
+if TYPE_CHECKING:
+    from profkit.analysis.opened import OpenedCapture
 
 _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "timeline_by", "leaks")
 
@@ -129,6 +132,8 @@ def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, by: Stacking
 
 
 def _capture(path: Path, opened: OpenedSnapshot) -> OpenedCapture:
+    from profkit.analysis.opened import OpenedCapture
+
     run = find_run(Path(opened.snapshot.path))
     return OpenedCapture(path if run is None else run.path, run, None, opened)
 

@@ -18,6 +18,7 @@ import math
 import sys
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -171,13 +172,13 @@ class _Codes(dict[str, int]):
 
 
 def _column(trace: list[dict[str, Any]], key: str) -> Ints:
-    return _integers(list(map(itemgetter(key), trace)), key)
+    return _integers(map(itemgetter(key), trace), key)
 
 
-def _integers(values: list[Any], what: str) -> Ints:
+def _integers(values: Iterable[Any], what: str) -> Ints:
     try:
         # NumPy would round a fraction off.
-        return np.array(array("q", values), dtype=np.int64)
+        return np.frombuffer(array("q", values), dtype=np.int64)
     except TypeError:
         raise ValueError(f"{what} is no integer") from None
 
@@ -187,7 +188,7 @@ def _read_addresses(trace: list[dict[str, Any]]) -> Ints:
     try:
         return _column(trace, "addr")
     except KeyError:
-        return _integers([event.get("addr", event.get("device_free", 0)) for event in trace], "addr")
+        return _integers((event.get("addr", event.get("device_free", 0)) for event in trace), "addr")
 
 
 def _bounded(column: Ints, what: str) -> Ints:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
+
+Stacking = Literal["category", "module", "stack", "allocation"]
+"""What a series of the timeline is."""
+STACKINGS: tuple[Stacking, ...] = get_args(Stacking)
 
 BIN_COUNT = 8192
 STACK_COUNT = 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from profkit.analysis.memory.owners import Owner, match_owners, shown_module
 from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
 from profkit.analysis.memory.places import Place, Places
 from profkit.analysis.memory.stacks import StackBook, StackFacts, format_frame
-from profkit.run.compiled_code import CompiledGraph
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import OOM, Device, Settings
+
+if TYPE_CHECKING:
+    from profkit.run.compiled_code import CompiledGraph
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,14 @@ def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[L
     rows = np.arange(firsts[0], firsts[-1])
     births = np.searchsorted(firsts, rows, "right") - 1
     stays = (replay.freed[rows] >= moments[births]) & (replay.birth[rows] < moments[births])
-    by_stack: defaultdict[tuple[object, bool], list[int]] = defaultdict(list)
+    by_number: defaultdict[int, list[int]] = defaultdict(list)
     for row in rows[stays].tolist():
-        facts = memory.stacks.of(row)
-        by_stack[facts.shown, facts.is_compiled].append(row)
-    judged = [_judge(memory, np.array(some), moments, firsts) for some in by_stack.values()]
+        by_number[memory.stacks.number_of(row)].append(row)
+    by_stack: defaultdict[tuple[object, bool], list[int]] = defaultdict(list)
+    for number, of_stack in by_number.items():
+        facts = memory.stacks.facts[number]
+        by_stack[facts.shown, facts.is_compiled] += of_stack
+    judged = [_judge(memory, np.array(sorted(some)), moments, firsts) for some in by_stack.values()]
     return tuple(sorted((row for row in judged if row), key=lambda one: (-one.bytes, one.label)))
 
 

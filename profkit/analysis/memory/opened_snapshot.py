@@ -13,13 +13,13 @@ from profkit.analysis.memory.oom import judge_oom, last_failure
 from profkit.analysis.memory.owners import check_with_allocator, find_capacity
 from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
 from profkit.errors import SnapshotError, UsageError
-from profkit.run.compiled_code import CompiledGraph
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Snapshot
 
 if TYPE_CHECKING:
     from profkit.analysis.memory.compare import Comparison
     from profkit.analysis.whatif.answers import WhatIf
+    from profkit.run.compiled_code import CompiledGraph
 
 PEAK = "peak"
 FAILURE = "oom"

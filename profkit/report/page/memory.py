@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from profkit.allocator.layout import Layout, lay_out, lay_out_end
-from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
+from profkit.analysis.memory.bins import Bins, Series, Shape, Stacking, bin_history
 from profkit.analysis.memory.categories import CATEGORIES
 from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import DeviceMemory, Filter
@@ -37,9 +37,6 @@ from profkit.report.page.markup import Interned, pack, view_parts, view_table, v
 from profkit.report.text import make_visible
 from profkit.report.units import BYTES, TEXT, format_bytes, format_count
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Ints
-
-Stacking = Literal["category", "module", "stack", "allocation"]
-STACKINGS: tuple[Stacking, ...] = ("category", "module", "stack", "allocation")
 
 CATEGORY_COLOURS = {
     "parameters": "#0072B2",

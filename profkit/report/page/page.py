@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from profkit.analysis.causes.advice import find_advice
 from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.memory.bins import Stacking
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
@@ -25,7 +26,7 @@ from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page.markup import Section, view_parts, without_folders
-from profkit.report.page.memory import Stacking, build_memory
+from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results, build_comparison, compare_runs
