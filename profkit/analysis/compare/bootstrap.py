@@ -34,6 +34,7 @@ Statistic = Literal["mean", "median", "step"]
 Verdict = Literal["more", "less", "no measurable difference", "unchanged", "unknown"]
 """What a change is; ``unknown`` if there is a change but too few samples for an interval."""
 
+_Draws = npt.NDArray[np.int32]
 _Summary = Callable[[int, npt.NDArray[Any]], Floats]
 """Summarizes every resample of one side, column by column."""
 
@@ -43,7 +44,8 @@ FEWEST = 5
 
 _RESAMPLES, _FEWEST_RESAMPLES = 4000, 256
 _MOST_DRAWS = 2**24
-"""Of thousands of samples fewer resamples are drawn: 128 MB of them."""
+"""Of thousands of samples fewer resamples are drawn: 64 MB of them."""
+_DRAWS_AT_ONCE = 2**20
 _CHUNK = 256
 """Columns that are resampled at once: 8 MB."""
 
@@ -64,9 +66,8 @@ def bootstrap_differences(
     if fewest < FEWEST:
         return None
     largest = max(len(before), len(after))
-    halves = (_draw(len(before), (0, 1), largest), _draw(len(after), (1, 0), largest))
-    picks = [np.concatenate(both) for both in halves]
-    summaries: dict[Statistic, Callable[[list[npt.NDArray[np.int64]]], _Summary]] = {
+    picks = [_draw(len(before), (0, 1), largest), _draw(len(after), (1, 0), largest)]
+    summaries: dict[Statistic, Callable[[list[_Draws]], _Summary]] = {
         "mean": _Means,
         "median": _Medians,
         "step": _StepTimes,
@@ -95,19 +96,23 @@ def judge_change(change: Fraction, low: int | None, high: int | None) -> Verdict
 class _Means:
     """The mean of every resample, from how often it drew each sample."""
 
-    def __init__(self, picks: list[npt.NDArray[np.int64]]) -> None:
-        self._weights = [_count_draws(drawn) / drawn.shape[1] for drawn in picks]
+    def __init__(self, picks: list[_Draws]) -> None:
+        self._picks = picks
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
         # Relative to their mean, so that no digit is lost if the samples hardly differ.
         centre = samples.mean(axis=0)
-        return np.asarray(self._weights[side] @ (samples - centre) + centre)
+        picks, apart = self._picks[side], samples - centre
+        rows = max(_DRAWS_AT_ONCE // picks.shape[1], 1)
+        parts = [picks[first : first + rows] for first in range(0, len(picks), rows)]
+        means: Floats = np.concatenate([_count_draws(part) / picks.shape[1] @ apart for part in parts]) + centre
+        return means
 
 
 class _Medians:
     """The median of every resample."""
 
-    def __init__(self, picks: list[npt.NDArray[np.int64]]) -> None:
+    def __init__(self, picks: list[_Draws]) -> None:
         self._picks = picks
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
@@ -117,7 +122,7 @@ class _Medians:
 class _StepTimes:
     """The median rest and the mean wait of every resample, added up: the same for both columns."""
 
-    def __init__(self, picks: list[npt.NDArray[np.int64]]) -> None:
+    def __init__(self, picks: list[_Draws]) -> None:
         self._rest, self._wait = _Medians(picks), _Means(picks)
 
     def __call__(self, side: int, samples: npt.NDArray[Any]) -> Floats:
@@ -125,16 +130,17 @@ class _StepTimes:
         return np.repeat(times, 2, axis=1)
 
 
-def _draw(size: int, sequences: tuple[int, int], largest: int) -> list[npt.NDArray[np.int64]]:
+def _draw(size: int, sequences: tuple[int, int], largest: int) -> _Draws:
     """Return which of ``size`` samples each resample holds; each sequence of draws makes one half of the resamples.
 
     There are as many as the side with the ``largest`` number of samples allows.
     """
     resamples = min(max(_MOST_DRAWS // largest, _FEWEST_RESAMPLES), _RESAMPLES)
-    return [np.random.default_rng(seed).integers(0, size, (resamples // 2, size)) for seed in sequences]
+    halves = (np.random.default_rng(seed).integers(0, size, (resamples // 2, size)) for seed in sequences)
+    return np.concatenate([half.astype(np.int32) for half in halves])
 
 
-def _count_draws(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _count_draws(drawn: _Draws) -> npt.NDArray[np.int64]:
     resamples, size = drawn.shape
     flat = drawn + size * np.arange(resamples)[:, None]
     return np.bincount(flat.ravel(), minlength=resamples * size).reshape(resamples, size)
