@@ -14,6 +14,8 @@ from typing import Any
 
 HALF_WRITTEN = ".profkit-"
 """How the name of a file begins that is not whole yet."""
+PARTIAL = "partial."
+"""How the name of a file of a run begins that a process is still writing."""
 
 GZIP_RATIO = 24
 """How many times its size a zipped capture may take in memory for what an unzipped one takes once: real ones shrink to

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from profkit.errors import UsageError
+from profkit.files import PARTIAL
 from profkit.models.options import TrainingOptions
 from profkit.models.presets import PRESETS
-from profkit.run.directory import PARTIAL, Run
+from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
 from profkit.run.recording import (
     CUT_SHORT,

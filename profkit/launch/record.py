@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from profkit.errors import RunError, ToolError
-from profkit.files import clear_partial_files
+from profkit.files import PARTIAL, clear_partial_files
 from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder, why_not_twice
 from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
@@ -37,7 +37,6 @@ from profkit.run.directory import (
     KINETO_TRACE,
     MANIFEST,
     NSYS_REPORT,
-    PARTIAL,
     WORK,
     Run,
     make_run_directory,

@@ -16,11 +16,11 @@ from pathlib import Path
 from time import monotonic
 
 from profkit.errors import ToolError, UsageError
+from profkit.files import PARTIAL
 from profkit.launch.another_try import why_not_twice
 from profkit.launch.manifest import utc_now
 from profkit.launch.processes import run_child
 from profkit.launch.record import Progress, Say, build_environment
-from profkit.run.directory import PARTIAL
 from profkit.run.edits import parse_edits
 from profkit.run.recording import Order, take_failures
 from profkit.run.trials import VERSION, Measured, TrialPlan, TrialProcess, take_measured

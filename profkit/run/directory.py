@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
-from profkit.files import HALF_WRITTEN
+from profkit.files import HALF_WRITTEN, PARTIAL
 from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
@@ -41,8 +41,6 @@ LINES = "lines.jsonl"
 TRIALS = "trials.jsonl"
 WORK = "work.json"
 LOG = "log.txt"
-PARTIAL = "partial."
-"""How the name of a file begins that a process is still writing."""
 
 DEFAULT_PARENT = Path("runs")
 

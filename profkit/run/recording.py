@@ -17,8 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
-from profkit.files import write_json
-from profkit.run.directory import PARTIAL
+from profkit.files import PARTIAL, write_json
 from profkit.run.manifest import Process
 from profkit.run.records import decode, read_record, read_text
 

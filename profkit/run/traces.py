@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from profkit.errors import RunError
-from profkit.files import collector_off, whole_file
-from profkit.run.directory import LOG, PARTIAL
+from profkit.files import PARTIAL, collector_off, whole_file
+from profkit.run.directory import LOG
 from profkit.run.range_log import RangeLogError, join_ranges, read_range_log
 
 _PLAIN, _LOG = ".json", ".ranges"

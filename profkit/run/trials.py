@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import RunError
-from profkit.files import whole_file, write_json
-from profkit.run.directory import PARTIAL
+from profkit.files import PARTIAL, whole_file, write_json
 from profkit.run.records import decode, read_lines, read_record
 from profkit.text_kinds import EditName, GpuName, Message, Moment, SourceLine, Version, Word
 

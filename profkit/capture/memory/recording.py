@@ -34,9 +34,9 @@ from profkit.capture.hooks.watcher import Watcher
 from profkit.capture.memory.owners import OwnerLedger, now_us
 from profkit.capture.memory.saved_tensors import tensors_at_hand, watch_hooks
 from profkit.capture.patches import call_between, patch, restore
-from profkit.files import whole_file
+from profkit.files import PARTIAL, whole_file
 from profkit.names import FORWARD, MEMORY_TEXT, step_range
-from profkit.run.directory import OWNERS, PARTIAL, SNAPSHOT, name_of_rank
+from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
 from profkit.run.manifest import ProcessMemory
 from profkit.run.recording import MemoryOptions
 
