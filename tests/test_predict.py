@@ -71,8 +71,9 @@ def recorded(
     categories = {row: category(row) for row in rows}
     phase = ["forward"] * edge + ["optimizer"] * len(OPTIMIZER)
     proof = prove(step, run(step, CONSTANTS))
+    gap_phases = [{name: max(gap, 0)} for name, gap in zip(phase, step.gap_ns, strict=True)]
     nowhere = [None] * len(program), [None] * len(step.row)
-    kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, [{}] * len(program), *nowhere)
+    kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, gap_phases, *nowhere)
     return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None, step.recorded_ns)
 
 

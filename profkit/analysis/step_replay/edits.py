@@ -252,8 +252,9 @@ def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
     for line in _lines_at(setting):
         left_ns = max(0, line.time_ns - line.waiting_ns + sign * line.error_ns)
         phases = {line.phase} if line.phase is not None else {OUTSIDE, DATA}
-        for call in sorted(setting.calls_in(phases), key=lambda call: -gap[call]):
-            taken_ns = min(left_ns, max(gap[call], 0))
+        pauses = [sum(of_gap.get(phase, 0) for phase in phases) for of_gap in setting.step.gap_phases]
+        for call in sorted(range(len(gap)), key=lambda call: -pauses[call]):
+            taken_ns = min(left_ns, max(gap[call], 0), pauses[call])
             gap[call] -= taken_ns
             left_ns -= taken_ns
     return replace(columns, gap_ns=gap)

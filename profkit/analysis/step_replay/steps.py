@@ -30,6 +30,7 @@ from profkit.analysis.step_replay.limits import (
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, measure_constants, prepare, prove, run
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.time_account.waits import is_data_wait
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime
@@ -189,13 +190,13 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     places = [*places_of_ranges(account.attribution), Place(None)]
     allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
-    for step, phases_of_step in zip(recorded, intervals, strict=True):
+    for step, phases_of_step, waits_of_step in zip(recorded, intervals, _data_intervals(account, windows), strict=True):
         columns = prepare(step, constants)
         phases = find_phases(columns, phases_of_step)
         fit = fit_host(columns, constants, phases, unprofiled, spread_ns) if unprofiled else None
         proof = prove(columns, run(columns, constants))
         names, categories = _names(trace, columns)
-        phase, gap_phases = _phases_of_calls(columns, phases_of_step)
+        phase, gap_phases = _phases_of_calls(columns, {**phases_of_step, DATA: waits_of_step})
         of_calls, of_operations = _places_of(account.attribution, columns, places)
         allocating = {at for at, name in enumerate(trace.calls.name[columns.call].tolist()) if name in allocates}
         steps.append(
@@ -276,6 +277,18 @@ def _phase_intervals(
                 interval = int(ranges.start_ns[row]) - start, int(ranges.end_ns[row]) - start
                 phases.setdefault(label, []).append(interval)
         found.append(_disjoint(phases))
+    return found
+
+
+def _data_intervals(account: TimeAccount, windows: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the waits for data of each window, which no speed of the host scales."""
+    ranges = account.attribution.trace.ranges
+    waits = is_data_wait(account.attribution.trace)
+    found = []
+    for start, end, _ in windows:
+        rows = np.flatnonzero(waits & (ranges.start_ns >= start) & (ranges.start_ns < end)).tolist()
+        intervals = [(int(ranges.start_ns[row]) - start, int(ranges.end_ns[row]) - start) for row in rows]
+        found.append(_disjoint({DATA: intervals}).get(DATA, []))
     return found
 
 
