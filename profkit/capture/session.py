@@ -686,7 +686,11 @@ class Session:
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             torch=torch.__version__,
             cuda=torch.version.cuda,
-            conditions=read_conditions(self.hooks.autocast_dtypes, self.hooks.optimizers.described),
+            conditions=read_conditions(
+                self.hooks.autocast_dtypes,
+                self.hooks.optimizers.described,
+                anomaly_detection=self.hooks.has_detected_anomalies,
+            ),
             attached=tuple(self._samples.steps["attached"]),
             profiled=tuple(profiled),
             during=self._samples.during,

@@ -191,7 +191,11 @@ class UsedOptimizer:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a process multiplied matrices, what it compiled and optimized with, and its GPU; None if unknown."""
+    """How a process multiplied matrices, what it compiled and optimized with, and its GPU; None if unknown.
+
+    ``reserved_peak_bytes`` is the most that PyTorch held of the GPU's ``gpu_memory_bytes``. ``cpu_count`` is how many
+    CPUs the process may use.
+    """
 
     float32_matmul_precision: Word | None = None
     cuda_matmul_allow_tf32: bool | None = None
@@ -205,6 +209,10 @@ class Conditions:
     compiled: Compiled | None = None
     gpu_uuid: Message | None = None
     optimizers: tuple[UsedOptimizer, ...] | None = None
+    anomaly_detection: bool | None = None
+    cpu_count: int | None = None
+    reserved_peak_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

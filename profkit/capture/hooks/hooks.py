@@ -139,6 +139,7 @@ class Hooks(RangeObserver):
         self._no_call = NoCall(self)
         self._outside = OutsideNodes()
         self.autocast_dtypes: set[str] = set()
+        self.has_detected_anomalies = False
         """The types that autocast computed in around the modules called while ranges were open."""
         self.optimizers = UsedOptimizers()
         self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
@@ -396,6 +397,7 @@ class Hooks(RangeObserver):
                 part = self.names.name_root(module, type(module).__name__ if is_loss else self.steps.name_of(module))
             call, name = Call(part.range, opened.call, self, part.owner, part.reference), part.name
             self.autocast_dtypes |= autocast_dtypes()
+            self.has_detected_anomalies |= torch.is_anomaly_enabled()
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)

@@ -5,6 +5,7 @@ Everything is read from torch as it stands; nothing is imported, initialised or 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -20,7 +21,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def read_conditions(
-    autocast_dtypes: Collection[str] = (), optimizers: Collection[UsedOptimizer] | None = None
+    autocast_dtypes: Collection[str] = (),
+    optimizers: Collection[UsedOptimizer] | None = None,
+    *,
+    anomaly_detection: bool | None = None,
 ) -> Conditions:
     """Return how this process multiplies matrices, what it compiled, and on which GPU it runs.
 
@@ -31,7 +35,9 @@ def read_conditions(
     Args:
         autocast_dtypes: those in which autocast was seen to be on.
         optimizers: those that made a step; None if they were not watched.
+        anomaly_detection: whether it was seen to be on; None if that was not watched.
     """
+    reserved_peak_bytes, gpu_memory_bytes = _gpu_memory()
     return Conditions(
         float32_matmul_precision=_read(torch.get_float32_matmul_precision),
         cuda_matmul_allow_tf32=_read(lambda: torch.backends.cuda.matmul.allow_tf32),
@@ -45,6 +51,10 @@ def read_conditions(
         compiled=_compiled(),
         gpu_uuid=_gpu_uuid(),
         optimizers=None if optimizers is None else tuple(optimizers),
+        anomaly_detection=anomaly_detection,
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        reserved_peak_bytes=reserved_peak_bytes,
+        gpu_memory_bytes=gpu_memory_bytes,
     )
 
 
@@ -105,8 +115,9 @@ def read_counters() -> dict[str, int]:
     """Return what has happened so far in this process that makes a step slow: `counted_since` gives the difference.
 
     ``compiled_graphs`` counts each graph that Dynamo handed to a compiler, those of recompilations too
-    (``torch._dynamo.utils.counters``); the other two are the caching allocator's own on the current device: cudaMalloc
-    calls that failed and were tried again after its cache was freed, and out-of-memory errors.
+    (``torch._dynamo.utils.counters``); the others are the caching allocator's own on the current device: cudaMalloc
+    calls that failed and were tried again after its cache was freed, out-of-memory errors, and the bytes that are
+    allocated, whose difference is by how much memory has grown.
     """
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     allocator = torch.cuda.memory_stats() if on_gpu else {}
@@ -114,6 +125,7 @@ def read_counters() -> dict[str, int]:
         "compiled_graphs": count_compiled_graphs(),
         "allocator_retries": allocator.get("num_alloc_retries", 0),
         "out_of_memory_errors": allocator.get("num_ooms", 0),
+        "allocated_bytes": allocator.get("allocated_bytes.all.current", 0),
     }
 
 
@@ -151,6 +163,14 @@ def _compiled() -> Compiled | None:
             options = {key: value for key, value in getattr(backend, "config", {}).items() if isinstance(value, _PLAIN)}
             backends.append({"backend": str(name), "options": options})
     return Compiled(graphs, tuple(backends))
+
+
+def _gpu_memory() -> tuple[int | None, int | None]:
+    """Return the most that PyTorch held of the current GPU's memory, and all of it."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None, None
+    device = torch.cuda.current_device()
+    return torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
 
 
 def _gpu_uuid() -> str | None:
