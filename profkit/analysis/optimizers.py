@@ -6,6 +6,10 @@ from profkit.run.manifest import Manifest, UsedOptimizer, find_condition
 
 _HAVE_FUSED_STEPS = ("Adam", "AdamW", "SGD")
 """Classes of torch.optim with a fused step on CUDA in every torch from 2.4 on (Adagrad's began on the CPU alone)."""
+_HAVE_FOREACH_STEPS = (
+    *_HAVE_FUSED_STEPS,
+    *("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
+)
 
 
 def used_optimizers(manifest: Manifest) -> tuple[UsedOptimizer, ...]:
@@ -28,6 +32,13 @@ def can_all_be_fused(manifest: Manifest, used: tuple[UsedOptimizer, ...]) -> boo
         and one.fused is None
         and not (one.foreach or one.differentiable)
         for one in used
+    )
+
+
+def can_all_be_foreach(used: tuple[UsedOptimizer, ...]) -> bool:
+    """Return whether torch has a step in few kernels for every optimizer."""
+    return bool(used) and all(
+        one.is_torchs and one.name in _HAVE_FOREACH_STEPS and not one.differentiable for one in used
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.causes.evidence import Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.host import HOST
+from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, predict_changes
@@ -25,7 +27,7 @@ _MOST_SCREENED = 12
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*LAUNCHES, *MEMORY)
+ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from profkit.analysis.step_replay.edits import ProgramFacts
 from profkit.analysis.step_replay.predict import StepChange, change_of
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import Summary
-from profkit.analysis.tree.modules import modules_of_ranges
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest, find_condition
@@ -64,11 +64,7 @@ class Cause:
 
 
 class Operation(NamedTuple):
-    """An operation of a step: its place in the step's columns, and what is known of it.
-
-    ``range`` is the innermost range's row, -1 without one; ``module`` the innermost module, siblings of one kind as
-    one, empty outside of modules.
-    """
+    """An operation of a step: its place in the step's columns, and what is known of it; ``module`` is the innermost."""
 
     at: int
     name: str
@@ -76,8 +72,7 @@ class Operation(NamedTuple):
     duration_ns: int
     call: int
     phase: str
-    range: int
-    module: str
+    module: str | None
 
 
 class Evidence:
@@ -136,39 +131,40 @@ class Evidence:
         """Return a condition of the run, None if it is unknown."""
         return find_condition(self.manifest, *names)
 
-    @cached_property
-    def _modules(self) -> list[str]:
-        assert self.capture.trace is not None
-        return modules_of_ranges(self.capture.trace.attribution)
-
     def operations(self, step: ReplayedStep) -> tuple[Operation, ...]:
-        """Return the operations of a recorded step."""
+        """Return the operations of a recorded step, in the order of their launches."""
         if id(step) not in self._operations:
-            self._operations[id(step)] = tuple(self._read(step))
-        return self._operations[id(step)]
-
-    def _read(self, step: ReplayedStep) -> list[Operation]:
-        assert self.capture.trace is not None
-        innermost = self.capture.trace.attribution.work.innermost
-        rows = step.columns.row.tolist()
-        found = []
-        for at, row in enumerate(rows):
-            inside = int(innermost[row]) if row < len(innermost) else -1
-            module = self._modules[inside] if inside >= 0 else ""
-            call = step.columns.launcher[at]
-            found.append(
+            columns = step.columns
+            self._operations[id(step)] = tuple(
                 Operation(
                     at,
                     step.names[row],
                     step.categories[row],
-                    step.columns.duration_ns[at],
-                    call,
-                    step.phase[call],
-                    inside,
-                    "" if module.startswith("(") else module,
+                    columns.duration_ns[at],
+                    columns.launcher[at],
+                    step.phase[columns.launcher[at]],
+                    step.operation_module[at],
                 )
+                for at, row in enumerate(columns.row.tolist())
             )
+        return self._operations[id(step)]
+
+    def choose(self, holds: Callable[[Operation], bool]) -> Callable[[ReplayedStep], list[int]]:
+        """Return what chooses the operations of any recorded step for which a condition holds."""
+        return lambda step: [operation.at for operation in self.operations(step) if holds(operation)]
+
+    def runs(self, step: ReplayedStep, holds: Callable[[Operation], bool]) -> list[tuple[Operation, ...]]:
+        """Return the operations of a step as runs of one phase and module without one for which ``holds`` is false."""
+        found: list[tuple[Operation, ...]] = []
+        for (fits, *_), group in groupby(self.operations(step), key=lambda one: (holds(one), one.phase, one.module)):
+            found += [tuple(group)] if fits else []
         return found
+
+
+def source_line(line: LineTime) -> SourceLine:
+    """Return where a line stands."""
+    assert line.file is not None
+    return SourceLine(line.file, line.line, line.function)
 
 
 def edits(*texts: str) -> tuple[StepChange, ...]:

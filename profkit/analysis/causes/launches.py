@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePath
 
-from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine, edits
-from profkit.analysis.optimizers import can_all_be_fused, used_optimizers
+from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
+from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.names import OPTIMIZER
 from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
 _MANY = 16
 """Launches of an optimizer's step from which on fewer are worth looking at."""
-
-
-def source_line(line: LineTime) -> SourceLine:
-    """Return where a line stands."""
-    assert line.file is not None
-    return SourceLine(line.file, line.line, line.function)
-
-
-def place_of(line: LineTime) -> str:
-    """Return ``train.py:30``."""
-    return f"{PurePath(line.file or '').name}:{line.line}"
-
-
-def edit_line(line: LineTime) -> str:
-    """Return a line as an edit names it: by its file's last parts that lead to it alone."""
-    return f"{line.file}:{line.line}"
 
 
 def _waits(evidence: Evidence) -> Iterator[Cause]:
@@ -41,7 +24,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
-        edit = f"no-wait:{edit_line(line)}"
+        edit = f"no-wait:{line.file}:{line.line}"
         yield Cause(
             code="waits",
             cause=f"{line.called or 'a call'} waits for the GPU, {count:.3g} times a step",
@@ -61,7 +44,7 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
     launches = optimizer.launch_count / evidence.summary.program_steps
     has_fused = can_all_be_fused(evidence.manifest, used)
     names = ", ".join(dict.fromkeys(one.name for one in used)) or "the optimizer"
-    if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and _has_foreach(evidence))):
+    if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and can_all_be_foreach(used))):
         return
     better = "fused" if has_fused else "foreach"
     kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters (foreach)"
@@ -74,12 +57,6 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
         edit=f"optimizer:{better}",
         evidence={"launches": launches, "span_ns": evidence.summary.per_step(optimizer.span_ns)},
     )
-
-
-def _has_foreach(evidence: Evidence) -> bool:
-    """Return whether torch has a foreach step for all optimizers, and none was forbidden but by the loop itself."""
-    used = used_optimizers(evidence.manifest)
-    return bool(used) and all(one.is_torchs and not one.differentiable for one in used)
 
 
 def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:

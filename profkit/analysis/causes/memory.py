@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval
+from profkit.analysis.causes.changes import without_calls
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, SourceLine, edits
+from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import EXPANDABLE
 
 _FORWARDS = ("forward", "loss")
+_HALF = 0.5
+_MANY_STEPS = 10_000
+_FRAME = re.compile(r"(.*):(\d+) (.*)")
+_LEAST_GROWTH = 2**20
+"""Bytes a step from which on memory grows."""
 
 
 def _expandable(evidence: Evidence) -> Iterator[Cause]:
@@ -72,7 +81,83 @@ def _checkpoint(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-MEMORY = (_expandable, _gradients_in_forward, _checkpoint)
+def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
+    """Activations are computed again although the GPU's memory would hold them."""
+    step, capacity = evidence.step, evidence.condition("gpu_memory_bytes")
+    held = evidence.condition("reserved_peak_bytes")
+    if step is None or not step.recomputing or not isinstance(capacity, int) or not isinstance(held, int):
+        return
+    if held > _HALF * capacity:
+        return
+    modules = Counter(step.module[call] for call in step.recomputing)
+    outermost = min((module for module in modules if module), key=len, default=None)
+    if outermost is None:
+        return
+    block = _outermost_repeated(outermost)
+    edit = f"no-checkpoint:{block}*"
+    yield Cause(
+        code="recompute",
+        cause=f"{block} is computed again in backward, and {1 - held / capacity:.0%} of the GPU's memory is free",
+        module=block,
+        change=f"no torch.utils.checkpoint around {block}",
+        changes=edits(edit),
+        edit=edit,
+        costs="the memory of its activations",
+        evidence={"reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
+        proof=f"profkit whatif RUN --edit '{edit}'",
+    )
+
+
+def _outermost_repeated(module: str) -> str:
+    """Return ``blocks.*`` of ``blocks.*.mlp.up``."""
+    before, star, _ = module.partition("*")
+    return f"{before}{star}" if star else module
+
+
+def _growth(evidence: Evidence) -> Iterator[Cause]:
+    """Memory that each step keeps: the line and the owner from a recorded history, else the allocator's own count."""
+    suspects = check_leaks(evidence.capture.snapshot.device()).suspects if evidence.capture.snapshot else ()
+    grown = sum(row.bytes // row.every for row in suspects) or _count_growth(evidence)
+    if grown < _LEAST_GROWTH:
+        return
+    line = _find_own_line(suspects[0].stack) if suspects else None
+    step, left = evidence.step, _steps_left(evidence, grown)
+    yield Cause(
+        code="growth",
+        cause=f"every step keeps {grown / 2**20:,.1f} MiB more"
+        + (f": memory is full in {left:,} steps" if left is not None else ""),
+        line=line,
+        change="keep loss.item() or x.detach().cpu() of now and then, not tensors of every step",
+        changes=[without_calls("growth", lambda step: list(step.allocating))] if step is not None else (),
+        saves_bytes=Interval(grown, grown, grown),
+        evidence={"bytes": grown},
+        proof="profkit memory RUN --leaks",
+        ends_run=left is not None,
+    )
+
+
+MEMORY = (_growth, _needless_checkpoints, _expandable, _gradients_in_forward, _checkpoint)
+
+
+def _count_growth(evidence: Evidence) -> int:
+    """Return by how much the allocated memory grew in an unprofiled step."""
+    samples = evidence.manifest.unprofiled
+    return 0 if samples is None else samples.during.get("allocated_bytes", 0) // len(samples.steps)
+
+
+def _steps_left(evidence: Evidence, grown: int) -> int | None:
+    """Return after how many steps the GPU's memory is full, if these are few enough to end a run."""
+    capacity, held = evidence.condition("gpu_memory_bytes"), evidence.condition("reserved_peak_bytes")
+    if not isinstance(capacity, int) or not isinstance(held, int):
+        return None
+    left = max(0, capacity - held) // grown
+    return left if left < _MANY_STEPS else None
+
+
+def _find_own_line(stack: Sequence[str]) -> SourceLine | None:
+    """Return the first line of a stack, which begins with those of the user's own."""
+    match = _FRAME.fullmatch(stack[0]) if stack else None
+    return None if match is None else SourceLine(match[1], int(match[2]), match[3])
 
 
 def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:

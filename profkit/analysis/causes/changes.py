@@ -1,0 +1,131 @@
+"""Changes of a step that remove a cause and that no edit of the command line names.
+
+As edits do, each answers in three worlds what it leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay.edits import Setting, World, drop_calls, drop_operations, stop_waiting
+from profkit.analysis.step_replay.predict import StepChange
+from profkit.analysis.step_replay.steps import ReplayedStep
+
+By = Mapping[World, float]
+"""A number for each world."""
+
+Choose = Callable[[ReplayedStep], Collection[int]]
+"""Chooses operations or calls of a recorded step."""
+
+_SMALLEST_NS = 2_500
+"""No kernel gets shorter than this by another type of its numbers."""
+
+
+def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
+    """Return the change that scales the durations of some operations, none below what the smallest kernels take."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        chosen = set(choose(setting.step))
+        durations = [
+            max(round(time_ns * factor[setting.world]), min(time_ns, _SMALLEST_NS)) if row in chosen else time_ns
+            for row, time_ns in enumerate(columns.duration_ns)
+        ]
+        return replace(columns, duration_ns=durations)
+
+    return StepChange(name, apply, assumption)
+
+
+def remove_operations(name: str, choose: Choose, kept: By, assumption: str) -> StepChange:
+    """Return the change that drops some operations with their launches, but for a share of their time that is kept."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        rows = set(choose(setting.step))
+        share = kept[setting.world]
+        if share:
+            durations = [round(time * share) if row in rows else time for row, time in enumerate(columns.duration_ns)]
+            columns = replace(columns, duration_ns=durations)
+        else:
+            columns = drop_operations(columns, rows)
+        return drop_calls(columns, _launching_only(columns, rows))
+
+    return StepChange(name, apply, assumption)
+
+
+def _launching_only(columns: StepColumns, rows: Collection[int]) -> list[int]:
+    """Return the calls that launch these operations and no others."""
+    calls = {columns.launcher[row] for row in rows}
+    return [call for call in calls if all(row in rows for row in range(*columns.launches[call]))]
+
+
+def fuse(
+    name: str, runs: Callable[[ReplayedStep], Sequence[Sequence[int]]], size: Callable[[World, Sequence[int]], float]
+) -> StepChange:
+    """Return the change that makes one kernel of each run of operations, in the time that ``size`` gives it."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        durations = list(columns.duration_ns)
+        dropped: list[int] = []
+        for run in runs(setting.step):
+            durations[run[0]] = round(size(setting.world, [columns.duration_ns[row] for row in run]))
+            dropped += run[1:]
+        columns = drop_operations(replace(columns, duration_ns=durations), dropped)
+        return drop_calls(columns, _between(columns, dropped))
+
+    return StepChange(name, apply, "how long the fused kernel takes")
+
+
+def _between(columns: StepColumns, rows: Iterable[int]) -> list[int]:
+    """Return the launching calls of operations, and calls between two of them that launch nothing and do not wait."""
+    calls = sorted({columns.launcher[row] for row in rows})
+    chosen = set(calls)
+    for call in calls:
+        at = call - 1
+        while at >= 0 and at not in chosen and columns.kind[at] == HOST and columns.before[at] == at - 1:
+            chosen.add(at)
+            at -= 1
+    return sorted(chosen)
+
+
+def without_copies(name: str, choose: Choose) -> StepChange:
+    """Return the change after which some copies are not made, and the host does not wait for them."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        calls = [call for call in choose(setting.step) if columns.kind[call] == COPY]
+        after = [call + 1 for call in calls if call + 1 < len(columns.kind) and columns.kind[call + 1] == WAIT]
+        rows = [row for call in calls for row in range(*columns.launches[call])]
+        columns = stop_waiting(columns, after, setting.constants)
+        kinds = [LAUNCH if call in calls else kind for call, kind in enumerate(columns.kind)]
+        return drop_operations(drop_calls(replace(columns, kind=kinds), calls), rows)
+
+    return StepChange(name, apply)
+
+
+def scale_host(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
+    """Return the change that scales the Python before some calls."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        chosen = set(choose(setting.step))
+        gap = [
+            round(time * factor[setting.world]) if call in chosen and time > 0 else time
+            for call, time in enumerate(columns.gap_ns)
+        ]
+        return replace(columns, gap_ns=gap)
+
+    return StepChange(name, apply, assumption)
+
+
+def without_calls(name: str, choose: Choose) -> StepChange:
+    """Return the change after which some calls take no time; the Python before them stays."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        chosen = set(choose(setting.step))
+        return replace(columns, own_ns=[0 if call in chosen else own for call, own in enumerate(columns.own_ns)])
+
+    return StepChange(name, apply)
+
+
+def stop_chosen_waits(name: str, choose: Choose) -> StepChange:
+    """Return the change after which some calls do not wait."""
+    return StepChange(name, lambda columns, setting: stop_waiting(columns, choose(setting.step), setting.constants))

@@ -1,0 +1,236 @@
+"""Rows of causes: data, Python on the host, copies that hold it, and modes of torch that slow it down."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from profkit.analysis.causes.changes import (
+    By,
+    remove_operations,
+    scale_host,
+    stop_chosen_waits,
+    without_calls,
+    without_copies,
+)
+from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
+from profkit.analysis.step_replay.columns import COPY, WAIT
+from profkit.analysis.step_replay.limits import OUTSIDE
+from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.names import BACKWARD, DATA, OPTIMIZER
+from profkit.run.lines import LineTime
+
+_FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "tensor", "zeros", "ones", "full", "arange", "empty")
+_RANDOM = ("randn", "rand", "randint", "randperm", "normal")
+_MOVES = ("to", "cuda")
+_LEAST_SHARE = 0.01
+_PAUSE_NS = 100_000
+"""Pauses between CUDA calls from which on Python does something else than to prepare kernels."""
+_COVERED = 0.6
+_NEAR = 8
+"""Lines of a function that stand this close together do one thing."""
+_SPARE = 1.3
+"""By how much workers that keep up are faster than the step, since batches come unevenly."""
+
+
+def _loader(evidence: Evidence) -> Iterator[Cause]:
+    """The program waits for its DataLoader: without workers, or with too few for what a batch takes."""
+    step, facts = evidence.step, evidence.facts
+    if step is None:
+        return
+    waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases)
+    batch_ns = facts.batch_ns if facts.workers else waited_ns
+    if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None:
+        return
+    lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
+    workers = max(2, enough, facts.workers + 1)
+    have = f"with {_say_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
+    yield Cause(
+        code="loader",
+        cause=f"the GPU waits for data: the DataLoader {have}",
+        line=None if line is None else source_line(line),
+        change=f"DataLoader(…, num_workers={workers}, pin_memory=True, persistent_workers=True)",
+        changes=edits(f"workers:{workers}"),
+        edit=f"workers:{workers}",
+        costs="CPU cores and host memory",
+        evidence={"waited_ns": waited_ns, "workers": facts.workers, "batch_ns": batch_ns},
+    )
+
+
+def _say_workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def _loads(line: LineTime, *, has_workers: bool) -> bool:
+    return line.thread == "worker" if has_workers else line.thread == "main" and line.phase == DATA
+
+
+def _python_lines(evidence: Evidence) -> Iterator[Cause]:
+    """Lines of the user's own that run Python while the GPU has nothing to do: data, masks, tensors made on the CPU."""
+    step = evidence.step
+    if step is None:
+        return
+    for lines in _group_lines(evidence, step):
+        line = max(lines, key=lambda line: line.time_ns - line.waiting_ns)
+        called = (line.called or "").rpartition(".")[2]
+        changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
+        if called in _FACTORIES:
+            changes.append(without_copies(called, _pageable_copies))
+        yield Cause(
+            code="made-on-cpu" if called in _FACTORIES else "python",
+            cause=_describe_line(line, called),
+            line=source_line(line),
+            change=_change_line(line, called),
+            changes=changes,
+            edit=f"no-host:{line.file}:{line.line}",
+            evidence={
+                "time_ns": sum(one.time_ns - one.waiting_ns for one in lines),
+                "lines": ", ".join(str(one.line) for one in lines),
+            },
+        )
+
+
+def _describe_line(line: LineTime, called: str) -> str:
+    if called in _RANDOM:
+        return f"{line.called} draws random numbers on the CPU while the GPU waits"
+    if called in _FACTORIES:
+        return f"{line.called} makes a tensor on the CPU while the GPU waits"
+    return f"Python in {line.function}{f' ({line.called})' if line.called else ''} keeps the GPU waiting"
+
+
+def _change_line(line: LineTime, called: str) -> str:
+    if called in _FACTORIES:
+        return f'{line.called}(…, device="cuda")'
+    return "do it in a DataLoader's worker, on the GPU, or once before the loop"
+
+
+def _group_lines(evidence: Evidence, step: ReplayedStep) -> Iterator[Sequence[LineTime]]:
+    """Yield the lines of one function and phase that stand together, if the pauses of their phase hold their time."""
+    pauses = _pauses(step)
+    groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
+    for line in evidence.lines:
+        is_own = line.thread == "main" and line.file is not None and line.phase not in (DATA, BACKWARD, OPTIMIZER)
+        if is_own and line.time_ns - line.waiting_ns >= _LEAST_SHARE * evidence.now_ns and not _launches(line):
+            groups[line.file or "", line.function, line.phase].append(line)
+    for (_, _, phase), lines in groups.items():
+        for near in _split(sorted(lines, key=lambda line: line.line)):
+            own_ns = sum(line.time_ns - line.waiting_ns for line in near)
+            if pauses.get(phase or OUTSIDE, 0) >= _COVERED * own_ns:
+                yield near
+
+
+def _launches(line: LineTime) -> bool:
+    """Return whether a line's call is training itself, whose Python prepares kernels."""
+    return (line.called or "").rpartition(".")[2] in ("backward", "step", "zero_grad", "synchronize", "item")
+
+
+def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
+    near: list[LineTime] = []
+    for line in lines:
+        if near and line.line - near[-1].line > _NEAR:
+            yield near
+            near = []
+        near.append(line)
+    if near:
+        yield near
+
+
+def _pauses(step: ReplayedStep) -> dict[str, int]:
+    """Return phase → how long Python ran in pauses of over `_PAUSE_NS`."""
+    sums: dict[str, int] = {}
+    for call, phases in enumerate(step.gap_phases):
+        if step.columns.gap_ns[call] > _PAUSE_NS:
+            for phase, time_ns in phases.items():
+                sums[phase] = sums.get(phase, 0) + time_ns
+    return sums
+
+
+def _pageable_copies(step: ReplayedStep) -> list[int]:
+    return [call for call, kind in enumerate(step.columns.kind) if kind == COPY]
+
+
+def _copies(evidence: Evidence) -> Iterator[Cause]:
+    """Copies of a loader's batches that are not pinned: the host waits in the call until they have run.
+
+    Without workers the program itself would have to pin each batch, which takes as long.
+    """
+    step = evidence.step
+    if step is None or not evidence.facts.workers:
+        return
+    columns = step.columns
+    calls = _pageable_copies(step)
+    held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
+    if held_ns < _LEAST_SHARE * evidence.now_ns:
+        return
+    moves = [line for line in evidence.lines if line.file and (line.called or "").rpartition(".")[2] in _MOVES]
+    moves = [line for line in moves if line.thread == "main"]
+    line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
+    yield Cause(
+        code="pageable-copy",
+        cause=f"{len(calls)} copies a step come from memory that is not pinned, and hold the host",
+        line=None if line is None else source_line(line),
+        change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
+        changes=edits("pin-memory"),
+        edit="pin-memory",
+        costs="pinned host memory",
+        evidence={"copies": len(calls), "held_ns": held_ns},
+    )
+
+
+def _anomaly(evidence: Evidence) -> Iterator[Cause]:
+    """Anomaly detection: every operation keeps its stack, and every gradient is searched for NaN, which waits."""
+    if evidence.condition("anomaly_detection") is not True or evidence.step is None:
+        return
+
+    def checks(step: ReplayedStep) -> list[int]:
+        return [
+            call for call, kind in enumerate(step.columns.kind) if kind in (WAIT, COPY) and step.phase[call] == BACKWARD
+        ]
+
+    is_check = evidence.choose(lambda one: one.phase == BACKWARD and _is_nan_check(one.name, one.category))
+    nothing: By = {"least": 0, "expected": 0, "most": 0}
+    yield Cause(
+        code="anomaly",
+        cause="anomaly detection is on: every gradient is searched for NaN, and every operation keeps its stack",
+        change="torch.autograd.set_detect_anomaly(False)",
+        changes=[
+            stop_chosen_waits("no-anomaly", checks),
+            remove_operations("no-anomaly", is_check, nothing, "which kernels search for NaN"),
+            scale_host(
+                "no-anomaly",
+                lambda step: [call for call, phase in enumerate(step.phase) if phase not in (OUTSIDE, DATA, OPTIMIZER)],
+                {"least": 0.3, "expected": 0.5, "most": 0.75},
+                "how much of Python's time keeping stacks takes",
+            ),
+        ],
+        edit="no-anomaly",
+        evidence={"waits": len(checks(evidence.step))},
+    )
+
+
+def _is_nan_check(name: str, category: str) -> bool:
+    lowered = name.lower()
+    return category == "copy" or "nan" in lowered or "ne_" in lowered or "or_" in lowered or "notequal" in lowered
+
+
+def _allocations(evidence: Evidence) -> Iterator[Cause]:
+    """Memory that CUDA gives and takes within steps: PyTorch's cache does not hold what a step needs, or it grows."""
+    step = evidence.step
+    if step is None or not step.allocating:
+        return
+    columns = step.columns
+    time_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in step.allocating)
+    yield Cause(
+        code="allocations",
+        cause=f"CUDA allocates or frees memory {len(step.allocating)} times a step: memory grows, or is in pieces",
+        change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        changes=[without_calls("allocations", lambda step: list(step.allocating))],
+        evidence={"calls": len(step.allocating), "time_ns": time_ns},
+        proof="profkit memory RUN --leaks",
+    )
+
+
+HOST = (_loader, _python_lines, _copies, _anomaly, _allocations)

@@ -1,0 +1,249 @@
+"""Rows of causes: kernels that do the same work in more time, or write to memory what need not be there."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_operations
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits
+from profkit.analysis.kernels.categories import product_dtype
+from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.analysis.summary import SMALL
+from profkit.names import BACKWARD, LOSS, OPTIMIZER
+
+_ALIGNED: By = {"least": 0.2, "expected": 0.45, "most": 0.8}
+_MISALIGNED = re.compile(r"_align[12](?!\d)")
+_CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
+_FEW, _MANY = 4, 12
+"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""
+_CHAIN = (*SMALL, "optimizer")
+_LARGE = 0.4
+"""Kernels of a chain that take this share of its longest one handle as many numbers."""
+_MOST_CHAINS = 4
+
+Run = tuple[Operation, ...]
+
+
+def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
+    """Products in fp32, which use no tensor cores."""
+    if evidence.step is None:
+        return
+    products = [one for one in evidence.operations(evidence.step) if product_dtype(one.name) == "fp32"]
+    if not products:
+        return
+    time_ns = sum(one.duration_ns for one in products)
+    yield Cause(
+        code="tf32",
+        cause=f"{len(products)} matrix products run in fp32, without tensor cores",
+        module=_busiest(products),
+        change='torch.set_float32_matmul_precision("high")',
+        changes=edits("tf32"),
+        edit="tf32",
+        costs="products keep 10 bits of mantissa",
+        evidence={"product_ns": time_ns, "products": len(products)},
+    )
+
+
+def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
+    """Products of sizes that are no multiple of 8, such as a vocabulary of 50,257: slower kernels take them."""
+    if evidence.step is None:
+        return
+    products = [one for one in evidence.operations(evidence.step) if _is_misaligned(one)]
+    if products:
+        choose = evidence.choose(_is_misaligned)
+        yield Cause(
+            code="sizes",
+            cause=f"{len(products)} matrix products have sizes that tensor cores do not fit",
+            module=_busiest(products),
+            change="pad the size to a multiple of 64",
+            changes=[scale_operations("sizes", choose, _ALIGNED, "how much faster products of other sizes are")],
+            costs="a few more numbers",
+            evidence={"product_ns": sum(one.duration_ns for one in products), "kernel": products[0].name},
+        )
+
+
+def _is_misaligned(operation: Operation) -> bool:
+    return operation.category == "gemm" and _MISALIGNED.search(operation.name) is not None
+
+
+def _written_attention(evidence: Evidence) -> Iterator[Cause]:
+    """Attention without a fused kernel: product, scale, mask, softmax and product inside one module."""
+    if evidence.step is None:
+        return
+    modules = _modules_that(evidence, evidence.step, _is_attention)
+    if not modules:
+        return
+    chain = _small_of(modules)
+    products = _products_of(modules)
+    small = [one for one in evidence.operations(evidence.step) if chain(one)]
+    yield Cause(
+        code="attention",
+        cause=f"attention is written out: {len(small)} kernels write and read the matrix of scores",
+        module=_busiest(small),
+        change="F.scaled_dot_product_attention",
+        changes=[
+            remove_operations(
+                "attention", evidence.choose(chain), {"least": 0, "expected": 0, "most": 0}, "which kernel runs"
+            ),
+            scale_operations(
+                "attention",
+                evidence.choose(products),
+                {"least": 0.6, "expected": 0.9, "most": 1.5},
+                "how fast fused attention is",
+            ),
+        ],
+        evidence={"small_ns": sum(one.duration_ns for one in small), "kernels": len(small)},
+    )
+
+
+def _is_attention(own: Sequence[Operation]) -> bool:
+    """Return whether a module itself multiplies, takes a softmax and multiplies again, in its forward pass."""
+    kinds = [one.category for one in own if one.phase != BACKWARD]
+    softmaxes = kinds.count("softmax")
+    if "attention" in kinds or not softmaxes or kinds.count("gemm") < 2 * softmaxes:
+        return False
+    at = kinds.index("softmax")
+    return "gemm" in kinds[:at] and "gemm" in kinds[at:]
+
+
+def _modules_that(
+    evidence: Evidence, step: ReplayedStep, holds: Callable[[Sequence[Operation]], bool]
+) -> frozenset[str]:
+    own: defaultdict[str, list[Operation]] = defaultdict(list)
+    for one in evidence.operations(step):
+        if one.module is not None:
+            own[one.module].append(one)
+    return frozenset(module for module, operations in own.items() if holds(operations))
+
+
+def _small_of(modules: frozenset[str]) -> Callable[[Operation], bool]:
+    return lambda one: one.module in modules and one.category in SMALL and one.phase != OPTIMIZER
+
+
+def _products_of(modules: frozenset[str]) -> Callable[[Operation], bool]:
+    return lambda one: one.module in modules and one.category == "gemm" and one.phase != OPTIMIZER
+
+
+def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
+    """Convolutions whose kernels want another order of the axes than the tensors have."""
+    if evidence.step is None:
+        return
+    kernels = [one for one in evidence.operations(evidence.step) if _CONVERTS.search(one.name)]
+    if kernels:
+        yield Cause(
+            code="channels-last",
+            cause=f"{len(kernels)} kernels a step convert the layout of images for convolutions",
+            module=_busiest(kernels),
+            change="model.to(memory_format=torch.channels_last), and the images too",
+            changes=edits("channels-last"),
+            edit="channels-last",
+            evidence={"conversion_ns": sum(one.duration_ns for one in kernels), "kernels": len(kernels)},
+        )
+
+
+def _chains(evidence: Evidence) -> Iterator[Cause]:
+    """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out."""
+    if evidence.step is None:
+        return
+    skipped = _modules_that(evidence, evidence.step, _is_attention)
+    by_module: defaultdict[str, list[Run]] = defaultdict(list)
+    for run in evidence.runs(evidence.step, lambda one: _is_link(one, skipped)):
+        by_module[_name_place(run)].append(run)
+    written = {
+        module: runs
+        for module, runs in by_module.items()
+        if any(_is_written_out(run) for run in runs if run[0].phase != BACKWARD)
+    }
+    cost = {module: sum(one.duration_ns + 3_000 for run in runs for one in run) for module, runs in written.items()}
+    for module in sorted(cost, key=lambda module: -cost[module])[:_MOST_CHAINS]:
+        yield _describe_chain(evidence, module, written[module], skipped)
+
+
+def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
+    return operation.phase != OPTIMIZER and operation.category in _CHAIN and operation.module not in skipped
+
+
+def _name_place(run: Run) -> str:
+    return run[0].module or run[0].phase
+
+
+def _is_written_out(run: Run) -> bool:
+    """Return whether a chain is one operation written out: torch's own have one to three kernels."""
+    has_own = any(one.category in ("normalization", "loss", "softmax") for one in run)
+    return len(run) >= (_MANY if has_own else _FEW)
+
+
+def _describe_chain(evidence: Evidence, module: str, runs: Sequence[Run], skipped: frozenset[str]) -> Cause:
+    forward = [run for run in runs if run[0].phase != BACKWARD and _is_written_out(run)]
+    longest = max(forward, key=len)
+    code, what, change = _kind_of_chain(longest)
+
+    def chosen(step: ReplayedStep) -> list[list[int]]:
+        runs = evidence.runs(step, lambda one: _is_link(one, skipped))
+        return [
+            [one.at for one in run]
+            for run in runs
+            if _name_place(run) == module and (_is_written_out(run) or (run[0].phase == BACKWARD and len(run) > 2))
+        ]
+
+    is_reducing = any(one.category == "reduction" for one in longest)
+    return Cause(
+        code=code,
+        cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs))} a step",
+        module=module,
+        change=change,
+        changes=[fuse(module, chosen, _size_of_fused(is_reducing=is_reducing))],
+        evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
+    )
+
+
+def _kind_of_chain(run: Run) -> tuple[str, str, str]:
+    """Return the code of a chain, what it is, and what takes its place."""
+    names = " ".join(one.name.lower() for one in run)
+    reduces = any(one.category == "reduction" for one in run)
+    if len(run) >= _MANY and median(one.duration_ns for one in run) < 10_000:
+        return "loop", "a loop of small kernels", "one operation on the whole tensor, or torch.compile of this function"
+    if run[0].phase == LOSS or ("exp" in names and "log" in names):
+        return "cross-entropy", "the loss is written out", "F.cross_entropy"
+    if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
+        return "norm", "a norm is written out", "F.layer_norm or F.rms_norm"
+    if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
+        return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
+    return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
+
+
+def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], float]:
+    """Return how long one kernel in place of a chain takes: it reads its input and writes its output once.
+
+    The chain's shortest kernel of those that handle as many numbers does as much; with a reduction it reads twice.
+    """
+    factors: By = (
+        {"least": 0.8, "expected": 1.2, "most": 2.2}
+        if not is_reducing
+        else {
+            "least": 1.0,
+            "expected": 1.6,
+            "most": 3.0,
+        }
+    )
+
+    def size(world: World, durations: Sequence[int]) -> float:
+        large = [time for time in durations if time >= _LARGE * max(durations)]
+        return min(factors[world] * min(large), sum(durations))
+
+    return size
+
+
+def _busiest(operations: Sequence[Operation]) -> str | None:
+    """Return the module in which these operations take most of their time."""
+    times: defaultdict[str | None, int] = defaultdict(int)
+    for one in operations:
+        times[one.module] += one.duration_ns
+    return max(times, key=lambda module: times[module]) if times else None
+
+
+KERNELS = (_fp32_products, _misaligned_products, _written_attention, _layout_conversions, _chains)

@@ -1,0 +1,428 @@
+"""Each row of the table of causes names what a capture has, and not what one that nearly has it lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, find_advice
+from profkit.analysis.summarize import summarize_capture
+from profkit.reading import open_capture
+from profkit.run.edits import parse_edits
+from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
+from tests.captures import capture
+from tests.nsys_builder import NsysBuilder
+from tests.step_builder import ADD, NVJET, SGEMM, SUM
+
+MS = 1_000_000
+SOFTMAX = "void softmax_warp_forward<float, float, float, 9, false, false>(float *, const float *, int, int, int)"
+FLASH = "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)"
+TANH = ADD.replace("CUDAFunctor_add<float>", "tanh_kernel_cuda")
+SQRT = ADD.replace("CUDAFunctor_add<float>", "sqrt_kernel_cuda")
+ZERO = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<1>, ZeroFunctor<float>>(T1)"
+CONVOLUTION = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x32_stage4_execute_kernel"
+CONVERT = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)0, (bool)1>(cudnn::ops::nchw2nhwc_params_t)"
+MISALIGNED = "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_128x64_32x6_nn_align1>(T1::Params)"
+ALIGNED = MISALIGNED.replace("align1", "align8")
+LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>(int, T2, const T1 *)"
+ADAMW = {"name": "AdamW", "is_torchs": True, "parameter_bytes": 4 * 10**6, "state_bytes": 8 * 10**6}
+STEPS = 3
+
+
+class Program:
+    """Steps of a program on a machine with one stream: the host launches, and the GPU follows.
+
+    A launch takes 5 µs of Python and 3 µs in its call; a kernel begins 1.5 µs later, or 1 µs after the one before.
+    """
+
+    def __init__(self) -> None:
+        self.builder, self.now, self.free = NsysBuilder(), 1_000, 0
+        self.builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+        self.lengths: list[int] = []
+
+    @contextmanager
+    def range(self, path: str) -> Iterator[None]:
+        names, opened = path.split("/"), self.now
+        self.now += 10 * len(names)
+        yield
+        self.now += 10 * len(names)
+        for depth, name in enumerate(names):
+            self.builder.range(name, opened + depth, self.now - depth)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        began = self.now
+        yield
+        self.now += 1_000
+        self.builder.range(f"step {len(self.lengths)}", began, self.now)
+        self.lengths.append(self.now - began)
+
+    def launch(self, name: str, duration: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += 5_000
+            correlation = self.builder.call(self.now, duration=3_000)
+            self.now += 3_000
+            start = max(self.now + 1_500, self.free + 1_000)
+            self.builder.kernel(None, duration, name=name, start=start, correlation=correlation)
+            self.free = start + duration
+
+    def wait(self) -> None:
+        self.now += 2_000
+        ended = max(self.now + 2_000, self.free + 8_000)
+        self.builder.call(self.now, duration=ended - self.now, name="cudaStreamSynchronize_v3020")
+        self.now = ended
+
+    def copy(self, duration: int) -> None:
+        """Copy from pageable memory: the call holds the host until the copy has ended."""
+        self.now += 5_000
+        start = max(self.now + 5_000, self.free + 1_000)
+        self.builder.copy(self.now, duration, start=start)
+        self.free = start + duration
+        self.builder.rows["CUPTI_ACTIVITY_KIND_MEMCPY"][-1]["bytes"] = 60 * duration
+        ended = self.free + 3_000
+        self.builder.rows["CUPTI_ACTIVITY_KIND_RUNTIME"][-1]["end"] = ended
+        self.now = ended
+
+    def allocate(self, duration: int) -> None:
+        self.now += 2_000
+        self.builder.call(self.now, duration=duration, name="cudaMalloc_v3020")
+        self.now += duration
+
+    def write(
+        self, folder: Path, lines: Sequence[LineTime] = (), conditions: dict[str, Any] | None = None, **more: Any
+    ) -> AdviceResult:
+        """Write a run, and return what is advised."""
+        self.builder.write(folder / "trace.sqlite")
+        steps = [{"step_ns": length} for length in self.lengths]
+        manifest = {"status": "complete", "device": "cuda", "attached": {"steps": steps}, "conditions": conditions}
+        (folder / "manifest.json").write_text(json.dumps(manifest | more))
+        if lines:
+            write_lines(folder / "lines.jsonl", RunLines(LineSteps(MS, tuple(steps)), tuple(lines)))
+        opened = open_capture(folder)
+        return find_advice(opened, summarize_capture(opened))
+
+
+def line(time_ns: int, phase: str | None = None, called: str | None = None, **more: Any) -> LineTime:
+    """Return what a line took of a step."""
+    known: dict[str, Any] = {
+        "file": "/work/train.py",
+        "line": 30,
+        "function": "main",
+        "thread": "main",
+        "samples": 100,
+        "error_ns": time_ns // 50,
+        "waits": 0,
+    }
+    return LineTime(**{**known, "called": called, "phase": phase, "time_ns": time_ns, **more})
+
+
+def found(result: AdviceResult) -> dict[str, Advice]:
+    return {advice.code: advice for advice in result.tries}
+
+
+def after(advice: Advice) -> tuple[int, int, int]:
+    assert advice.after_ns is not None
+    return advice.after_ns.low, advice.after_ns.expected, advice.after_ns.high
+
+
+def test_python_outside_of_the_phases_is_named_by_its_line_and_leaves_the_rest_of_the_step(tmp_path: Path) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            program.now += 4 * MS
+            with program.range("forward"):
+                program.launch(NVJET, 100_000, 20)
+                program.wait()
+    result = program.write(tmp_path, [line(4 * MS, called="make_batch"), line(MS // 100, line=31)])
+    (advice,) = result.tries
+    assert (advice.code, advice.line and advice.line.line, advice.edit) == ("python", 30, "no-host:/work/train.py:30")
+    low, expected, high = after(advice)
+    truth = program.lengths[0] - 4 * MS
+    assert low <= truth <= high
+    assert expected == pytest.approx(truth, rel=0.1)
+    assert result.together_ns is None
+
+
+def test_python_that_the_gpu_hides_is_no_cause(tmp_path: Path) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                program.launch(NVJET, 300_000, 20)
+            program.now += 4 * MS
+            program.wait()
+    assert program.write(tmp_path, [line(4 * MS, called="make_batch")]).tries == ()
+
+
+def test_a_tensor_made_on_the_cpu_is_made_on_the_gpu_without_its_copy(tmp_path: Path) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            program.now += 4 * MS
+            program.copy(2 * MS)
+            with program.range("forward"):
+                program.launch(NVJET, 100_000, 20)
+                program.wait()
+    (advice,) = program.write(tmp_path, [line(4 * MS, called="torch.randn")]).tries
+    assert (advice.code, advice.change) == ("made-on-cpu", 'torch.randn(…, device="cuda")')
+    low, _, high = after(advice)
+    assert low - 10_000 <= program.lengths[0] - 6 * MS - 18_000 <= high
+
+
+def test_a_copy_from_pageable_memory_holds_the_host_only_where_the_gpu_is_late_for_it(tmp_path: Path) -> None:
+    def write(folder: Path, kernels: int) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step():
+                with program.range("forward"):
+                    program.launch(NVJET, 2_000, 100)
+                program.copy(MS // 2)
+                with program.range("backward"):
+                    program.launch(NVJET, 2_000, kernels)
+                program.wait()
+        folder.mkdir()
+        workers = [{"loading": {"workers": 4}}]
+        return found(program.write(folder, [line(MS // 2, called="images.to", waits=1)], processes=workers))
+
+    advice = write(tmp_path / "late", 100)["pageable-copy"]
+    assert advice.line is not None
+    assert advice.line.line == 30
+    assert "pageable-copy" not in write(tmp_path / "last", 0)
+
+
+@pytest.mark.parametrize(("data_ns", "is_named"), [(5 * MS, True), (20_000, False)])
+def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns: int, *, is_named: bool) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("data"):
+                program.now += data_ns
+            with program.range("forward"):
+                program.launch(NVJET, 100_000, 20)
+                program.wait()
+    dataset = line(data_ns, "data", "Image.open", file="/work/data.py", line=12, function="__getitem__")
+    result = program.write(tmp_path, [dataset])
+    assert ("loader" in found(result)) == is_named
+    if is_named:
+        advice = found(result)["loader"]
+        assert advice.line is not None
+        assert (advice.line.file, advice.line.line) == ("/work/data.py", 12)
+        assert "has no workers" in advice.cause
+        assert advice.edit == "workers:4"
+        low, _, high = after(advice)
+        assert low <= program.lengths[0] - data_ns + 250_000 <= high
+
+
+def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Path) -> None:
+    def write(folder: Path, python_ns: int) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step(), program.range("forward"):
+                for _ in range(8):
+                    program.launch(NVJET, 60_000, 5)
+                    program.wait()
+                    program.now += python_ns
+        folder.mkdir()
+        return found(program.write(folder, [line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)]))
+
+    advice = write(tmp_path / "late", 60_000)["waits"]
+    assert advice.cause == "y.mean().item waits for the GPU, 8 times a step"
+    assert advice.edit == "no-wait:/work/train.py:30"
+    assert advice.evidence["waits"] == 8
+    program = Program()
+    for _ in range(STEPS):
+        with program.step(), program.range("forward"):
+            program.launch(NVJET, 300_000, 40)
+            program.wait()
+    (tmp_path / "last").mkdir()
+    last = program.write(tmp_path / "last", [line(MS, "forward", "loss.item", waits=1, waiting_ns=MS)])
+    assert last.tries == ()
+    assert last.nothing is not None
+    assert last.nothing == "Nothing found that would save more than 2 %: the step is 100 % arithmetic."
+
+
+@pytest.mark.parametrize(("optimizer", "is_named"), [(ADAMW, True), ({**ADAMW, "name": "Muon"}, False)])
+def test_an_optimizer_in_a_loop_is_fused_where_torch_can(
+    tmp_path: Path, optimizer: dict[str, object], *, is_named: bool
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                program.launch(NVJET, 100_000, 10)
+            with program.range("optimizer"):
+                program.launch(ADD, 2_000, 400)
+            program.wait()
+    advice = found(program.write(tmp_path, conditions={"optimizers": [optimizer]}))
+    assert ("optimizer" in advice) == is_named
+    if is_named:
+        assert (advice["optimizer"].edit, advice["optimizer"].module) == ("optimizer:fused", "optimizer")
+
+
+def test_fp32_products_are_named_with_their_module_and_those_of_bf16_are_not(tmp_path: Path) -> None:
+    def write(folder: Path, product: str) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step():
+                with program.range("forward/model/head"):
+                    program.launch(product, MS, 4)
+                program.wait()
+        folder.mkdir()
+        return found(program.write(folder))
+
+    advice = write(tmp_path / "fp32", SGEMM)["tf32"]
+    assert (advice.module, advice.edit) == ("head", "tf32")
+    low, expected, high = after(advice)
+    assert low < 4 * MS / 7.4 < expected < high < 1.6 * MS
+    assert "tf32" not in write(tmp_path / "bf16", NVJET)
+    assert "sizes" in write(tmp_path / "odd", MISALIGNED)
+    assert "sizes" not in write(tmp_path / "even", ALIGNED)
+
+
+def _write_modules(folder: Path, module: str, kernels: Sequence[tuple[str, int]]) -> dict[str, Advice]:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            for block in range(4):
+                with program.range(f"forward/model/h.{block}/h.{block}.{module}"):
+                    for name, duration in kernels:
+                        program.launch(name, duration)
+                with program.range(f"forward/model/h.{block}/h.{block}.mlp"):
+                    program.launch(NVJET, 200_000)
+            program.wait()
+    folder.mkdir()
+    return found(program.write(folder))
+
+
+def test_attention_that_is_written_out_is_named_and_a_softmax_elsewhere_is_not(tmp_path: Path) -> None:
+    written = [(NVJET, 100_000), (ADD, 100_000), (SOFTMAX, 100_000), (NVJET, 100_000)]
+    advice = _write_modules(tmp_path / "written", "attn", written)["attention"]
+    assert (advice.module, advice.change) == ("h.*.attn", "F.scaled_dot_product_attention")
+    low, expected, high = after(advice)
+    assert low < expected < high
+    assert "attention" not in _write_modules(tmp_path / "fused", "attn", [(NVJET, 100_000), (FLASH, 100_000)])
+    assert "attention" not in _write_modules(tmp_path / "gate", "gate", [(NVJET, 100_000), (SOFTMAX, 100_000)])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "code"),
+    [
+        ([(ADD, 100_000)] * 6 + [(TANH, 100_000)], "activation"),
+        ([(TANH, 100_000)], None),
+        ([(ADD, 3_000)] * 60, "loop"),
+        ([(ADD, 3_000)] * 3, None),
+        (
+            [(SUM, 100_000), *[(ADD, 100_000)] * 3, (ADD.replace("CUDAFunctor_add<float>", "sqrt_kernel_cuda"), 9_000)],
+            "norm",
+        ),
+        ([(LAYER_NORM, 100_000)], None),
+    ],
+)
+def test_a_chain_of_small_kernels_in_a_module_is_named_by_what_it_is(
+    tmp_path: Path, kernels: Sequence[tuple[str, int]], code: str | None
+) -> None:
+    advice = _write_modules(tmp_path / "run", "act", kernels)
+    assert {"activation", "loop", "norm", "chain"} & set(advice) == ({code} if code else set())
+    if code:
+        assert advice[code].module == "h.*.act"
+        assert advice[code].evidence["kernels"] == 4 * len(kernels)
+
+
+def test_conversions_zeroed_gradients_and_allocations_are_named_by_kernels_and_calls(
+    tmp_path: Path,
+) -> None:
+    def write(folder: Path, conversion: str, zero: str, *, allocates: bool) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step():
+                if allocates:
+                    program.allocate(MS)
+                with program.range("forward/model/conv"):
+                    program.launch(conversion, 200_000)
+                    program.launch(CONVOLUTION, 500_000)
+                with program.range("optimizer"):
+                    program.launch(zero, 200_000)
+                program.wait()
+        folder.mkdir()
+        return found(program.write(folder))
+
+    advice = write(tmp_path / "all", CONVERT, ZERO, allocates=True)
+    assert set(advice) == {"channels-last", "zero-grad", "allocations"}
+    assert advice["channels-last"].module == "conv"
+    assert write(tmp_path / "none", NVJET, ADD, allocates=False) == {}
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_anomaly_detection_is_a_condition_of_the_run(tmp_path: Path, *, is_on: bool) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                program.launch(NVJET, 20_000, 20)
+            with program.range("backward"):
+                for _ in range(20):
+                    program.launch(NVJET, 20_000)
+                    program.now += 50_000
+                    program.wait()
+    advice = found(program.write(tmp_path, conditions={"anomaly_detection": is_on}))
+    assert ("anomaly" in advice) == is_on
+
+
+def test_a_step_of_many_launches_is_captured_unless_a_wait_forbids_it(tmp_path: Path) -> None:
+    def write(folder: Path, *, waits: bool) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step():
+                for phase in ("forward", "backward"):
+                    with program.range(phase):
+                        for name in (NVJET, ADD, SUM) * 40:
+                            program.launch(name, 3_000)
+                        if waits:
+                            program.wait()
+        folder.mkdir()
+        return found(program.write(folder))
+
+    assert write(tmp_path / "free", waits=False)["launches"].edit == "graphs"
+    assert "launches" not in write(tmp_path / "waiting", waits=True)
+
+
+def test_at_most_three_causes_are_tried_and_what_they_buy_together_is_no_sum(tmp_path: Path) -> None:
+    """Python and CUDA's allocator hold the host, then products and zeros take the GPU's time."""
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            program.now += 3 * MS
+            program.allocate(MS)
+            with program.range("forward/model/head"):
+                program.launch(SGEMM, 2 * MS, 2)
+            with program.range("optimizer"):
+                program.launch(ZERO, MS // 3)
+            program.wait()
+    result = program.write(tmp_path, [line(3 * MS, called="make_batch")])
+    assert len(result.tries) == MOST_TRIES
+    assert [advice.code for advice in result.tries] == ["tf32", "python", "allocations"]
+    assert result.together_ns is not None
+    savings = [program.lengths[0] - after(advice)[1] for advice in result.tries]
+    assert savings == sorted(savings, reverse=True)
+    assert result.together_ns.expected < min(after(advice)[1] for advice in result.tries)
+    for advice in result.tries:
+        assert advice.edit is None or parse_edits([advice.edit])
+        json.dumps(asdict(advice))
+
+
+def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:
+    for name, reason in (
+        ("graph_whole.nsys2023.sqlite", "failed its self-check"),
+        ("hooks.nsys2025.sqlite", "no recorded step"),
+    ):
+        opened = open_capture(capture(name))
+        result = find_advice(opened, summarize_capture(opened))
+        assert result.tries == ()
+        assert result.nothing is not None
+        assert reason in result.nothing
