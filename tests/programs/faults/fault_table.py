@@ -1,0 +1,74 @@
+"""Prints the table of `record_faults.py`: what was planted, what was said, and what was true.
+
+python tests/programs/faults/fault_table.py OUT/results.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path, PurePath
+from typing import Any
+
+
+def judge(row: dict[str, Any]) -> dict[str, Any]:
+    """Return whether a fault was named, by which Try, and whether the true step after lies in its interval."""
+    fault, tries = row["fault"], row["summary"].get("advice", [])
+    right = [(number, one) for number, one in enumerate(tries, 1) if one["code"] in fault["codes"]]
+    number, chosen = next(iter(right), (None, None))
+    after, truth = None if chosen is None else chosen["after_ns"], row["truth_ms"]
+    return {
+        "number": number,
+        "named": chosen is not None and _has_place(chosen, row),
+        "try": chosen,
+        "inside": None
+        if after is None or truth["after"] is None
+        else after["low"] <= truth["after"] * 1e6 <= after["high"],
+        "others": [one["code"] for one in tries if one is not chosen],
+    }
+
+
+def _has_place(advice: dict[str, Any], row: dict[str, Any]) -> bool:
+    if row["line"] is not None:
+        line = advice["line"]
+        return line is not None and [PurePath(line["file"]).name, line["line"]] == list(row["line"])
+    return row["fault"]["module"] in (advice["module"] or "")
+
+
+def _ms(time_ns: float | None) -> str:
+    return "–" if time_ns is None else f"{time_ns / 1e6:.1f}"
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """Print one row a fault, and the sums."""
+    print("| planted | now | after | said: Try, place | predicted | named | inside | other Tries |")
+    print("|---|---|---|---|---|---|---|---|")
+    judged = [(row, judge(row)) for row in results["rows"]]
+    for row, verdict in judged:
+        advice, truth = verdict["try"], row["truth_ms"]
+        after = None if advice is None else advice["after_ns"]
+        place = "" if advice is None else f"{verdict['number']} {advice['code']} {_place(advice)}"
+        reach = "–" if after is None else f"{_ms(after['low'])} … {_ms(after['expected'])} … {_ms(after['high'])}"
+        named, inside = (
+            "–" if not row["fault"]["codes"] or one is None else "yes" if one else "no"
+            for one in (verdict["named"], verdict["inside"])
+        )
+        now, then = (_ms(None if one is None else one * 1e6) for one in (truth["now"], truth["after"]))
+        others = ", ".join(verdict["others"])
+        print(f"| {row['fault']['name']} | {now} | {then} | {place} | {reach} | {named} | {inside} | {others} |")
+    for fits in (True, False):
+        mine = [v for row, v in judged if row["fault"]["codes"] and row["fault"]["fits"] is fits]
+        held = [verdict["inside"] for verdict in mine if verdict["inside"] is not None]
+        print(
+            f"\n{'looked at while the rows were written' if fits else 'kept as a test'}: "
+            f"{sum(verdict['named'] for verdict in mine)} of {len(mine)} named, {sum(held)} of {len(held)} inside"
+        )
+
+
+def _place(advice: dict[str, Any]) -> str:
+    line = advice["line"]
+    return str(advice["module"] or "") if line is None else f"{PurePath(line['file']).name}:{line['line']}"
+
+
+if __name__ == "__main__":
+    print_table(json.loads(Path(sys.argv[1]).read_text()))

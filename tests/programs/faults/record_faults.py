@@ -1,0 +1,260 @@
+"""Plants faults in programs, has profkit find them, and measures without profkit what each truly costs.
+
+    python tests/programs/faults/record_faults.py OUT [--tiny] [--budget-s 450] [--only NAME]
+
+First every program is recorded with its fault and summarized: ``OUT/predictions.json`` stands before anything is
+measured. Then each program's variants run bare in one process, in turns, and ``OUT/results.json`` gets both; the table
+of it is printed by `fault_table.py`. A fault is named if a Try has its code, and its line or module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).parent
+PLAIN = ("transformer", "vision", "plain")
+"""Programs that give their steps; the others are Trainers, which run their own loops."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A program with faults, and what must be said of it.
+
+    ``codes`` are the causes that are right, ``marker`` is the mark of the line, ``module`` a part of the module's name;
+    a clean program has none of these. ``without`` are the faults that stay when the first one is mended. ``fits``: it
+    was looked at while rows were written; the others are a test.
+    """
+
+    name: str
+    program: str
+    faults: tuple[str, ...]
+    codes: tuple[str, ...] = ()
+    marker: str | None = None
+    module: str | None = None
+    without: tuple[str, ...] = ()
+    steps: int = 190
+    options: tuple[str, ...] = ()
+    fits: bool = True
+
+
+FAULTS = (
+    Fault("clean transformer", "transformer", ()),
+    Fault("waits in blocks", "transformer", ("item",), ("waits",), "item"),
+    Fault("batch by Python", "transformer", ("python-batch",), ("python",), "python-batch"),
+    Fault("random on the CPU", "transformer", ("random",), ("made-on-cpu",), "random", steps=60),
+    Fault("attention by hand", "transformer", ("attention",), ("attention",), module="attention"),
+    Fault("loop optimizer", "transformer", ("for-loop",), ("optimizer",), module="optimizer"),
+    Fault("foreach optimizer", "transformer", ("foreach",), ("optimizer",), module="optimizer"),
+    Fault("loop of kernels", "transformer", ("loop",), ("loop",), module="gate", steps=120),
+    Fault("fp32 products", "transformer", ("fp32",), ("tf32",), module="", steps=120),
+    Fault("GELU by hand", "transformer", ("gelu",), ("activation",), module="activation"),
+    Fault("norm by hand", "transformer", ("norm",), ("norm",), module="norm"),
+    Fault("loss by hand", "transformer", ("cross-entropy",), ("cross-entropy",), module=""),
+    Fault("waits in clipping", "transformer", ("clip",), ("waits",), "clip", without=("clip-on-gpu",)),
+    Fault("anomaly detection", "transformer", ("anomaly",), ("anomaly",), module="", steps=100),
+    Fault("needless checkpoints", "transformer", ("checkpoint",), ("recompute",), module="blocks"),
+    Fault("kept results", "transformer", ("keep",), ("growth", "allocations"), "keep", options=("--memory",)),
+    Fault("three at once", "transformer", ("random", "item", "for-loop"), ("made-on-cpu",), "random", steps=60),
+    Fault("clean vision", "vision", ()),
+    Fault("no workers", "vision", ("no-workers",), ("loader",), "no-workers", steps=50),
+    Fault("one worker", "vision", ("one-worker",), ("loader",), "one-worker", steps=50),
+    Fault("pageable copy", "vision", ("pageable",), ("pageable-copy",), "pageable"),
+    Fault("layout of images", "vision", ("layout",), ("channels-last",), module=""),
+    Fault("clean plain", "plain", (), fits=False),
+    Fault("mask by Python", "plain", ("mask",), ("python",), "mask", fits=False),
+    Fault("odd vocabulary", "plain", ("sizes",), ("sizes",), module="head", fits=False),
+    Fault("metrics on the CPU", "plain", ("metrics",), ("waits",), "metrics", without=("metrics-on-gpu",), fits=False),
+    Fault("clean Lightning", "lightning_module", (), fits=False),
+    Fault("Lightning, waits", "lightning_module", ("item",), ("waits",), "item", fits=False),
+    Fault(
+        "Lightning, loop optimizer", "lightning_module", ("for-loop",), ("optimizer",), module="optimizer", fits=False
+    ),
+    Fault(
+        "Lightning, no workers", "lightning_module", ("no-workers",), ("loader",), "no-workers", steps=80, fits=False
+    ),
+    Fault("clean HF Trainer", "hf_trainer", (), fits=False),
+    Fault("HF, eager attention", "hf_trainer", ("eager",), ("attention",), module="attn", fits=False),
+    Fault("HF, fp32", "hf_trainer", ("fp32",), ("tf32",), module="", steps=120, fits=False),
+    Fault("HF, slow collate", "hf_trainer", ("collate",), ("loader",), "collate", fits=False),
+)
+
+
+def find_line(fault: Fault) -> tuple[str, int] | None:
+    """Return the file and line that a fault's mark stands in."""
+    path = HERE / f"{fault.program}.py"
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        if fault.marker is not None and fault.marker in text.partition("# fault:")[2].split():
+            return path.name, number
+    return None
+
+
+def record(fault: Fault, folder: Path, *, tiny: bool) -> dict[str, Any]:
+    """Run one program under profkit."""
+    words = [word for name in fault.faults for word in ("--fault", name)]
+    run = folder / fault.name.replace(" ", "-").replace(",", "")
+    target = [sys.executable, str(HERE / f"{fault.program}.py"), *words, "--steps", str(fault.steps)]
+    command = [sys.executable, "-m", "profkit", "run", "-o", str(run), *fault.options, "--", *target]
+    environment = {**os.environ, **({"FAULTS_TINY": "1"} if tiny else {})}
+    began = time.monotonic()
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL, check=False
+    )
+    return {
+        "run": str(run),
+        "status": done.returncode,
+        "took_s": round(time.monotonic() - began, 1),
+        "stderr": done.stderr[-1500:],
+        "stdout": done.stdout[-4000:],
+    }
+
+
+def summarize(run: str) -> dict[str, Any]:
+    """Return what ``profkit summary`` says of a run, as data."""
+    command = [sys.executable, "-m", "profkit", "summary", run, "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+
+
+def measure_plain(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
+    """Return the step of each variant in ms, block by block, in turns in this process."""
+    import torch
+    from settings import Settings
+
+    module = importlib.import_module(program)
+    steps = {variant: module.make_step(Settings(frozenset(variant), tiny)) for variant in variants}
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    rounds, length, left_out = (2, 2, 0) if tiny else (4, 14, 8) if program == "vision" else (5, 6, 1)
+    times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
+    for turn in range(rounds + 1):
+        for variant, step in steps.items():
+            for _ in range(left_out):
+                step()
+            wait()
+            began = time.perf_counter()
+            for _ in range(length):
+                step()
+            wait()
+            if turn:
+                times["+".join(variant)].append((time.perf_counter() - began) * 1e3 / length)
+    return times
+
+
+def measure_trainer(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
+    """Return the step of each variant in ms: each trains three times, in turns; its last half counts."""
+    from settings import Settings
+
+    module = importlib.import_module(program)
+    times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
+    for turn in range(1 if tiny else 3):
+        for variant in variants:
+            clock = make_clock(program)
+            module.train(Settings(frozenset(variant), tiny, 6 if tiny else 50), clock)
+            half = clock.times[len(clock.times) // 2 :]
+            if turn or tiny:
+                times["+".join(variant)].append((half[-1] - half[0]) * 1e3 / max(len(half) - 1, 1))
+    return times
+
+
+def make_clock(program: str) -> Any:
+    """Return a callback that notes when each step ended."""
+    if program == "hf_trainer":
+        from transformers import TrainerCallback
+
+        class Clock(TrainerCallback):
+            def __init__(self) -> None:
+                self.times: list[float] = []
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                self.times.append(time.perf_counter())
+
+        return Clock()
+    import lightning
+
+    class LightningClock(lightning.Callback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.perf_counter())
+
+    return LightningClock()
+
+
+def measure_apart(program: str, variants: Iterable[tuple[str, ...]], *, tiny: bool) -> dict[str, Any]:
+    """Measure the variants of a program in a process of their own."""
+    words = [json.dumps([list(variant) for variant in variants]), *(["--tiny"] if tiny else [])]
+    command = [sys.executable, __file__, "-", "--truth", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": done.stderr[-1500:]}
+
+
+def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) -> None:
+    """Record, summarize, then measure; write both files."""
+    began, recorded = time.monotonic(), {}
+    reserved = 0.3 * budget_s
+    for fault in faults:
+        if time.monotonic() - began > budget_s - reserved:
+            print("no time left to record", fault.name, flush=True)
+            continue
+        recorded[fault.name] = record(fault, out / "runs", tiny=tiny)
+        print(fault.name, recorded[fault.name]["status"], recorded[fault.name]["took_s"], flush=True)
+    with ThreadPoolExecutor(6) as pool:
+        summaries = dict(zip(recorded, pool.map(summarize, (row["run"] for row in recorded.values())), strict=True))
+    rows = [
+        {"fault": asdict(fault), "line": find_line(fault), **recorded[fault.name], "summary": summaries[fault.name]}
+        for fault in faults
+        if fault.name in recorded
+    ]
+    (out / "predictions.json").write_text(json.dumps(rows, indent=1))
+    print("predicted", round(time.monotonic() - began), "s", flush=True)
+    truths: dict[str, Any] = {}
+    for program in dict.fromkeys(fault.program for fault in faults):
+        mine = [fault for fault in faults if fault.program == program and fault.name in recorded]
+        variants = dict.fromkeys([(), *(fault.without for fault in mine), *(fault.faults for fault in mine)])
+        if time.monotonic() - began < budget_s:
+            truths[program] = measure_apart(program, variants, tiny=tiny)
+        print("measured", program, round(time.monotonic() - began), "s", flush=True)
+    for row in rows:
+        fault = row["fault"]
+        times = truths.get(fault["program"], {})
+        row["truth_ms"] = {
+            key: median(times["+".join(fault[variant])]) if times.get("+".join(fault[variant])) else None
+            for key, variant in (("now", "faults"), ("after", "without"))
+        }
+    (out / "results.json").write_text(json.dumps({"rows": rows, "truths": truths}, indent=1))
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--budget-s", type=float, default=450)
+    parser.add_argument("--truth", nargs=2)
+    words = parser.parse_args()
+    if words.truth:
+        program, variants = words.truth[0], [tuple(variant) for variant in json.loads(words.truth[1])]
+        measure = measure_plain if program in PLAIN else measure_trainer
+        print(json.dumps(measure(program, variants, tiny=words.tiny)))
+        return
+    (words.out / "runs").mkdir(parents=True, exist_ok=True)
+    chosen = [fault for fault in FAULTS if not words.only or fault.name in words.only]
+    run_all(words.out, chosen, tiny=words.tiny, budget_s=words.budget_s)
+
+
+if __name__ == "__main__":
+    main()

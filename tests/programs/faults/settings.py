@@ -1,0 +1,39 @@
+"""What programs with planted faults share: their command line, and their loop of steps."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The faults of a program and its sizes; ``tiny`` ones are for machines without a GPU."""
+
+    faults: frozenset[str] = frozenset()
+    tiny: bool = False
+    steps: int = 200
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def read_settings() -> Settings:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--tiny", action="store_true", default=bool(os.environ.get("FAULTS_TINY")))
+    parser.add_argument("--steps", type=int, default=200)
+    words = parser.parse_args()
+    return Settings(frozenset(words.fault), words.tiny, words.steps)
+
+
+def main(make_step: Callable[[Settings], Callable[[], None]]) -> None:
+    """Train as the command line says."""
+    settings = read_settings()
+    step = make_step(settings)
+    for _ in range(settings.steps):
+        step()
