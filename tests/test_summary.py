@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +212,7 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
     assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
     assert lines["MODULE"].startswith("layer */ffn 4.702 ms of 29.66 ms")
     assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
-    assert re.fullmatch(r"Nothing found that would save more than 2 %: the step is 9\d % Python\.", lines["Try"])
+    assert lines["Try"].startswith("All three: 105.8 ms → ")
 
 
 def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None:
@@ -338,7 +337,7 @@ def test_what_the_run_warned_of_is_a_care(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_format_holds_the_step_time_and_the_advice(style: str) -> None:
     done = run_command("summary", SMALL, "--format", style)
     assert done.returncode == 0, done.stderr
-    assert "Nothing found that would save more than 2 %" in done.stdout.replace("\\%", "%")
+    assert "a norm is written out" in done.stdout
     assert ("105.8 ms" if style in ("markdown", "latex") else "59325701") in done.stdout
 
 
