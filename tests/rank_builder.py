@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
-from profkit.analysis.ranks.reduce import reduce_columns
+from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
+from profkit.reading import open_trace
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.run.light_columns import columns_of
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record
@@ -192,6 +193,11 @@ def write_light_run(folder: Path, records: Sequence[LightRecord]) -> Path:
 def compare_records(records: Sequence[LightRecord]) -> RanksResult:
     """Return the comparison of ranks that left these records."""
     return compare_ranks([reduce_columns(columns_of(record)) for record in records])
+
+
+def compare_traced(trace: Path) -> RanksResult:
+    """Return the comparison of the ranks of a trace, without light records."""
+    return compare_records(reduce_ranks(open_trace(trace), {}))
 
 
 def plain_columns(value: object) -> object:

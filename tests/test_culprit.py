@@ -17,7 +17,7 @@ from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.culprit import Verdict
 from profkit.analysis.ranks.groups import bus_factor
 from profkit.analysis.ranks.own_time import divide_own_time
-from profkit.analysis.ranks.reduce import reduce_columns, reduce_rank, reduce_ranks
+from profkit.analysis.ranks.reduce import reduce_columns, reduce_rank
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
@@ -37,6 +37,7 @@ from tests.rank_builder import (
     WIRE_NS,
     Delay,
     compare_records,
+    compare_traced,
     light_records,
     simulate,
     start_run,
@@ -352,14 +353,14 @@ def test_a_delay_is_named_though_kernels_next_to_waiting_collectives_hide_it() -
     assert found.extra_ns == pytest.approx(30 * MS, rel=0.03)
     assert found.idle_ns < 20 * MS
     # Without a delay the same program took 75 ms a step.
-    assert result.verdict.step_ns - found.gain_ns == pytest.approx(75 * MS, rel=0.05)
+    assert result.step_ns - found.gain_ns == pytest.approx(75 * MS, rel=0.05)
 
 
 def test_the_gain_without_a_heavy_kernel_is_what_the_same_program_gained_without_it() -> None:
-    verdict = read_ranks(RECORDED / "reduced-fsdp2-kernels").verdict
-    assert verdict.culprit is not None
+    result = read_ranks(RECORDED / "reduced-fsdp2-kernels")
+    assert result.verdict.culprit is not None
     # 172 ms a step, and 143.5 ms without the kernel.
-    assert verdict.step_ns - verdict.culprit.gain_ns == pytest.approx(143.5 * MS, rel=0.02)
+    assert result.step_ns - result.verdict.culprit.gain_ns == pytest.approx(143.5 * MS, rel=0.02)
 
 
 def test_a_delay_that_the_gpu_hides_in_later_steps_is_late_in_the_steps_before() -> None:
@@ -403,7 +404,6 @@ def test_a_rank_without_any_range_has_its_own_time_at_no_place(tmp_path: Path) -
     builder.kernel(1_000, 500)
     record = reduce_rank(read_trace(builder.write(tmp_path / "trace.sqlite")), 0)
     assert [step.name for step in record.steps] in ([], [None])
-    assert reduce_ranks(read_trace(tmp_path / "trace.sqlite"), {})[0].steps == record.steps
 
 
 def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_then(tmp_path: Path) -> None:
@@ -709,7 +709,7 @@ def test_a_budget_of_ranks_is_not_judged_where_there_is_one_rank(tmp_path: Path)
 @pytest.mark.parametrize(("steps", "is_named"), [(2, False), (8, True)])
 def test_launches_are_named_only_from_some_recorded_steps_on(tmp_path: Path, steps: int, is_named: bool) -> None:
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, steps, [Delay(1, "launch", 40 * MS)]))
-    verdict = compare_records(reduce_ranks(open_trace(trace), {})).verdict
+    verdict = compare_traced(trace).verdict
     assert (verdict.culprit is not None, verdict.doubt) == (is_named, None if is_named else "launches")
 
 

@@ -14,10 +14,9 @@ from click.testing import CliRunner
 from profkit.analysis.ranks.chance import chance_beside, chance_of_level, chance_of_stalls
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.ranks.culprit import Verdict
-from profkit.analysis.ranks.reduce import reduce_ranks
 from profkit.cli import cli
 from profkit.joining import read_ranks
-from profkit.reading import open_capture, open_trace
+from profkit.reading import open_capture
 from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import NSYS_EXPORT
@@ -29,6 +28,7 @@ from tests.rank_builder import (
     Delay,
     Timeline,
     compare_records,
+    compare_traced,
     light_records,
     simulate,
     write_kineto_run,
@@ -43,7 +43,7 @@ def _compare(folder: Path, ranks: int, steps: int, delays: Sequence[Delay]) -> l
     """Return what full traces and light records say of the same ranks."""
     lines = simulate(ranks, steps, delays)
     trace = write_nsys(folder / f"trace{len(list(folder.iterdir()))}.sqlite", lines)
-    return [compare_records(reduce_ranks(open_trace(trace), {})), compare_records(light_records(lines))]
+    return [compare_traced(trace), compare_records(light_records(lines))]
 
 
 def _noise(ranks: int, steps: int, draw: Callable[[int, int], float], place: str = "forward") -> list[Delay]:

@@ -254,7 +254,7 @@ def test_runs_of_different_numbers_of_ranks_say_so_in_each_group(tmp_path: Path)
 def test_which_steps_the_ranks_own_times_are_of_is_said(tmp_path: Path) -> None:
     lines = simulate(2, 4)
     said = _said(_ranks(write_kineto_run(tmp_path / "full", lines)))
-    assert "communication not hidden, for each rank, without the first step" in said
+    assert "to that of the next, without the first step" in said
     assert "without the first step" not in _said(_ranks(write_light_run(tmp_path / "light", light_records(lines))))
 
 

@@ -419,6 +419,6 @@ def judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLi
             detail = f"the mean of {compared} ranks in collectives, from their arrival to that of the last"
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)
         else:
-            share = ranks.verdict.most_ns / max(ranks.verdict.step_ns, 1)
+            share = ranks.verdict.most_ns / max(ranks.step_ns, 1)
             detail = f"what rank {ranks.verdict.most_rank}, the latest, costs the median rank in a step"
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)

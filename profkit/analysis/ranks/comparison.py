@@ -105,6 +105,8 @@ class RanksResult(NotebookResult):
     """The groups of which nobody says which ranks belong to them: all do, it is assumed."""
     short: Mapping[int, int] = field(default_factory=dict)
     """The ranks whose record holds fewer steps than the median rank's, and how many."""
+    recorded_step_ns: int | None = None
+    """What a recorded step takes by the time account; None where no rank left a trace with steps."""
     apart: tuple[int, ...] = ()
     """The ranks whose steps all lie more than a minute before or after all those of the median rank."""
 
@@ -114,7 +116,9 @@ class RanksResult(NotebookResult):
 
     @property
     def step_ns(self) -> int:
-        """Return the step time of the median rank."""
+        """Return the recorded step time; without a trace, that of the median rank."""
+        if self.recorded_step_ns is not None:
+            return self.recorded_step_ns
         return int(np.median([rank.step_ns for rank in self.ranks])) if self.ranks else 0
 
     @property
@@ -164,6 +168,7 @@ def compare_ranks(
     lost: Mapping[int, str] | None = None,
     links: tuple[GpuLink, ...] = (),
     written: Iterable[ReducedRank] = (),
+    recorded_step_ns: int | None = None,
 ) -> RanksResult:
     """Return the comparison of ranks; the order of ``ranks`` does not matter.
 
@@ -172,6 +177,7 @@ def compare_ranks(
         lost: the ranks of which nothing can be read, each with the reason.
         links: what the links between the GPUs of the first machine are.
         written: the light records of ranks that also left a full trace.
+        recorded_step_ns: what a step takes by the time account of their traces; None without traces.
 
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
@@ -228,6 +234,7 @@ def compare_ranks(
             find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
         ),
         links=links,
+        recorded_step_ns=recorded_step_ns,
     )
 
 
@@ -243,7 +250,15 @@ def join_ranks(reads: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> R
         raise CaptureError(unknown[0])
     reasons = {rank: reason for rank, reason in lost if rank is not None}
     written = [rank for read in reads for rank in read.written]
-    return compare_ranks([rank for read in reads for rank in read.ranks], reasons, links, written)
+    ranks = [rank for read in reads for rank in read.ranks]
+    return compare_ranks(ranks, reasons, links, written, _recorded_step_ns(reads))
+
+
+def _recorded_step_ns(reads: Sequence[ReadRanks]) -> int | None:
+    """Return the mean recorded step; the n-th steps of all traces are one, which takes as long as the longest."""
+    times = [read.recorded_ns for read in reads if read.recorded_ns]
+    longest = [max(together) for together in zip(*times, strict=False)]
+    return round(sum(longest) / len(longest)) if longest else None
 
 
 @collector_off()

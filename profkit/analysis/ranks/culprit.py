@@ -104,7 +104,6 @@ class Verdict:
     culprit: Culprit | None
     most_rank: int | None = None
     most_ns: int = 0
-    step_ns: int = 0
     differences: Mapping[Cause, int] = field(default_factory=dict)
     """Cause → how much more than the median rank that rank took, per step."""
     doubt: Doubt | None = None
@@ -241,7 +240,6 @@ def _nobody_late(ranks: Sequence[ReducedRank], cost: Cost) -> Verdict:
         None,
         ranks[most].record.rank,
         round(float(usually[most])) if usually[most] >= LATE_NS else 0,
-        round(cost.step_ns),
         {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
         doubt=_doubt_level(cost, most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
         turns={rank.record.rank: times for rank, times in zip(ranks, late, strict=True) if times},

@@ -396,12 +396,13 @@ def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
 class ReadRanks:
     """The ranks of one trace, or of some light records; ``lost`` says of a rank why its trace, or all of it, is lost.
 
-    ``written`` are the light records of ranks that also left a trace.
+    ``written`` are the light records of ranks that also left a trace, ``recorded_ns`` its steps by the time account.
     """
 
     ranks: tuple[ReducedRank, ...]
     lost: tuple[tuple[int | None, str], ...] = ()
     written: tuple[ReducedRank, ...] = ()
+    recorded_ns: tuple[int, ...] = ()
 
 
 def read_and_reduce(
@@ -419,6 +420,7 @@ def read_and_reduce(
     light: dict[int, LightRecord] = {}
     written: dict[int, ReducedRank] = {}
     known: KnownColumns = {}
+    recorded_ns: list[int] = []
     for rank, path in light_paths.items():
         try:
             if open_it is None:
@@ -432,13 +434,15 @@ def read_and_reduce(
             lost.append((rank, str(error)))
     if open_it is not None:
         try:
-            for record in reduce_ranks(open_it(), light):
+            opened = open_it()
+            recorded_ns = opened.account.recorded_steps_ns().tolist()
+            for record in reduce_ranks(opened, light):
                 ranks[record.rank] = reduce_columns(columns_of(record))
         except ProfkitError as error:
             unread: list[int | None] = [only] if only is not None else [*light]
             stands_in = "; its light record stands in for the trace"
             lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
-    return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()))
+    return ReadRanks(tuple((written | ranks).values()), tuple(lost), tuple(written.values()), tuple(recorded_ns))
 
 
 def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:

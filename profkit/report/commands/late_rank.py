@@ -37,7 +37,7 @@ _UNTIMED = (
 def describe_ranks(result: RanksResult) -> list[str]:
     """Return what the ranks say together, in sentences: the step, who is late, why, and what it costs."""
     steps = format_count(result.step_count, "step")
-    step = f"{result.world_size:,} ranks, {steps} of {format_ns(result.step_ns)} (median rank)"
+    step = f"{result.world_size:,} ranks, {steps} of {format_ns(result.step_ns)} {_step_kind(result)}"
     if not result.recorded_step_count:
         step = f"{result.world_size:,} ranks, no recorded steps: times are those of the whole recording"
     if result.exposed_ns is not None and result.recorded_step_count:
@@ -56,6 +56,10 @@ def describe_ranks(result: RanksResult) -> list[str]:
     return [f"{step}; waiting in collectives: {waiting}", *describe_verdict(result), *[clocks] * result.by_clocks]
 
 
+def _step_kind(result: RanksResult) -> str:
+    return "(median rank)" if result.recorded_step_ns is None else "as recorded"
+
+
 def describe_verdict(result: RanksResult) -> list[str]:
     """Return who is late, why and what it costs; else the figure that shows that nobody is."""
     verdict = result.verdict
@@ -63,7 +67,7 @@ def describe_verdict(result: RanksResult) -> list[str]:
         return _accuse(verdict.culprit, result)
     if verdict.most_rank is None:
         return [f"Who is late is unknown: {result.why_unknown}"]
-    share = verdict.most_ns / verdict.step_ns if verdict.step_ns else 0.0
+    share = verdict.most_ns / result.step_ns if result.step_ns else 0.0
     if verdict.doubt == "untimed":
         hosts = "no host kept its GPU waiting"
         if share >= LEAST_SHARE:
@@ -99,7 +103,7 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
         else f"it arrives last in {format_share(culprit.share)} of its collectives in which anybody waits, by {late} a"
         f" step{f'; the others wait for it longest in group {group}' if group else ''}"
     )
-    without = max(result.verdict.step_ns - culprit.gain_ns, 0)
+    without = max(result.step_ns - culprit.gain_ns, 0)
     hidden = culprit.extra_ns - culprit.idle_ns
     shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
     compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{_place(culprit)}{shown}"
@@ -112,14 +116,12 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
             f"Without it steps would take about {format_ns(culprit.gain_ns)} less on average"
             " (estimate: each collective starts when the median rank is there)",
         ]
-    may_pass = (
-        culprit.cause == "python" and not culprit.module and culprit.gain_ns < HOSTS_VARY * result.verdict.step_ns
-    )
+    may_pass = culprit.cause == "python" and not culprit.module and culprit.gain_ns < HOSTS_VARY * result.step_ns
     passing = "; hosts may be that slow for tens of steps at a time: record longer to see whether it lasts"
     return [
         f"Rank {culprit.rank} is late: {arrives}",
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}{passing * may_pass}",
-        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.verdict.step_ns)}"
+        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
     ]
 

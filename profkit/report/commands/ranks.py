@@ -279,7 +279,10 @@ def _notes(result: RanksResult) -> Sequence[str]:
     if not result.recorded_step_count:
         lines.append("what a rank did by itself is known of steps alone")
     elif result.is_exact:
-        sums = "step = computing + copying + data + launching + Python + communication not hidden, for each rank"
+        sums = (
+            "step = computing + copying + data + launching + Python + communication not hidden, for each rank, from"
+            " the last collective of a step to that of the next"
+        )
         is_first_out = any(rank.step_count < result.recorded_step_count for rank in result.ranks)
         lines.append(f"{sums}{', without the first step' * is_first_out}")
     else:
