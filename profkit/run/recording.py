@@ -20,6 +20,7 @@ from typing import Literal
 from profkit.files import PARTIAL, write_json
 from profkit.run.manifest import Process
 from profkit.run.records import decode, read_record, read_text
+from profkit.run.trials import Measured
 
 
 class StepKind(IntEnum):
@@ -142,6 +143,7 @@ Where others start at the same time, nsys 2023.4.4 ends before its program has b
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
+_MEASURED = PARTIAL + "trial-{}.json"
 _LINES = PARTIAL + "lines-{}"
 _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
@@ -373,6 +375,33 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
     for path in run.glob(_MEETING.format("*")):
         path.unlink()
     return tuple(sorted(failures, key=lambda failure: (failure.rank is None, not failure.by_signal)))
+
+
+def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
+    """Leave in ``folder`` what the process ``pid`` measured, for the launcher.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(folder / _MEASURED.format(pid), asdict(measured))
+
+
+def take_measured(folder: Path) -> tuple[Measured, ...]:
+    """Return what processes left in ``folder``, the first rank first, and remove it.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    left = sorted(folder.glob(_MEASURED.format("*")))
+    measured = [read_record(Measured, path) for path in left]
+    for path in left:
+        path.unlink()
+    return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0)))
+
+
+def count_left(folder: Path) -> int:
+    """Return how many processes have left what they measured."""
+    return len(list(folder.glob(_MEASURED.format("*"))))
 
 
 def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import RunError
-from profkit.files import PARTIAL, whole_file, write_json
-from profkit.run.records import decode, read_lines, read_record
+from profkit.files import whole_file
+from profkit.run.records import decode, read_lines
 from profkit.text_kinds import EditName, GpuName, Message, Moment, SourceLine, Version, Word
 
 VERSION = 1
-
-_LEFT = PARTIAL + "trial-{}.json"
 
 
 @dataclass(frozen=True)
@@ -158,30 +156,3 @@ def read_trials(path: Path) -> RunTrials:
     return RunTrials(
         tuple(Trials(plan, tuple(predictions), tuple(processes)) for plan, predictions, processes in calls)
     )
-
-
-def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
-    """Leave in ``folder`` what the process ``pid`` measured, for the launcher.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(folder / _LEFT.format(pid), asdict(measured))
-
-
-def take_measured(folder: Path) -> tuple[Measured, ...]:
-    """Return what processes left in ``folder``, the first rank first, and remove it.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
-    left = sorted(folder.glob(_LEFT.format("*")))
-    measured = [read_record(Measured, path) for path in left]
-    for path in left:
-        path.unlink()
-    return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0)))
-
-
-def count_left(folder: Path) -> int:
-    """Return how many processes have left what they measured."""
-    return len(list(folder.glob(_LEFT.format("*"))))

@@ -41,8 +41,8 @@ from profkit.capture.steps.data_loading import is_loader_worker
 from profkit.capture.steps.times import wait_for_device
 from profkit.run.edits import parse_edits
 from profkit.run.job import rank_of_command
-from profkit.run.recording import Order, leave_failure
-from profkit.run.trials import Evidence, Measured, count_left, leave_measured
+from profkit.run.recording import Order, count_left, leave_failure, leave_measured
+from profkit.run.trials import Evidence, Measured
 
 MAKERS: dict[str, Callable[[str], Change]] = {
     "allocator": AllocatorSettings,
