@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import tracemalloc
@@ -23,14 +24,17 @@ from profkit.capture.steps.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
 from profkit.run.light_columns import read_light  # noqa: E402
 from profkit.run.light_record import LightRecord  # noqa: E402
+from profkit.trace.kineto_collectives import CollectiveArguments  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 RANKS = 4
 
 SCRIPT = """
-import os, sys
+import json, os, sys
+from dataclasses import asdict
 sys.path[:0] = [os.getcwd()]
 import torch
+from profkit.capture.flight_recorder import logged_collectives
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,6 +56,8 @@ for batch in batches:
     losses.append(loss.item())
 with open(f"losses-{len(sys.argv)}-{rank}", "w") as file:
     file.write(repr(losses))
+with open(f"logged-{len(sys.argv)}-{rank}", "w") as file:
+    json.dump([asdict(call) for call in logged_collectives(0)], file)
 del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
 """
@@ -111,6 +117,20 @@ def test_a_collective_has_the_same_sequence_number_on_all_ranks_of_its_group(rec
     for one, other, dimension in ((0, 2, "dp"), (1, 3, "dp"), (0, 1, "tp"), (2, 3, "tp")):
         assert sequences(one, dimension) == sequences(other, dimension)
         assert len(set(sequences(one, dimension))) == len(sequences(one, dimension)) >= 12
+
+
+def test_what_a_trace_of_cuda_alone_lacks_of_collectives_is_logged_as_torch_profiler_says_it(place: Path) -> None:
+    for rank in range(RANKS):
+        *_, gathered, reduced = json.loads((place / f"logged-1-{rank}").read_text())
+        assert (gathered["kind"], reduced["kind"]) == ("all_gather", "all_reduce")
+        described = CollectiveArguments({})
+        for call in (gathered, reduced):
+            described.add({"args": call["arguments"]})
+        assert [(call.kind, call.ranks, call.dimension, call.dtype, call.byte_count) for call in described.found] == [
+            ("all_gather", (0, 1) if rank < 2 else (2, 3), "tp", "float32", 64),
+            ("all_reduce", (0, 2) if rank % 2 == 0 else (1, 3), "dp", "float32", 288),
+        ]
+        assert [call.sequence for call in described.found] == [call["arguments"]["Seq"] for call in (gathered, reduced)]
 
 
 def test_a_light_record_is_small(place: Path) -> None:

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from profkit import annotate, read_trace  # noqa: E402
 from profkit.capture.recorders import nsys  # noqa: E402
-from profkit.capture.recorders.kineto import recorded_by_kineto  # noqa: E402
+from profkit.capture.recorders.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
 from profkit.capture.recorders.nsys import LocalRanks, recorded_by_nsys  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -72,6 +72,23 @@ def test_ranks_that_write_their_traces_at_the_same_time_keep_out_of_each_others_
     with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
         torch.ones(2).sum()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.gz", "trace.rank1.json.gz"]
+
+
+def test_a_profiler_that_warmed_up_keeps_what_ran_after_its_start_alone(tmp_path: Path) -> None:
+    warmed_up = warmed_up_profiler(CPU, None, None)
+    torch.ones(2).exp()
+    with recorded_by_kineto(tmp_path / "trace.json.gz", CPU, warmed_up=warmed_up):
+        torch.ones(2).log()
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert ("aten::exp" in names, "aten::log" in names) == (False, True)
+
+
+def test_a_profiler_that_only_warmed_up_makes_way_for_another() -> None:
+    drop_profiler(warmed_up_profiler(CPU, None, None))
+    with torch.profiler.profile() as profiler:
+        torch.ones(2).log()
+    assert "aten::log" in {event.name for event in profiler.events()}
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

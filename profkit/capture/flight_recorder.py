@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from statistics import fmean, median
+from time import time_ns
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -26,6 +27,7 @@ from torch import distributed
 from profkit.files import collector_off
 from profkit.names import kind_of_collective
 from profkit.run.light_record import Group
+from profkit.run.range_log import LoggedCollective
 
 RING = 2000
 """How many collectives the flight recorder keeps."""
@@ -43,6 +45,8 @@ _DTYPES = {
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
 """What the flight recorder calls types, and what Python does; the rest differ in capital letters alone."""
+_TORCHS_NAMES = {plain: name for name, plain in _DTYPES.items()}
+_COUNT = "In msg nelems", "Out msg nelems"
 
 _PATIENCE = timedelta(seconds=10)
 _MINE, _ANSWER = "profkit/waits-of-{}", "profkit/slowest"
@@ -258,6 +262,35 @@ def _count_bytes(sizes: Any, dtypes: Any) -> int | None:
             return None
         total += math.prod(size) * item
     return total
+
+
+def knows_collectives() -> bool:
+    """Return whether the flight recorder holds collectives of this process."""
+    return any(dump.get("entries") for _, dump in _dumps())
+
+
+def logged_collectives(start_ns: int) -> list[LoggedCollective]:
+    """Return what was called since ``start_ns`` (since the epoch); nothing if the ring no longer holds all of it."""
+    flight = FlightRecorder()
+    flight.look()
+    return [_log_collective(call, flight.group(call.group, 0)) for call in flight.between(start_ns, time_ns())]
+
+
+def _log_collective(call: Collective, group: Group) -> LoggedCollective:
+    item_bytes = None if call.dtype is None else _item_bytes(call.dtype)
+    known = {
+        "Collective name": call.kind,
+        "dtype": _TORCHS_NAMES.get(call.dtype or "", call.dtype),
+        "Process Group Name": group.name,
+        "Process Group Description": group.dimension and _MESH + group.dimension,
+        "Process Group Ranks": str(list(group.ranks)),
+        "Seq": call.sequence,
+        _COUNT[call.kind in _LARGER_OUTPUT]: call.bytes // item_bytes
+        if item_bytes and call.bytes is not None
+        else None,
+    }
+    arguments = {key: value for key, value in known.items() if value is not None}
+    return LoggedCollective(call.called_ns, call.kind, call.group, arguments)
 
 
 def is_slowest() -> bool:

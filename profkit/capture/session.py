@@ -24,7 +24,7 @@ from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.errors import describe_error, find_failure, say
-from profkit.capture.flight_recorder import is_slowest, several_ranks
+from profkit.capture.flight_recorder import is_slowest, knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
@@ -517,17 +517,20 @@ class Session:
     def _may_log(self) -> bool:
         """Return whether CUDA's activities and profkit's own log of ranges hold all that is asked for.
 
-        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too.
-        Collectives' names and sizes come from CPU operators.
+        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too, or
+        where CPU operators alone know the names and sizes of collectives.
         """
-        needs_operators = self.order.operators or self.memory is not None or several_ranks()
-        needs_operators = needs_operators or not torch.cuda.is_initialized()
-        return self.order.recorder == "kineto" and not needs_operators
+        needs_operators = self.order.operators or self.memory is not None or not torch.cuda.is_initialized()
+        if self.order.recorder != "kineto" or needs_operators:
+            return False
+        return not several_ranks() or knows_collectives()
 
     def _warm_up_profiler(self) -> None:
         """Have torch.profiler trace in the step before the recorded ones, if enough steps were timed without it."""
         is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
-        if self._scripts_profiler is None or self._scripts_profiler.runs or not (is_spare and self._may_log()):
+        # With chosen ranks alone, one rank's slower step would be taken for a late rank.
+        is_wanted = is_spare and self.order.ranks is None
+        if self._scripts_profiler is None or self._scripts_profiler.runs or not (is_wanted and self._may_log()):
             return
         self._end_part()
         self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self.hooks.log)
@@ -585,8 +588,11 @@ class Session:
         self._drop_profiler()
         if self._recording is not None:
             recording, self._recording = self._recording, None
-            self.hooks.log.saw_cuda_graphs = self.hooks.steps.has_captured
+            log = self.hooks.log
+            log.saw_cuda_graphs = self.hooks.steps.has_captured
             try:
+                if several_ranks() and self.order.recorder == "kineto":
+                    log.collectives = logged_collectives(log.began_ns)
                 recording.close()
             except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
                 self._failure = describe_error(error)

@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _FARTHEST_NS = 50_000_000
 _MOST_ACROSS = 0.01
 """The share of calls that may lie across the edge of a range on their own thread, which no call does."""
 _EVENTS = "traceEvents"
+_NCCL = "nccl"
+_COUNTS = {"In msg nelems", "Out msg nelems"}
 
 Event = dict[str, Any]
 
@@ -61,6 +63,19 @@ class ClockReading:
 
 
 @dataclass(frozen=True)
+class LoggedCollective:
+    """One collective that the process called, as PyTorch's flight recorder knows it.
+
+    ``arguments`` are those that torch.profiler gives the kernel of a collective where it records CPU operators.
+    """
+
+    called_ns: int
+    kind: str
+    group: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RangeLog:
     """All that a process logged until ``ended_ns``; ``readings`` holds those of each moment, the start's first."""
 
@@ -69,6 +84,7 @@ class RangeLog:
     threads: list[ThreadEntries]
     readings: list[list[ClockReading]]
     ended_ns: int
+    collectives: list[LoggedCollective] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,8 @@ class Alignment:
     """How well the log's times fit the trace's: what is added to them, at the start and at the end, and the error left.
 
     ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does, and
-    one would if the clocks differed by more than the error.
+    one would if the clocks differed by more than the error. ``described`` of the ``collectives`` kernels of NCCL are
+    known by the flight recorder's word.
     """
 
     start_ns: int
@@ -84,6 +101,8 @@ class Alignment:
     error_ns: int
     calls: int
     across: int
+    collectives: int = 0
+    described: int = 0
 
     def __str__(self) -> str:
         """The alignment as the run's log says it."""
@@ -91,6 +110,11 @@ class Alignment:
         return (
             f"ranges: the trace's clock is {shift} from the log's, ± {self.error_ns / 1000:.1f} µs; "
             f"{self.across:,} of {self.calls:,} calls lie across a range's edge"
+            + (
+                f"; PyTorch's flight recorder names the group and size of {self.described:,} of {self.collectives:,} "
+                "collectives"
+            )
+            * bool(self.collectives)
         )
 
 
@@ -109,7 +133,8 @@ def read_range_log(path: Path) -> RangeLog:
         content = json.loads(path.read_bytes())
     threads = [ThreadEntries(**thread) for thread in content.pop("threads")]
     readings = [[ClockReading(**reading) for reading in moment] for moment in content.pop("readings")]
-    return RangeLog(threads=threads, readings=readings, **content)
+    collectives = [LoggedCollective(**collective) for collective in content.pop("collectives")]
+    return RangeLog(threads=threads, readings=readings, collectives=collectives, **content)
 
 
 def fold_handle(handle: int) -> int:
@@ -143,6 +168,7 @@ def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
         min(clock.error_ns, *(each.room_ns for each in fits)),
         sum(each.calls for each in fits),
         sum(each.across for each in fits),
+        *_describe_collectives(trace, log, clock, base_ns),
     )
     if fit.across > _MOST_ACROSS * fit.calls:
         raise RangeLogError(f"the times of ranges and calls do not fit together ({fit})")
@@ -282,6 +308,66 @@ def _ranges_of(thread: ThreadEntries, log: RangeLog) -> Iterator[tuple[str, int,
             yield log.names[entered], start, time_ns
     for entered, start in reversed(opened):
         yield log.names[entered], start, log.ended_ns
+
+
+def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, base_ns: int) -> tuple[int, int]:
+    """Give the kernels of NCCL the arguments of the calls that launched them; return how many there are and have some.
+
+    A kernel belongs to the calls since the kernel before it. Several calls that became one kernel count together if
+    they are of one kind and group; where several became several kernels, which is which is unknown.
+    """
+    launched_us = {
+        event["args"].get("correlation"): event["ts"]
+        for event in trace[_EVENTS]
+        if event.get("cat") in _CALLS and event.get("pid") == log.process and event.get("args")
+    }
+    kernels = [
+        (base_ns + round(launched_us[event["args"]["correlation"]] * 1000), event)
+        for event in trace[_EVENTS]
+        if event.get("cat") == "kernel"
+        and event["name"].startswith(_NCCL)
+        and event.get("args", {}).get("correlation") in launched_us
+    ]
+    calls = [(clock.on_trace(call.called_ns), call) for call in log.collectives]
+    described = 0
+    for block, events in _blocks_of_calls(calls, kernels):
+        arguments = _arguments_of(block, len(events))
+        described += len(events) * bool(arguments)
+        for event in events:
+            event["args"].update(arguments)
+    return len(kernels), described
+
+
+def _blocks_of_calls(
+    calls: list[tuple[int, LoggedCollective]], kernels: list[tuple[int, Event]]
+) -> Iterator[tuple[list[LoggedCollective], list[Event]]]:
+    """Yield calls in a row and the kernels that were launched before the next call."""
+    block: list[LoggedCollective] = []
+    events: list[Event] = []
+    moments: list[tuple[int, LoggedCollective | Event]] = [*calls, *kernels]
+    for _, called in sorted(moments, key=lambda moment: moment[0]):
+        if not isinstance(called, LoggedCollective):
+            events.append(called)
+            continue
+        if events:
+            yield block, events
+            block, events = [], []
+        block.append(called)
+    if events:
+        yield block, events
+
+
+def _arguments_of(calls: list[LoggedCollective], kernels: int) -> dict[str, Any]:
+    """Return the arguments of what one kernel, or each of several, that these calls became is; {} if it is unknown."""
+    if len({(call.kind, call.group) for call in calls}) != 1:
+        return {}
+    arguments = dict(calls[0].arguments)
+    for key in _COUNTS & arguments.keys():
+        counts = [call.arguments.get(key) for call in calls]
+        del arguments[key]
+        if kernels == 1 and None not in counts:
+            arguments[key] = sum(counts)
+    return arguments
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from time import sleep, time_ns
 
 import torch
 
-from profkit.run.range_log import ClockReading, RangeLog, ThreadEntries
+from profkit.run.range_log import ClockReading, LoggedCollective, RangeLog, ThreadEntries
 
 MOST_ENTRIES = 4_000_000
 """More are not kept: they would take some 300 MB of the program's memory, and a trace that nobody can open."""
@@ -29,6 +29,8 @@ class LiveLog:
         self.is_on = False
         self.saw_cuda_graphs = False
         """Whether the program had captured a CUDA graph when the recording ended."""
+        self.collectives: list[LoggedCollective] = []
+        """What was called of other ranks while it was recorded, if somebody knows."""
         self.number_of = _Numbers()
         self._threads: list[ThreadEntries] = []
         self._readings: list[list[ClockReading]] = []
@@ -65,7 +67,13 @@ class LiveLog:
 
     def content(self) -> RangeLog:
         """Return all that was logged."""
-        return RangeLog(os.getpid(), list(self.number_of), self._threads, self._readings, time_ns())
+        names, ended_ns = list(self.number_of), time_ns()
+        return RangeLog(os.getpid(), names, self._threads, self._readings, ended_ns, self.collectives)
+
+    @property
+    def began_ns(self) -> int:
+        """When the clock was read first, in ns since the epoch."""
+        return self._readings[0][0].before_ns if self._readings else time_ns()
 
 
 class _Numbers(dict[str, int]):
