@@ -139,3 +139,21 @@ def test_accelerates_ranks_under_torchs_launcher(tmp_path: Path) -> None:
     processes = json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"]
     assert [one["rank"] for one in processes] == [0, 1]
     assert [row.instances for row in read_trace(tmp_path / "run").kernels("backward").ranks] == [2, 2]
+
+
+@pytest.mark.parametrize(("package", "call"), [("transformers", ".train()"), ("lightning", ".fit(Net(), data)")])
+def test_a_trainer_in_a_block_is_recorded(package: str, call: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    script, _ = CASES[package]
+    before, name, _ = script.rpartition("Trainer(" if package == "transformers" else "lightning.Trainer(")
+    trainer = f"{name}{script.removeprefix(before + name).removesuffix(f'{call}{chr(10)}')}"
+    block = (
+        f"import profkit\ntrainer = {trainer}\nwith profkit.record(steps=2, warmup=2, path='run'):\n    trainer{call}\n"
+    )
+    (tmp_path / "train.py").write_text(before + block)
+    done = _run([sys.executable, "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    opened = read_trace(tmp_path / "run")
+    assert [opened.kernels(phase).instances for phase in ("data", "forward", "backward", "optimizer")] == [2] * 4
+    plain = _run([sys.executable, "-c", f"{before}trainer = {trainer}\ntrainer{call}\n"], tmp_path)
+    assert _losses(done.stdout) == _losses(plain.stdout) != []
