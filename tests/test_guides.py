@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import click
@@ -66,11 +67,25 @@ def test_all_that_follows_a_script_is_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], target: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     for name, mode in (("train.py", 0o644), ("program.py", 0o755)):
         Path(name).touch(mode)
     command = cli.get_command(click.Context(cli), "run")
     assert command is not None
     assert command.make_context("run", words).params["target"] == target
+
+
+def test_a_script_runs_in_profkits_own_python_where_another_one_is_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("train.py", "python"):
+        Path(name).touch(0o755 if name == "python" else 0o644)
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    assert command.make_context("run", ["train.py"]).params["target"] == (sys.executable, "train.py")
 
 
 def test_an_unknown_topic_names_those_that_exist() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -71,13 +73,13 @@ class RunCommand(click.Command):
     """``profkit run``: all that follows a script is the script's, and few of the options fill its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; a script that is no program is started by the Python on PATH."""
+        """Parse the arguments; a script that is no program is started by `_python_of_scripts`."""
         at = self._first_word(args)
         if at < len(args) and args[at].endswith(".py"):
             is_program = shutil.which(args[at]) is not None
             if not is_program and not Path(args[at]).is_file():
                 raise UsageError(f"{args[at]}: no such file")
-            args = [*args[:at], "--", *([] if is_program else ["python"]), *args[at:]]
+            args = [*args[:at], "--", *([] if is_program else [_python_of_scripts()]), *args[at:]]
         return super().parse_args(ctx, args)
 
     def _first_word(self, args: Sequence[str]) -> int:
@@ -98,6 +100,16 @@ class RunCommand(click.Command):
         shown = [option for option in self.get_params(ctx) if ctx.meta.get(_ALL) or option.name in (*_COMMON, "help")]
         with formatter.section("Options"):
             formatter.write_dl([record for option in shown if (record := option.get_help_record(ctx)) is not None])
+
+
+def _python_of_scripts() -> str:
+    """Return the Python that profkit runs in, where torch is installed: its environment need not be activated.
+
+    Elsewhere, and where it is the one on PATH, ``python``.
+    """
+    on_path = shutil.which("python")
+    is_own = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
+    return "python" if is_own or find_spec("torch") is None else sys.executable
 
 
 _ALL = "profkit shows all options"
