@@ -83,8 +83,13 @@ class Results:
         return None if self.efficiency is None else self.efficiency.step_count
 
     def record_again(self, option: str) -> str:
-        """Return the command that would record this program again, as it was and with one more option."""
+        """Return the command that would record this program again, as it was and with one more option.
+
+        A block of a program is recorded by the program itself, by torch.profiler alone and without the work of ranges.
+        """
         manifest = self.manifest
+        if manifest.kind == "block":
+            return "profkit.record(memory=True)" if option == "--memory" else "profkit run -- python train.py"
         known = [("--nsys", manifest.profiler == "nsys"), ("--memory", bool(manifest.argv) and self.memory is not None)]
         option = " ".join(dict.fromkeys([*(name for name, was_given in known if was_given), option]))
         if not manifest.argv and manifest.target:
