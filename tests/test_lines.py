@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker
 
 from profkit.analysis.lines import find_lines
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines import workers
+from profkit.capture.lines import own_code, workers
 from profkit.capture.lines.own_code import Place, describe, find_place, is_own, is_profkits
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
 from profkit.capture.lines.samples import StackSampler
@@ -184,6 +184,52 @@ def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it(
         sampler._look(10, is_late=is_late)
     sampler.step_ended()
     assert {phase: sum(times) for (_, phase, _), times in sampler.times.items()} == {"held": 20, "released": 10}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python looks for garbage between instructions alone")
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_frames_of_other_threads_are_read(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_code, "is_own", lambda _: False)  # or only the innermost frames are read
+    entered, leave, collections = threading.Event(), threading.Event(), []
+
+    def work(depth: int = 300) -> None:
+        if depth:
+            work(depth - 1)
+            return
+        entered.set()
+        leave.wait(60)
+
+    def note(moment: str, _: dict[str, int]) -> None:
+        collections.append(moment)
+
+    def add(*args: Any, **kwargs: Any) -> None:
+        collections.clear()
+        StackSampler._add(sampler, *args, **kwargs)
+        within.append(len(collections))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(60)
+    sampler, thresholds, within = StackSampler(lambda: None), gc.get_threshold(), []
+    assert thread.ident is not None
+    sampler.watch(thread.ident, "main")
+    gc.set_threshold(50)
+    try:
+        if not is_on:
+            gc.disable()
+        gc.callbacks.append(note)
+        monkeypatch.setattr(sampler, "_add", add)
+        sampler._look(1)
+        assert gc.isenabled() == is_on
+        assert within == [0]
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.set_threshold(*thresholds)
+        leave.set()
+        thread.join()
 
 
 def test_a_sampler_leaves_the_switch_interval_as_it_was() -> None:

@@ -6,10 +6,12 @@ right to read another process's memory.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns, sleep
 from types import CodeType, FrameType
 
@@ -101,10 +103,9 @@ class StackSampler:
             before_ns = now_ns
 
     def _look(self, time_ns: int, *, is_late: bool = False) -> None:
-        frames = sys._current_frames()
         phase = self._phase()
-        with self._lock:
-            self._add(frames, phase, time_ns, is_late=is_late)
+        with self._lock, _no_collection():
+            self._add(sys._current_frames(), phase, time_ns, is_late=is_late)
 
     def _add(self, frames: dict[int, FrameType], phase: str | None, time_ns: int, *, is_late: bool = False) -> None:
         for thread, kind in list(self._watched.items()):
@@ -118,6 +119,26 @@ class StackSampler:
                 key = before
             self._step[key] = self._step.get(key, 0) + time_ns
             self.samples[key] += 1
+
+
+_COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage in the block.
+
+    Before 3.12 it may do so while it makes the object of another thread's frame. What it finds may let that thread go
+    on and leave the frame, which Python then reads from memory that is no frame's any more, and crashes.
+    """
+    if not (_COLLECTS_ANYWHERE and gc.isenabled()):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _find(frame: FrameType | None, codes: Sequence[CodeType]) -> CodeType | None:
