@@ -8,10 +8,19 @@ from typing import Any
 
 
 @contextmanager
-def open_page(browser: Any, file: Path, *, width: int = 1400, scheme: str = "light", scripts: bool = True) -> Any:
-    """Open a page and yield its tab; on leaving, fail if the page asked for anything or complained."""
+def open_page(
+    browser: Any,
+    file: Path,
+    *,
+    width: int = 1400,
+    height: int = 900,
+    scheme: str = "light",
+    scripts: bool = True,
+    is_folded: bool = False,
+) -> Any:
+    """Open a page, and its sections, and yield its tab; on leaving, fail if it asked for anything or complained."""
     context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, java_script_enabled=scripts
+        viewport={"width": width, "height": height}, color_scheme=scheme, offline=True, java_script_enabled=scripts
     )
     tab = context.new_page()
     problems: list[str] = []
@@ -19,6 +28,8 @@ def open_page(browser: Any, file: Path, *, width: int = 1400, scheme: str = "lig
     tab.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     tab.on("request", lambda one: problems.append(one.url) if not one.url.startswith("file:") else None)
     tab.goto(file.as_uri())
+    if not is_folded:
+        tab.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
     if scripts:
         tab.wait_for_function("window.profkit")
         tab.evaluate("Promise.all(profkit.started)")

@@ -136,7 +136,7 @@ def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_
     line = SourceLine("/me/train.py", 30, "main")
     large = _advise(Interval(4_900_000, 5_100_000, 5_400_000), 5 * MS, line)
     assert describe_answer(SUMMARY, large) == (
-        "A step takes 10.00 ms: for 5.000 ms of it loss.item waits for the GPU (train.py:30 main). "
+        "A step takes 10.00 ms: for 5.000 ms loss.item waits for the GPU (train.py:30 main). "
         "Without that: about 5.1 ms (4.9 to 5.4)."
     )
     small = _advise(Interval(9 * MS, 9 * MS, 9 * MS), MS)

@@ -20,7 +20,8 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
-from profkit.report.page.memory import CATEGORY_COLOURS, PHASE_COLOURS, build_data
+from profkit.report.colours import MEMORY, PHASES
+from profkit.report.page.memory import build_data
 from profkit.report.page.page import render_memory_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
@@ -167,10 +168,10 @@ def test_the_title_of_the_page_says_which_run_it_is(tmp_path: Path) -> None:
 
 
 def test_no_phase_has_a_hue_that_a_category_could_be_taken_for() -> None:
-    for colour in PHASE_COLOURS.values():
+    for colour in PHASES.values():
         channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
         assert max(channels) - min(channels) < 24, colour
-    assert not set(PHASE_COLOURS.values()) & set(CATEGORY_COLOURS.values())
+    assert not set(PHASES.values()) & set(MEMORY.values())
 
 
 def test_the_data_in_the_page_are_exact() -> None:

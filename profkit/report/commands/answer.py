@@ -42,6 +42,7 @@ _PACES: dict[Kind, str] = {
     Limit.ALLOCATING: "PyTorch allocates memory from CUDA and frees it",
 }
 _LINE_WIDTH = 44
+_NUMBERS = {2: "Both", 3: "All three"}
 _MOST = 0.5
 _SMALL_PHASE = 0.005
 _DECISIVE = 0.3
@@ -63,7 +64,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.saves_ns is not None and best.saves_ns.expected >= _DECISIVE * summary.step_ns:
-        why = f"for {_time(best.saves_ns.expected)} of it {_describe_cause(best)}"
+        why = f"for {_time(best.saves_ns.expected)} {_describe_cause(best)}"
         return f"{step}: {why}. Without that: about {describe_interval(best.after_ns)}."
     pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
     return pace if best is None else f"{pace} {_describe_best(best)}"
@@ -78,6 +79,14 @@ def _describe_best(advice: Advice) -> str:
     after = "" if advice.after_ns is None else f"; without that: about {describe_interval(advice.after_ns)}"
     cause = _describe_cause(advice)
     return f"{cause[:1].upper()}{cause[1:]}{after}."
+
+
+def describe_together(summary: Summary, advice: AdviceResult) -> str:
+    """Return what all Tries that change the step's time buy together; empty if there are not several."""
+    if advice.together_ns is None or summary.step_ns is None:
+        return ""
+    many = _NUMBERS[sum(proposal.after_ns is not None for proposal in advice.tries)]
+    return f"{many}: {_time(summary.step_ns)} → {describe_interval(advice.together_ns)}"
 
 
 def name_place(advice: Advice) -> str:
@@ -130,7 +139,7 @@ def _describe_pace(summary: Summary, tree: StepTree) -> str:
     part = tree.parts[0]
     time = _time(part.time_ns)
     if tree.basis == "phases" and part.kind != "data":
-        where = f"in {_name_part(tree, part)}" if part.kind == "phase" else _name_part(tree, part)
+        where = f"in {name_part(tree, part)}" if part.kind == "phase" else name_part(tree, part)
         return f"{time} of it {where}" + (f", most at {name_line(part.line)}" if part.line else "")
     pace = _PACES.get(part.kind, "")
     if part.kind == Limit.COMPUTING and summary.work is not None and summary.work.peak_share is not None:
@@ -151,22 +160,24 @@ def name_line(line: LineLimit) -> str:
 
 def draw_tree(tree: StepTree) -> Iterator[str]:
     """Yield a line for each part of the step: what it is, how long, which share; then its line, or its phases."""
-    names = [_name_part(tree, part) for part in tree.parts]
+    names = [name_part(tree, part) for part in tree.parts]
     width = max(map(len, names))
     for at, (part, name) in enumerate(zip(tree.parts, names, strict=True)):
         branch = "└─" if at == len(names) - 1 else "├─"
         time, share = _time(part.time_ns), format_share(tree.share(part.time_ns))
-        detail = f"◀ {name_line(part.line)}" if part.line else _describe_phases(tree, part)
+        detail = f"◀ {name_line(part.line)}" if part.line else describe_phases(tree, part)
         yield f"{branch} {name:<{width}}  {time:>8}  {share:>6}  {detail}".rstrip()
 
 
-def _name_part(tree: StepTree, part: StepPart) -> str:
+def name_part(tree: StepTree, part: StepPart) -> str:
+    """Return what a part of a step is, in few words."""
     if part.kind == "phase":
         return next(iter(part.phases))
     return _PYTHON[tree.basis] if part.kind == Limit.PYTHON else _NAMES[part.kind]
 
 
-def _describe_phases(tree: StepTree, part: StepPart) -> str:
+def describe_phases(tree: StepTree, part: StepPart) -> str:
+    """Return the phases of a part, each as a share of the step; empty where they say nothing."""
     phases = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase not in ("", OUTSIDE)}
     if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
         return ""

@@ -14,7 +14,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import MODEL
-from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree, name_place
+from profkit.report.commands.answer import describe_answer, describe_interval, describe_together, draw_tree, name_place
 from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
 from profkit.report.document import Column, Document, Labelled, Lines, Table
@@ -22,7 +22,6 @@ from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
 _SCHEMA = 2
-_NUMBERS = {2: "Both", 3: "All three"}
 _COMMAND_WIDTH = 60
 _COMMAND_BEGINNING = 40
 _MODULES = 4
@@ -383,9 +382,8 @@ def _tries(summary: Summary, result: AdviceResult, *, with_proof: bool) -> Itera
     if not result.tries:
         yield from [("Try", result.nothing)] if result.nothing is not None else []
         return
-    if result.together_ns is not None and summary.step_ns is not None:
-        many = _NUMBERS[sum(advice.after_ns is not None for advice in result.tries)]
-        yield "Try", f"{many}: {_time(summary.step_ns)} → {describe_interval(result.together_ns)}"
+    together = describe_together(summary, result)
+    yield from [("Try", together)] if together else []
     for number, advice in enumerate(result.tries, 1):
         yield "Try", _SEPARATOR.join([f"{number} {advice.cause}", *_try_parts(summary, advice)])
     if with_proof:

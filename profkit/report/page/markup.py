@@ -28,16 +28,12 @@ _INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page: its anchor, its title, the command that prints its figures, and what its template shows.
-
-    ``missing`` says why there is nothing to show, and which command would record it; the section then says only that.
-    """
+    """One part of the page: its anchor, its title, the command that prints its figures, and what its template shows."""
 
     name: str
     title: str
     command: str
     content: Mapping[str, Any] = field(default_factory=dict)
-    missing: str = ""
     findings: tuple[Finding, ...] = ()
 
 
@@ -62,20 +58,24 @@ def _relative(path: str) -> str:
 def view_table(table: Table, *, top: int = _LONGEST_TABLE) -> dict[str, Any]:
     """Return what the template needs of a table: each cell as text, with the exact value behind it.
 
-    The rows beyond ``top`` are counted in ``hidden``, and the page says so.
+    Columns of which no row knows anything are left out. The rows beyond ``top`` are counted in ``hidden``, and the page
+    says so.
     """
-    rows = [[_cell(column, row.get(column.key)) for column in table.columns] for row in table.rows[:top]]
     rest = table.rest
+    columns = [
+        column
+        for column in table.columns
+        if not table.rows or any(row.get(column.key) is not None for row in (*table.rows, *([rest] if rest else [])))
+    ]
+    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in table.rows[:top]]
     return {
         "title": table.title,
-        "columns": [
-            {"key": column.key, "heading": column.heading, "right": column.unit.right} for column in table.columns
-        ],
+        "columns": [{"key": column.key, "heading": column.heading, "right": column.unit.right} for column in columns],
         "rows": rows,
         "hidden": max(len(table.rows) - top, 0),
         "rest": None
         if rest is None
-        else [_cell(column, rest[column.key]) if column.key in rest else _EMPTY for column in table.columns],
+        else [_cell(column, rest[column.key]) if column.key in rest else _EMPTY for column in columns],
     }
 
 

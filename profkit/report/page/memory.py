@@ -27,54 +27,15 @@ import numpy as np
 from profkit.allocator.layout import Layout, lay_out, lay_out_end
 from profkit.analysis.memory.bins import Bins, Series, Shape, Stacking, bin_history
 from profkit.analysis.memory.categories import CATEGORIES
-from profkit.analysis.memory.composition import NOT_SELECTED
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
-from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import Interned, pack, view_parts, view_table, view_tree
 from profkit.report.text import make_visible
 from profkit.report.units import BYTES, TEXT, format_bytes, format_count
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Ints
-
-CATEGORY_COLOURS = {
-    "parameters": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer state": "#009E73",
-    "activations": "#E69F00",
-    "temporaries": "#CC79A7",
-    "inputs": "#F0E442",
-    "buffers": "#4B6BDB",
-    "communication": "#A6341B",
-    "autocast copies": "#B58B5A",
-    "workspace": "#56B4E9",
-    "unknown": "#8C959F",
-    NOT_SELECTED: "#C4C9CF",
-}
-
-STACK_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
-    "#7E6BAD",
-    "#B58B5A",
-    "#66A61E",
-    "#A6341B",
-    "#4B6BDB",
-    "#D9A8C7",
-    "#A3ABB5",
-)
-
-REST_COLOUR = "#A3ABB5"
-
-PHASE_COLOURS = {FORWARD: "#6B737C", LOSS: "#8A929B", BACKWARD: "#3F464D", OPTIMIZER: "#16191D"}
-"""Greys: white text can be read on each but the lightest, where the script writes in black."""
-
-OTHER_PHASE_COLOUR = "#A8AFB7"
 
 _FRAME = re.compile(r"^(?P<file>.+):(?P<line>\d{1,9}) ")
 _LONGEST_SOURCE = 160
@@ -128,7 +89,7 @@ def build_memory(
             "category": view_table(_table_by(result, "category")),
         },
         "segments": build_segments(memory, result),
-        "colours": CATEGORY_COLOURS,
+        "colours": colours.MEMORY,
     }
 
 
@@ -189,11 +150,11 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
         "shapes": _shapes(bins.shapes, texts, frames),
         "stacks": [[texts.number(frame) for frame in stack[:_FRAMES_KEPT]] for stack in frames],
         "colours": {
-            "categories": CATEGORY_COLOURS,
-            "stacks": STACK_COLOURS,
-            "rest": REST_COLOUR,
-            "phases": PHASE_COLOURS,
-            "phase": OTHER_PHASE_COLOUR,
+            "categories": colours.MEMORY,
+            "stacks": colours.STACKS,
+            "rest": colours.REST_OF_MEMORY,
+            "phases": colours.PHASES,
+            "phase": colours.OTHER_PHASE,
         },
         # Last, when all of them have their numbers.
         "texts": texts.texts,
@@ -246,7 +207,7 @@ def _picture(bins: Bins) -> dict[str, Any]:
             layers.append(
                 {
                     "name": category.name,
-                    "colour": CATEGORY_COLOURS[category.name],
+                    "colour": colours.MEMORY[category.name],
                     "path": _path(x, 300 - 300 * above / top, 300 - 300 * below / top),
                     "at_peak": int(category.bytes[bins.peak]),
                     "shown": format_bytes(int(category.bytes[bins.peak])),

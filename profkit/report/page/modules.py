@@ -50,7 +50,7 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
     rows = tree_of(times, parts, run.efficiency)
     if before is not None:
         _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
-    table = view_table(Table(_columns(run, rows), rows))
+    table = view_table(Table(_columns(run), rows))
     for view, row in zip(table["rows"], rows, strict=False):
         # Under its parent a module needs only the rest of its name; the whole one is in the title, and in CSV.
         parent = row["parent"] or ""
@@ -59,21 +59,10 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
     return {
         "table": table,
         "choices": pack_choices(run, rows[: len(table["rows"])]),
-        "missing": list(_missing(run, rows)),
         "is_joined": bool(times) and bool(parts),
         "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + _of_gpus(run),
         "moment": None if run.memory is None else run.memory.composition.what,
     }
-
-
-def _missing(run: Results, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield which columns were not recorded, and the command that records them."""
-    if not run.summary.modules:
-        yield "The times of modules", run.record_again("--nsys")
-    elif run.efficiency is not None and all(row.get("flops") is None for row in rows):
-        yield "FLOP and % of peak, and what limits most modules,", run.record_again("--flops")
-    if run.memory is None:
-        yield "The bytes of modules", run.record_again("--memory")
 
 
 def _of_gpus(run: Results) -> str:
@@ -244,18 +233,11 @@ def _flops(value: float) -> str:
     return f"{four_digits(value / 10**power)} {prefix}"
 
 
-def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Return the columns; what was not recorded keeps its column, and `_missing` says how to record it.
-
-    What no program has but some (recomputation, an earlier run) has a column only where there is any.
-    """
+def _columns(run: Results) -> list[Column]:
+    """Return all columns that some program has; `view_table` leaves out those that nothing is known of."""
     steps = run.steps
     each = ns_over(steps)
     flops = Unit(lambda value: _flops(value / (steps or 1)))
-    seldom = ("recompute_ns", "inference_ns", *(f"{key}_change" for key in _COMPARED))
-    some = [key for key in seldom if _any_has(rows, key)]
-    of_gpu = ("kernel_count", "flops", "forward_peak", "backward_peak", "limited_by")
-    some += [key for key in of_gpu if run.efficiency is not None or _any_has(rows, key)]
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
@@ -272,15 +254,7 @@ def _columns(run: Results, rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         Column("bytes_change", "memory ±", CHANGE),
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
-    always = ("forward_ns", "backward_ns", "bytes", *_HELD)
-    return [
-        Column("name", "module", TEXT),
-        *(column for column in columns if column.key in {*always, *some}),
-    ]
-
-
-def _any_has(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
-    return any(row.get(key) is not None for row in rows)
+    return [Column("name", "module", TEXT), *columns]
 
 
 def pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:

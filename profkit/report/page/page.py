@@ -14,24 +14,25 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.causes.advice import find_advice
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.memory.bins import Stacking
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.files import write_whole
+from profkit.report import colours
 from profkit.report.commands.clean_times import clean_times_parts
+from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.whatif import build_whatif_document
+from profkit.report.page.answer import build_answer, build_lines
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results, build_comparison, compare_runs
 from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
-from profkit.report.page.verdict import build_advice, build_verdict
 from profkit.report.text import make_visible
 from profkit.report.units import format_count
 from profkit.version import __version__
@@ -44,16 +45,10 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
-_WITHOUT_MEMORY = "Memory was not recorded. `profkit run --memory -- python train.py` records it."
-_WITHOUT_STEPS = "No step was recorded: name the ranges around steps `step N`, or record with `profkit run`."
-_WITHOUT_MODULES = "No module was recorded: `profkit run -- python train.py` opens a range for each."
-_WITHOUT_ADVICE = "profkit has nothing to propose: none of its rules found a change with a known effect."
-_WITHOUT_GPU = "No GPU work was recorded. `profkit run --nsys -- python train.py` on a machine with a GPU records it."
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
 
-_NOT_RECORDED = "not recorded"
 _REVISION = 12
 
 _ASSETS = files("profkit.report.page") / "assets"
@@ -107,41 +102,52 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
     """
     run = Results(capture)
     before = None if against is None else Results(against)
-    ten_lines = build_summary_document(run.summary, find_advice(capture, run.summary), with_all=True)
     compared = [] if before is None else [_comparison_section(before, run)]
     headline = "".join(section.content["headline"] for section in compared)
     sections = [
-        Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(ten_lines, run.name, headline)),
-        _step_section(run),
-        *_rank_sections(run),
-        _module_section(run, before),
-        _timeline_section(run),
-        _memory_section(run, source),
-        _whatif_section(run),
-        _kernel_section(run),
-        _advice_section(run, list(ten_lines.data["advice"])),
         *compared,
+        _lines_section(run),
+        *_step_sections(run),
+        *_rank_sections(run),
+        *_module_sections(run, before),
+        *_memory_sections(run, source),
+        *_kernel_sections(run),
         _trust_section(run),
     ]
-    return _render_sections(f"{capture.path.resolve().name}: profkit report", run, sections)
+    return _render_sections(
+        f"{capture.path.resolve().name}: profkit report", run, sections, answer=_answer(run, headline)
+    )
 
 
 def render_first_screen(capture: OpenedCapture) -> str:
     """Return a page that holds no more than the first screen of `render_report`."""
     run = Results(capture)
-    document = build_summary_document(run.summary, find_advice(capture, run.summary))
-    verdict = Section("verdict", "In short", f"profkit summary {run.name}", build_verdict(document, run.name))
-    return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [verdict])
+    return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [], answer=_answer(run))
 
 
-def _render_sections(title: str, run: Results, sections: Sequence[Section]) -> str:
+def _answer(run: Results, headline: str = "") -> dict[str, Any]:
+    return build_answer(run.summary, run.advice, run.name, headline)
+
+
+def _lines_section(run: Results) -> Section:
+    document = build_summary_document(run.summary, run.advice, with_all=True)
+    content = {"lines": build_lines(document, run.name)}
+    return Section("lines", "Every line of the summary", f"profkit summary {run.name} --all", content)
+
+
+def _render_sections(
+    title: str, run: Results, sections: Sequence[Section], *, answer: Mapping[str, Any] | None = None
+) -> str:
     page: str = (
         _environment()
         .get_template("page.html")
         .render(
             title=make_visible(title),
             head=_head(run, sections),
+            answer=answer,
             sections=sections,
+            is_alone=answer is None,
+            colours=colours.STEP,
             version=__version__,
             asset=_asset,
             scripts=_SCRIPTS,
@@ -152,7 +158,7 @@ def _render_sections(title: str, run: Results, sections: Sequence[Section]) -> s
 
 
 def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    """Return the command, the facts as pairs of name and value, and the cautions, each once, failures first.
+    """Return the command, the facts as pairs of name and value, and what failed and what to be careful with, each once.
 
     Never the environment, the host or the user.
     """
@@ -169,32 +175,31 @@ def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
     return {
         "command": make_visible(command),
         "facts": list(_facts(run)),
-        "chips": sorted(
-            ((verdict, make_visible(message)) for message, verdict in cautions.items()),
-            key=lambda caution: caution[0] != "failed",
-        ),
+        "failed": [make_visible(message) for message, verdict in cautions.items() if verdict == "failed"],
+        "cautions": [make_visible(message) for message, verdict in cautions.items() if verdict != "failed"],
     }
 
 
 def _facts(run: Results) -> Iterator[tuple[str, str]]:
-    """Yield what is known of the run; what a run should say and does not is said to be missing."""
+    """Yield what is known of the run."""
     head = run.summary.head
-    yield "GPU", f"{max(head.gpu_count, 1)} × {head.gpu}" if head.gpu else _NOT_RECORDED
-    if head.rank_count > 1:
-        yield "ranks", str(head.rank_count)
-    yield "torch", head.torch or _NOT_RECORDED
-    yield "precision", head.precision or _NOT_RECORDED
-    if head.steps is not None:
-        yield "recorded", format_count(head.steps, "step")
-    yield "git revision", (run.manifest.git_revision or _NOT_RECORDED)[:_REVISION]
-    yield "date", _date(run.manifest.started_utc)
+    known = {
+        "GPU": f"{max(head.gpu_count, 1)} × {head.gpu}" if head.gpu else "",
+        "ranks": str(head.rank_count) if head.rank_count > 1 else "",
+        "torch": head.torch or "",
+        "precision": head.precision or "",
+        "recorded": "" if head.steps is None else format_count(head.steps, "step"),
+        "git revision": (run.manifest.git_revision or "")[:_REVISION],
+        "date": _date(run.manifest.started_utc),
+    }
+    yield from ((name, value) for name, value in known.items() if value)
 
 
 def _date(started_utc: str | None) -> str:
     try:
         return f"{datetime.fromisoformat(started_utc or ''):%Y-%m-%d %H:%M} UTC"
     except ValueError:
-        return _NOT_RECORDED
+        return ""
 
 
 def _comparison_section(before: Results, run: Results) -> Section:
@@ -203,78 +208,55 @@ def _comparison_section(before: Results, run: Results) -> Section:
     return Section("compare", f"Against {before.name}", command, build_comparison(result), findings=tuple(cautions))
 
 
-def _step_section(run: Results) -> Section:
-    title, command, result = "One step", f"profkit efficiency {run.name}", run.efficiency
-    if result is None or run.capture.trace is None:
-        return Section("step", title, command, missing=_WITHOUT_GPU)
-    if not result.steps:
-        return Section("step", title, command, missing=_WITHOUT_STEPS, findings=result.warnings)
-    return Section(
-        "step",
-        title,
-        command,
-        build_step_bar(run.capture.trace.account, result.steps, run.manifest),
-        findings=result.warnings,
-    )
+def _step_sections(run: Results) -> Iterator[Section]:
+    trace, result = run.capture.trace, run.efficiency
+    if trace is None or result is None:
+        return
+    document = build_efficiency_document(result, (), compared=run.ranks, limits=trace.step_limits)
+    content = {
+        **(build_step_bar(trace.account, result.steps, run.manifest) if result.steps else {"bars": []}),
+        "parts": view_parts(document.parts),
+    }
+    yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
+    step = slice_median_step(trace.attribution, result.steps)
+    if step is not None:
+        command = f"profkit kernels {run.name} --range {shlex.quote(step.name)} --instance {step.instance}"
+        yield Section("timeline", "Timeline of one step", command, build_timeline(trace.attribution, step))
 
 
-def _rank_sections(run: Results) -> list[Section]:
-    if run.ranks is None:
-        return []
-    return [Section("ranks", "Ranks", f"profkit ranks {run.name}", build_ranks(run.ranks, run.name))]
+def _rank_sections(run: Results) -> Iterator[Section]:
+    if run.ranks is not None:
+        yield Section("ranks", "Ranks", f"profkit ranks {run.name}", build_ranks(run.ranks, run.name))
 
 
-def _module_section(run: Results, before: Results | None) -> Section:
-    title, command = "Modules", f"profkit summary {run.name} --format json"
-    if not run.summary.modules and run.memory is None:
-        return Section("modules", title, command, missing=_WITHOUT_MODULES)
-    return Section("modules", title, command, build_modules(run, before))
+def _module_sections(run: Results, before: Results | None) -> Iterator[Section]:
+    if run.summary.modules or run.memory is not None:
+        yield Section("modules", "Modules", f"profkit summary {run.name} --format json", build_modules(run, before))
 
 
-def _timeline_section(run: Results) -> Section:
-    title, trace, result = "Timeline of one step", run.capture.trace, run.efficiency
-    step = None if trace is None or result is None else slice_median_step(trace.attribution, result.steps)
-    if trace is None or step is None:
-        missing = _WITHOUT_GPU if result is None else _WITHOUT_STEPS
-        return Section("timeline", title, f"profkit ranges {run.name}", missing=missing)
-    command = f"profkit kernels {run.name} --range {shlex.quote(step.name)} --instance {step.instance}"
-    return Section("timeline", title, command, build_timeline(trace.attribution, step))
-
-
-def _memory_section(run: Results, source: Path | None) -> Section:
-    if run.device is None or run.memory is None:
-        return Section("memory", _MEMORY, f"profkit memory {run.name}", missing=_WITHOUT_MEMORY)
-    command = f"profkit memory {run.name}{_rank_words(run.capture, run.memory)}"
+def _memory_sections(run: Results, source: Path | None) -> Iterator[Section]:
+    opened = run.capture.snapshot
+    if opened is None or run.device is None or run.memory is None:
+        return
+    rank = _rank_words(run.capture, run.memory)
     content = build_memory(run.device, run.memory, source=source)
-    return Section("memory", _MEMORY, command, content, findings=run.memory.warnings)
+    yield Section("memory", _MEMORY, f"profkit memory {run.name}{rank}", content, findings=run.memory.warnings)
+    if 0 < len(run.device.device.events) <= _MOST_SIMULATED:
+        document = build_whatif_document(opened.whatif())
+        parts, findings = {"parts": view_parts(document.parts)}, tuple(document.findings)
+        yield Section(
+            "whatif", "Memory under other settings", f"profkit whatif {run.name}{rank}", parts, findings=findings
+        )
 
 
-def _whatif_section(run: Results) -> Section:
-    title, command, opened = "Memory under other settings", f"profkit whatif {run.name}", run.capture.snapshot
-    if opened is None or run.memory is None or run.device is None:
-        return Section("whatif", title, command, missing=_WITHOUT_MEMORY)
-    command += _rank_words(run.capture, run.memory)
-    if not 0 < len(run.device.device.events) <= _MOST_SIMULATED:
-        return Section("whatif", title, command, missing=f"Not simulated here. `{command}` does it.")
-    document = build_whatif_document(opened.whatif())
-    return Section("whatif", title, command, {"parts": view_parts(document.parts)}, findings=tuple(document.findings))
-
-
-def _kernel_section(run: Results) -> Section:
-    title, command, trace = "Kernels", f"profkit kernels {run.name}", run.capture.trace
+def _kernel_sections(run: Results) -> Iterator[Section]:
+    trace = run.capture.trace
     if run.kernels is None or trace is None:
-        return Section("kernels", title, command, missing=_WITHOUT_GPU)
+        return
     phases = trace.phases()
     document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None, compared=run.ranks)
     content = {"parts": view_parts(document.parts)}
-    return Section("kernels", title, command, content, findings=run.kernels.warnings)
-
-
-def _advice_section(run: Results, advice: Sequence[Mapping[str, Any]]) -> Section:
-    title, command = "What would help", f"profkit summary {run.name}"
-    if not advice:
-        return Section("advice", title, command, missing=_WITHOUT_ADVICE)
-    return Section("advice", title, command, build_advice(advice, run.name))
+    yield Section("kernels", "Kernels", f"profkit kernels {run.name}", content, findings=run.kernels.warnings)
 
 
 def _trust_section(run: Results) -> Section:
@@ -292,8 +274,12 @@ def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
     """Yield what was not recorded and the command that records it."""
     capture, again = run.capture, run.record_again
     directory, trace = capture.run, capture.trace
-    if trace is None:
+    if trace is None or run.kernels is None:
         yield "time: kernels, ranges, steps", again("--nsys")
+    elif run.summary.step_ns is None:
+        yield "steps: name the ranges around them `step N`, or let profkit find them", again("")
+    elif directory is not None and directory.lines() is None:
+        yield "lines of source", again("")
     if capture.snapshot is None:
         yield "memory", again("--memory")
     if run.manifest.unprofiled is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from profkit.analysis.causes.advice import AdviceResult, find_advice
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.summary import KernelsResult
@@ -76,6 +77,11 @@ class Results:
     def summary(self) -> Summary:
         """What the run says, and the times of its modules."""
         return summarize_capture(self.capture)
+
+    @cached_property
+    def advice(self) -> AdviceResult:
+        """What to try."""
+        return find_advice(self.capture, self.summary)
 
     @property
     def steps(self) -> int | None:

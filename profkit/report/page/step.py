@@ -29,10 +29,9 @@ from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import select_ranges
 from profkit.names import STEP
-from profkit.report.document import Column, Table
-from profkit.report.page.markup import Interned, pack, view_table
+from profkit.report.page.markup import Interned, pack
 from profkit.report.text import make_visible, simplify_name
-from profkit.report.units import NS, SHARE, TEXT, Unit, format_count, format_ns, format_share
+from profkit.report.units import Unit, format_count, format_ns, format_share
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
 
@@ -63,7 +62,6 @@ def build_step_bar(account: TimeAccount, steps: Sequence[GpuStep], manifest: Man
     return {
         "bars": bars,
         "is_scaled": account.idle_time().is_unprofiled,
-        "table": view_table(_table(bars)),
         "dots": list(_dots(account, manifest)),
         "steps": format_count(max((bar["step_count"] for bar in bars), default=0), "step"),
     }
@@ -139,17 +137,6 @@ def _place(parts: list[dict[str, Any]], longest: float) -> None:
     for part in parts:
         part["left"], part["width"] = round(100 * at / longest, 3), round(100 * part["ns"] / longest, 3)
         at += part["ns"]
-
-
-def _table(bars: Sequence[dict[str, Any]]) -> Table:
-    columns = (
-        Column("label", "GPU", TEXT),
-        Column("words", "part of the step", TEXT),
-        Column("ns", "time", _ROUNDED),
-        Column("share", "share", SHARE),
-        Column("sum_ns", "recorded, all steps", NS),
-    )
-    return Table(columns, [{"label": bar["label"], **part} for bar in bars for part in bar["parts"]])
 
 
 def _dots(account: TimeAccount, manifest: Manifest | None) -> Iterator[dict[str, Any]]:

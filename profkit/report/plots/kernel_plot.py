@@ -13,6 +13,7 @@ from matplotlib.text import Annotation
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened import OpenedTrace
+from profkit.report import colours
 from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.document import UNTRUSTED
 from profkit.report.plots.pictures import draw_png
@@ -28,25 +29,6 @@ _TITLE_WIDTH = 110
 _BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
 _TRIES = 2
 _WAITING = "////"
-# One colour a category, the same in every picture; a palette that the colour-blind can tell apart (Okabe and Ito's,
-# lightened or darkened for the rarer ones).
-_COLOURS = {
-    "gemm": "#0072B2",
-    "attention": "#56B4E9",
-    "softmax": "#009E73",
-    "normalization": "#66C2A5",
-    "elementwise": "#E69F00",
-    "reduction": "#F0C75E",
-    "copy/cast": "#999999",
-    "embedding/index": "#B58B5A",
-    "optimizer": "#D55E00",
-    "loss": "#A6341B",
-    "communication": "#CC79A7",
-    "random": "#7E6BAD",
-    "graph": "#333333",
-    "other": "#CCCCCC",
-}
-_REST_COLOUR = "#EEEEEE"
 
 
 def plot_kernels(
@@ -86,7 +68,11 @@ class _Bar:
 
     @property
     def colour(self) -> str:
-        return _REST_COLOUR if self.category is None else _COLOURS.get(self.category, _COLOURS["gemm"])
+        return (
+            colours.REST_OF_KERNELS
+            if self.category is None
+            else colours.KERNELS.get(self.category, colours.KERNELS["gemm"])
+        )
 
 
 def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
@@ -163,12 +149,12 @@ def _title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> lis
 
 def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
     categories = {bar.category for bar in bars}
-    present = [category for category in _COLOURS if category in categories]
+    present = [category for category in colours.KERNELS if category in categories]
     if len(present) < 2:
         return
-    handles = [Patch(color=_COLOURS[category], label=category) for category in present]
+    handles = [Patch(color=colours.KERNELS[category], label=category) for category in present]
     if any(bar.waiting_ns for bar in bars):
-        colour = _COLOURS["communication"]
+        colour = colours.KERNELS["communication"]
         handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
     columns = min(len(handles), 7)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

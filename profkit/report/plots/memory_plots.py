@@ -16,8 +16,8 @@ from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.whatif.answers import CaseCurve, WhatIf
+from profkit.report import colours
 from profkit.report.commands.whatif import changed_cases, name_case
-from profkit.report.page.memory import CATEGORY_COLOURS, OTHER_PHASE_COLOUR, PHASE_COLOURS, STACK_COLOURS
 from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_bytes
@@ -70,15 +70,15 @@ def plot_timeline(
 def _draw_series(axes: Axes, x: Any, bins: Bins, by: str) -> list[Patch]:
     """Stack the categories, or the call stacks, under the allocated memory; return what the legend shows of them."""
     series = bins.by_stack if by == "stack" else bins.by_category
-    colours = [
-        STACK_COLOURS[place % len(STACK_COLOURS)] if by == "stack" else CATEGORY_COLOURS[part.name]
+    shades = [
+        colours.STACKS[place % len(colours.STACKS)] if by == "stack" else colours.MEMORY[part.name]
         for place, part in enumerate(series)
     ]
-    axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=colours, step="post", linewidth=0, zorder=2)
+    axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=shades, step="post", linewidth=0, zorder=2)
     axes.step(x, bins.allocated / _GIB, where="post", color=_INK, linewidth=0.7, zorder=3)
     handles = [
         Patch(color=colour, label=_legend_label(part.name))
-        for part, colour in zip(series, colours, strict=True)
+        for part, colour in zip(series, shades, strict=True)
         if np.any(part.bytes)
     ]
     return handles[::-1]
@@ -102,7 +102,7 @@ def _draw_reserved(axes: Axes, x: Any, bins: Bins) -> Artist:
 def _phase_handles(memory: DeviceMemory) -> list[Patch]:
     names = dict.fromkeys(phase.name for phase in memory.timeline.phases)
     return [
-        Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE_COLOUR), alpha=0.85, label=f"phase: {make_visible(name)}")
+        Patch(color=colours.PHASES.get(name, colours.OTHER_PHASE), alpha=0.85, label=f"phase: {make_visible(name)}")
         for name in list(names)[:_PHASES_SHOWN]
     ]
 
@@ -122,7 +122,7 @@ def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:
     for phase in timeline.phases:
         first, last = timeline.moments_of(phase)
         left, right = (first, last) if by_events else ((phase.start_us - start) / 1e6, (phase.end_us - start) / 1e6)
-        colour = PHASE_COLOURS.get(phase.name, OTHER_PHASE_COLOUR)
+        colour = colours.PHASES.get(phase.name, colours.OTHER_PHASE)
         axes.axvspan(left, right, color=colour, alpha=0.1, linewidth=0, zorder=1)
         axes.axvspan(left, right, ymin=0.965, ymax=1, color=colour, alpha=0.85, linewidth=0, zorder=3)
         if right - left > 0.0075 * len(phase.name) * whole:

@@ -227,12 +227,27 @@ for (const table of document.querySelectorAll("table[data-table]")) {
   makeSortable(table);
   makeTools(table);
 }
-const command = byId("command");
-if (command) {
-  const copy = button("Copy", () => copyText(command.textContent, copy));
-  copy.setAttribute("aria-label", "Copy the command");
-  command.parentElement.append(copy);
+for (const holder of document.querySelectorAll(".copied")) {
+  const code = holder.querySelector("code");
+  const copy = button("Copy", () => copyText(code.textContent, copy));
+  copy.setAttribute("aria-label", `Copy ${code.textContent}`);
+  holder.append(copy);
 }
+
+// A section is open when a link leads to it, and all are on paper.
+const folds = [...document.querySelectorAll("details")];
+const openTarget = () => {
+  for (let node = location.hash && byId(location.hash.slice(1)); node; node = node.parentElement) {
+    const fold = node.matches("details") ? node : node.querySelector(":scope > details");
+    if (fold) fold.open = true;
+  }
+};
+addEventListener("hashchange", openTarget);
+openTarget();
+for (const link of document.querySelectorAll("a[href^='#']")) link.addEventListener("click", () => setTimeout(openTarget));
+let closed = [];
+addEventListener("beforeprint", () => { closed = folds.filter((fold) => !fold.open); for (const fold of closed) fold.open = true; });
+addEventListener("afterprint", () => { for (const fold of closed) fold.open = false; });
 return { byId, element, button, copyText, unpack, searchField, csvOf, makeTable, formatNs, formatBytes, formatShare, fourDigits, started: [] };
 })();
 window.profkit = profkit;

@@ -1,0 +1,135 @@
+"""The first screen: the answer, four figures, the step as a bar, and what to try; then every line of the summary."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_tree import StepTree
+from profkit.analysis.summary import Summary
+from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report.commands.answer import (
+    describe_answer,
+    describe_interval,
+    describe_phases,
+    describe_together,
+    name_line,
+    name_part,
+    name_place,
+)
+from profkit.report.document import Document, Labelled
+from profkit.report.page.markup import without_folders
+from profkit.report.text import make_visible
+from profkit.report.units import format_bytes, format_ns, format_share
+
+_SECTIONS = {
+    "STEP": ("step", "efficiency"),
+    "LIMIT": ("step", "efficiency"),
+    "GPU": ("step", "efficiency"),
+    "WORK": ("kernels", "kernels"),
+    "MODULE": ("modules", "ranges"),
+    "LINES": ("step", "efficiency --by line"),
+    "MEMORY": ("memory", "memory"),
+    "RANKS": ("ranks", "ranks"),
+    "Closed": ("trust", "kernels"),
+}
+"""A line's word → the section that shows more, and the command that prints its figures."""
+
+_PARTS: dict[str, str] = {
+    Limit.COMPUTING: "matmul",
+    Limit.PREPARING: "launching",
+    Limit.PYTHON: "outside",
+    Limit.WAITING: "synchronising",
+    Limit.COMMUNICATING: "communication",
+    Limit.COPYING: "copies",
+    Limit.ALLOCATING: "other",
+    "data": "data",
+    "rest": "rest",
+    FORWARD: "matmul",
+    LOSS: "copies",
+    BACKWARD: "attention",
+    OPTIMIZER: "other",
+}
+"""A part of a step, or a phase without a GPU → its colour (`profkit.report.colours.STEP`)."""
+
+_ELSEWHERE = ("Care", "More", "Try")
+"""Lines that stand at the head of the page."""
+
+
+def build_answer(summary: Summary, advice: AdviceResult, run: str, against: str = "") -> dict[str, Any]:
+    """Return the first screen. ``against`` says in one sentence what changed since an earlier run, if there is one."""
+    together = describe_together(summary, advice)
+    return {
+        "sentence": without_folders(make_visible(describe_answer(summary, advice))),
+        "against": make_visible(against),
+        "figures": list(_figures(summary, advice)),
+        "parts": [] if summary.tree is None else list(_parts(summary.tree)),
+        "together": together,
+        "tries": [_view_try(summary, proposal, run) for proposal in advice.tries],
+        "nothing": "" if advice.tries else make_visible(advice.nothing or ""),
+    }
+
+
+def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]]:
+    """Yield the figures of the run that are known, each with what it is."""
+    if summary.step_ns is not None:
+        is_unprofiled = any(step.unprofiled_ns is not None for step in summary.steps)
+        yield format_ns(round(summary.step_ns)), "a step, unprofiled" if is_unprofiled else "a step, as recorded"
+    if summary.gpu is not None:
+        yield format_share(1 - summary.gpu.idle.share), "of a step the GPU is busy"
+    if summary.memory is not None:
+        phase = f", in {summary.memory.phase}" if summary.memory.phase else ""
+        yield format_bytes(summary.memory.peak_bytes), f"at the peak of memory{phase}"
+    best = next((proposal.after_ns for proposal in advice.tries if proposal.after_ns is not None), None)
+    if best is not None:
+        middle, _, reach = describe_interval(best).partition(" (")
+        yield f"≈ {middle}", "a step after the best change" + (f" ({reach}" if reach else "")
+
+
+def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
+    at = 0
+    for part in tree.parts:
+        name, time = name_part(tree, part), f"{format_ns(part.time_ns)} ({format_share(tree.share(part.time_ns))})"
+        yield {
+            "colour": _PARTS.get(name if part.kind == "phase" else part.kind, "outside"),
+            "left": round(100 * tree.share(at), 3),
+            "width": round(100 * tree.share(part.time_ns), 3),
+            "name": name,
+            "time": time,
+            "detail": make_visible(describe_phases(tree, part)),
+            "line": "" if part.line is None else make_visible(name_line(part.line)),
+        }
+        at += part.time_ns
+
+
+def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
+    effects = []
+    if advice.after_ns is not None and summary.step_ns is not None:
+        effects.append(f"{format_ns(round(summary.step_ns))} → {describe_interval(advice.after_ns)}")
+    if advice.saves_bytes is not None:
+        effects.append(f"memory −{format_bytes(advice.saves_bytes.expected)}")
+    return {
+        "cause": make_visible(advice.cause),
+        "place": make_visible(name_place(advice)),
+        "change": make_visible(advice.change),
+        "effect": " · ".join(effects),
+        "costs": make_visible(advice.costs or ""),
+        "command": re.sub(r"\bRUN\b", lambda _: shlex.quote(run), advice.proof),
+        "is_new": "NEW" in advice.proof,
+    }
+
+
+def build_lines(document: Document, name: str) -> list[dict[str, Any]]:
+    """Return the lines of the summary, each with its section and the command that prints its figures in full."""
+    lines: list[dict[str, Any]] = []
+    labelled = [part for part in document.parts if isinstance(part, Labelled)]
+    for label, text in labelled[-1].lines:
+        if label or not lines:
+            section, command = _SECTIONS.get(label, ("", "summary"))
+            lines.append({"label": label, "section": section, "texts": [], "command": f"profkit {command} {name}"})
+        lines[-1]["texts"].append(make_visible(text))
+    return [line for line in lines if line["label"] not in _ELSEWHERE]
