@@ -64,8 +64,8 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.saves_ns is not None and best.saves_ns.expected >= _DECISIVE * summary.step_ns:
-        why = f"for {_time(best.saves_ns.expected)} {_describe_cause(best)}"
-        return f"{step}: {why}. Without that: about {describe_interval(best.after_ns)}."
+        lost = f"{_time(best.saves_ns.expected)} of it is lost: {_describe_cause(best)}"
+        return f"{step}; {lost}. Without that: about {describe_interval(best.after_ns)}."
     pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
     return pace if best is None else f"{pace} {_describe_best(best)}"
 
