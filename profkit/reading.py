@@ -67,8 +67,7 @@ def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_
     from profkit.analysis.placing.compiled_ranges import explain_no_modules, nest_compiled_launches
     from profkit.analysis.placing.graph_nodes import place_graph_nodes
     from profkit.analysis.ranks.members import find_ranks
-    from profkit.trace.first_steps import begin_at
-    from profkit.trace.processes import separate_gpus
+    from profkit.trace.parts import begin_at, separate_gpus
 
     if run is not None and path.is_dir():
         trace = _read_run(run, rank)
@@ -191,7 +190,7 @@ def compare(
 def _read_run(run: Run, rank: int | None) -> Trace:
     """Return the trace of a run; if its ranks left one each, that of the wanted rank, or all as one."""
     from profkit.analysis.ranks.members import explain_no_rank
-    from profkit.trace.processes import combine_traces
+    from profkit.trace.parts import combine_traces
 
     files = run.rank_traces
     if not files:

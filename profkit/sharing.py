@@ -20,7 +20,6 @@ from profkit.analysis.checks.self_check import LOSS_IN_LOG
 from profkit.errors import CaptureError, UsageError
 from profkit.files import write_json
 from profkit.reading import Kind, kind_of, read_trace_file
-from profkit.run.ceilings import Ceilings, read_ceilings, write_ceilings
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
 from profkit.run.light_columns import read_light
@@ -30,7 +29,7 @@ from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
 from profkit.run.records import read_text
 from profkit.run.trials import RunTrials, read_trials, write_trials
-from profkit.run.work import RunWork, read_work, write_work
+from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work, write_ceilings, write_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper
 from profkit.trace.kineto_copy import write_shared_kineto

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.allocator.history import History, replay_history
+from profkit.allocator.replay import History, replay_history
 from profkit.allocator.rules import round_sizes, segment_size_bytes, smallest_rests
 from profkit.snapshot.columns import Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot

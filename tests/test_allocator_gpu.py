@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from profkit.allocator.heap import Limit
-from profkit.allocator.history import History, replay_history
+from profkit.allocator.replay import History, replay_history
 from profkit.allocator.requests import requests_of
 from profkit.allocator.simulate import check_identity, predict, simulate
 from profkit.snapshot.reader import read_snapshot

@@ -15,7 +15,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from profkit.allocator.heap import Heap, Limit
-from profkit.allocator.history import History, replay_history
+from profkit.allocator.replay import History, replay_history
 from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.simulate import Simulation, check_identity, simulate
 from profkit.snapshot.columns import Settings

@@ -15,7 +15,7 @@ import profkit.analysis.efficiency.facts as datasheets
 from profkit.analysis.efficiency.facts import find_datasheet
 from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import render
-from profkit.run.ceilings import read_ceilings
+from profkit.run.work import read_ceilings
 
 CEILINGS: dict[str, Any] = {
     "version": 1,

@@ -21,8 +21,7 @@ from profkit.launch.nsys import (
 )
 from profkit.launch.nsys_session import export_report, import_raw
 from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
-from profkit.models.options import CompileMode, TrainingOptions
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS, CompileMode, TrainingOptions
 from profkit.run.directory import make_run_directory
 from profkit.run.recording import MemoryOptions
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.allocator.history import History, replay_history
 from profkit.allocator.layout import Layout, lay_out, lay_out_end
+from profkit.allocator.replay import History, replay_history
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator

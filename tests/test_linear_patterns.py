@@ -20,14 +20,14 @@ from tests.linear_patterns import explain_not_linear
 # What a user types is read by patterns of its own; these rooms read what a file holds.
 ROOMS = ("trace", "snapshot", "allocator", "analysis", "report", "run", "names")
 TYPED_BY_THE_USER = {
-    "profkit.allocator.settings._DIVISION",
+    "profkit.allocator.rules._DIVISION",
     "profkit.analysis.whatif.checkpoint._FORM",
     "profkit.run.edits._FACTOR",
     "profkit.analysis.memory.opened_snapshot._TIME",
 }
 # Matched where a value ends or an item begins, not searched for.
 MATCHED_AT_A_PLACE = {
-    "profkit.allocator.settings._ITEM",
+    "profkit.allocator.rules._ITEM",
     "profkit.snapshot.shared_copy._MADE_LINE",
     "profkit.trace.json_stream._COMMA",
 }

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from profkit.trace.operators import OperatorForest
+from profkit.trace.kineto import OperatorForest
 from tests.kineto_builder import (
     TID,
     read,

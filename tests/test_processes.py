@@ -19,7 +19,7 @@ from profkit.errors import TraceError
 from profkit.trace.columns import Trace, array_columns
 from profkit.trace.kineto import read_kineto
 from profkit.trace.nsys import read_nsys
-from profkit.trace.processes import combine_traces, only_process
+from profkit.trace.parts import combine_traces, only_process
 from tests.nsys_builder import NsysBuilder
 
 

@@ -29,7 +29,7 @@ from profkit.capture.steps.data_loading import (  # noqa: E402  # noqa: E402
 from profkit.launch.manifest import warn_of_full_queue, warn_of_gain, warn_of_times  # noqa: E402
 from profkit.run.manifest import Loading  # noqa: E402
 from profkit.run.recording import Order, take_processes  # noqa: E402
-from profkit.trace.first_steps import begin_at  # noqa: E402
+from profkit.trace.parts import begin_at  # noqa: E402
 from tests.in_process import run_profkit  # noqa: E402
 from tests.nsys_builder import NsysBuilder  # noqa: E402
 

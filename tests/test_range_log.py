@@ -20,12 +20,14 @@ from profkit.run.range_log import (
     RangeLog,
     RangeLogError,
     ThreadEntries,
+    finish_traces,
     fold_handle,
     join_ranges,
+    log_beside,
+    plain_beside,
     read_range_log,
     write_range_log,
 )
-from profkit.run.traces import finish_traces, log_beside, plain_beside
 
 PROCESS, MAIN, AUTOGRAD = 4000, 4000, 4011
 BASE_NS = 1_700_000_000_000_000_000

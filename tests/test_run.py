@@ -19,9 +19,8 @@ import pytest
 from profkit import read_trace
 from profkit.cli import main
 from profkit.models.flops import forward_flops
-from profkit.models.presets import PRESETS
-from profkit.run.ceilings import read_ceilings
-from profkit.run.work import read_work
+from profkit.models.options import PRESETS
+from profkit.run.work import read_ceilings, read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit

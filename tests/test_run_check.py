@@ -16,7 +16,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run, products_per_forward
 from profkit.analysis.checks.self_check import SelfCheck
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS
 from profkit.run.manifest import Manifest
 from profkit.run.records import decode
 from tests.nsys_builder import NsysBuilder

@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from profkit.errors import ProfkitError, RunError
-from profkit.run.ceilings import Ceilings, Copy, Gemm, read_ceilings, write_ceilings
 from profkit.run.directory import MANIFEST, Run, find_run
 from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, Samples, read_manifest, write_manifest
 from profkit.run.records import decode
-from profkit.run.work import RangeWork, RunWork, read_work, write_work
+from profkit.run.work import (
+    Ceilings,
+    Copy,
+    Gemm,
+    RangeWork,
+    RunWork,
+    read_ceilings,
+    read_work,
+    write_ceilings,
+    write_work,
+)
 
 WORK: dict[str, Any] = {
     "version": 1,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.allocator.history import replay_history
+from profkit.allocator.replay import replay_history
 from profkit.errors import SnapshotError
 from profkit.snapshot import unpickler
 from profkit.snapshot.columns import ALLOC, ALLOCATED, OTHER, PENDING, Annotation

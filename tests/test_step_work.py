@@ -8,8 +8,7 @@ import pytest
 
 from profkit.annotation import annotate
 from profkit.models.flops import flops_by_path
-from profkit.models.options import TrainingOptions
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS, TrainingOptions
 from profkit.names import context_range
 from profkit.run.work import RunWork
 from tests.step_work import model_work

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit.trace.columns import BEFORE_TRACE, Syncs, Trace, take_calls
-from profkit.trace.processes import combine_traces, only_process
+from profkit.trace.parts import combine_traces, only_process
 from tests.kineto_builder import kernel, launch, read, row
 
 NO_STREAM = 0xFFFF_FFFF

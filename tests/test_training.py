@@ -15,8 +15,7 @@ from profkit import annotation
 from profkit.annotation import RangeObserver
 from profkit.errors import UsageError
 from profkit.models.flops import backward_flops, forward_flops
-from profkit.models.options import Passes, TrainingOptions, parse_options
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS, Passes, TrainingOptions, parse_options
 
 torch = pytest.importorskip("torch")
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from profkit import read_snapshot
-from profkit.allocator.settings import format_settings, list_variants, parse_settings
+from profkit.allocator.rules import format_settings, list_variants, parse_settings
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli import cli
 from profkit.errors import UsageError

@@ -23,7 +23,7 @@ from profkit.capture.patches import restore  # noqa: E402
 from profkit.capture.work import operators  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
-from profkit.models.presets import PRESETS  # noqa: E402
+from profkit.models.options import PRESETS  # noqa: E402
 from profkit.models.transformer import TransformerLM  # noqa: E402
 
 

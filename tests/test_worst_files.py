@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from profkit.allocator import recorded_heap
-from profkit.allocator.history import replay_history
+from profkit.allocator.replay import replay_history
 from profkit.analysis.checks.self_check import _in_stream_capture
 from profkit.analysis.compare.bootstrap import bootstrap_differences
 from profkit.analysis.memory import places, stacks
@@ -22,8 +22,8 @@ from profkit.run.owners import Owned, Owners, Step
 from profkit.run.records import WrongRecord, decode
 from profkit.snapshot.reader import build_snapshot
 from profkit.trace import columns
+from profkit.trace.kineto import OperatorForest
 from profkit.trace.nsys import read_nsys
-from profkit.trace.operators import OperatorForest
 from tests.child import run_in_child
 from tests.conftest import call_main
 from tests.fuzz import worst_exports, worst_snapshots, worst_traces

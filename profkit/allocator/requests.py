@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profkit.allocator.history import History
+from profkit.allocator.replay import History
 from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from profkit.allocator.start import find_expandable_ranges, find_regions
 from profkit.snapshot.columns import (

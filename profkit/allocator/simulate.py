@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.allocator.heap import Heap, Limit
-from profkit.allocator.history import History
+from profkit.allocator.replay import History
 from profkit.allocator.requests import Floats, Requests
 from profkit.snapshot.columns import Ints, Settings
 

@@ -21,7 +21,7 @@ from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
 from profkit.run.manifest import Loading
 from profkit.trace.columns import Trace, distinct_values
-from profkit.trace.processes import only_process
+from profkit.trace.parts import only_process
 
 # Imported where they are asked for: most traces need none of them.
 if TYPE_CHECKING:
@@ -264,8 +264,7 @@ class OpenedCapture:
             SnapshotError: no history of memory was recorded.
         """
         from profkit.analysis.step_replay.predict import Prediction
-        from profkit.analysis.whatif.apply import MODELLED
-        from profkit.analysis.whatif.outcome import cost_of_ranges
+        from profkit.analysis.whatif.apply import MODELLED, cost_of_ranges
         from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)

@@ -59,7 +59,7 @@ from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, WORK, name
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.lines import write_lines
 from profkit.run.manifest import Process
-from profkit.run.range_log import RangeLogError
+from profkit.run.range_log import RangeLogError, finish_trace, log_beside
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
@@ -73,7 +73,6 @@ from profkit.run.recording import (
     leave_process,
     leave_unsaved,
 )
-from profkit.run.traces import finish_trace, log_beside
 from profkit.run.work import write_work
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from profkit.launch.record import require_torch
 from profkit.models.options import Device
 from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import Format
-from profkit.run.ceilings import Ceilings, write_ceilings
 from profkit.run.directory import CEILINGS, Run
+from profkit.run.work import Ceilings, write_ceilings
 
 
 @click.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.step_replay.predict import Prediction
-from profkit.analysis.whatif.outcome import Cost, cost_of_ranges
+from profkit.analysis.whatif.apply import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError

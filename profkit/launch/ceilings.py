@@ -14,8 +14,8 @@ from profkit.errors import ToolError
 from profkit.launch.manifest import driver_version
 from profkit.launch.processes import run_child
 from profkit.models.options import Device
-from profkit.run.ceilings import VERSION, Ceilings
 from profkit.run.records import decode
+from profkit.run.work import VERSION, Ceilings
 
 
 def measure_ceilings(device: Device) -> Ceilings:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from profkit.errors import UsageError
 from profkit.files import PARTIAL
-from profkit.models.options import TrainingOptions
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS, TrainingOptions
 from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
 from profkit.run.recording import (

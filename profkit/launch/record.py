@@ -44,6 +44,7 @@ from profkit.run.directory import (
 )
 from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, Process, write_manifest
+from profkit.run.range_log import finish_traces
 from profkit.run.recording import (
     VARIABLE,
     Order,
@@ -53,7 +54,6 @@ from profkit.run.recording import (
     take_processes,
 )
 from profkit.run.records import decode, read_json
-from profkit.run.traces import finish_traces
 
 Progress = Callable[[str], AbstractContextManager[object]]
 Say = Callable[[str], None]

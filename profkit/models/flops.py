@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from profkit.models.presets import Preset
+from profkit.models.options import Preset
 from profkit.names import (
     ATTENTION,
     BACKWARD,

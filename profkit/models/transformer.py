@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from profkit.annotation import annotate
 from profkit.models import flops
-from profkit.models.presets import Preset
+from profkit.models.options import Preset
 from profkit.names import (
     ATTENTION,
     EMBEDDING,

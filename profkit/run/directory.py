@@ -21,13 +21,12 @@ from profkit.run.records import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
-    from profkit.run.ceilings import Ceilings
     from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
     from profkit.run.job import Job
     from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
     from profkit.run.trials import RunTrials
-    from profkit.run.work import RunWork
+    from profkit.run.work import Ceilings, RunWork
 
 MANIFEST = "manifest.json"
 NSYS_REPORT = "trace.nsys-rep"
@@ -108,7 +107,7 @@ class Run:
     @cached_property
     def ceilings(self) -> Ceilings | None:
         """What the GPU can do at most, if that was measured for this run."""
-        from profkit.run.ceilings import read_ceilings
+        from profkit.run.work import read_ceilings
 
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
 

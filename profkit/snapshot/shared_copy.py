@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from profkit.files import collector_off, whole_file
 from profkit.names import MEMORY_TEXT
-from profkit.snapshot.frames import MOST_FRAMES, read_frame, write_frame
+from profkit.snapshot.columns import MOST_FRAMES, read_frame, write_frame
 from profkit.snapshot.reader import build_snapshot
 from profkit.snapshot.unpickler import load_data
 from profkit.text_kinds import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS
 from recipes.common.recipe import Cell, GridName, whole
 from recipes.whole_model.cells import Work
 

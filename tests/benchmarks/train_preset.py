@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from profkit.annotation import Range
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS
 from profkit.models.transformer import TransformerLM
 
 BATCH = 4

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from profkit.models.presets import PRESETS, Preset
+from profkit.models.options import PRESETS, Preset
 from profkit.models.transformer import TransformerLM
 from recipes.model_memory.predict import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
 from recipes.whole_model.cells import Work

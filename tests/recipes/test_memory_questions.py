@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from profkit.errors import UsageError
-from profkit.models.presets import PRESETS
+from profkit.models.options import PRESETS
 from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import RECIPE, main, predict
 from recipes.model_memory import measure

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from profkit.errors import UsageError
 from profkit.findings import Finding
-from profkit.run.ceilings import Ceilings, read_ceilings
 from profkit.run.directory import Run
 from profkit.run.manifest import Loading, Manifest
-from profkit.run.work import FUSED, RunWork
+from profkit.run.work import FUSED, Ceilings, RunWork, read_ceilings
 from profkit.trace.columns import Trace
 
 # torch.set_float32_matmul_precision: these two values let cuBLAS use TF32 (torch/backends/cuda, allow_tf32).

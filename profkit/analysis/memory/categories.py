@@ -21,7 +21,7 @@ from itertools import compress, repeat
 
 import numpy as np
 
-from profkit.allocator.history import History
+from profkit.allocator.replay import History
 from profkit.analysis.memory.generated_memory import GeneratedMemory
 from profkit.analysis.memory.owners import Owner, read_metadata
 from profkit.analysis.memory.phases import Timeline

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profkit.allocator.history import History
 from profkit.allocator.layout import lay_out, sum_releasable
+from profkit.allocator.replay import History
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.places import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.allocator.history import History, replay_history
+from profkit.allocator.replay import History, replay_history
 from profkit.analysis.memory.categories import Classifier
 from profkit.analysis.memory.generated_memory import GeneratedMemory
 from profkit.analysis.memory.owners import Owner, match_owners, shown_module

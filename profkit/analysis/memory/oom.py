@@ -16,8 +16,7 @@ import numpy as np
 from profkit.allocator.heap import Limit
 from profkit.allocator.layout import FreeBlock, find_free_blocks
 from profkit.allocator.requests import requests_of, until, with_request
-from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, segment_size_bytes
-from profkit.allocator.settings import format_settings, list_variants
+from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, format_settings, list_variants, segment_size_bytes
 from profkit.allocator.simulate import check_identity, simulate
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.snapshot.columns import OOM, Settings

@@ -16,8 +16,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from profkit.allocator.history import History
-from profkit.allocator.replay import Replay
+from profkit.allocator.replay import History, Replay
 from profkit.analysis.memory.phases import Timeline
 from profkit.names import BACKWARD, LOSS, MEMORY_TEXT, MODEL
 from profkit.run.owners import ROLES, START, Owned, Owners

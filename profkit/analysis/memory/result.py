@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from profkit.allocator.history import History
+from profkit.allocator.replay import History
 from profkit.analysis.memory.composition import CategoryRow, Composition, Fragmentation
 from profkit.analysis.memory.device import DeviceMemory, PhasePeak
 from profkit.analysis.memory.leaks import LeakCheck

@@ -19,8 +19,7 @@ from typing import Any
 
 from profkit.allocator.replay import Replay
 from profkit.errors import SnapshotError
-from profkit.snapshot.columns import Device, Stack
-from profkit.snapshot.frames import MOST_FRAMES, read_frame
+from profkit.snapshot.columns import MOST_FRAMES, Device, Stack, read_frame
 
 _MOST_MADE_LINES = 2**21
 _MOST_FILES = 2**15

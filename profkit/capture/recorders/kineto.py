@@ -20,8 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.patches import patch
-from profkit.run.range_log import write_range_log
-from profkit.run.traces import finish_trace, log_beside, plain_beside
+from profkit.run.range_log import finish_trace, log_beside, plain_beside, write_range_log
 
 _TAIL_BYTES = 64 * 1024
 _FULL_BYTES = 1024**2
@@ -114,7 +113,7 @@ def recorded_by_kineto(
         device: where the program computes.
         scripts: knows the script's own profilers.
         log: the log of ranges, if CUDA's activities alone are recorded. Then the trace and the log are left for
-            `profkit.run.traces.finish_trace`, so that the program does not wait until they are joined and zipped.
+            `profkit.run.range_log.finish_trace`, so that the program does not wait until they are joined and zipped.
         warmed_up: what `warmed_up_profiler` returned for the same arguments, if it was called.
     """
     profiler = warmed_up or warmed_up_profiler(device, scripts, log)

@@ -7,7 +7,7 @@ from typing import Any
 from profkit.analysis.efficiency.facts import Datasheet, find_datasheet
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import SHARE, TEXT, Unit, four_digits
-from profkit.run.ceilings import Ceilings
+from profkit.run.work import Ceilings
 
 
 def _rate(value: float) -> str:
