@@ -192,7 +192,7 @@ class _Dormant:
     def leave(self) -> None:
         """The worker ends: write down what was seen."""
         self._ends.set()
-        self._sampler.join(_PATIENCE_S)
+        self._sampler.join()  # a thread that still ran while Python ends might take the process with it
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def fetch_timed(*args: Any, **kwargs: Any) -> Any:
