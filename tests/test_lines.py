@@ -27,9 +27,8 @@ from profkit.analysis.lines import find_lines
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines import own_code, workers
 from profkit.capture.lines.own_code import Place, describe, find_place, is_own, is_profkits
-from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder
+from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder, Waits
 from profkit.capture.lines.samples import StackSampler
-from profkit.capture.lines.waits import Waits
 from profkit.capture.lines.workers import WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
 from profkit.cli import cli

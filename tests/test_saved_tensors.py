@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame, checkpoint
 
 from profkit.capture.hooks.recompute import watch_recompute
-from profkit.capture.memory import saved_tensors
-from profkit.capture.memory.saved_tensors import is_cast_of_parameter, read_saved, tensors_at_hand
+from profkit.capture.memory import owners
+from profkit.capture.memory.owners import is_cast_of_parameter, read_saved, tensors_at_hand
 
-needs_content = pytest.mark.skipif(not saved_tensors._SHOWS_CONTENT, reason="this torch does not show what is packed")
+needs_content = pytest.mark.skipif(not owners._SHOWS_CONTENT, reason="this torch does not show what is packed")
 
 Loss = Callable[[], Tensor]
 
@@ -211,17 +211,17 @@ def test_what_lies_in_an_object_of_a_hooks_own_is_counted() -> None:
 
 
 def test_nothing_is_unpacked_where_torch_does_not_show_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "_SHOWS_CONTENT", False)
-    monkeypatch.setattr(saved_tensors._hooks, "were_used", False)
+    monkeypatch.setattr(owners, "_SHOWS_CONTENT", False)
+    monkeypatch.setattr(owners._hooks, "were_used", False)
     autograd = torch._C._autograd
     monkeypatch.setattr(autograd, "_push_saved_tensors_default_hooks", autograd._push_saved_tensors_default_hooks)
     saved_tensors.watch_hooks()
     loss = _function()
     before, unread = _found(loss)
     assert unread == 0
-    monkeypatch.setattr(saved_tensors, "_SHOWS_CONTENT", True)
+    monkeypatch.setattr(owners, "_SHOWS_CONTENT", True)
     assert before == _found(loss)[0]
-    monkeypatch.setattr(saved_tensors, "_SHOWS_CONTENT", False)
+    monkeypatch.setattr(owners, "_SHOWS_CONTENT", False)
     inner = nn.Linear(4, 4)
     loss = checkpoint(inner, torch.ones(4, requires_grad=True), use_reentrant=False).exp().sum()
     inner.register_forward_pre_hook(lambda *_: pytest.fail("computed again"))
@@ -270,7 +270,7 @@ def test_autocasts_copies_of_parameters_are_told_from_activations() -> None:
 
 
 def test_a_graph_of_very_many_nodes_is_cut_off_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "_MOST_NODES", 5)
+    monkeypatch.setattr(owners, "_MOST_NODES", 5)
     x = torch.ones(1, requires_grad=True)
     for _ in range(9):
         x = x.exp()

@@ -25,7 +25,7 @@ from torch import distributed
 
 from profkit.capture.errors import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
-from profkit.capture.gpu_clock import GpuClock
+from profkit.capture.steps.conditions import GpuClock
 from profkit.capture.steps.times import Mark, Span, give_back, mark_on_gpu
 from profkit.names import step_range
 from profkit.run.directory import LIGHT, name_of_rank

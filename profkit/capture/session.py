@@ -39,9 +39,9 @@ from profkit.capture.recorders.kineto import (
     warmed_up_profiler,
 )
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
+from profkit.capture.steps.boundaries import OwnSteps
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
-from profkit.capture.steps.own_steps import OwnSteps
 from profkit.capture.steps.times import (
     Mark,
     Part,
