@@ -374,22 +374,27 @@ def test_anomaly_detection_is_a_condition_of_the_run(tmp_path: Path, *, is_on: b
     assert ("anomaly" in advice) == is_on
 
 
-def test_a_step_of_many_launches_is_captured_unless_a_wait_forbids_it(tmp_path: Path) -> None:
-    def write(folder: Path, *, waits: bool) -> dict[str, Advice]:
+def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_path: Path) -> None:
+    def write(folder: Path, duration: int, *, waits: bool) -> dict[str, Advice]:
         program = Program()
         for _ in range(STEPS):
             with program.step():
                 for phase in ("forward", "backward"):
                     with program.range(phase):
-                        for name in (NVJET, ADD, SUM) * 40:
-                            program.launch(name, 3_000)
+                        for name in (NVJET, ADD, NVJET, SUM) * 40:
+                            program.launch(name, duration)
                         if waits:
                             program.wait()
+                program.wait()
         folder.mkdir()
         return found(program.write(folder))
 
-    assert write(tmp_path / "free", waits=False)["launches"].edit == "graphs"
-    assert "launches" not in write(tmp_path / "waiting", waits=True)
+    late = write(tmp_path / "free", 3_000, waits=False)
+    assert (late["launches"].edit, late["launches"].evidence["launches"]) == ("compile:reduce-overhead", 320)
+    assert "launches" not in write(tmp_path / "waiting", 3_000, waits=True)
+    busy = write(tmp_path / "busy", 40_000, waits=False)
+    assert (busy["compile"].edit, busy["compile"].evidence["small_ns"]) == ("compile", 160 * 40_000)
+    assert after(busy["compile"])[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)
 
 
 def test_at_most_three_causes_are_tried_and_what_they_buy_together_is_no_sum(tmp_path: Path) -> None:

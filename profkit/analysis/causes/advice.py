@@ -115,7 +115,10 @@ def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 
 
 def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
-    """Return up to three causes: each adds more than any other to those before it, and holds when predicted."""
+    """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
+
+    A line is named once.
+    """
     chosen, left = _Chosen(), list(causes)
     while left and len(chosen.causes) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
@@ -125,6 +128,7 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
         cause = left.pop(best)
         if _holds(evidence, cause):
             chosen = replace(chosen, causes=(*chosen.causes, cause))
+            left = [other for other in left if other.line is None or other.line != cause.line]
     return chosen
 
 
@@ -175,7 +179,7 @@ def _predict(evidence: Evidence, changes: Sequence[StepChange]) -> TimeAnswer:
 def _interval(answer: TimeAnswer) -> Interval | None:
     if answer.low_ns is None or answer.expected_ns is None or answer.high_ns is None:
         return None
-    return Interval(answer.low_ns, answer.expected_ns, answer.high_ns)
+    return Interval(max(0, answer.low_ns), max(0, answer.expected_ns), max(0, answer.high_ns))
 
 
 def _advise(evidence: Evidence, cause: Cause) -> Advice:

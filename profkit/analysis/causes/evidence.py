@@ -64,7 +64,10 @@ class Cause:
 
 
 class Operation(NamedTuple):
-    """An operation of a step: its place in the step's columns, and what is known of it; ``module`` is the innermost."""
+    """An operation of a step: its place in the step's columns, and what is known of it.
+
+    ``module`` is the innermost one; ``is_alone``: its call launches nothing else, as that of a CUDA graph does.
+    """
 
     at: int
     name: str
@@ -73,6 +76,7 @@ class Operation(NamedTuple):
     call: int
     phase: str
     module: str | None
+    is_alone: bool
 
 
 class Evidence:
@@ -144,6 +148,7 @@ class Evidence:
                     columns.launcher[at],
                     step.phase[columns.launcher[at]],
                     step.operation_module[at],
+                    columns.launches[columns.launcher[at]] == (at, at + 1),
                 )
                 for at, row in enumerate(columns.row.tolist())
             )

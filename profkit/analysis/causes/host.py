@@ -16,8 +16,9 @@ from profkit.analysis.causes.changes import (
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
 from profkit.analysis.step_replay.columns import COPY, WAIT
-from profkit.analysis.step_replay.limits import OUTSIDE
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
 
@@ -25,9 +26,8 @@ _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "tensor", "zeros
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _MOVES = ("to", "cuda")
 _LEAST_SHARE = 0.01
-_PAUSE_NS = 100_000
-"""Pauses between CUDA calls from which on Python does something else than to prepare kernels."""
-_COVERED = 0.6
+_COVERED = 0.5
+"""A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _SPARE = 1.3
@@ -70,10 +70,9 @@ def _loads(line: LineTime, *, has_workers: bool) -> bool:
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
     """Lines of the user's own that run Python while the GPU has nothing to do: data, masks, tensors made on the CPU."""
-    step = evidence.step
-    if step is None:
+    if evidence.step is None:
         return
-    for lines in _group_lines(evidence, step):
+    for lines in _group_lines(evidence):
         line = max(lines, key=lambda line: line.time_ns - line.waiting_ns)
         called = (line.called or "").rpartition(".")[2]
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
@@ -107,24 +106,44 @@ def _change_line(line: LineTime, called: str) -> str:
     return "do it in a DataLoader's worker, on the GPU, or once before the loop"
 
 
-def _group_lines(evidence: Evidence, step: ReplayedStep) -> Iterator[Sequence[LineTime]]:
-    """Yield the lines of one function and phase that stand together, if the pauses of their phase hold their time."""
-    pauses = _pauses(step)
+def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
+    """Yield the lines of one function and phase that stand together and make the step's long pauses.
+
+    A pause that is not in every recorded step is none of the program's.
+    """
+    limits = evidence.summary.limits
+    python = [] if limits is None else limits.lines_of(Limit.PYTHON)
+    limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
+    pauses = _pauses(evidence)
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in evidence.lines:
-        is_own = line.thread == "main" and line.file is not None and line.phase not in (DATA, BACKWARD, OPTIMIZER)
-        if is_own and line.time_ns - line.waiting_ns >= _LEAST_SHARE * evidence.now_ns and not _launches(line):
+        phase, own_ns = line.phase or OUTSIDE, line.time_ns - line.waiting_ns
+        paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
+        is_long = own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * own_ns
+        if line.thread == "main" and phase != DATA and is_long and not _launches(line):
             groups[line.file or "", line.function, line.phase].append(line)
-    for (_, _, phase), lines in groups.items():
-        for near in _split(sorted(lines, key=lambda line: line.line)):
-            own_ns = sum(line.time_ns - line.waiting_ns for line in near)
-            if pauses.get(phase or OUTSIDE, 0) >= _COVERED * own_ns:
-                yield near
+    for lines in groups.values():
+        yield from _split(sorted(lines, key=lambda line: line.line))
+
+
+def _pauses(evidence: Evidence) -> dict[str, int]:
+    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps."""
+    steps = () if evidence.replay is None else evidence.replay.steps
+    found: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        sums: dict[str, int] = {}
+        for gap_ns, phases in zip(step.columns.gap_ns, step.gap_phases, strict=True):
+            for phase, time_ns in phases.items() if gap_ns > LONGEST_PAUSE_NS else ():
+                sums[phase] = sums.get(phase, 0) + time_ns
+        found = sums if number == 0 else {phase: min(found[phase], sums.get(phase, 0)) for phase in found}
+    return found
 
 
 def _launches(line: LineTime) -> bool:
-    """Return whether a line's call is training itself, whose Python prepares kernels."""
-    return (line.called or "").rpartition(".")[2] in ("backward", "step", "zero_grad", "synchronize", "item")
+    """Return whether a line's call is training itself, or waits for it, or is a module's: these prepare kernels."""
+    called = (line.called or "").rpartition(".")[2]
+    is_module = line.phase is not None and (line.called or "").startswith("self.")
+    return is_module or called in ("backward", "step", "zero_grad", "synchronize", "item", "join")
 
 
 def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
@@ -136,16 +155,6 @@ def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
         near.append(line)
     if near:
         yield near
-
-
-def _pauses(step: ReplayedStep) -> dict[str, int]:
-    """Return phase → how long Python ran in pauses of over `_PAUSE_NS`."""
-    sums: dict[str, int] = {}
-    for call, phases in enumerate(step.gap_phases):
-        if step.columns.gap_ns[call] > _PAUSE_NS:
-            for phase, time_ns in phases.items():
-                sums[phase] = sums.get(phase, 0) + time_ns
-    return sums
 
 
 def _pageable_copies(step: ReplayedStep) -> list[int]:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, source_line
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
@@ -20,10 +21,13 @@ _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _FEW, _MANY = 4, 12
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""
-_CHAIN = (*SMALL, "optimizer")
+_CHAIN = (*SMALL, "optimizer", "fill")
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
 _MOST_CHAINS = 4
+_LAUNCH_NS = 3_000
+"""About what a launch takes: chains are looked at by what they cost the host and the GPU."""
+_TRAINING = ("backward", "step", "zero_grad", "item")
 
 Run = tuple[Operation, ...]
 
@@ -150,25 +154,30 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     if evidence.step is None:
         return
     skipped = _modules_that(evidence, evidence.step, _is_attention)
-    by_module: defaultdict[str, list[Run]] = defaultdict(list)
-    for run in evidence.runs(evidence.step, lambda one: _is_link(one, skipped)):
-        by_module[_name_place(run)].append(run)
-    written = {
-        module: runs
-        for module, runs in by_module.items()
-        if any(_is_written_out(run) for run in runs if run[0].phase != BACKWARD)
-    }
-    cost = {module: sum(one.duration_ns + 3_000 for run in runs for one in run) for module, runs in written.items()}
-    for module in sorted(cost, key=lambda module: -cost[module])[:_MOST_CHAINS]:
-        yield _describe_chain(evidence, module, written[module], skipped)
+    runs = evidence.runs(evidence.step, lambda one: _is_link(one, skipped))
+    places = dict.fromkeys(_place_of(run) for run in runs if run[0].phase != BACKWARD and _is_written_out(run))
+    mine = {place: [run for run in runs if _is_link_of(run, place)] for place in places}
+    cost = {place: sum(one.duration_ns + _LAUNCH_NS for run in mine[place] for one in run) for place in places}
+    for place in sorted(cost, key=lambda place: -cost[place])[:_MOST_CHAINS]:
+        yield _describe_chain(evidence, place, mine[place], skipped)
 
 
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
-    return operation.phase != OPTIMIZER and operation.category in _CHAIN and operation.module not in skipped
+    is_moved = operation.category == "copy" and operation.phase == BACKWARD
+    is_small = operation.is_alone and (is_moved or operation.category in _CHAIN)
+    return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 
 
-def _name_place(run: Run) -> str:
-    return run[0].module or run[0].phase
+def _place_of(run: Run) -> tuple[str | None, str]:
+    """Return the module of a chain, and the phase of one outside of all modules."""
+    return run[0].module, "" if run[0].module else run[0].phase
+
+
+def _is_link_of(run: Run, place: tuple[str | None, str]) -> bool:
+    """Return whether a chain is at a place, or is the backward pass of one there."""
+    if run[0].phase == BACKWARD:
+        return run[0].module == place[0] and len(run) > 2
+    return _place_of(run) == place and _is_written_out(run)
 
 
 def _is_written_out(run: Run) -> bool:
@@ -177,28 +186,37 @@ def _is_written_out(run: Run) -> bool:
     return len(run) >= (_MANY if has_own else _FEW)
 
 
-def _describe_chain(evidence: Evidence, module: str, runs: Sequence[Run], skipped: frozenset[str]) -> Cause:
-    forward = [run for run in runs if run[0].phase != BACKWARD and _is_written_out(run)]
-    longest = max(forward, key=len)
+def _describe_chain(
+    evidence: Evidence, place: tuple[str | None, str], runs: Sequence[Run], skipped: frozenset[str]
+) -> Cause:
+    module, phase = place
+    longest = max((run for run in runs if run[0].phase != BACKWARD), key=len)
     code, what, change = _kind_of_chain(longest)
 
-    def chosen(step: ReplayedStep) -> list[list[int]]:
+    def choose(step: ReplayedStep) -> list[list[int]]:
         runs = evidence.runs(step, lambda one: _is_link(one, skipped))
-        return [
-            [one.at for one in run]
-            for run in runs
-            if _name_place(run) == module and (_is_written_out(run) or (run[0].phase == BACKWARD and len(run) > 2))
-        ]
+        return [[one.at for one in run] for run in runs if _is_link_of(run, place)]
 
     is_reducing = any(one.category == "reduction" for one in longest)
     return Cause(
         code=code,
         cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs))} a step",
+        line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,
-        changes=[fuse(module, chosen, _size_of_fused(is_reducing=is_reducing))],
+        changes=[fuse(code, choose, _size_of_fused(is_reducing=is_reducing))],
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
+
+
+def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
+    """Return the line of a phase in which Python prepares kernels for the longest time."""
+    lines = [
+        line for line in evidence.lines if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
+    ]
+    own = [line for line in lines if not (line.called or "").endswith(_TRAINING)]
+    longest = max(own, key=lambda line: line.time_ns - line.waiting_ns, default=None)
+    return None if longest is None else source_line(longest)
 
 
 def _kind_of_chain(run: Run) -> tuple[str, str, str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
+from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.summary import SMALL
 from profkit.names import OPTIMIZER
 from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
-_MANY = 16
+_LATE = 0.3
+"""A step that waits for launches for this share of it is limited by them."""
+_MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
 
 
@@ -77,21 +82,32 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _graphs(evidence: Evidence) -> Iterator[Cause]:
-    """A step of many launches that nothing interrupts: one graph launches them all."""
-    summary, step = evidence.summary, evidence.step
-    if step is None or (summary.gpu is not None and summary.gpu.graph_launches) or len(step.columns.row) < 100:
+def _compile(evidence: Evidence) -> Iterator[Cause]:
+    """A model that is not compiled: where launches limit the step, graphs replay them; else small kernels are fused."""
+    summary, step, limits = evidence.summary, evidence.step, evidence.summary.limits
+    replays = summary.gpu is not None and summary.gpu.graph_launches
+    if step is None or limits is None or replays or summary.head.is_compiled or summary.recomputes:
         return
-    is_compiled = bool(summary.head.is_compiled)
+    preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
+    is_late = preparing_ns > _LATE * limits.step_ns
+    operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
+    small = [one for one in operations if one.category in SMALL]
+    mode = "reduce-overhead" if is_late else None
     yield Cause(
-        code="launches",
-        cause=f"Python launches {len(step.columns.row):,} operations a step, and the GPU waits for it",
-        change='torch.compile(model, mode="reduce-overhead")' if not is_compiled else 'mode="reduce-overhead"',
-        changes=edits("graphs"),
-        edit="graphs",
-        costs="constant shapes, memory of its own, compiling at the start",
-        evidence={"launches": len(step.columns.row)},
+        code="launches" if is_late else "compile",
+        cause=f"the GPU waits for Python, which launches {len(operations):,} kernels a step"
+        if is_late
+        else f"{len(small):,} small kernels a step read and write memory between products",
+        change=f'model.compile(mode="{mode}")' if mode else "model.compile()",
+        changes=[compile_step(evidence.choose(lambda one: one.category in SMALL), replays=is_late)],
+        edit=f"compile:{mode}" if mode else "compile",
+        costs="compiling at the start; constant shapes" + (", memory of its own" if is_late else ""),
+        evidence={
+            "launches": len(operations),
+            "small_ns": sum(one.duration_ns for one in small),
+            "preparing_ns": preparing_ns,
+        },
     )
 
 
-LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _graphs)
+LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _compile)
