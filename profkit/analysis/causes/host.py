@@ -41,7 +41,8 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         return
     waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases)
     batch_ns = facts.batch_ns if facts.workers else waited_ns
-    if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None:
+    has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
+    if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return
     lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
     line = max(lines, key=lambda line: line.time_ns, default=None)
