@@ -13,24 +13,21 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, join_ranks
+from profkit.analysis.ranks.comparison import RanksResult, join_ranks
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
-from profkit.errors import CaptureError, ProfkitError, RunError, ToolError, UsageError
+from profkit.errors import CaptureError, RunError, ToolError, UsageError
 from profkit.files import collector_off
-from profkit.reading import open_snapshot, open_trace
+from profkit.reading import open_trace
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run, runs_of_job
 from profkit.run.job import Job, claim
 from profkit.run.light_columns import read_light_columns
 
 _LIGHT_PER_TASK = 64
 """One light record takes some milliseconds: a worker gets this many at a time."""
-
-_WORTH_READING = 0.01
-"""Two snapshots take seconds to read: a smaller difference between peaks is not explained."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +99,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str |
             f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
         )
     links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
-    return explain_peaks(path, join_ranks(reads, links))
-
-
-def explain_peaks(path: Path, result: RanksResult) -> RanksResult:
-    """Return the result with what the rank with the highest peak holds more, where its snapshots say it."""
-    return result if result.peaks is None else replace(result, peaks=_compare_snapshots(path, result.peaks))
+    return join_ranks(reads, links)
 
 
 def find_sources(path: Path) -> list[RankSource]:
@@ -130,24 +122,6 @@ def find_sources(path: Path) -> list[RankSource]:
 def _runs_in(path: Path) -> list[Run]:
     inner = sorted(run.parent for run in path.glob(f"*/{MANIFEST}"))
     return [Run(run) for run in ([path] if (path / MANIFEST).exists() else []) + inner]
-
-
-def _compare_snapshots(path: Path, peaks: PeakDifference) -> PeakDifference:
-    """Return the difference with its categories, where both ranks left a snapshot that can be read."""
-    if peaks.peak_bytes - peaks.median_bytes < _WORTH_READING * peaks.median_bytes or not path.is_dir():
-        return peaks
-    held = []
-    for rank in (peaks.rank, peaks.median_rank):
-        run = next((run for run in _runs_in(path) if rank in run.snapshots), None)
-        if run is None:
-            return peaks
-        try:
-            composition = open_snapshot(run.path, rank=rank).memory().composition
-        except ProfkitError:  # `profkit memory --rank N` says why
-            return peaks
-        held.append({row.category: row.bytes for row in composition.by_category})
-    differences = {name: held[0].get(name, 0) - held[1].get(name, 0) for name in dict.fromkeys([*held[0], *held[1]])}
-    return replace(peaks, by_category={name: count for name, count in differences.items() if count})
 
 
 def _sources_of(run: Run) -> list[RankSource]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import pickle
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +13,6 @@ from click.testing import CliRunner
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.cli import cli
 from profkit.joining import read_ranks
-from profkit.reading import open_snapshot
-from profkit.run.directory import SNAPSHOT, name_of_rank
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
 from tests.rank_builder import MS, NCCL, Timeline, light_records, simulate, write_kineto_run, write_light_run
 
@@ -197,28 +192,6 @@ class TestPeaks:
             "peak memory is highest on rank 2 (stage 2): 3.000 GiB, 1.000 GiB (50.0%) more than on rank 1, the median"
         )
         assert said in _said(run)
-        done = CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1", "--format", "json"])
-        assert json.loads(done.stdout)["peaks"]["by_category"] == {}
-
-    def test_snapshots_say_what_the_difference_is_made_of(self, tmp_path: Path) -> None:
-        run, _ = self._of(tmp_path)
-        traces = Path(__file__).parent.parent / "traces"
-        for rank, name in ((1, "resnet50-batch16"), (2, "resnet50-batch32")):
-            content = gzip.decompress((traces / f"{name}.snapshot.pickle.gz").read_bytes())
-            (run / name_of_rank(SNAPSHOT, rank)).write_bytes(content)
-        peaks = read_ranks(run, workers=1).peaks
-        assert peaks is not None
-        most, least = (open_snapshot(run, rank=rank).memory().totals.allocated_peak_bytes for rank in (2, 1))
-        assert sum(peaks.by_category.values()) == most - least
-        assert "of the peaks in the snapshots, which differ by" in _said(run)
-
-    def test_a_damaged_snapshot_leaves_the_difference_unexplained(self, tmp_path: Path) -> None:
-        run, _ = self._of(tmp_path)
-        for rank in (1, 2):
-            (run / name_of_rank(SNAPSHOT, rank)).write_bytes(pickle.dumps("no snapshot"))
-        peaks = read_ranks(run, workers=1).peaks
-        assert peaks is not None
-        assert peaks.by_category == {}
 
     def test_ranks_that_need_the_same_are_not_compared(self, tmp_path: Path) -> None:
         run, _ = self._of(tmp_path)

@@ -173,7 +173,7 @@ def read_light_columns(path: Path) -> LightColumns:
     Raises:
         RunError: it cannot be read, has no header, is of another version, or a line other than the last is damaged.
     """
-    return read_light(path)[0]
+    return _read(path)[0]
 
 
 def read_light(path: Path) -> tuple[LightColumns, LightRecord]:

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 MOST_RANKS = 2**17
 """No job has as many ranks."""
 
-MOST_APART_NS = 60 * 10**9
-EPOCH_NS = 10**18
-"""2001: clocks that show less do not count from the epoch."""
-
 
 @dataclass(frozen=True)
 class RankSummary:
@@ -63,17 +59,12 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class PeakDifference:
-    """How much more memory the rank with the highest peak allocates than the median rank (of two, the other one).
-
-    ``by_category`` is the difference of what both held at their recorded peaks, so that it sums up to the difference of
-    those; empty where a snapshot of one of them is missing.
-    """
+    """How much more memory the rank with the highest peak allocates than the median rank (of two, the other one)."""
 
     rank: int
     peak_bytes: int
     median_rank: int
     median_bytes: int
-    by_category: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,8 +98,6 @@ class RanksResult(NotebookResult):
     """The ranks whose record holds fewer steps than the median rank's, and how many."""
     recorded_step_ns: int | None = None
     """What a recorded step takes by the time account; None where no rank left a trace with steps."""
-    apart: tuple[int, ...] = ()
-    """The ranks whose steps all lie more than a minute before or after all those of the median rank."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per rank."""
@@ -229,7 +218,6 @@ def compare_ranks(
         if world_size > 2
         else (),
         short=short,
-        apart=_recorded_apart(reduced),
         pipelines=tuple(
             find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
         ),
@@ -282,29 +270,6 @@ def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
     counts = {rank.record.rank: len(rank.steps.named) for rank in ranks}
     typical = float(np.median(list(counts.values()))) if counts else 0.0
     return {rank: count for rank, count in counts.items() if count < typical}
-
-
-def _recorded_apart(ranks: Sequence[ReducedRank]) -> tuple[int, ...]:
-    """Return the ranks that recorded at another time than the median rank, as ranks of another run do.
-
-    Clocks of machines differ by less than `MOST_APART_NS`; a clock that does not count from the epoch says nothing.
-    """
-    spans = {
-        rank.record.rank: tuple(
-            rank.record.clock_base_ns + int(when)
-            for when in (rank.steps.start_ns[rank.steps.named[0]], rank.steps.end_ns[rank.steps.named[-1]])
-        )
-        for rank in ranks
-        if len(rank.steps.named) and rank.record.clock_base_ns > EPOCH_NS
-    }
-    if not spans:
-        return ()
-    begin, end = sorted(spans.values())[(len(spans) - 1) // 2]
-    return tuple(
-        rank
-        for rank, (start, stop) in sorted(spans.items())
-        if start > end + MOST_APART_NS or stop < begin - MOST_APART_NS
-    )
 
 
 def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:

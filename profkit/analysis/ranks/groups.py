@@ -141,8 +141,7 @@ def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[
             is_compared = steps_between_matches(rank.record.rank, calls.step, matched)
             for what in np.unique(calls.what[is_compared]).tolist():
                 rows = np.flatnonzero((calls.what == what) & is_compared)
-                columns = (calls.byte_count, calls.duration_ns, calls.hidden_ns)
-                known = [np.full(len(rows), UNKNOWN) if column is None else column[rows] for column in columns]
+                known = [column[rows] for column in (calls.byte_count, calls.duration_ns, calls.hidden_ns)]
                 sent.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
     for (_, _, kind, dtype), parts in sent.items():
         group = next((group for group, _ in parts if group.dimension is not None), parts[0][0])

@@ -26,18 +26,13 @@ by some microseconds (2 × H200, NVLink)."""
 
 _NCCL = "nccl"
 _NOBODY = -1
-_LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _ENDS_EARLY = 0.5
 """A rank that has fewer of a group's collectives than this share of the median rank's is left out of the group."""
 
 
-KnownColumns = dict[tuple[str, bytes], Ints]
-"""Type and content of a column → the column itself, so that ranks on which it is alike share it."""
-
-
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """Collectives of one rank as columns, `UNKNOWN` where nobody knows; a column in which nothing is known is None.
+    """Collectives of one rank as columns, `UNKNOWN` where nobody knows.
 
     ``step`` is the position of the step in the rank's record, ``what`` that of a collective's kind and dtype in
     ``names``. Ends and calls are nanoseconds since the epoch. ``exposed_ns`` is how long
@@ -48,42 +43,33 @@ class Calls:
     what: Ints
     step: Ints
     sequence: Ints
-    byte_count: Ints | None
-    duration_ns: Ints | None
-    hidden_ns: Ints | None
-    exposed_ns: Ints | None
-    end_ns: Ints | None
-    called_ns: Ints | None
+    byte_count: Ints
+    duration_ns: Ints
+    hidden_ns: Ints
+    exposed_ns: Ints
+    end_ns: Ints
+    called_ns: Ints
 
     def __len__(self) -> int:
         return len(self.sequence)
 
-    def sharing(self, known: KnownColumns) -> Calls:
-        """Return the same, with those columns of ``known`` ones that are alike on many ranks; new ones are added."""
-        shared: dict[str, Any] = {}
-        for name in ("what", "step", "sequence", "byte_count"):
-            column = getattr(self, name)
-            shared[name] = None if column is None else known.setdefault((column.dtype.str, column.tobytes()), column)
-        return replace(self, **shared)
+    def take(self, rows: Ints | Bools) -> Calls:
+        """Return some of them."""
+        columns = {name: column[rows] for name, column in vars(self).items() if name != "names"}
+        return Calls(self.names, **columns)
 
     def of_steps(self, number: Ints) -> Calls:
         """Return those in some of the steps alone: the position of a step → its new one, -1 for those left out."""
-        kept = number[self.step] >= 0
-        columns: dict[str, Any] = {
-            name: column if column is None else column[kept]
-            for name, column in vars(self).items()
-            if name not in ("names", "step")
-        }
-        return Calls(self.names, step=number[self.step[kept]], **columns)
+        renumbered = replace(self, step=number[self.step])
+        return renumbered.take(renumbered.step >= 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Matched:
     """The collectives of one group that all of its ranks recorded, as (ranks, collectives).
 
-    ``step`` is the position of each rank's step in its record; it, ``end_ns`` and ``called_ns`` are the ranks' own
-    columns, not copies. ``wait_ns`` is 0 for kinds in which nobody need wait, and where the wait is unknown:
-    ``is_untimed``.
+    ``step`` is the position of each rank's step in its record. ``wait_ns`` is 0 for kinds in which nobody need wait,
+    and where the wait is unknown: ``is_untimed``.
     """
 
     group: Group
@@ -94,11 +80,11 @@ class Matched:
     byte_count: Ints
     duration_ns: Ints
     hidden_ns: Ints
-    end_ns: tuple[Ints, ...]
-    step: tuple[Ints, ...]
+    end_ns: Ints
+    step: Ints
     wait_ns: Ints
     wire_ns: Ints
-    called_ns: tuple[Ints, ...]
+    called_ns: Ints
     is_untimed: Bools
     only_called: Bools
     """Of which collectives the call alone is known: they end when the last rank has called."""
@@ -108,65 +94,46 @@ class Matched:
     """How long the median one of the other ranks waited for the last."""
 
 
-def tabulate_calls(rank: LightColumns, known: KnownColumns | None = None) -> tuple[dict[int, Calls], dict[int, Calls]]:
+def tabulate_calls(rank: LightColumns) -> tuple[dict[int, Calls], dict[int, Calls]]:
     """Return the collectives of a rank by their group's number, in order of their sequence, each number once.
 
     What it sends to and receives from one other rank, which each rank numbers for itself, comes apart from them.
-    Those outside the measured steps count only if there are no such steps. A column of ``known`` ones, as other ranks
-    have it too, is not kept twice; new ones are added.
+    Those outside the measured steps count only if there are no such steps.
     """
-    shared = {} if known is None else known
     calls, named = rank.calls, rank.steps.named
     counts = np.zeros(len(rank.steps), dtype=np.bool_)
     counts[named if len(named) else slice(None)] = True
-    columns = _known_columns(rank)
-    what, step, sequence = map(_narrow, (calls.what, calls.step, calls.sequence))
+    every = _calls_since_epoch(rank)
     collectives: dict[int, Calls] = {}
     sent: dict[int, Calls] = {}
     is_pairwise = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what]
     for number in np.unique(calls.group[counts[calls.step]]).tolist():
         in_group = (calls.group == number) & counts[calls.step]
         rows = np.flatnonzero(in_group & ~is_pairwise)
-        if not (np.diff(calls.sequence[rows]) > 0).all():
+        if len(rows):
             _, first = np.unique(calls.sequence[rows], return_index=True)
-            rows = rows[first]
-        for place, which in ((collectives, rows), (sent, np.flatnonzero(in_group & is_pairwise))):
-            if len(which):
-                mine: dict[str, Any] = dict.fromkeys(_OF_CALLS)
-                for name, column in columns.items():
-                    column_of_group = column[which]
-                    if (column_of_group != UNKNOWN).any():
-                        mine[name] = column_of_group
-                alike = what[which], step[which], sequence[which]
-                place[number] = Calls(calls.names, *alike, **mine).sharing(shared)
+            collectives[number] = every.take(rows[first])
+        if (in_group & is_pairwise).any():
+            sent[number] = every.take(in_group & is_pairwise)
     return collectives, sent
 
 
-_OF_CALLS = ("byte_count", "duration_ns", "hidden_ns", "exposed_ns", "end_ns", "called_ns")
-
-
-def _known_columns(rank: LightColumns) -> dict[str, Ints]:
-    """Return those columns of `_OF_CALLS` in which anything is known, of all collectives of a rank."""
+def _calls_since_epoch(rank: LightColumns) -> Calls:
     calls = rank.calls
-    start, end = calls.start_ns, calls.end_ns
-    known_columns: dict[str, Ints] = {}
     begin = rank.record.clock_base_ns + rank.steps.start_ns[calls.step]
-    for name, column in (("byte_count", calls.bytes), ("hidden_ns", calls.hidden_ns), ("exposed_ns", calls.exposed_ns)):
-        known = column != UNKNOWN
-        if known.any():
-            known_columns[name] = _narrow(np.where(known, column, UNKNOWN))
-    is_timed = (start != UNKNOWN) & (end != UNKNOWN) & (end >= start)
-    if is_timed.any():
-        known_columns["duration_ns"] = _narrow(np.where(is_timed, end - start, UNKNOWN))
-        known_columns["end_ns"] = np.where(is_timed, begin + end, UNKNOWN)
-    known_columns["called_ns"] = np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns)
-    return known_columns
-
-
-def _narrow(column: Ints) -> Ints:
-    """Return a column in half of the memory if its values fit. Moments stay wide: they are added to."""
-    fits = column.min(initial=0) >= _LEAST and column.max(initial=0) <= _MOST
-    return column.astype(np.int32 if fits else np.int64)
+    is_timed = (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
+    return Calls(
+        calls.names,
+        calls.what,
+        calls.step,
+        calls.sequence,
+        byte_count=calls.bytes,
+        duration_ns=np.where(is_timed, calls.end_ns - calls.start_ns, UNKNOWN),
+        hidden_ns=calls.hidden_ns,
+        exposed_ns=calls.exposed_ns,
+        end_ns=np.where(is_timed, begin + calls.end_ns, UNKNOWN),
+        called_ns=np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns),
+    )
 
 
 def match_collectives(ranks: Sequence[tuple[LightRecord, Mapping[int, Calls]]]) -> list[Matched]:
@@ -208,7 +175,6 @@ def _drop_cut_steps(match: Matched, first: Mapping[int, int], last: Mapping[int,
     columns: dict[str, Any] = {
         name: column[..., kept] for name, column in vars(match).items() if isinstance(column, np.ndarray)
     }
-    columns |= {name: tuple(own[kept] for own in getattr(match, name)) for name in ("end_ns", "step", "called_ns")}
     rows = np.flatnonzero(kept).tolist()
     return replace(match, kind=[match.kind[row] for row in rows], dtype=[match.dtype[row] for row in rows], **columns)
 
@@ -221,7 +187,7 @@ def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> 
     mine = [match.step[match.ranks.index(rank)] for match in matched if rank in match.ranks and len(match.kind)]
     first, last = (
         min((int(steps.min()) for steps in mine), default=0),
-        max((int(steps.max()) for steps in mine), default=_MOST),
+        max((int(steps.max()) for steps in mine), default=np.iinfo(np.int64).max),
     )
     return (step >= first) & (step <= last)
 
@@ -234,43 +200,25 @@ def count_steps(rank: int, steps: StepColumns, matched: Sequence[Matched]) -> in
 def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     typical = float(np.median([len(calls) for _, calls in by_rank.values()]))
     ranks = tuple(sorted(rank for rank, (_, calls) in by_rank.items() if len(calls) >= _ENDS_EARLY * typical))
-    groups, mine = zip(*(by_rank[rank] for rank in ranks), strict=True)
-    common = mine[0].sequence
-    for calls in mine[1:]:
-        if calls.sequence is not common and not np.array_equal(calls.sequence, common):
+    groups, calls_of_ranks = zip(*(by_rank[rank] for rank in ranks), strict=True)
+    common = calls_of_ranks[0].sequence
+    for calls in calls_of_ranks[1:]:
+        if not np.array_equal(calls.sequence, common):
             common = np.intersect1d(common, calls.sequence, assume_unique=True)
-    unknown = np.broadcast_to(np.int64(UNKNOWN), common.shape)
-
-    # Ranks share columns that are alike: each pair of a sequence and a column is looked up once, and stays shared.
-    places: dict[int, slice | Ints] = {}
-    columns_of_common: dict[tuple[int, int], Ints] = {}
-
-    def own(name: str) -> tuple[Ints, ...]:
-        columns = []
-        for calls in mine:
-            column, sequence = getattr(calls, name), calls.sequence
-            if column is not None and id(sequence) not in places:
-                places[id(sequence)] = _find_all(sequence, common)
-            key = id(sequence), id(column)
-            if key not in columns_of_common:
-                columns_of_common[key] = unknown if column is None else column[places[id(sequence)]]
-            columns.append(columns_of_common[key])
-        return tuple(columns)
+    mine = [calls.take(np.searchsorted(calls.sequence, common)) for calls in calls_of_ranks]
 
     def table(name: str) -> Ints:
-        columns = own(name)
-        is_unknown = all(column is unknown for column in columns)
-        return np.broadcast_to(unknown, (len(ranks), len(common))) if is_unknown else np.stack(columns)
+        return np.stack([getattr(calls, name) for calls in mine])
 
-    duration, called, exposed = table("duration_ns"), own("called_ns"), table("exposed_ns")
-    names = [mine[0].names[what] for what in own("what")[0].tolist()]
+    duration, called, exposed = table("duration_ns"), table("called_ns"), table("exposed_ns")
+    names = [mine[0].names[what] for what in mine[0].what.tolist()]
     named: Group = next((group for group in groups if group.dimension is not None), groups[0])
     # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called, also where
     # some ranks have one. (The host that calls NCCL's runs ahead of its GPU, as far as it likes.)
     no_end = (duration == UNKNOWN).any(axis=0) & (named.backend != _NCCL)
     if no_end.any():
-        no_end &= (np.stack(called) != UNKNOWN).all(axis=0)
-        duration = np.where(no_end, np.max(called, axis=0) - called, duration)
+        no_end &= (called != UNKNOWN).all(axis=0)
+        duration = np.where(no_end, called.max(axis=0) - called, duration)
     # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
     at_end = (duration == UNKNOWN).any(axis=0) & (exposed != UNKNOWN).all(axis=0)
     length = np.where(at_end, exposed, duration) if at_end.any() else duration
@@ -288,8 +236,8 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
         byte_count=table("byte_count").max(axis=0),
         duration_ns=duration,
         hidden_ns=table("hidden_ns"),
-        end_ns=own("end_ns"),
-        step=own("step"),
+        end_ns=table("end_ns"),
+        step=table("step"),
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end & ~at_end, length.min(axis=0), UNKNOWN),
         called_ns=called,
@@ -306,12 +254,6 @@ def wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
     A collective ends on all ranks at once: whoever's part is the shortest came last.
     """
     return length_ns - length_ns.min(axis=0), length_ns.argmin(axis=0)
-
-
-def _find_all(sequence: Ints, common: Ints) -> slice | Ints:
-    """Return where ``common`` stands in ``sequence``, both ascending; a slice, which copies nothing, if in a row."""
-    first, last = np.searchsorted(sequence, common[[0, -1]]).tolist() if len(common) else (0, -1)
-    return slice(first, last + 1) if last + 1 - first == len(common) else np.searchsorted(sequence, common)
 
 
 def _median_of_others(wait: Ints) -> Ints:

@@ -18,7 +18,7 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.ranks.costs import Account, StepParts, exact_account, longer_on_gpu
-from profkit.analysis.ranks.matching import Calls, KnownColumns, tabulate_calls
+from profkit.analysis.ranks.matching import Calls, tabulate_calls
 from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time, phase_or_data
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
@@ -324,10 +324,10 @@ class ReducedRank:
     between_ns: Mapping[int, int]
 
 
-def reduce_columns(rank: LightColumns, known: KnownColumns | None = None) -> ReducedRank:
-    """Return what a rank hands over of its record; ``known`` are columns of other ranks (`tabulate_calls`)."""
+def reduce_columns(rank: LightColumns) -> ReducedRank:
+    """Return what a rank hands over of its record."""
     exact = exact_account(rank)
-    calls, sent = tabulate_calls(rank, known)
+    calls, sent = tabulate_calls(rank)
     return ReducedRank(
         record=rank.record,
         steps=rank.steps,
@@ -419,12 +419,11 @@ def read_and_reduce(
     ranks: dict[int, ReducedRank] = {}
     light: dict[int, LightRecord] = {}
     written: dict[int, ReducedRank] = {}
-    known: KnownColumns = {}
     recorded_ns: list[int] = []
     for rank, path in light_paths.items():
         try:
             if open_it is None:
-                ranks[rank] = reduce_columns(_check_rank(read_light_columns(path), rank, path), known)
+                ranks[rank] = reduce_columns(_check_rank(read_light_columns(path), rank, path))
             else:
                 columns, record = read_light(path)
                 columns = _check_rank(columns, rank, path)

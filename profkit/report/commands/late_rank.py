@@ -139,9 +139,6 @@ def find_lost(result: RanksResult) -> Iterator[Finding]:
         by_reason.setdefault(reason, []).append(rank)
     for reason, ranks in by_reason.items():
         yield Finding("lost-rank", f"{_name_ranks(ranks)}: {reason}")
-    if result.apart:
-        what = "recorded more than a minute before or after the others: a machine's clock is off, or it is another run"
-        yield Finding("recorded-apart", f"{_name_ranks(result.apart)}: {what}")
     by_count: dict[int, list[int]] = {}
     for rank, count in sorted(result.short.items()):
         by_count.setdefault(count, []).append(rank)

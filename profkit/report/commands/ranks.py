@@ -163,24 +163,16 @@ def _describe_pipeline(pipeline: Pipeline) -> list[str]:
 
 
 def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str:
-    """Return who needs most memory, how much more than the median rank, and what for."""
     more = peaks.peak_bytes - peaks.median_bytes
     stage = next(
         (f" (stage {pipeline.ranks.index(peaks.rank)})" for pipeline in pipelines if peaks.rank in pipeline.ranks), ""
     )
     share = f" ({format_share(more / peaks.median_bytes)})" if peaks.median_bytes else ""
-    line = (
+    return (
         f"peak memory is highest on rank {peaks.rank}{stage}: {format_bytes(peaks.peak_bytes)},"
         f" {format_bytes(more)}{share}"
         f" more than on rank {peaks.median_rank}, the median"
     )
-    if not peaks.by_category:
-        return line
-    parts = sorted(peaks.by_category.items(), key=lambda item: (-abs(item[1]), item[0]))
-    signed = ", ".join(f"{name} {'+' if count > 0 else '−'}{format_bytes(abs(count))}" for name, count in parts)
-    recorded = sum(peaks.by_category.values())
-    of = "" if recorded == more else f" of the peaks in the snapshots, which differ by {format_bytes(recorded)}"
-    return f"{line}{of}: {signed}"
 
 
 def _group_table(result: RanksResult) -> Table:

@@ -18,7 +18,6 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.findings import Finding
-from profkit.joining import explain_peaks
 from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import view_parts, without_folders
@@ -58,10 +57,7 @@ class Results:
     @cached_property
     def ranks(self) -> RanksResult | None:
         """Its ranks side by side; None of a capture of one rank."""
-        result, capture = self.summary.compared, self.capture
-        return (
-            None if result is None else explain_peaks(capture.path if capture.run is None else capture.run.path, result)
-        )
+        return self.summary.compared
 
     @cached_property
     def device(self) -> DeviceMemory | None:
