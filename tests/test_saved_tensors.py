@@ -215,7 +215,7 @@ def test_nothing_is_unpacked_where_torch_does_not_show_what_is_packed(monkeypatc
     monkeypatch.setattr(owners._hooks, "were_used", False)
     autograd = torch._C._autograd
     monkeypatch.setattr(autograd, "_push_saved_tensors_default_hooks", autograd._push_saved_tensors_default_hooks)
-    saved_tensors.watch_hooks()
+    owners.watch_hooks()
     loss = _function()
     before, unread = _found(loss)
     assert unread == 0
