@@ -15,6 +15,8 @@ from profkit.run.directory import Run
 pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
+from tests.programs_counted import PROGRAMS
+from tests.recorded_programs import times_by_step
 
 LOOP = """
 import gc
@@ -134,6 +136,54 @@ def test_a_block_has_the_same_steps_and_ranges_as_a_command(forks: Forks, tmp_pa
         for name in ("block", "command")
     ]
     assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("name", ["GAN", "LBFGS with a closure", "generation", "gradient penalty", "torch.func"])
+def test_programs_have_the_steps_that_are_counted_by_hand(forks: Forks, tmp_path: Path, name: str) -> None:
+    program = PROGRAMS[name]
+    (tmp_path / "block.py").write_text(
+        "import runpy, sys, profkit\n"
+        "with profkit.record(steps=2, warmup=2, lines=False, path='run'):\n"
+        "    runpy.run_path(sys.argv[1], run_name='__main__')\n"
+    )
+    done = forks.run([sys.executable, "block.py", *program.words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = times_by_step(profkit.read_trace(tmp_path / "run"))
+    assert [times.pop("") for times in steps] == [1, 1]
+    for times in steps:
+        assert {path: count for path, count in times.items() if "/" not in path} == program.phases
+        assert {path: times.get(path) for path in program.paths} == program.paths
+
+
+def test_an_optimizer_with_a_closure_and_a_scheduler_from_before_the_block_is_seen(
+    forks: Forks, tmp_path: Path
+) -> None:
+    code = """
+chosen = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None)
+torch.optim.lr_scheduler.StepLR(chosen, 1000)
+own = chosen.step
+
+def closure():
+    chosen.zero_grad()
+    loss = model(torch.ones(8, 32)).pow(2).mean()
+    loss.backward()
+    return loss
+
+with profkit.record(steps=2, warmup=2, lines=False, path="run"):
+    for _ in range(4):
+        chosen.step(closure)
+tell(own=chosen.step is own, hooks=len(chosen._optimizer_step_post_hooks))
+"""
+    assert run_block(forks, tmp_path, code) == (NOTHING_LEFT | {"own": True, "hooks": 0}, "")
+    opened = profkit.read_trace(tmp_path / "run")
+    assert not opened.self_check.failed
+    for times in times_by_step(opened):
+        del times[""]
+        assert {path: count for path, count in times.items() if "/" not in path} == {
+            "forward": 2,
+            "backward": 2,
+            "optimizer": 2,
+        }
 
 
 def test_a_second_block_and_a_decorated_function_are_recorded_as_the_first(forks: Forks, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ _COMMANDS = {
     "export": ("profkit.cli.export", "Write a timeline for Perfetto or chrome://tracing."),
     "gather": ("profkit.cli.gather", "Put the runs of several machines into one directory."),
     "scrub": ("profkit.cli.scrub", "Copy a capture or a run without private data."),
-    "help": ("profkit.cli.help", "Show a guide, for example `profkit help scripts`."),
+    "help": ("profkit.cli.help", "Show a guide; `profkit help start` takes five minutes."),
 }
 
 _KEPT_BYTES = 1 << 24
