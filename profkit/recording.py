@@ -19,7 +19,7 @@ from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_o
 from profkit.launch.passes import Outcome, Pass, Target
 from profkit.launch.record import require_torch
 from profkit.report.units import format_count
-from profkit.run.directory import LINES, MANIFEST, Run, make_run_directory
+from profkit.run.directory import DEFAULT_PARENT, LINES, MANIFEST, Run, make_run_directory
 from profkit.run.manifest import Process, Workload, write_manifest
 from profkit.run.recording import (
     COMMAND_WARMUP,
@@ -114,6 +114,7 @@ class Recording(Capture):
     """
 
     def __init__(self, orders: Sequence[Order], path: str | Path | None) -> None:
+        super().__init__(DEFAULT_PARENT if path is None else path)
         self._orders = orders
         self._wanted = None if path is None else Path(path)
         self._stages: Stages | None = None
@@ -154,20 +155,31 @@ class Recording(Capture):
         if reason is not None:
             raise UsageError(reason)
         name = _program_name()
-        super().__init__(_make_directory(self._wanted, name))
+        self.path = _make_directory(self._wanted, name)
         orders = [replace(order, run=str(self.path.resolve())) for order in self._orders]
-        self._keeper = _Keeper(self.path, name, orders)
         self._why_not = "the recording has not ended: leave its block first"
-        self._stages = Stages(orders, self._keeper.stage_ended)
-        self._stages.begin()
+        try:
+            self._keeper = _Keeper(self.path, name, orders)
+            self._stages = Stages(orders, self._keeper.stage_ended)
+            self._stages.begin()
+        except OSError as error:
+            raise RunError(f"{self.path}: {error.strerror}; free some space, or name another directory") from None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        from profkit.capture.errors import describe_error, say
+
         assert self._stages is not None
-        self._stages.end()
-        nothing = self._keeper.conclude(error, self._stages.no_memory)
+        try:
+            self._stages.end()
+            nothing, lacking = self._keeper.conclude(error, self._stages.no_memory)
+        except (OSError, RunError) as failure:  # a full disk, say: the program must not end with it
+            nothing = f"the recording could not be saved: {describe_error(failure)}"
+            lacking = [nothing]
+        for line in lacking:
+            say(line)
         self._why_not = None if nothing is None else f"{self.path}: {nothing}"
 
 
@@ -192,8 +204,8 @@ class _Keeper:
         outcome = Outcome(order, 0, processes, (), (), None)
         self._manifest = replace(with_outcome(self._manifest, outcome), exit_status=None)
 
-    def conclude(self, error: BaseException | None, no_memory: str | None) -> str | None:
-        """Write down how the recording ended, say what it lacks, and return why there is nothing; None if there is.
+    def conclude(self, error: BaseException | None, no_memory: str | None) -> tuple[str | None, list[str]]:
+        """Write down how the recording ended; return why there is nothing, None if there is, and what it lacks.
 
         Args:
             error: what ended the block.
@@ -215,9 +227,7 @@ class _Keeper:
             warnings=(*lacking, *doubts),
         )
         write_manifest(self._run / MANIFEST, manifest)
-        for line in lacking:
-            sys.stderr.write(f"profkit: {line}\n")
-        return nothing if not process.attached else None
+        return (None if process.attached else nothing), lacking
 
     def _why_nothing(self, process: Process) -> str | None:
         if Run(self._run).traces:

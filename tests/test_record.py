@@ -397,6 +397,44 @@ except profkit.errors.RunError as error:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
+def test_a_disk_that_is_full_ends_no_program(forks: Forks, tmp_path: Path) -> None:
+    code = """
+import errno
+import profkit.recording
+from profkit.capture import session
+from profkit.errors import RunError
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+said = []
+
+def note_error(call):
+    try:
+        call()
+    except RunError as error:
+        said.append(str(error))
+
+with profkit.record(steps=2, warmup=4, path="later") as run:
+    loop(5)
+    write, profkit.recording.write_manifest = profkit.recording.write_manifest, full
+    loop(3)
+note_error(run.summary)
+profkit.recording.write_manifest = write
+session.WorkerLines = full
+note_error(profkit.record(path="at once").__enter__)
+tell(said=said)
+"""
+    found, said = run_block(forks, tmp_path, code)
+    assert found == NOTHING_LEFT | {
+        "said": [
+            "later: the recording could not be saved: No space left on device",
+            "at once: No space left on device; free some space, or name another directory",
+        ]
+    }
+    assert said == "profkit: the recording could not be saved: No space left on device\n"
+
+
 def test_a_compiled_model_is_recorded_and_goes_on_afterwards(forks: Forks, tmp_path: Path) -> None:
     code = """
 compiled = torch.compile(model, backend="aot_eager")

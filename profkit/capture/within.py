@@ -36,13 +36,18 @@ class Stages:
 
         Raises:
             UsageError: something that forbids it is going on in this process.
+            OSError: the run's directory cannot be written to.
         """
         reason = why_not()
         if reason is not None:
             raise UsageError(reason)
         _abandon_in_forks()
         _running.append(self)
-        self.next()
+        try:
+            self.next()
+        except BaseException:
+            self.end()
+            raise
 
     def next(self) -> None:
         """End the session that runs, if one does, and begin the next one, if there is one."""
