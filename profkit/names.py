@@ -89,9 +89,6 @@ _COLLECTIVES = {
 }
 """Kind → what names of it contain. The first that fits counts: ``all_reduce`` before ``reduce``."""
 
-COLLECTIVE_KINDS = tuple(_COLLECTIVES)
-"""The kinds of collectives."""
-
 _PHASE = re.compile(rf"({'|'.join(PHASES)})(?: (?:\d+|\*))?", re.IGNORECASE)
 
 
@@ -212,7 +209,7 @@ def _encoded(name: str) -> str:
 
 @lru_cache(1024)
 def kind_of_collective(name: str) -> str | None:
-    """Return which of `COLLECTIVE_KINDS` a name of torch or NCCL means; None for anything else.
+    """Return which kind of collective a name of torch or NCCL means; None for anything else.
 
     ``nccl:_all_gather_base``, ``c10d::allreduce_``, ``ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`` are such names.
     """

@@ -197,6 +197,20 @@ def test_a_split_that_the_limit_at_the_dump_forbids_bounds_the_other_sizes() -> 
     assert history.bounds == (peak, peak + 10 * MIB)
 
 
+def test_a_block_that_an_earlier_limit_kept_whole_is_bounded() -> None:
+    allocator = ReferenceAllocator(max_split=25 * MIB)
+    allocator.record()
+    for stream in range(2):
+        allocator.free(allocator.malloc(40 * MIB, stream=stream))
+    allocator.malloc(30 * MIB)  # still there at the dump, which shows that it got all 40 MiB
+    hidden = allocator.malloc(30 * MIB, stream=1)
+    peak = allocator.allocated.current
+    allocator.free(hidden)
+    allocator.max_split = None
+    assert peak == 80 * MIB
+    assert replayed(allocator).bounds == (peak - 10 * MIB, peak)
+
+
 # -- single rules -----------------------------------------------------------------------------------------------
 
 

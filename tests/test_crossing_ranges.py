@@ -44,6 +44,24 @@ def test_the_parent_of_a_crossing_range_is_the_last_opened_that_encloses_it(tmp_
         assert parent.tolist() == [plain_parent(ranges, index) for index in range(len(ranges))]
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9))
+def test_ranges_that_nest_touch_and_take_no_time_are_found_by_a_plain_search(drawn: list[tuple[int, int]]) -> None:
+    spans: list[tuple[int, int]] = []
+    for start, length in drawn:
+        end = start + length
+        if not any(other < start < its_end < end or start < other < end < its_end for other, its_end in spans):
+            spans.append((start, end))
+    start_ns, end_ns = np.array(spans, dtype=np.int64).T
+    zeros = np.zeros(len(spans), dtype=np.int64)
+    ranges = Ranges(zeros, zeros, start_ns, end_ns, zeros, zeros, zeros, zeros.astype(np.bool_))
+    timelines, parent = build_timelines(ranges)
+    assert parent.tolist() == [plain_parent(ranges, index) for index in range(len(spans))]
+    order = np.lexsort((-end_ns, start_ns)).tolist()
+    for moment in range(-1, 20):
+        is_open = [index for index in order if spans[index][0] <= moment < spans[index][1]]
+        assert timelines[0].innermost_at(np.array([moment])).tolist() == [is_open[-1] if is_open else NO_RANGE]
+
+
 def test_thousands_of_ranges_that_cross_are_not_searched_one_by_one(tmp_path: Path) -> None:
     ranges = read_nsys(worst_exports.overlapping(60_000).write(tmp_path / "server.sqlite")).ranges
     parents = run_in_child(lambda: int((build_timelines(ranges)[1] != NO_RANGE).sum()), cpu_seconds=5)

@@ -35,7 +35,7 @@ class RecordedHeap:
     of rows.
     """
 
-    def __init__(self, start: Start, expandable: list[tuple[int, int]], addresses: Ints, sizes: list[int]) -> None:
+    def __init__(self, start: Start, addresses: Ints, sizes: list[int]) -> None:
         self.free = start.free
         self.start_of = {begin + size: begin for begin, size in start.free.items()}
         self.fences = start.fences
@@ -53,7 +53,6 @@ class RecordedHeap:
         """Segments of private pools at the dump: from, to."""
         self._doubts: dict[int, int] = {}
         self._padded: dict[int, int] = {}
-        self._expandable = expandable
         self._looks_left = _MOST_LOOKS
 
     def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
@@ -78,14 +77,14 @@ class RecordedHeap:
         """Serve an alloc that does not cleanly split a free block; return what the allocator charged.
 
         ``have`` is the size of the free block that began at ``address`` and has been taken out of ``free``, 0 if there
-        was none; ``least`` is the smallest rest that is split off outside expandable segments.
+        was none; ``least`` is the smallest rest that is split off.
         """
         if have == 0:
             have = self._reveal(address)
         rest = have - want
         if have == 0 or rest < 0:
             return self._take_impossible(address, want, have)
-        if self._splits(row, address, want, rest, least):
+        if self._splits(row, want, rest, least):
             self.free[address + want] = rest
             self.start_of[address + have] = address + want
             return want
@@ -94,10 +93,10 @@ class RecordedHeap:
             self._padded[address + want] = address
         return have
 
-    def _splits(self, row: int, address: int, want: int, rest: int, least: int) -> bool:
+    def _splits(self, row: int, want: int, rest: int, least: int) -> bool:
         """Return whether the rest of a free block is split off; where the settings would decide, note the doubt."""
         if self.final_sizes is None:
-            return rest >= least or (rest >= MIN_BLOCK_BYTES and self._is_expandable(address))
+            return rest >= least
         if row in self.final_sizes:
             return rest > 0 and self.final_sizes[row] == want
         if not depends_on_settings(want, rest):
@@ -147,10 +146,6 @@ class RecordedHeap:
         for place, row in self._uncertain.items():
             if place in places and places[place] < first_free[row]:
                 self.slack_bytes[row] = 0
-
-    def _is_expandable(self, address: int) -> bool:
-        at = bisect_right(self._expandable, (address, _FAR)) - 1
-        return at >= 0 and address < self._expandable[at][1]
 
     def _reveal(self, address: int) -> int:
         """Find the free block that must begin at ``address``, where none was known; take it out, return its size.

@@ -107,7 +107,7 @@ def replay_device(device: Device, settings: Settings, is_settled: bool = True) -
     only_expandable = bool(expandable) and not start.fences and not np.any(events.action == SEGMENT_ALLOC)
     has_both_kinds = bool(expandable) and not only_expandable
     is_other_kind = settings.is_recorded and settings.expandable_segments != bool(expandable)
-    heap = RecordedHeap(start, expandable, events.address[births], rounded.tolist())
+    heap = RecordedHeap(start, events.address[births], rounded.tolist())
     segments = device.segments
     extents = zip(segments.address.tolist(), (segments.address + segments.size_bytes).tolist(), strict=True)
     heap.private = [extent for extent, pool in zip(extents, segments.pool, strict=True) if pool != (0, 0)]

@@ -41,7 +41,7 @@ reduce-scatter those of the whole input. ``called_ns`` is when the host called i
 it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, alike on all its ranks. ``hidden_ns`` is
 how much of it ran while something else computed. ``exposed_ns``, of the last collective of a backward pass, is how long
 the GPU did nothing at the pass's end but wait for what was reduced. Without a profiler ``start_ns`` and ``end_ns`` are
-known only where NCCL was asked to time its collectives. ``kind`` is one of `profkit.names.COLLECTIVE_KINDS`.
+known only where NCCL was asked to time its collectives. ``kind`` is as `profkit.names.kind_of_collective` says.
 
 ``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
 that sum up to that time: the row of the collective in its step, one of `CAUSES`, the phase, the module (or ""), and the

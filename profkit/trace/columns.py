@@ -78,7 +78,7 @@ class Work:
 class CollectiveCall:
     """What a trace says of one collective; None and () where it does not say.
 
-    ``kind`` is one of `profkit.names.COLLECTIVE_KINDS`. ``byte_count`` is the larger of what goes in and what comes
+    ``kind`` is as `profkit.names.kind_of_collective` says. ``byte_count`` is the larger of what goes in and what comes
     out. ``sequence`` counts the collectives of a group alike on all its ranks.
     """
 
