@@ -14,8 +14,7 @@ from torch import Tensor
 from profkit import annotate
 from profkit.names import BACKWARD, FORWARD
 from recipes.attention.cells import BATCH, COMPILED, DTYPES, SDPA, WRITTEN
-from recipes.attention.implementations import Attention, find_attention
-from recipes.attention.memory import saved_bytes, work_out
+from recipes.attention.memory import Attention, find_attention, saved_bytes, work_out
 from recipes.common.measuring import MIB, run_short, summarize_parts, synchronize
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole
 

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from recipes.attention.cells import DTYPES as DTYPE_NAMES
-from recipes.attention.implementations import find_attention
 from recipes.attention.measure import Passes
 from recipes.attention.measure import predict_bytes as predict_attention_bytes
+from recipes.attention.memory import find_attention
 from recipes.common.grid import sigterm_raises
 from recipes.common.measuring import run_short, summarize_parts, synchronize
 from recipes.common.recipe import OK, Cell, Device, Row, out_of_memory, whole

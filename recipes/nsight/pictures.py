@@ -9,8 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from recipes.common.pictures import COLOURS, new_figure
-from recipes.nsight.cells import DOING, MATTERS, NSYS, SIZES, TRAIN, Measured, pair_rows
-from recipes.nsight.ratios import TIMED, UNEVEN, Ratio, find_ratios
+from recipes.nsight.cells import (
+    DOING,
+    MATTERS,
+    NSYS,
+    SIZES,
+    TIMED,
+    TRAIN,
+    UNEVEN,
+    Measured,
+    Ratio,
+    find_ratios,
+    pair_rows,
+)
 
 _ORDER = (
     *("gemm", "attention", "softmax", "normalization", "elementwise", "reduction", "copy/cast", "embedding/index"),

@@ -10,9 +10,20 @@ from profkit import simplify_name
 from profkit.models.options import PRESETS
 from recipes.common.recipe import LAUNCH_BOUND, OK, Report, Row
 from recipes.common.tables import Table, listed, markdown, show_share
-from recipes.nsight.cells import DOING, GEMM, INFERENCE, MATTERS, NSYS, TRAIN, Measured, pair_rows
+from recipes.nsight.cells import (
+    DOING,
+    GEMM,
+    INFERENCE,
+    MATTERS,
+    NSYS,
+    TIMED,
+    TRAIN,
+    UNEVEN,
+    Measured,
+    pair_rows,
+    show_ratio,
+)
 from recipes.nsight.pictures import draw_ratios, draw_shares
-from recipes.nsight.ratios import TIMED, UNEVEN, show_ratio
 
 _SAME_WORK, _APART = 0.02, 0.20
 """Kernel times that differ by less are of the same work; times that differ by more are apart."""

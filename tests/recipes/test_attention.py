@@ -28,8 +28,7 @@ from recipes.attention.cells import (
     WRITTEN_AMAX,
     build_cells,
 )
-from recipes.attention.implementations import find_attention
-from recipes.attention.memory import saved_bytes, work_out
+from recipes.attention.memory import find_attention, saved_bytes, work_out
 from recipes.attention.report import account, add_columns, fit_exponent, project_limit, report, round_down
 from recipes.attention_sweep import RECIPE, main
 from recipes.common.measuring import MIB

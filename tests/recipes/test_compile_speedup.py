@@ -30,8 +30,7 @@ from recipes.compilation.pairs import (
     measure_speedup,
     steps_to_break_even,
 )
-from recipes.compilation.pictures import draw_kernels
-from recipes.compilation.report import remark, report
+from recipes.compilation.report import draw_kernels, remark, report
 from recipes.compilation.work import (
     GENERATED,
     OTHERS,

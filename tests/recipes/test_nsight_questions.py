@@ -18,10 +18,9 @@ from profkit import read_trace
 from profkit.errors import RunError, UsageError
 from recipes import nsight_questions
 from recipes.nsight import measure
-from recipes.nsight.cells import GRIDS, INFERENCE, KINETO, NSYS, TRAIN, build_cells, pair_rows
+from recipes.nsight.cells import GRIDS, INFERENCE, KINETO, NSYS, TRAIN, build_cells, compare_times, pair_rows
 from recipes.nsight.measure import ATTENTION, read_kernels, read_row
 from recipes.nsight.pictures import choose_contexts, draw_ratios, rank_categories
-from recipes.nsight.ratios import compare_times
 from recipes.nsight.report import change_shares, choose_forwards, report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
