@@ -24,7 +24,7 @@ from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
 from tests.in_process import run_command
-from tests.step_machine import Doing, Machine
+from tests.step_machine import Doing, Machine, steady_step_ns
 
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700, wait_ns=2_000)
 SLOWED = 1.6
@@ -74,7 +74,8 @@ def recorded(
     gap_phases = [{name: max(gap, 0)} for name, gap in zip(phase, step.gap_ns, strict=True)]
     nowhere = [None] * len(program), [None] * len(step.row)
     kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, gap_phases, *nowhere)
-    return StepReplay(CONSTANTS, (kept,), truth.step_ns if unprofiled else None, 0, None, step.recorded_ns)
+    now_ns = steady_step_ns(program, CONSTANTS) if unprofiled else None
+    return StepReplay(CONSTANTS, (kept,), now_ns, 0, None, step.recorded_ns)
 
 
 def predicted(program: Sequence[Doing], *edits: str, facts: ProgramFacts | None = None, **how: Kind) -> TimeAnswer:
@@ -85,7 +86,7 @@ def holds(answer: TimeAnswer, truth: Sequence[Doing]) -> bool:
     assert answer.refusal is None
     assert answer.low_ns is not None
     assert answer.high_ns is not None
-    time_ns = Machine(list(truth), CONSTANTS).run().step_ns
+    time_ns = steady_step_ns(truth, CONSTANTS)
     if answer.expected_ns is not None:
         assert answer.limited_by is not None
         assert sum(answer.limited_by.values()) == answer.expected_ns
@@ -122,6 +123,15 @@ def test_a_wait_that_is_gone() -> None:
     line = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 20, 100_000, 1_000, 1.0, 90_000)
     answer = predicted(WAITING, "no-wait:train.py:7", facts=ProgramFacts(lines=[line]))
     assert holds(answer, [doing for doing in WAITING if not doing.waits_for])
+
+
+def test_without_a_wait_the_host_prepares_the_next_step_while_the_gpu_computes() -> None:
+    program = [replace(FORWARD[0], gap_ns=3_000_000), *(replace(doing, durations_ns=(80_000,)) for doing in FORWARD)]
+    waiting = [*program, *OPTIMIZER, Doing(2_000, 2_000, WAIT, waits_for=(len(program) + len(OPTIMIZER) - 1,))]
+    line = LineTime("/home/a/train.py", 7, "train", None, "optimizer", "main", 20, 100_000, 1_000, 1.0, 90_000)
+    truth = [*program, *OPTIMIZER]
+    assert steady_step_ns(truth, CONSTANTS) < 0.7 * steady_step_ns(waiting, CONSTANTS)
+    assert holds(predicted(waiting, "no-wait:train.py:7", facts=ProgramFacts(lines=[line])), truth)
 
 
 def test_python_of_a_line_that_is_gone() -> None:

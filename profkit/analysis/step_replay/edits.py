@@ -17,7 +17,7 @@ from typing import Literal
 
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OUTSIDE
-from profkit.analysis.step_replay.replay import Constants, run
+from profkit.analysis.step_replay.replay import Constants, run_steadily
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.names import DATA, FORWARD, OPTIMIZER
 from profkit.run.edits import read_factor
@@ -275,7 +275,9 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
     for call, wait_ns in waits.items():
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
-    late_ns = batch_ns * _CROWDED[setting.world] / int(setting.argument) - run(ready, setting.constants).step_ns
+    late_ns = (
+        batch_ns * _CROWDED[setting.world] / int(setting.argument) - run_steadily(ready, setting.constants).step_ns
+    )
     left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
     gap[next(iter(waits))] += left_ns
     return ready

@@ -286,6 +286,11 @@ def find_limits(step: StepColumns, found: Replayed) -> list[Piece]:
     return pieces[::-1]
 
 
+def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
+    """Return the pieces, or what is left of them, after a time: before it other steps were not over."""
+    return [replace(piece, start_ns=max(piece.start_ns, time_ns)) for piece in pieces if piece.end_ns > time_ns]
+
+
 def _last(found: Replayed) -> Moment | None:
     """Return the end of the call or the operation that ended last."""
     ends = [

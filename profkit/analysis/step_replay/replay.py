@@ -29,6 +29,9 @@ BY_LAUNCH = -2
 """Of an operation: it began as soon as it was launched; its stream was free."""
 
 _FEWEST = 3
+_STEADY = 0.001
+"""Steps that follow each other and differ by less than this share are steady."""
+_MOST_ROUNDS = 6
 _LONG_BEFORE_NS = 20_000
 _SURELY_FREE_NS = 2_500
 """No stream pauses longer than this between two operations that wait in its queue."""
@@ -206,6 +209,45 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                 call_cause[at] = last - 1
         call_start[at], call_end[at] = begun, ended
     return Replayed(call_start, call_end, call_cause, start, end, cause)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A step among others like it: how it runs after them, how long each takes, and when the ones before had ended.
+
+    ``found`` counts from when the host begins the step; the steps before it end ``ended_ns`` after that, and this one
+    ``step_ns`` later still.
+    """
+
+    found: Replayed
+    step_ns: int
+    ended_ns: int
+
+
+def run_steadily(step: StepColumns, constants: Constants) -> Steady:
+    """Run a step again and again, as a program does: the host begins the next one while the GPU has work left.
+
+    So what a step takes is how much later it ends than the one before.
+    """
+    found, ended_ns, step_ns = run(step, constants), 0, 0
+    for _ in range(_MOST_ROUNDS):
+        host_ns = max(found.call_end_ns, default=0)
+        ended_ns, busy, before_ns = found.step_ns - host_ns, _still_busy(step, found, host_ns), step_ns
+        if busy != step.free_ns:
+            step = replace(step, free_ns=busy)
+            found = run(step, constants)
+        step_ns = found.step_ns - ended_ns
+        if abs(step_ns - before_ns) <= _STEADY * step_ns or not busy:
+            break
+    return Steady(found, step_ns, ended_ns)
+
+
+def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, int]:
+    """Return until when each stream is busy after the host has ended the step."""
+    ends = dict(step.free_ns)
+    for stream, end in zip(step.stream, found.end_ns, strict=True):
+        ends[stream] = max(ends.get(stream, 0), end)
+    return {stream: end - host_ns for stream, end in ends.items() if end > host_ns}
 
 
 def _own_times(step: StepColumns, constants: Constants) -> list[int]:

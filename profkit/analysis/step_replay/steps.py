@@ -23,11 +23,21 @@ from profkit.analysis.step_replay.limits import (
     Piece,
     StepLimits,
     classify_piece,
+    cut_before,
     find_limits,
     join_parts,
     place_lines,
 )
-from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, measure_constants, prepare, prove, run
+from profkit.analysis.step_replay.replay import (
+    Constants,
+    Proof,
+    Steady,
+    measure_constants,
+    prepare,
+    prove,
+    run,
+    run_steadily,
+)
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.time_account.waits import is_data_wait
@@ -81,9 +91,10 @@ class ReplayedStep:
         """Return the step with its host's time scaled."""
         return self.phases.scale_host(self.columns, factor)
 
-    def find_parts(self, step: StepColumns, found: Replayed, whole_ns: int) -> list[LimitPart]:
+    def find_parts(self, step: StepColumns, steady: Steady, whole_ns: int) -> list[LimitPart]:
         """Return what limits this step, or a changed form of it, piece by piece, scaled to sum up to ``whole_ns``."""
-        parts = [part for piece in find_limits(step, found) for part in self._place(step, piece)]
+        pieces = cut_before(find_limits(step, steady.found), steady.ended_ns)
+        parts = [part for piece in pieces for part in self._place(step, piece)]
         times = share_out(whole_ns, [part.time_ns for part in parts])
         return [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
 
@@ -138,9 +149,9 @@ class StepReplay:
         ordered = sorted(self.steps, key=lambda step: step.proof.recorded_ns)
         return ordered[len(ordered) // 2] if ordered else None
 
-    def run(self, step: StepColumns) -> Replayed:
-        """Run one of the steps, or a changed form of it."""
-        return run(step, self.constants)
+    def run(self, step: StepColumns) -> Steady:
+        """Run one of the steps, or a changed form of it, after others like it."""
+        return run_steadily(step, self.constants)
 
     def limits(self, lines: Sequence[LineTime] = ()) -> StepLimits:
         """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted.
