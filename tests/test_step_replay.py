@@ -271,6 +271,21 @@ def test_the_hosts_factor_is_unknown_where_the_gpu_sets_the_pace() -> None:
     assert fit.least <= 0.5 <= fit.most
 
 
+def test_the_time_that_the_host_was_in_phases_tells_its_factor_where_the_gpu_sets_the_pace() -> None:
+    program = [Doing(2_000, 2_000, LAUNCH, durations_ns=(50_000,)) for _ in range(100)]
+    step, phases, fit = fitted(program, 2.0)
+    host_ns = sum(doing.gap_ns + doing.own_ns for doing in program)
+    host_ends = find_phases(step, {"forward": [(0, step.call_end_ns[-1])]})
+    wanted = {"forward": phases.time_ns(step, run(step, CONSTANTS), 1.0, ["forward"])}
+    known = fit_host(step, CONSTANTS, host_ends, wanted, spread_ns=20_000, on_host_ns={"forward": host_ns})
+    assert known is not None
+    assert known.is_identified
+    assert not fit.is_identified
+    assert known.least <= 0.5 <= known.most
+    wrong = fit_host(step, CONSTANTS, host_ends, wanted, spread_ns=20_000, on_host_ns={"forward": 100 * host_ns})
+    assert wrong == fit_host(step, CONSTANTS, host_ends, wanted, spread_ns=20_000)
+
+
 def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:
     program = [Doing(5_000, 5_000, LAUNCH, durations_ns=(1_000,)) for _ in range(20)]
     program[10] = replace(program[10], gap_ns=3_000_000)

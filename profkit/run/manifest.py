@@ -23,9 +23,10 @@ Kind = Literal["model", "callable", "command", "block"]
 """What is run; ``block``: a part of the program that asked for it itself, by `profkit.record`."""
 
 
-Clock = Literal["wall", "cuda-events"]
+Clock = Literal["wall", "cuda-events", "host"]
+"""What timed a phase: the host, events on the GPU, or the host beside these."""
 
-_SUFFIX: dict[Clock, str] = {"wall": "_ns", "cuda-events": "_event_ns"}
+_SUFFIX: dict[Clock, str] = {"wall": "_ns", "cuda-events": "_event_ns", "host": "_host_ns"}
 _CONTEXT = "context"
 
 
@@ -83,11 +84,12 @@ def describe_links(links: Iterable[GpuLink]) -> str:
 class Samples:
     """The steps of one pass, each an object of nanoseconds.
 
-    ``step_ns`` is from one step's start to the next one's, by the host's clock, the device waited for once at its end;
-    ``<phase>_event_ns`` what CUDA events around a phase say, on the GPU's own clock; ``<phase>_ns``, without a GPU, by
-    the host's. ``data_ns`` is the host's with a GPU too: how long the step waited for batches. In a run over several
-    context lengths ``context`` is the step's. (profkit of before 2027 waited after each phase of a built-in model, and
-    so wrote ``<phase>_ns`` beside ``<phase>_event_ns``.)
+    ``step_ns`` is from one step's end to the next one's, on the GPU's own clock where there is one, else by the host's;
+    ``<phase>_event_ns`` what CUDA events around a phase say, and ``<phase>_host_ns`` how long the host was in it;
+    ``<phase>_ns``, without a GPU, is by the host's clock. ``data_ns`` is the host's with a GPU too: how long the step
+    waited for batches. In a run over several context lengths ``context`` is the step's. (profkit of before 2027 waited
+    for the device at each step's end, or after each phase of a built-in model, and so wrote ``<phase>_ns`` beside
+    ``<phase>_event_ns``.)
 
     ``during`` counts what happened within them that makes a step slow: compiled graphs, allocator retries,
     out-of-memory errors. ``losses`` are those of a built-in model's or a callable's steps.
@@ -121,11 +123,11 @@ class Samples:
 
 
 def _times_of(step: Mapping[str, int], clock: Clock) -> dict[str, int]:
-    other = _SUFFIX["cuda-events"] if clock == "wall" else None
+    others = (_SUFFIX["cuda-events"], _SUFFIX["host"]) if clock == "wall" else ()
     return {
         name.removesuffix(_SUFFIX[clock]): time_ns
         for name, time_ns in step.items()
-        if name.endswith(_SUFFIX[clock]) and not (other and name.endswith(other))
+        if name.endswith(_SUFFIX[clock]) and not (others and name.endswith(others))
     }
 
 

@@ -18,8 +18,11 @@ from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
 
 PAUSE_NS = 1_000_000
 
-SLOWEST, FASTEST = 1.5, 0.2
-"""The factors that are tried: a recording has made the host up to five times slower, and never twice as fast."""
+SLOWEST, FASTEST = 1.15, 0.2
+"""The factors that are tried: a recording has made the host up to five times slower, and never faster."""
+
+_HOST_SPREAD = 0.03
+"""The host's time in the phases of a few recorded steps is that of the others, give or take this share."""
 
 _ROUNDS = 9
 """Halvings of the factors that are tried: to a third of a percent."""
@@ -39,6 +42,11 @@ class Mark:
     after_ns: int
     scaled_ns: int
 
+    def host_ns(self, found: Replayed, factor: float) -> int:
+        """Return when the host passes it."""
+        ended_ns = 0 if self.call == NONE else found.call_end_ns[self.call]
+        return ended_ns + self.after_ns + round(self.scaled_ns * factor) - self.scaled_ns
+
 
 @dataclass(frozen=True)
 class Phases:
@@ -55,11 +63,14 @@ class Phases:
         reached = _reached(step, found)
 
         def passed(mark: Mark) -> int:
-            host_ns = (0 if mark.call == NONE else found.call_end_ns[mark.call]) + mark.after_ns
-            host_ns += round(mark.scaled_ns * factor) - mark.scaled_ns
-            return max(host_ns, reached[mark.call + 1])
+            return max(mark.host_ns(found, factor), reached[mark.call + 1])
 
         return sum(passed(end) - passed(begin) for name in names for begin, end in self.marks.get(name, ()))
+
+    def host_ns(self, found: Replayed, factor: float, names: Iterable[str]) -> int:
+        """Return how long the host was in the phases."""
+        marks = [pair for name in names for pair in self.marks.get(name, ())]
+        return sum(end.host_ns(found, factor) - begin.host_ns(found, factor) for begin, end in marks)
 
     def scale_host(self, step: StepColumns, factor: float) -> StepColumns:
         """Return the step with the host's time within phases scaled; waits and copies keep their own times."""
@@ -127,11 +138,13 @@ class Fit:
     least: float
     middle: float
     most: float
+    open: float | None = None
+    """Of several steps: by how much the factors differ that fit the one of which most do."""
 
     @property
     def is_identified(self) -> bool:
         """Whether the recording says what the factor is; if the GPU sets the pace, it does not."""
-        return self.most - self.least <= _IDENTIFIED
+        return (self.most - self.least if self.open is None else self.open) <= _IDENTIFIED
 
 
 AS_RECORDED = Fit(1.0, 1.0, 1.0)
@@ -153,22 +166,45 @@ def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
 
 
 def fit_host(
-    step: StepColumns, constants: Constants, phases: Phases, unprofiled_ns: Mapping[str, int], spread_ns: int
+    step: StepColumns,
+    constants: Constants,
+    phases: Phases,
+    unprofiled_ns: Mapping[str, int],
+    spread_ns: int,
+    *,
+    on_host_ns: Mapping[str, int] | None = None,
 ) -> Fit | None:
     """Return the factors with which phases take what they take unprofiled, in all, give or take ``spread_ns``.
 
-    None if none does: what keeps the step from fitting is not the host's speed.
+    Where many do, those stand with which the host is in the phases as long as unprofiled, ``on_host_ns``. None if none
+    does: what keeps the step from fitting is not the host's speed.
     """
+
+    @cache
+    def replayed(factor: float) -> tuple[StepColumns, Replayed]:
+        scaled = phases.scale_host(step, factor)
+        return scaled, run(scaled, constants)
 
     known = [name for name in unprofiled_ns if name in phases.marks]
     wanted_ns = sum(unprofiled_ns[name] for name in known)
+    fit = (
+        _fit(lambda factor: phases.time_ns(*replayed(factor), factor, known) - wanted_ns, spread_ns) if known else None
+    )
+    on_host = [name for name in on_host_ns or () if name in phases.marks]
+    if fit is None or fit.is_identified or on_host_ns is None or not on_host:
+        return fit
+    host_ns = sum(on_host_ns[name] for name in on_host)
+    excess_ns = lambda factor: phases.host_ns(replayed(factor)[1], factor, on_host) - host_ns  # noqa: E731
+    found = _fit(excess_ns, round(_HOST_SPREAD * host_ns))
+    if found is None or found.most < fit.least or found.least > fit.most:
+        return fit
+    least, most = max(fit.least, found.least), min(fit.most, found.most)
+    return Fit(least, (least + most) / 2, most)
 
-    @cache
-    def excess_ns(factor: float) -> int:
-        scaled = phases.scale_host(step, factor)
-        return phases.time_ns(scaled, run(scaled, constants), factor, known) - wanted_ns
 
-    if not known or excess_ns(FASTEST) > spread_ns or excess_ns(SLOWEST) < -spread_ns:
+def _fit(excess_ns: Callable[[float], int], spread_ns: int) -> Fit | None:
+    """Return the factors with which what is asked is at most so far from 0, None if there is none."""
+    if excess_ns(FASTEST) > spread_ns or excess_ns(SLOWEST) < -spread_ns:
         return None
     least = _first(lambda factor: excess_ns(factor) >= -spread_ns)
     most = _first(lambda factor: excess_ns(factor) > spread_ns)

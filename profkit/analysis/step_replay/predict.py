@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
     from profkit.analysis.whatif.answers import WhatIf
 
-HOST_SPREAD = 0.05
-"""By how much the host's speed is taken to differ between two processes of one program on one machine."""
+HOST_SPREAD, GPU_SPREAD = 0.05, 0.015
+"""By how much the speeds of the host and the GPU are taken to differ between two processes of one program."""
 
 _HOST = (Cause.PYTHON.value, Cause.CALL.value)
 
@@ -133,12 +134,25 @@ class TimeAnswer:
 
 @dataclass(frozen=True)
 class _Run:
-    """By how much one recorded step differs from itself after the edits, at one speed of the host, in one world."""
+    """How long a recorded step takes before and after the edits, at one speed of the host, in one world."""
 
     step: int
     speed: int
     world: World
-    change_ns: int
+    before_ns: int
+    after_ns: int
+
+    @property
+    def change_ns(self) -> int:
+        return self.after_ns - self.before_ns
+
+    def after_now(self, now_ns: int) -> int:
+        """Return the measured step after the edits, changed by the same share as its replay.
+
+        What makes the replay longer than the measured step, a profiler's cost that no phase shows, goes with what is
+        gone.
+        """
+        return round(now_ns * self.after_ns / max(self.before_ns, 1))
 
 
 @dataclass(frozen=True)
@@ -195,15 +209,8 @@ def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: Progr
         changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
     except CannotPredictError:
         return None
-    return replay.now_ns + _change_of_step(replay, replay.run(columns).step_ns, replay.run(changed).step_ns)
-
-
-def _change_of_step(replay: StepReplay, before_ns: int, after_ns: int) -> int:
-    """Return by how much the measured step changes: by the same share as its replay.
-
-    What makes the replay longer than the measured step, a profiler's cost that no phase shows, goes with what is gone.
-    """
-    return round((replay.now_ns or 0) * (after_ns - before_ns) / before_ns) if before_ns else 0
+    run = _Run(0, 1, "expected", replay.run(columns).step_ns, replay.run(changed).step_ns)
+    return run.after_now(replay.now_ns)
 
 
 def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:
@@ -219,12 +226,14 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     expected_columns = _apply(
         typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
     )
-    expected_ns = now_ns + round(median(run.change_ns for run in runs if run.speed == 1 and run.world == "expected"))
+    expected_ns = round(median(run.after_now(now_ns) for run in runs if run.speed == 1 and run.world == "expected"))
     parts = typical.find_parts(expected_columns, replay.run(expected_columns), max(0, expected_ns))
     limits = sum_parts(parts, "cause")
-    spread_ns = round(HOST_SPREAD * sum(limits.get(cause, 0) for cause in _HOST))
-    low_ns = max(0, now_ns + min(run.change_ns for run in runs) - spread_ns)
-    high_ns = now_ns + max(run.change_ns for run in runs) + spread_ns
+    on_host_ns = sum(limits.get(cause, 0) for cause in _HOST)
+    spread_ns = round(HOST_SPREAD * on_host_ns + GPU_SPREAD * max(0, expected_ns - on_host_ns))
+    likely_ns = _likely_steps(runs, now_ns)
+    width_ns = round(math.hypot(spread_ns, _error_of_steps(runs)))
+    low_ns, high_ns = max(0, min(expected_ns, *likely_ns) - width_ns), max(expected_ns, *likely_ns) + width_ns
     bounds = [change.bound for change in changes if change.bound]
     widths = _widths(runs, spread_ns)
     return TimeAnswer(
@@ -254,7 +263,25 @@ def _run_all(
             before_ns = replay.run(columns).step_ns
             for world in WORLDS:
                 changed = _apply(columns, changes, Setting(step, replay.constants, facts, world))
-                yield _Run(number, speed, world, _change_of_step(replay, before_ns, replay.run(changed).step_ns))
+                yield _Run(number, speed, world, before_ns, replay.run(changed).step_ns)
+
+
+def _likely_steps(runs: Sequence[_Run], now_ns: int) -> list[int]:
+    """Return the step after the edits at each speed of the host in each world: the median of the recorded steps.
+
+    Once it changes by the same share as its replay, and once by the same time.
+    """
+    after: dict[tuple[int, World, int], list[int]] = {}
+    for run in runs:
+        for way, after_ns in enumerate((run.after_now(now_ns), now_ns + run.change_ns)):
+            after.setdefault((run.speed, run.world, way), []).append(after_ns)
+    return [round(median(steps)) for steps in after.values()]
+
+
+def _error_of_steps(runs: Sequence[_Run]) -> float:
+    """Return the error of a median over the recorded steps, by their range."""
+    changes = [run.change_ns for run in runs if run.speed == 1 and run.world == "expected"]
+    return (max(changes) - min(changes)) / 2 / math.sqrt(len(changes))
 
 
 def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting) -> StepColumns:
@@ -272,13 +299,13 @@ def _widths(runs: Sequence[_Run], spread_ns: int) -> dict[str, int]:
     return {
         "how fast Python is without the profiler": reach([r for r in runs if r.step == 0 and r.world == "expected"]),
         "what the edit leaves open": reach([r for r in runs if r.step == 0 and r.speed == 1]),
-        "how recorded steps differ": reach([r for r in runs if r.speed == 1 and r.world == "expected"]),
-        "how the host's speed differs between two processes": 2 * spread_ns,
+        "how recorded steps differ": round(2 * _error_of_steps(runs)),
+        "how speed differs between two processes": 2 * spread_ns,
     }
 
 
 def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[str]:
-    yield f"Python's speed differs by ±{HOST_SPREAD:.0%} between two processes"
+    yield f"Python's speed differs by ±{HOST_SPREAD:.0%} between two processes, the GPU's by ±{GPU_SPREAD:.1%}"
     if replay.unprofiled_ns is None:
         yield "the step is as recorded: no unprofiled step was timed"
     elif not replay.fit.is_identified:

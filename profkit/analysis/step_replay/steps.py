@@ -141,7 +141,12 @@ class StepReplay:
     def fit(self) -> Fit:
         """The factors on the host's time of all steps: the least, the middle one's median, the most."""
         fits = [step.fit for step in self.steps] or [AS_RECORDED]
-        return Fit(min(f.least for f in fits), median(f.middle for f in fits), max(f.most for f in fits))
+        return Fit(
+            min(fit.least for fit in fits),
+            median(fit.middle for fit in fits),
+            max(fit.most for fit in fits),
+            max(fit.most - fit.least for fit in fits),
+        )
 
     @property
     def typical(self) -> ReplayedStep | None:
@@ -198,13 +203,14 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     constants = measure_constants(recorded)
     intervals = _phase_intervals(account, windows)
     unprofiled, spread_ns = _unprofiled_phases(account)
+    on_host = {} if account.timed is None else {name: round(ns) for name, ns in account.timed.host_ns.items()}
     places = [*places_of_ranges(account.attribution), Place(None)]
     allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
     for step, phases_of_step, waits_of_step in zip(recorded, intervals, _data_intervals(account, windows), strict=True):
         columns = prepare(step, constants)
         phases = find_phases(columns, phases_of_step)
-        fit = fit_host(columns, constants, phases, unprofiled, spread_ns) if unprofiled else None
+        fit = fit_host(columns, constants, phases, unprofiled, spread_ns, on_host_ns=on_host) if unprofiled else None
         proof = prove(columns, run(columns, constants))
         names, categories = _names(trace, columns)
         phase, gap_phases = _phases_of_calls(columns, {**phases_of_step, DATA: waits_of_step})

@@ -7,8 +7,8 @@ every other phase takes its median. All commands ask here how long a step takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -152,10 +152,14 @@ class PhaseTimes:
 
 @dataclass(frozen=True, repr=False)
 class StepTimes(NotebookResult):
-    """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another."""
+    """The times of a run's steps, phase by phase, the whole step last; several contexts follow one another.
+
+    ``host_ns`` is how long the host was in each phase of an unprofiled step (median), of a run over one context.
+    """
 
     twin: Twin
     phases: tuple[PhaseTimes, ...]
+    host_ns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def contexts(self) -> list[int | None]:
@@ -209,7 +213,8 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
         return None
     profiled = manifest.profiled or Samples()
     phases = [times for context in unprofiled.contexts for times in _summarize(context, unprofiled, profiled)]
-    return StepTimes(_twin_of(manifest), tuple(phases)) if phases else None
+    on_host = {phase: float(np.median(times)) for phase, times in unprofiled.times_ns("host", None).items()}
+    return StepTimes(_twin_of(manifest), tuple(phases), on_host) if phases else None
 
 
 def read_unprofiled_steps(manifest: Manifest) -> UnprofiledSteps | None:

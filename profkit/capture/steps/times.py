@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 def sum_times(spans: Iterable[Span]) -> dict[str, int]:
-    """Return the sum of each phase's times, as ``<phase>_ns`` or ``<phase>_event_ns``.
+    """Return the sum of each phase's times, as ``<phase>_ns``, or ``<phase>_event_ns`` and ``<phase>_host_ns``.
 
     It waits until the GPU has passed the last event.
     """
@@ -66,6 +66,8 @@ def sum_times(spans: Iterable[Span]) -> dict[str, int]:
         if span.is_on_gpu:
             last.synchronize()
             name, time_ns = f"{span.phase}_event_ns", round(first.elapsed_time(last) * 1_000_000)
+            on_host = f"{span.phase}_host_ns"
+            times[on_host] = times.get(on_host, 0) + span.last.host_ns - span.first.host_ns
         elif first is _HOST and last is _HOST:
             name, time_ns = f"{span.phase}_ns", span.last.host_ns - span.first.host_ns
         else:  # in the middle of it CUDA came into use, a capture began, or another GPU became the current one
