@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineL
 from profkit.analysis.step_tree import StepPart, StepTree, divide_step
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepUse, Summary
+from profkit.joining import read_ranks
 from profkit.names import DATA
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
+from profkit.report.page.page import render_report
 from profkit.run.lines import LineTime
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -175,6 +179,23 @@ def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> 
     ]
     said = describe_answer(replace(SUMMARY, tree=tree), NOTHING)
     assert said == "A step takes 10.00 ms: 500 ns of it in backward."
+
+
+def test_every_command_says_the_same_sentence_of_a_run(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    answer = json.loads(run_command("summary", run, "--format", "json").stdout)["answer"]
+    for command in (("efficiency", run), ("check", run, "--max-idle", "99%")):
+        assert json.loads(run_command(*command, "--format", "json").stdout)["answer"] == answer
+        assert answer in " ".join(run_command(*command).stdout.split())
+    assert answer in " ".join(unescape(render_report(open_capture(run))).split())
+
+
+def test_a_late_rank_is_the_answer_in_the_words_of_profkit_ranks() -> None:
+    ranks = read_ranks(ROOT / "tests" / "light_records" / "ddp-data-hidden-later")
+    verdict = describe_verdict(ranks)[0]
+    said = describe_answer(replace(SUMMARY, compared=ranks), NOTHING)
+    assert said == f"A step takes 10.00 ms: {verdict[0].lower()}{verdict[1:]}."
+    assert verdict.startswith("Rank ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from profkit.cli.options import LIMIT, MILLISECONDS, PERCENT, SHARE, output_opti
 from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
+from profkit.report.commands.answer import answer_capture
 from profkit.report.commands.check import budget_label, build_check_document
 from profkit.report.document import Format
 
@@ -84,7 +85,8 @@ def check(
     with shown_after_a_second("judging"):
         ranks = _compare_ranks(run) if budgets.of_ranks else ""
         result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
-    document = build_check_document(result, None if isinstance(ranks, str) else ranks)
+        answer = answer_capture(opened)
+    document = build_check_document(result, None if isinstance(ranks, str) else ranks, answer)
     print_document(document, style, output, full_names=full_names)
     failed = [budget_label(line) for line in result.lines if not line.held]
     if failed:

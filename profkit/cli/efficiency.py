@@ -19,7 +19,8 @@ from profkit.cli.options import (
 )
 from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
-from profkit.reading import open_trace
+from profkit.reading import open_capture, open_trace
+from profkit.report.commands.answer import answer_capture
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.lines import build_lines_document
 from profkit.report.document import Format
@@ -78,7 +79,12 @@ def efficiency(
         print_document(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)), style, output)
         return
     with shown_after_a_second(f"reading {trace.name}"):
-        opened = open_trace(trace, rank=rank, thread_only=thread_only)
+        is_run = trace.is_dir() and rank is None and not thread_only
+        capture = open_capture(trace) if is_run else None
+        if capture is None or capture.trace is None:
+            opened, answer = open_trace(trace, rank=rank, thread_only=thread_only), ""
+        else:
+            opened, answer = capture.trace, answer_capture(capture)
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
         evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
@@ -90,6 +96,7 @@ def efficiency(
             full_names=full_names,
             compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
             limits=opened.step_limits,
+            answer=answer,
         )
         if plot is not None:
             from profkit.report.plots.roofline import plot_roofline

@@ -14,7 +14,8 @@ Two questions, in this order.
    is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
    is in kernels that by their names do little but move data (`MOVERS`: elementwise, reductions, copies, …), the range
    is *memory-bound* however long its FLOPs would take: it does not wait for its products. If its least bytes are
-   unknown, it is compute-bound if its FLOPs alone would take half of its busy time or more; else there is no verdict.
+   unknown, it is compute-bound if its FLOPs alone would take half of its busy time or more. If they do not tell,
+   its kernels' names do: it is *memory-bound* if most of its kernel time is in `MOVERS`; else there is no verdict.
 
 These words are what JSON holds; people read "limited by arithmetic", "kernel launches" and so on.
 """
@@ -166,6 +167,8 @@ def _judge_busy(busy: str, busy_ns: int, roofline: Roofline, mover_share: float)
         return Verdict("compute-bound" if compute >= memory else "memory-bound", rule)
     if compute is not None and busy_ns and compute >= _SURELY * busy_ns:
         return Verdict("compute-bound", f"{busy}; at the peak its FLOPs take {compute / busy_ns:.1%} of its busy time")
+    if mover_share > _MOSTLY:
+        return Verdict("memory-bound", f"{busy}; {mover_share:.1%} of its kernel time is in kernels that move data")
     missing = "FLOPs (or their dtype's peak)" if compute is None else "least bytes"
     return Verdict(None, f"{busy}; its {missing} are unknown, so the limit is unknown")
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
 from profkit.analysis.step_tree import Basis, Kind, StepPart, StepTree
+from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.report.text import shorten
 from profkit.report.units import format_bytes, format_ns, format_share
@@ -48,6 +50,18 @@ _SMALL_PHASE = 0.005
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
+
+
+def answer_capture(capture: OpenedCapture) -> str:
+    """Return what `describe_answer` says of a run; empty of a file by itself, and of a run that recorded nothing.
+
+    Raises:
+        TraceError, RunError, SnapshotError: a file of it is damaged.
+    """
+    if capture.run is None or (capture.trace is None and capture.snapshot is None):
+        return ""
+    summary = summarize_capture(capture)
+    return describe_answer(summary, find_advice(capture, summary))
 
 
 def describe_answer(summary: Summary, advice: AdviceResult) -> str:

@@ -24,15 +24,21 @@ _COLUMNS = (
 _EXACT = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "detail")
 
 
-def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None) -> Document:
+def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, answer: str = "") -> Document:
     """Return the verdict on each budget, and under the table each one's detail.
 
-    ``ranks`` are the ranks that budgets were judged by: which of them is late is said too.
+    ``ranks`` are the ranks that budgets were judged by: which of them is late is said too. ``answer`` is what the
+    summary says of the run first.
     """
     table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT, is_wrong=lambda row: not row["held"])
     details = [f"{budget_label(line)}: {_why(line)}" for line in check.lines]
     late = [] if ranks is None else describe_verdict(ranks)[:1]
-    return Document("check", check.to_dict(), [table, Lines([*details, *late])], table)
+    return Document(
+        "check",
+        {**check.to_dict(), **({"answer": answer} if answer else {})},
+        [table, Lines([*details, *late, *([answer] if answer else [])])],
+        table,
+    )
 
 
 def budget_label(line: BudgetLine) -> str:

@@ -48,6 +48,7 @@ LIMITS = {
 }
 """A verdict as people read it: what the range is limited by."""
 _DATA = "data loading"
+_COMPUTING = "GPU computing"
 
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
@@ -80,6 +81,7 @@ def build_efficiency_document(
     full_names: bool = False,
     compared: RanksResult | None = None,
     limits: StepLimits | None = None,
+    answer: str = "",
 ) -> Document:
     """Return the tree of ranges.
 
@@ -91,17 +93,20 @@ def build_efficiency_document(
         full_names: do not shorten kernels' names in explanations.
         compared: the ranks side by side, for which of them is late.
         limits: what limits the step.
+        answer: what the summary says of the run first, if it is one.
     """
     steps = None if totals else result.step_count
     rows = [_row(row) for row in result.ranges]
     ranges = Table(_columns(result, steps), rows, exact=_EXACT)
-    parts: list[Table | Lines] = [Lines(_head(result), "head"), ranges]
+    parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(Table(_step_columns(result), _step_rows(result)))
     if compared is not None:
         parts.append(Lines(describe_verdict(compared)[:1]))
     data = result.to_dict()
     del data["warnings"]
+    if answer:
+        data = {"answer": answer, **data}
     if limits is not None:
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
@@ -152,12 +157,14 @@ def _row(row: EfficiencyRow) -> dict[str, Any]:
 
 
 def limit_words(row: EfficiencyRow) -> str | None:
-    """Return what limits a range; None if that is unknown."""
+    """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown."""
     if row.verdict == "communication-bound" and row.waiting_for is not None:
         return f"waiting for rank {row.waiting_for}"
     if row.verdict == "host-bound" and row.loads_data:
         return _DATA
-    return None if row.verdict is None else LIMITS[row.verdict]
+    if row.verdict is None:
+        return _COMPUTING if row.busy_ns else None
+    return LIMITS[row.verdict]
 
 
 def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
@@ -274,6 +281,8 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     verdicts = {row.verdict for row in result.ranges}
     if "memory-bound" in verdicts and result.work_source is not None:
         yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
+    if any(limit_words(row) == _COMPUTING for row in result.ranges):
+        yield "GPU computing: whether arithmetic or memory bandwidth limits it is known only with its FLOPs."
     if any(limit_words(row) == LIMITS["host-bound"] for row in result.ranges):
         outside = _outside_words(result)
         yield f"Python: the GPU is idle while the host waits for it or does not call CUDA ({outside})."
