@@ -55,6 +55,7 @@ EDITS = (
         "optimizer",
         ("optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",),
         numbers="another optimizer learns otherwise",
+        choices=("none", "sgd", "sgd-momentum", "adamw-8bit", "adamw-fused", "offload"),
         loss_share=None,
     ),
     EditSpec(
@@ -219,6 +220,9 @@ def _parse(text: str) -> Edit:
         is_known = not argument or not spec.choices or argument in spec.choices
         if spec.name == name and is_complete and is_known:
             return Edit(text, argument, spec)
+    choices = [choice for spec in EDITS if spec.name == name for choice in spec.choices]
+    if argument and choices:
+        raise UsageError(f"{text}: no {name} {argument!r}; it is one of {', '.join(choices)}")
     raise UsageError(f"no edit {text!r}; edits are {', '.join(FORMS)}")
 
 
