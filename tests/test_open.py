@@ -79,7 +79,7 @@ def test_a_prediction_has_the_step_and_the_peak() -> None:
 
 
 def test_an_edit_that_is_off_is_refused_before_anything_is_predicted() -> None:
-    with pytest.raises(UsageError, match="optimizer:fuse: no optimizer 'fuse'; it is one of .*, fused, foreach"):
+    with pytest.raises(UsageError, match=r"optimizer:fuse: no optimizer 'fuse'; it is one of .*, fused, foreach"):
         profkit.open(RUN).whatif(["optimizer:fuse"])
 
 

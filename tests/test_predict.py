@@ -318,7 +318,7 @@ def test_edits_are_read_in_the_tables_order() -> None:
     assert [edit.text for edit in parse_edits(reversed(texts))] == [edit.text for edit in parse_edits(texts)]
     assert {edit.spec for edit in parse_edits(texts)} == {spec for spec in EDITS if spec.name != "optimizer"}
     for wrong in ("gpu", "graphs:all", "autocast:fp8", "optimizer", "speed:×2", ""):
-        with pytest.raises(UsageError, match="no edit|no autocast 'fp8'; it is one of bf16"):
+        with pytest.raises(UsageError, match=r"no edit|no autocast 'fp8'; it is one of bf16"):
             parse_edits([wrong])
 
 
