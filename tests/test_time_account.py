@@ -280,7 +280,7 @@ def test_a_numbered_step_is_a_step(name: str, known: bool) -> None:
 def test_where_the_optimizers_phase_is_known_no_other_kernel_is_the_optimizers() -> None:
     """Clipping gradients and averaging weights launch kernels with the names of an optimizer's."""
     by_category = {"optimizer": 30, "elementwise": 50, "gemm": 20}
-    work = WorkUse("gpu-kernel", 100, by_category, {"optimizer": 10, "elementwise": 5}, None, None, {}, None)
+    work = WorkUse("gpu-kernel", 100, by_category, {"optimizer": 10, "elementwise": 5}, None, None)
     assert (work.optimizer_ns, work.product_ns, work.small_ns) == (15, 20, 65)
     without = replace(work, in_optimizer={})
     assert (without.optimizer_ns, without.product_ns, without.small_ns) == (30, 20, 50)

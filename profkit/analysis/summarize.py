@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.kernels.categories import categorize, product_dtype
+from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
@@ -16,16 +16,13 @@ from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.places import fold
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
-from profkit.analysis.optimizers import can_all_be_fused, least_bytes, used_optimizers
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.analysis.step_tree import divide_step
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
-    SMALL,
     WORTH,
-    GpuCosts,
     GpuUse,
     Head,
     MemoryUse,
@@ -34,30 +31,23 @@ from profkit.analysis.summary import (
     StepUse,
     Summary,
     WorkUse,
-    WrittenAttention,
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
-from profkit.analysis.time_account.gpu_time import category_rows, communication_rows, find_windows
+from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
-from profkit.analysis.time_account.waits import DataWait, find_sync_gaps
+from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import ProfkitError
 from profkit.findings import Finding
 from profkit.names import (
-    ATTENTION,
     BACKWARD,
     DATA,
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
-    SCALED_DOT_PRODUCT,
-    SCORES,
-    SOFTMAX,
     STEP,
-    VALUE_PRODUCT,
-    kind_of,
     phase_of,
 )
 from profkit.run.manifest import Compiled, Manifest, find_condition
@@ -67,8 +57,6 @@ _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
 _TF32 = ("high", "medium", True, "tf32")
 """What torch's settings of fp32 products are where they allow TF32."""
-_OWN_PARTS = frozenset((SCALED_DOT_PRODUCT, SCORES, SOFTMAX, VALUE_PRODUCT))
-"""Ranges of the built-in model in which attention itself is computed."""
 
 
 def summarize_capture(capture: OpenedCapture) -> Summary:
@@ -184,11 +172,8 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         steps=tuple(_steps(account)),
         gpu=use,
         limits=opened.step_limits if has_work else None,
-        gpus=() if use is None else tuple(_costs(account, use, rows)),
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
-        optimizer=None
-        if result is None
-        else _optimizer(account, result, opened.run.manifest if opened.run else Manifest()),
+        optimizer=None if result is None else _optimizer(account, result),
         modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
         passes=_passes(measured, account.steps),
@@ -250,35 +235,7 @@ def _gpu(account: TimeAccount, result: EfficiencyResult) -> GpuUse:
         causes=divide_idle(parts, data, parts.idle_ns),
         idle=account.idle_time() if len(account) else recorded_idle(parts, data),
         graph_launches=int(np.isin(trace.calls.name, graphs).sum()) + int(trace.work.is_graph.sum()),
-        syncs=find_sync_gaps(account.attribution) if len(account.steps) else None,
     )
-
-
-def _costs(account: TimeAccount, use: GpuUse, rows: Bools) -> Iterator[GpuCosts]:
-    attribution, work = account.attribution, account.attribution.trace.work
-    process = attribution.trace.ranges.process[account.steps[account.step]]
-    optimizers = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
-    optimized = mark_members(len(work), attribution.work.under(optimizers).rows)
-    spans = find_windows(attribution, optimizers, account.gpu_times)
-    optimizes = attribution.trace.ranges.process[optimizers[spans.member]]
-    small = category_rows(attribution.trace, SMALL)
-    for owner, device in sorted(set(zip(process.tolist(), account.windows.device.tolist(), strict=True))):
-        mine = (process == owner) & (account.windows.device == device)
-        count, idle = int(mine.sum()), account.idle_time(mine)
-        span_ns = (spans.end_ns - spans.start_ns)[(optimizes == owner) & (spans.device == device)]
-        own = rows & small & ~optimized & (work.device == device) & (work.process == owner)
-        gap_ns = 0 if use.syncs is None else use.syncs.by_device.get(device, 0)
-        rank = int(account.rank[mine][0])
-        yield GpuCosts(
-            rank=None if rank < 0 else rank,
-            device=device,
-            launching_ns=idle.causes.launching_ns / count,
-            data_ns=idle.causes.data_ns / count,
-            sync_gap_ns=gap_ns * use.sync_factor / count,
-            exposed_communication_ns=account.sum_parts(mine)[0].exposed_communication_ns / count,
-            small_ns=int(work.duration_ns[own].sum()) / count,
-            optimizer_ns=int(span_ns.sum()) / count,
-        )
 
 
 def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: EfficiencyResult | None) -> WorkUse | None:
@@ -299,60 +256,26 @@ def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: Effic
         in_optimizer=_by_category(attribution, optimized),
         at_peak_ns=sum(at_peak) if at_peak else None,
         peaks=None if result is None else result.peaks,
-        plain_product_ns=_sum_by(attribution, rows, product_dtype),
-        attention=None if result is None else _written_attention(attribution, rows),
     )
 
 
 def _by_category(attribution: Attribution, rows: Bools) -> dict[str, int]:
-    return _sum_by(attribution, rows, lambda name: categorize(name, attribution.trace.measure).name)
-
-
-def _sum_by(attribution: Attribution, rows: Bools, label_of: Callable[[str], str | None]) -> dict[str, int]:
-    """Return label → time of these rows of work by their kernels' names, the longest first."""
+    """Return category → time of these rows of work, the longest first."""
     trace = attribution.trace
     totals: dict[str, int] = {}
     sums = np.zeros(len(trace.names), dtype=np.int64)
     np.add.at(sums, trace.work.name[rows], trace.work.duration_ns[rows])
     for index in distinct_values(trace.work.name[rows]).tolist():
-        label = label_of(trace.names[index])
-        if label is not None:
-            totals[label] = totals.get(label, 0) + int(sums[index])
+        category = categorize(trace.names[index], trace.measure).name
+        totals[category] = totals.get(category, 0) + int(sums[index])
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _written_attention(attribution: Attribution, rows: Bools) -> WrittenAttention | None:
-    """Return what ranges of attention launch themselves besides products, if a softmax is among it.
-
-    None if the trace has a kernel of fused attention. Products take about as long within such a kernel.
-    """
-    trace = attribution.trace
-    kinds = {index: categorize(trace.names[index]).name for index in distinct_values(trace.work.name[rows]).tolist()}
-    if "attention" in kinds.values():
-        return None
-    is_attention = np.array([_is_attention(name) for name in trace.names] or [False], dtype=np.bool_)
-    innermost = attribution.work.innermost
-    small = [index for index, kind in kinds.items() if kind in SMALL]
-    placed = rows & (innermost >= 0) & np.isin(trace.work.name, small)
-    placed[placed] = is_attention[trace.ranges.name[innermost[placed]]]
-    names = {trace.names[i] for i in distinct_values(trace.ranges.name[innermost[placed]]).tolist()}
-    softmaxes = [index for index, kind in kinds.items() if kind == "softmax"]
-    if SOFTMAX not in names and not (placed & np.isin(trace.work.name, softmaxes)).any():
-        return None
-    return WrittenAttention(tuple(sorted({kind_of(name) for name in names})), int(trace.work.duration_ns[placed].sum()))
-
-
-def _is_attention(name: str) -> bool:
-    """Return whether attention itself is computed in a range, by its last name: ``h.0.attn``, ``h.3.self_attn``."""
-    last = name.lower().rpartition(".")[2]
-    return name.lower() in _OWN_PARTS or "attn" in last or last == ATTENTION or last.endswith(f"_{ATTENTION}")
 
 
 def _is_inductors(name: str) -> bool:
     return name.startswith("triton_") and categorize(name).rule.startswith("inductor")
 
 
-def _optimizer(account: TimeAccount, result: EfficiencyResult, manifest: Manifest) -> OptimizerUse | None:
+def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse | None:
     attribution = account.attribution
     rows = [
         row
@@ -364,21 +287,15 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult, manifest: Manifes
         return None
     trace = attribution.trace
     names = [trace.names[i] for i in distinct_values(trace.work.name[attribution.work.under(members).rows]).tolist()]
-    timed = () if account.timed is None else account.timed.phases
-    unprofiled = [times for times in timed if times.phase == OPTIMIZER]
     kind = "single tensor"
     if any(_is_inductors(name) for name in names):
         kind = "compiled"
     elif any("multi_tensor_apply" in name for name in names):
         kind = "fused" if any("Fused" in name for name in names) else "foreach"
-    used = used_optimizers(manifest)
     return OptimizerUse(
         kind,
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
-        unprofiled[0].clean_ns if len(unprofiled) == 1 else None,
-        fusable=tuple(dict.fromkeys(one.name for one in used)) if can_all_be_fused(manifest, used) else (),
-        least_bytes=min((least_bytes(one) for one in used), default=0),
     )
 
 

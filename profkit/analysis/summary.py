@@ -15,7 +15,6 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger
 from profkit.analysis.time_account.account import IdleCauses, IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.waits import SyncGaps
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.findings import Finding
 from profkit.run.lines import LineTime
@@ -102,38 +101,6 @@ class GpuUse:
     causes: IdleCauses
     idle: IdleTime
     graph_launches: int
-    syncs: SyncGaps | None
-
-    @property
-    def sync_factor(self) -> float:
-        """Return the unprofiled over the recorded idle time, without waits for data: what gaps after waits keep."""
-        recorded_ns = self.parts.idle_ns - self.causes.data_ns
-        return (self.idle.idle_ns - self.idle.causes.data_ns) / recorded_ns if recorded_ns else 0.0
-
-
-@dataclass(frozen=True)
-class GpuCosts:
-    """What a step of one GPU spends in ways that a change of the program could save, in ns; idle time unprofiled.
-
-    No change saves more of a run's step than the most that any of its GPUs spends so.
-    """
-
-    rank: int | None
-    device: int
-    launching_ns: float
-    data_ns: float
-    sync_gap_ns: float
-    exposed_communication_ns: float
-    small_ns: float
-    optimizer_ns: float
-
-
-@dataclass(frozen=True)
-class WrittenAttention:
-    """Attention without a fused kernel: the time of the `SMALL` kernels that its ranges launch themselves."""
-
-    ranges: tuple[str, ...]
-    time_ns: int
 
 
 @dataclass(frozen=True)
@@ -141,8 +108,6 @@ class WorkUse:
     """Kernel time (of a CPU trace: operators' self time) by category, that of the optimizer's phase apart.
 
     ``at_peak_ns`` is what the matrix products would take at their dtype's peak, None if their FLOPs are unknown.
-    ``plain_product_ns`` is the time of products by the types that their kernels' names tell: fp32 and tf32.
-    ``attention`` is attention that is written out, None where there is none.
     """
 
     measure: str
@@ -151,8 +116,6 @@ class WorkUse:
     in_optimizer: dict[str, int]
     at_peak_ns: float | None
     peaks: Peaks | None
-    plain_product_ns: dict[str, int]
-    attention: WrittenAttention | None
 
     @property
     def communication_ns(self) -> int:
@@ -200,17 +163,12 @@ class WorkUse:
 
 @dataclass(frozen=True)
 class OptimizerUse:
-    """The optimizer's phase: its time on the GPUs and launches, and its time in a step without a profiler, if known."""
+    """The optimizer's phase: its time on the GPUs and its launches."""
 
     kind: str
     """How its kernels are built: ``fused``, ``foreach``, ``compiled`` or ``single tensor``."""
     span_ns: int
     launch_count: int
-    unprofiled_ns: float | None
-    fusable: tuple[str, ...] = ()
-    """The optimizers' classes, if the run recorded that torch could fuse the step of each and does not."""
-    least_bytes: int = 0
-    """What a fused step at least reads and writes; of several optimizers, the smallest one's."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +221,6 @@ class Summary:
     program_steps: int = 1
     limits: StepLimits | None = None
     tree: StepTree | None = None
-    gpus: tuple[GpuCosts, ...] = ()
     gpu: GpuUse | None = None
     work: WorkUse | None = None
     optimizer: OptimizerUse | None = None
@@ -308,10 +265,6 @@ class Summary:
         """Return the parts of `idle_ns` by the names of `IdleCauses`."""
         causes = {} if self.gpu is None else asdict(self.gpu.idle.causes)
         return {name: self.per_step(time_ns) for name, time_ns in causes.items()}
-
-    def find_costliest(self, *names: str) -> GpuCosts | None:
-        """Return the GPU that spends most on the named `GpuCosts` together, None without known steps."""
-        return max(self.gpus, key=lambda gpu: sum(getattr(gpu, name) for name in names), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
