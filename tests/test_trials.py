@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from profkit.analysis.causes.advice import Advice, AdviceResult, add_trials
+from profkit.analysis.causes.evidence import Interval
+from profkit.analysis.summary import Summary
 from profkit.analysis.trials import Trial, find_best, latest_trials, summarize_trials
 from profkit.errors import RunError
 from profkit.launch.trials import _combine
+from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_held_document, build_trials_document, describe_trial, write_code
 from profkit.report.document import FORMATS, render
 from profkit.run.edits import EDITS
@@ -154,3 +158,20 @@ def test_code_to_write_holds_the_argument() -> None:
     assert write_code("compile") == "model = torch.compile(model)"
     assert write_code("compile:reduce-overhead") == 'model = torch.compile(model, mode="reduce-overhead")'
     assert write_code("threads:4") == "torch.set_num_threads(4)"
+
+
+def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> None:
+    advice = {"cause": "c", "line": None, "module": None, "change": "x", "after_ns": None, "saves_bytes": None}
+    advice |= {"costs": None, "evidence": {}, "proof": "profkit compare RUN NEW"}
+    first = Advice(code="a", edit="tf32", saves_ns=Interval(5e5, 6e5, 7e5), **advice)  # type: ignore[arg-type]
+    second = Advice(code="b", edit="optimizer:fused", saves_ns=Interval(1e5, 2e5, 3e5), **advice)  # type: ignore[arg-type]
+    trials = RunTrials((Trials(PLAN, (), (*FUSED, process("compile", 1, 9.5), process("compile", 2, 10.4))),))
+    result = add_trials(AdviceResult((first, second)), trials)
+    assert [each.code for each in result.tries] == ["b", "a"]
+    text = " ".join(render(build_summary_document(Summary("run"), result), "table").split())
+    assert "1 c · x · measured -1.000 ms a step (-1.248 … -0.752 ms)" in text
+    assert "Tried compile: measured -550.0 µs a step" in text
+    (trial,) = result.to_dict()["trials"]
+    assert trial["edits"] == ["compile"]
+    assert result.to_dict()["advice"][0]["measured"]["change_ns"]["mean"] == pytest.approx(-1e6)
+    assert add_trials(AdviceResult((first,)), RunTrials()) == AdviceResult((first,))

@@ -18,6 +18,8 @@ from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, predict_changes
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
+from profkit.analysis.trials import Trial, latest_trials
+from profkit.run.trials import RunTrials
 
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture
@@ -38,7 +40,8 @@ class Advice:
     ``edit`` is its name for ``profkit whatif --edit`` and ``profkit try --edit``, None if it has none. ``after_ns`` is
     the step after this change alone; ``saves_ns`` is what that saves, give or take the steps' own spread; None where a
     change is for memory alone. ``saves_bytes`` is of the peak. ``evidence`` are the figures that prove the cause. In
-    ``proof`` ``RUN`` is this run and ``NEW`` one that was recorded with the change.
+    ``proof`` ``RUN`` is this run and ``NEW`` one that was recorded with the change. ``measured`` is the latest trial of
+    the edit in this run, None if it was not tried.
     """
 
     code: str
@@ -53,6 +56,14 @@ class Advice:
     costs: str | None
     evidence: Mapping[str, float | str]
     proof: str
+    measured: Trial | None = None
+
+    @property
+    def effect_ns(self) -> float:
+        """By how much the step becomes shorter: as measured, else as expected; 0 where that is not known."""
+        if self.measured is not None and self.measured.change_ns is not None:
+            return -self.measured.change_ns
+        return 0 if self.saves_ns is None else self.saves_ns.expected
 
 
 @dataclass(frozen=True)
@@ -60,24 +71,28 @@ class AdviceResult:
     """The Tries, the largest effect first; ``together_ns`` is the step after all of those that change its time.
 
     ``nothing`` says in one sentence that nothing was found, and what the step is made of; None if there is a Try.
+    ``trials`` are the edits that were tried in this run, and are no Try; the largest effect first.
     """
 
     tries: tuple[Advice, ...] = ()
     together_ns: Interval | None = None
     nothing: str | None = None
+    trials: tuple[Trial, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data: ``advice``, ``advice_together`` and ``advice_nothing``."""
+        """Return it as JSON-ready data: ``advice``, ``advice_together``, ``advice_nothing`` and ``trials``."""
         return {
             "advice": [_plain(advice) for advice in self.tries],
             "advice_together": None if self.together_ns is None else {"after_ns": vars(self.together_ns)},
             "advice_nothing": self.nothing,
+            "trials": [trial.to_dict() for trial in self.trials],
         }
 
 
 def _plain(advice: Advice) -> dict[str, Any]:
     inner = ("line", "after_ns", "saves_ns", "saves_bytes")
-    plain = {**vars(advice), "evidence": dict(advice.evidence)}
+    measured = None if advice.measured is None else advice.measured.to_dict()
+    plain = {**vars(advice), "evidence": dict(advice.evidence), "measured": measured}
     return plain | {key: None if plain[key] is None else vars(plain[key]) for key in inner}
 
 
@@ -93,7 +108,32 @@ class _Chosen:
 
 
 def find_advice(capture: OpenedCapture, summary: Summary) -> AdviceResult:
-    """Return what to try in a capture of which ``summary`` is the summary."""
+    """Return what to try in a capture of which ``summary`` is the summary, and what was tried in its run.
+
+    A Try whose effect was measured ranks by that.
+
+    Raises:
+        RunError: the run's file of trials cannot be read.
+    """
+    result = _find_tries(capture, summary)
+    return result if capture.run is None else add_trials(result, capture.run.trials)
+
+
+def add_trials(result: AdviceResult, trials: RunTrials) -> AdviceResult:
+    """Return the Tries with what was measured of them, ranked by that, and the other edits that were tried."""
+    tried = latest_trials(trials.calls)
+    if not tried:
+        return result
+    tries = [replace(advice, measured=tried.pop((advice.edit or "",), None)) for advice in result.tries]
+    others = [trial for trial in tried.values() if trial.change_ns is not None]
+    return replace(
+        result,
+        tries=tuple(sorted(tries, key=lambda advice: -advice.effect_ns)),
+        trials=tuple(sorted(others, key=lambda trial: trial.change_ns or 0.0)),
+    )
+
+
+def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     if summary.has_failed:
         return AdviceResult(nothing="Nothing can be advised: the capture failed its self-check.")
     evidence = Evidence(capture, summary)

@@ -17,6 +17,7 @@ from profkit.names import MODEL
 from profkit.report.commands.answer import describe_answer, describe_interval, describe_together, draw_tree, name_place
 from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
+from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table
 from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
@@ -38,6 +39,9 @@ _CAUSES = {
 _MUCH = 0.05
 _PART = 0.005
 """A part of the time below this share has no place in a line."""
+
+_MOST_TRIALS = 3
+"""The trials of other edits than the Tries that have a line."""
 
 _MOST_RANKS = 8
 """The line of ranks shows the own time of this many."""
@@ -62,6 +66,7 @@ def build_summary_document(
     lines = [
         *(_all_lines(summary) if with_all else _short_lines(summary)),
         *_tries(summary, advice, with_proof=with_all),
+        *(("Tried", f"{name_trial(trial)}: {describe_trial(trial)}") for trial in advice.trials[:_MOST_TRIALS]),
         *(("Care", message) for message in (cares if with_all else _first_care(cares))),
         *_closed(summary),
         *(_more(summary) if with_all and not for_run else []),
@@ -399,6 +404,8 @@ def _try_parts(summary: Summary, advice: Advice) -> Iterator[str]:
     yield advice.change
     if advice.after_ns is not None and summary.step_ns is not None:
         yield f"{_time(summary.step_ns)} → {describe_interval(advice.after_ns)}"
+    if advice.measured is not None:
+        yield describe_trial(advice.measured)
     if advice.saves_bytes is not None:
         yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
     if advice.costs is not None:

@@ -76,7 +76,7 @@ def trials_table(rows: Sequence[Row]) -> Table:
 
 def _row(trial: Trial) -> Row:
     return {
-        "name": " + ".join(trial.edits) or _AS_IS,
+        "name": name_trial(trial),
         "processes": trial.processes,
         "step_ns": trial.step_ns,
         "error_ns": trial.error_ns,
@@ -110,6 +110,11 @@ def describe_loss(loss: LossChange) -> str:
     return f"equal to {format_count(loss.digits, 'digit')}" if loss.digits > 1 else f"± {format_share(loss.share)}"
 
 
+def name_trial(trial: Trial) -> str:
+    """Return what people read for the edits of a trial."""
+    return " + ".join(trial.edits) or _AS_IS
+
+
 def describe_trial(trial: Trial) -> str:
     """Return what a trial measured, in a clause: ``measured −0.93 ms (−1.01 … −0.85 ms)``."""
     if trial.change_ns is None:
@@ -134,7 +139,7 @@ def _notes(plan: TrialPlan, trials: Sequence[Trial]) -> Iterator[str]:
 
 def _evidence(trials: Sequence[Trial]) -> Iterator[str]:
     for trial in trials:
-        name = " + ".join(trial.edits)
+        name = name_trial(trial)
         for evidence in trial.evidence if len(trial.edits) == 1 and not trial.reason else ():
             place = "" if evidence.place is None else f" [{_short_place(evidence.place)}]"
             yield f"{evidence.edit}: {evidence.text}{place}"
@@ -174,7 +179,7 @@ def _to_make(best: Trial | None, as_is: Trial) -> Iterator[str]:
         yield "No edit makes the step shorter for certain."
         return
     share = format_change(best.change_ns / as_is.step_ns, 1)
-    yield f"Best: {' + '.join(best.edits)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
+    yield f"Best: {name_trial(best)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
     places = {evidence.edit: evidence.place for evidence in best.evidence}
     for edit in parse_edits(best.edits):
         place = places.get(edit.text)
@@ -195,7 +200,7 @@ def build_held_document(trials: Sequence[tuple[str, Trial]]) -> Document:
     rows: list[Row] = [
         {
             "run": run,
-            "edits": " + ".join(trial.edits),
+            "edits": name_trial(trial),
             "low_ns": trial.prediction.low_ns,
             "high_ns": trial.prediction.high_ns,
             "after_ns": round((trial.prediction.now_ns or 0) + (trial.change_ns or 0)),

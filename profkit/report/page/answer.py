@@ -21,6 +21,7 @@ from profkit.report.commands.answer import (
     name_part,
     name_place,
 )
+from profkit.report.commands.trials import describe_trial
 from profkit.report.document import Document, Labelled
 from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible
@@ -110,6 +111,8 @@ def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
     effects = []
     if advice.after_ns is not None and summary.step_ns is not None:
         effects.append(f"{format_ns(round(summary.step_ns))} → {describe_interval(advice.after_ns)}")
+    if advice.measured is not None:
+        effects.append(describe_trial(advice.measured))
     if advice.saves_bytes is not None:
         effects.append(f"memory −{format_bytes(advice.saves_bytes.expected)}")
     return {
