@@ -489,7 +489,7 @@ def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Start) -> 
     care = " ".join(done.stdout.partition("\nCare ")[2].partition("\nClosed ")[0].split())
     warned = [one.message for one in read_trace(place / "run").self_check.of("warning")]
     assert warned
-    assert all(message in care for message in warned)
+    assert any(message in care for message in warned)  # the first of them; --all shows the rest
     assert "per instance" in care
 
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit.capture.steps import times  # noqa: E402
-from profkit.capture.steps.times import PhaseClock, StepCollector, sum_times  # noqa: E402
+from profkit.capture.steps.times import PhaseClock, StepCollector, UnreadStep, mark_on_host, sum_times  # noqa: E402
 
 
 @pytest.fixture
@@ -225,6 +225,11 @@ def test_a_phase_within_a_capture_into_a_cuda_graph_is_left_out(
     assert sum_times(clock.take()) == {}
 
 
+def _step(step_ns: int) -> UnreadStep:
+    began = mark_on_host()
+    return UnreadStep({}, [], began, began._replace(host_ns=began.host_ns + step_ns))
+
+
 def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"compiled_graphs": 1}
     monkeypatch.setattr(times, "read_counters", lambda: dict(counts))
@@ -232,12 +237,12 @@ def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pyt
         times, "counted_since", lambda before: {name: count - before[name] for name, count in counts.items()}
     )
     samples = StepCollector()
-    samples.note({"step_ns": 9})
+    samples.note(_step(9))
     samples.begin("attached")
-    samples.note({"step_ns": 3})
+    samples.note(_step(3))
     counts["compiled_graphs"] = 4
     samples.begin("profiled")
-    samples.note({"step_ns": 5})
+    samples.note(_step(5))
     samples.end()
     counts["compiled_graphs"] = 7
     samples.end()

@@ -9,62 +9,47 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
-from torch.profiler import profile
 
 from profkit.annotation import annotate, observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.errors import describe_error, find_failure, say
-from profkit.capture.flight_recorder import is_slowest, knows_collectives, logged_collectives, several_ranks
+from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
-from profkit.capture.lines.recorder import LineRecorder
-from profkit.capture.lines.workers import WorkerLines
+from profkit.capture.lines.recorder import LineSearch
 from profkit.capture.memory.recording import MemoryRecording
 from profkit.capture.patches import restore_all
-from profkit.capture.recorders.kineto import (
-    ScriptsProfiler,
-    drop_profiler,
-    recorded_by_kineto,
-    warmed_up_profiler,
-)
-from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
+from profkit.capture.recorders.recorded_steps import StepsRecorder
 from profkit.capture.steps.boundaries import OwnSteps
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.times import (
     Mark,
-    Part,
-    Span,
     StepCollector,
+    UnreadStep,
     mark_moment,
     mark_on_host,
-    sum_times,
-    time_between,
     wait_for_device,
 )
 from profkit.names import WARMUP
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, LOG, WORK, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, WORK, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
-from profkit.run.lines import write_lines
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError, finish_trace, log_beside
 from profkit.run.recording import (
     COMPLETE,
     CUT_SHORT,
     NOT_REACHED,
-    RANK_NSYS,
     Order,
     StepKind,
     leave_attached,
@@ -92,9 +77,6 @@ _FULL_LOG = (
 _UNTIMED, _ENOUGH_TIMED = 3, 10
 """How many steps pass before the timed ones where at least so many of these are left; else one."""
 
-_NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
-_NO_RANK = "with --ranks, Nsight Systems records only ranks, and this process is not one; leave --ranks out"
-
 
 def attach() -> None:
     """Start in this process what the environment asks for.
@@ -114,19 +96,6 @@ def attach() -> None:
     atexit.register(session.leave)
     # A forked child, such as a data loader's worker, is not the process that trains.
     os.register_at_fork(after_in_child=session.abandon)
-
-
-class _UnreadStep(NamedTuple):
-    """A step that has ended on the host: its context, its phases, and when it began and ended."""
-
-    context: Mapping[str, int]
-    spans: list[Span]
-    began: Mark
-    ended: Mark
-
-
-_READ_TOGETHER = 64
-"""After so many steps their times are read, which waits for the GPU."""
 
 
 class Session:
@@ -166,14 +135,11 @@ class Session:
         self._begun = -1
         self._start_ns = 0
         self._step_began = mark_on_host()
-        self._unread: list[_UnreadStep] = []
         self._samples = StepCollector()
         self._memory_lead = 0
         """How many steps were counted before counting began anew: the allocator's history has them too."""
         self._drain = QueueDrain(self.run, self.hooks.loading)
-        self._recording: ExitStack | None = None
-        self._warmed_up: profile | None = None
-        self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
+        self._recorder = StepsRecorder(order, self.hooks, records_memory=self.memory is not None)
         self._light: LightRecorder | None = None
         if order.recorder in ("none", "kineto", "nsys") and not order.within:
             self._light = LightRecorder(self.run, order.warmup_steps if order.own_steps else 0)
@@ -181,8 +147,7 @@ class Session:
         self._compilations: CompilationRecorder | None = None
         if order.recorder in ("kineto", "nsys"):
             self._compilations = CompilationRecorder(self._records, lambda: self.hooks.is_recording)
-        self._lines: LineRecorder | None = None
-        self._workers: WorkerLines | None = None
+        self._lines: LineSearch | None = None
         self._failure: str | None = None
         self._warmup_range = ExitStack()
         self._counter: WorkCounter | None = None
@@ -201,7 +166,7 @@ class Session:
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
         if self._wants_lines:
-            self._workers = WorkerLines(self.run)
+            self._lines = LineSearch(self.run, self.hooks)
         if self.memory is not None:
             self.memory.wait_for_cuda()
         if self._records_memory:
@@ -222,8 +187,10 @@ class Session:
             self.abandon()
         if self._is_over:
             spans = self.hooks.clock.take()
-            if self._lines is not None:
-                self._note_lines(spans)
+            if self._lines is not None and self._lines.step_ended(spans):
+                self._end_lines()
+                if self.order.stop:
+                    raise SystemExit(0)
             if self._light is not None:
                 self._light.step_ended(spans)
                 self._begin_light_step(number)
@@ -237,9 +204,9 @@ class Session:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
         wants_phases = self._light is not None and self._light.step_begins(
-            number, is_recorded=is_recorded, is_left_out=self._lines is not None or self._warmed_up is not None
+            number, is_recorded=is_recorded, is_left_out=self._looks_for_lines or self._recorder.is_warming_up
         )
-        if not self._is_over or self._lines is not None:
+        if not self._is_over or self._looks_for_lines:
             return
         if wants_phases:
             self.hooks.clock.start()
@@ -250,7 +217,7 @@ class Session:
     def _pass(self, number: int) -> None:
         """Begin or end the recording if it is time to."""
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
-            self._samples, self._unread = StepCollector(), []
+            self._samples = StepCollector()
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
@@ -262,22 +229,22 @@ class Session:
         if number == self._end:
             self._finish(COMPLETE)
             self._begin_lines()
-            if self.order.stop and self._lines is None:
+            if self.order.stop and not self._looks_for_lines:
                 raise SystemExit(0)
-        elif number == self._first and self._scripts_profiler is not None and self._scripts_profiler.runs:
+        elif number == self._first and self._recorder.meets_the_scripts:
             self._wait_a_step()
         elif number == self._first:
             if not self.order.own_steps:
                 self.end_counting()
-            self._begin_part("profiled")
+            self._samples.begin("profiled")
             self._drain.look()
             self._begin_recording()
-            if self._recording is not None or not self._is_chosen:
+            if self._recorder.is_on or not self._is_chosen:
                 self._leave_out_first_steps()
         elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
             self.begin_counting()
         elif number == self._first_timed and not self.order.own_steps:
-            self._begin_part("attached")
+            self._samples.begin("attached")
         if number == self._first - 1:
             self._warm_up_profiler()
 
@@ -339,7 +306,7 @@ class Session:
     @property
     def is_done(self) -> bool:
         """Whether nothing more is recorded, timed or looked for."""
-        return self._is_over and self._lines is None
+        return self._is_over and not self._looks_for_lines
 
     def _end_steps(self) -> None:
         self._end_lines()
@@ -389,7 +356,8 @@ class Session:
         self._is_over = True
         if self._lines is not None:
             self._lines.forget()
-        self._recording = self._process = self._lines = self._workers = self._warmed_up = None
+        self._recorder.forget()
+        self._process = self._lines = None
         if self._light is not None:
             self._light.stop()
         if self._counter is not None:
@@ -407,7 +375,7 @@ class Session:
         self.hooks.steps.settle()
         from profkit.capture.work.counter import WorkCounter  # it loads more of torch
 
-        self._end_part()
+        self._samples.end()
         if self.order.annotate:
             self.hooks.start()
         if not self.order.own_steps:
@@ -422,7 +390,7 @@ class Session:
             return
         self._counter.stop()
         self._warmup_range.close()
-        if self.order.own_steps and self._recording is None:
+        if self.order.own_steps and not self._recorder.is_on:
             self.hooks.stop()
         try:
             write_work(self.run / WORK, self._counter.content())
@@ -445,27 +413,10 @@ class Session:
         spans = self.hooks.clock.take()
         self.hooks.loading.step_ended()
         context = {} if self.context is None else {"context": self.context}
-        self._unread.append(_UnreadStep(context, spans, self._step_began, ended))
-        # The light record has events that it has read recorded anew.
-        if self._light is not None or len(self._unread) >= _READ_TOGETHER:
-            self._read_times()
+        self._samples.note(UnreadStep(context, spans, self._step_began, ended))
         if self._light is not None:
+            self._samples.read()  # the light record has events that it has read recorded anew
             self._light.step_ended(spans)
-
-    def _read_times(self) -> None:
-        """Turn what is noted of steps into times, which waits for the GPU."""
-        for step in self._unread:
-            step_ns = time_between(step.began, step.ended)
-            self._samples.note({**step.context, **sum_times(step.spans), "step_ns": step_ns})
-        self._unread.clear()
-
-    def _begin_part(self, part: Part) -> None:
-        self._read_times()
-        self._samples.begin(part)
-
-    def _end_part(self) -> None:
-        self._read_times()
-        self._samples.end()
 
     def _note_in_memory(self, number: int) -> None:
         """Note the step in the file of owners."""
@@ -487,59 +438,16 @@ class Session:
             self._is_chosen = is_slowest()
         if self.order.recorder == "none" or self._is_chosen is False:
             return
-        wait_for_device()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        log = self.hooks.log if self._may_log() else None
-        if log is None:
-            self._drop_profiler()
-        elif self.order.annotate:
-            self.hooks.prepare()
-        self._recording = ExitStack()
-        if self.order.recorder == "kineto":
-            path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
-            warmed_up, self._warmed_up = self._warmed_up, None
-            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log, warmed_up))
-            self._failure = None
-            if self._scripts_profiler is not None:
-                self._scripts_profiler.before_start = self._make_way
-        elif self.order.rank_nsys is not None and RANK_NSYS not in os.environ:
-            self._failure = _NO_RANK if self._rank is None else _NO_NSYS
-        elif self.order.rank_nsys is not None:
-            self._recording.enter_context(recorded_by_own_nsys(self.run, device))
-        elif self.order.recorder == "nsys":
-            self._recording.enter_context(recorded_by_nsys(self.run, device))
-        if log is not None:
-            self.hooks.start_log()
-        if self.order.annotate and not self._records_memory:
-            self.hooks.start()
-
-    def _may_log(self) -> bool:
-        """Return whether CUDA's activities and profkit's own log of ranges hold all that is asked for.
-
-        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too, or
-        where CPU operators alone know the names and sizes of collectives.
-        """
-        needs_operators = self.order.operators or self.memory is not None or not torch.cuda.is_initialized()
-        if self.order.recorder != "kineto" or needs_operators:
-            return False
-        return not several_ranks() or knows_collectives()
+        failure = self._recorder.start(self._rank, self._make_way)
+        if failure is not None or self.order.recorder == "kineto":
+            self._failure = failure
 
     def _warm_up_profiler(self) -> None:
         """Have torch.profiler trace in the step before the recorded ones, if enough steps were timed without it."""
         is_spare = self.order.own_steps or self._first - 1 - self._first_timed >= _ENOUGH_TIMED
-        # With chosen ranks alone, one rank's slower step would be taken for a late rank.
-        is_wanted = is_spare and self.order.ranks is None
-        if self._scripts_profiler is None or self._scripts_profiler.runs or not (is_wanted and self._may_log()):
-            return
-        self._end_part()
-        self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self.hooks.log)
-        self._scripts_profiler.before_start = self._drop_profiler
-
-    def _drop_profiler(self) -> None:
-        """End a profiler that was warmed up and is not to record: the script starts its own, or ends."""
-        profiler, self._warmed_up = self._warmed_up, None
-        if profiler is not None:
-            drop_profiler(profiler)
+        if is_spare and self._recorder.may_warm_up():
+            self._samples.end()
+            self._recorder.warm_up()
 
     def _learn_rank(self) -> None:
         """Ask torch.distributed which rank this is: what torch.multiprocessing.spawn starts has no RANK."""
@@ -556,7 +464,7 @@ class Session:
 
     def _wait_a_step(self) -> None:
         """Begin to record a step later: the script's own torch.profiler runs, and a process has only one."""
-        self._end_part()
+        self._samples.end()
         self.end_counting()
         self._failure = _MEETS
         self._first += 1
@@ -577,24 +485,12 @@ class Session:
         self._is_over = True
         if self._compilations is not None:
             self._compilations.recording_ends()
-        if self._scripts_profiler is not None:
-            self._scripts_profiler.before_start = None
-        self._end_part()
+        self._samples.end()
         if state == CUT_SHORT:
             self.hooks.mark_unfinished()
         self.hooks.stop()
         self.hooks.clock.stop()
-        self._drop_profiler()
-        if self._recording is not None:
-            recording, self._recording = self._recording, None
-            log = self.hooks.log
-            log.saw_cuda_graphs = self.hooks.steps.has_captured
-            try:
-                if several_ranks() and self.order.recorder == "kineto":
-                    log.collectives = logged_collectives(log.began_ns)
-                recording.close()
-            except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
-                self._failure = describe_error(error)
+        self._failure = self._recorder.stop() or self._failure
         if self.memory is not None:
             self.memory.steps_end()
         self._leave(self._describe(state))
@@ -611,48 +507,24 @@ class Session:
     def _wants_lines(self) -> bool:
         return self.order.lines and self._is_chosen is not False and not self.order.own_steps
 
+    @property
+    def _looks_for_lines(self) -> bool:
+        return self._lines is not None and self._lines.is_on
+
     def _begin_lines(self) -> None:
         """Look for the lines behind the time of the steps that follow, in which nothing else is on."""
-        if not self._wants_lines:
-            return
-        self._lines = LineRecorder(lambda: self.hooks.clock.phase, self._workers)
-        self.hooks.clock.start()
-        try:
-            self._lines.start()
-        except Exception as error:  # no thread can be started, say: the target trains on
-            say(f"{self.run}: no lines are looked for: {describe_error(error)}")
+        if self._lines is not None and self._wants_lines and not self._lines.begin():
             self._end_lines()
-        self.hooks.on_backward = None if self._lines is None else self._lines.backward_begins
-        self._start_ns = perf_counter_ns()
-
-    def _note_lines(self, spans: list[Span]) -> None:
-        """A step has ended in which lines were looked for."""
-        assert self._lines is not None
-        wait_for_device()
-        times = {**sum_times(spans), "step_ns": perf_counter_ns() - self._start_ns}
-        if self._lines.step_ended(times):
-            self._end_lines()
-            if self.order.stop:
-                raise SystemExit(0)
-        self._start_ns = perf_counter_ns()
 
     def _end_lines(self) -> None:
         """Write down the lines, also where the process ends before there were enough steps."""
         lines, self._lines = self._lines, None
-        workers, self._workers = self._workers, None
         if lines is None:
-            if workers is not None:
-                workers.close()
             return
-        self.hooks.on_backward = None
-        self.hooks.clock.stop()
-        self._remove_hooks()
-        try:
-            found = lines.stop()
-            if found is not None:
-                write_lines(self.run / name_of_rank(LINES, self._rank or 0), found)
-        except Exception as error:  # a full disk, say: what was recorded before is kept
-            say(f"{self.run}: the lines could not be saved: {describe_error(error)}")
+        if lines.is_on:
+            self.hooks.clock.stop()
+            self._remove_hooks()
+        lines.end(self.run / name_of_rank(LINES, self._rank or 0))
 
     def _leave(self, process: Process) -> None:
         self._process = process

@@ -10,15 +10,19 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
 
+from profkit.capture.errors import describe_error, say
+from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines.own_code import Place, describe, find_place
 from profkit.capture.lines.samples import PERIOD_NS, StackSampler
 from profkit.capture.lines.workers import WorkerLines
-from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread
+from profkit.capture.steps.times import Span, sum_times, wait_for_device
+from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, write_lines
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 _FILTER: tuple[Any, ...] = (
@@ -203,6 +207,66 @@ class LineRecorder:
             rows += of_workers.lines
         rows.sort(key=lambda row: (-row.time_ns, -row.waits))
         return RunLines(LineSteps(PERIOD_NS, tuple(self._steps), batches, batch_ns, self._waits.unknown), tuple(rows))
+
+
+class LineSearch:
+    """The steps of a program in which lines are looked for, and the file that is left of them.
+
+    Workers of data loaders that start from now on can be told to look, too.
+    """
+
+    def __init__(self, run: Path, hooks: Hooks) -> None:
+        self._run = run
+        self._hooks = hooks
+        self._workers = WorkerLines(run)
+        self._recorder: LineRecorder | None = None
+        self._start_ns = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lines are looked for in the step that runs."""
+        return self._recorder is not None
+
+    def begin(self) -> bool:
+        """Look in the steps that follow; return False where that is not possible."""
+        self._recorder = LineRecorder(lambda: self._hooks.clock.phase, self._workers)
+        self._hooks.clock.start()
+        try:
+            self._recorder.start()
+        except Exception as error:  # no thread can be started, say: the target trains on
+            say(f"{self._run}: no lines are looked for: {describe_error(error)}")
+            return False
+        self._hooks.on_backward = self._recorder.backward_begins
+        self._start_ns = perf_counter_ns()
+        return True
+
+    def step_ended(self, spans: list[Span]) -> bool:
+        """Note that a step has ended in these phases, if lines are looked for; return whether there are enough."""
+        if self._recorder is None:
+            return False
+        wait_for_device()
+        is_enough = self._recorder.step_ended({**sum_times(spans), "step_ns": perf_counter_ns() - self._start_ns})
+        self._start_ns = perf_counter_ns()
+        return is_enough
+
+    def end(self, path: Path) -> None:
+        """Write down the lines, if any were looked for."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            self._workers.close()
+            return
+        self._hooks.on_backward = None
+        try:
+            found = recorder.stop()
+            if found is not None:
+                write_lines(path, found)
+        except Exception as error:  # a full disk, say: what was recorded before is kept
+            say(f"{self._run}: the lines could not be saved: {describe_error(error)}")
+
+    def forget(self) -> None:
+        """Leave Python as it was in this process, a forked copy in which nobody samples."""
+        if self._recorder is not None:
+            self._recorder.forget()
 
 
 class _Row(NamedTuple):

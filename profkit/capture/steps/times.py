@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
@@ -263,10 +263,28 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+class UnreadStep(NamedTuple):
+    """A step that has ended on the host: its context, its phases, and when it began and ended."""
+
+    context: Mapping[str, int]
+    spans: list[Span]
+    began: Mark
+    ended: Mark
+
+
+_READ_TOGETHER = 64
+"""After so many steps their times are read, which waits for the GPU."""
+
+
+def _times_of(step: UnreadStep) -> dict[str, int]:
+    return {**step.context, **sum_times(step.spans), "step_ns": time_between(step.began, step.ended)}
+
+
 class StepCollector:
     """Collects each step's times, part by part, and what `read_counters` counted in each part."""
 
     def __init__(self) -> None:
+        self._unread: list[UnreadStep] = []
         self.steps: dict[Part, list[dict[str, int]]] = {"attached": [], "profiled": []}
         self.during: dict[str, dict[str, int]] = {}
         self._part: Part | None = None
@@ -280,11 +298,19 @@ class StepCollector:
 
     def end(self) -> None:
         """End the current part, if there is one."""
+        self.read()
         if self._part is not None:
             self.during[self._part] = counted_since(self._before)
             self._part = None
 
-    def note(self, times: dict[str, int]) -> None:
-        """Keep a step's times; those from before the first part are dropped."""
+    def note(self, step: UnreadStep) -> None:
+        """Note that a step has ended; those from before the first part are dropped."""
+        self._unread.append(step)
+        if len(self._unread) >= _READ_TOGETHER:
+            self.read()
+
+    def read(self) -> None:
+        """Turn what is noted of steps into times, which waits for the GPU."""
+        unread, self._unread = self._unread, []
         if self._part is not None:
-            self.steps[self._part].append(times)
+            self.steps[self._part] += map(_times_of, unread)

@@ -1,0 +1,146 @@
+"""What records the steps that are asked for: torch.profiler or Nsight Systems, as the order says, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import profile
+
+from profkit.capture.errors import describe_error
+from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
+from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.recorders.kineto import (
+    ScriptsProfiler,
+    drop_profiler,
+    recorded_by_kineto,
+    warmed_up_profiler,
+)
+from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
+from profkit.capture.steps.times import wait_for_device
+from profkit.run.directory import KINETO_TRACE, LOG, name_of_rank
+from profkit.run.recording import RANK_NSYS, Order
+
+_NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
+_NO_RANK = "with --ranks, Nsight Systems records only ranks, and this process is not one; leave --ranks out"
+
+
+class StepsRecorder:
+    """Starts and stops what records this process, and the hooks' ranges with it.
+
+    Args:
+        order: what is asked for.
+        hooks: whose ranges are recorded.
+        records_memory: whether the allocator's history is kept at the same time.
+    """
+
+    def __init__(self, order: Order, hooks: Hooks, *, records_memory: bool) -> None:
+        self._order = order
+        self._run = Path(order.run)
+        self._hooks = hooks
+        self._records_memory = records_memory
+        self._recording: ExitStack | None = None
+        self._warmed_up: profile | None = None
+        self._scripts_profiler = ScriptsProfiler() if order.recorder == "kineto" else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether something records."""
+        return self._recording is not None
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether torch.profiler slows the step that runs, and keeps nothing of it."""
+        return self._warmed_up is not None
+
+    @property
+    def meets_the_scripts(self) -> bool:
+        """Whether the script's own torch.profiler runs, where a process has only one."""
+        return self._scripts_profiler is not None and self._scripts_profiler.runs
+
+    def may_warm_up(self) -> bool:
+        """Return whether torch.profiler is to warm up in the step before the recorded ones.
+
+        Not where chosen ranks alone are recorded: one rank's slower step would be taken for a late rank.
+        """
+        return self._order.ranks is None and not self.meets_the_scripts and self._may_log()
+
+    def warm_up(self) -> None:
+        """Have torch.profiler trace from now on, and keep nothing before `start`."""
+        assert self._scripts_profiler is not None
+        self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self._hooks.log)
+        self._scripts_profiler.before_start = self._drop_profiler
+
+    def start(self, rank: int | None, make_way: Callable[[], None]) -> str | None:
+        """Record from now on; return why this process cannot be recorded.
+
+        Args:
+            rank: which rank this is, None if none.
+            make_way: is called before the script starts a torch.profiler of its own.
+        """
+        wait_for_device()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        log = self._hooks.log if self._may_log() else None
+        if log is None:
+            self._drop_profiler()
+        elif self._order.annotate:
+            self._hooks.prepare()
+        self._recording, failure = ExitStack(), None
+        if self._scripts_profiler is not None:
+            path = self._run / name_of_rank(KINETO_TRACE, rank or 0)
+            warmed_up, self._warmed_up = self._warmed_up, None
+            self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log, warmed_up))
+            self._scripts_profiler.before_start = make_way
+        elif self._order.rank_nsys is not None and RANK_NSYS not in os.environ:
+            failure = _NO_RANK if rank is None else _NO_NSYS
+        elif self._order.rank_nsys is not None:
+            self._recording.enter_context(recorded_by_own_nsys(self._run, device))
+        elif self._order.recorder == "nsys":
+            self._recording.enter_context(recorded_by_nsys(self._run, device))
+        if log is not None:
+            self._hooks.start_log()
+        if self._order.annotate and self._order.recorder != "memory":
+            self._hooks.start()
+        return failure
+
+    def stop(self) -> str | None:
+        """End the recording, if there is one, and return why it could not be saved."""
+        if self._scripts_profiler is not None:
+            self._scripts_profiler.before_start = None
+        self._drop_profiler()
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return None
+        log = self._hooks.log
+        log.saw_cuda_graphs = self._hooks.steps.has_captured
+        try:
+            if several_ranks() and self._order.recorder == "kineto":
+                log.collectives = logged_collectives(log.began_ns)
+            recording.close()
+        except Exception as error:  # a full disk, say: the target trains on, and the launcher reports it
+            return describe_error(error)
+        return None
+
+    def forget(self) -> None:
+        """Do nothing more: this process is a forked copy."""
+        self._recording = self._warmed_up = None
+
+    def _may_log(self) -> bool:
+        """Return whether CUDA's activities and profkit's own log of ranges hold all that is asked for.
+
+        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too, or
+        where CPU operators alone know the names and sizes of collectives.
+        """
+        needs_operators = self._order.operators or self._records_memory or not torch.cuda.is_initialized()
+        if self._scripts_profiler is None or needs_operators:
+            return False
+        return not several_ranks() or knows_collectives()
+
+    def _drop_profiler(self) -> None:
+        """End a profiler that was warmed up and is not to record: the script starts its own, or ends."""
+        profiler, self._warmed_up = self._warmed_up, None
+        if profiler is not None:
+            drop_profiler(profiler)
