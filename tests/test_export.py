@@ -363,18 +363,11 @@ def test_a_damaged_trace_of_overlapping_rows_is_exported(profkit: Run, tmp_path:
         ends[one["pid"], one["tid"]] = one["end"]
 
 
-def test_export_says_what_is_missing(profkit: Run, tmp_path: Path) -> None:
-    done = profkit("export", NSYS)
-    assert done.returncode == 2
-    assert "add -o step.json.gz" in done.stderr
-    done = profkit("export", NSYS, "--chrome", NSYS)
-    assert done.returncode == 2
-    assert "this file is being read" in done.stderr
-    done = profkit("export", NSYS, "--perfetto", tmp_path / "step.pftrace")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "profkit: --perfetto is gone: write --chrome step.json.gz, which Perfetto (ui.perfetto.dev) opens\n"
-    )
+def test_export_says_what_is_missing(profkit: Run) -> None:
+    for output, said in (((), "add -o step.json.gz"), (("--chrome", NSYS), "this file is being read")):
+        done = profkit("export", NSYS, *output)
+        assert done.returncode == 2
+        assert said in done.stderr
 
 
 def test_export_lists_its_files_and_what_they_hold(profkit: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import manifest, nsys, nsys_session
+from profkit.launch import gpu_state, manifest, nsys, nsys_session
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import (
     Nsys,
@@ -332,13 +332,13 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
 class TestManifest:
     def testdriver_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "version"
-        monkeypatch.setattr(manifest, "_DRIVER", file)
-        assert manifest.driver_version() is None
+        monkeypatch.setattr(gpu_state, "_DRIVER", file)
+        assert gpu_state.driver_version() is None
         file.write_text(
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n"
             "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
         )
-        assert manifest.driver_version() == "580.159.03"
+        assert gpu_state.driver_version() == "580.159.03"
 
     def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -35,9 +35,9 @@ _COMMANDS = {
     "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
     "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),
     "doctor": ("profkit.cli.doctor", "Show what this machine can record, and how to fix what it cannot."),
-    "export": ("profkit.cli.export", "Write a timeline for Perfetto or chrome://tracing."),
-    "gather": ("profkit.cli.gather", "Put the runs of several machines into one directory."),
-    "scrub": ("profkit.cli.scrub", "Copy a capture or a run without private data."),
+    "export": ("profkit.cli.copies", "Write a timeline for Perfetto or chrome://tracing."),
+    "gather": ("profkit.cli.copies", "Put the runs of several machines into one directory."),
+    "scrub": ("profkit.cli.copies", "Copy a capture or a run without private data."),
     "help": ("profkit.cli.help", "Show a guide; `profkit help start` takes five minutes."),
 }
 

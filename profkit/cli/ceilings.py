@@ -10,7 +10,7 @@ import click
 from profkit.cli.options import format_option
 from profkit.cli.outputs import print_document, shown_after_a_second
 from profkit.errors import RunError
-from profkit.launch.ceilings import measure_ceilings
+from profkit.launch.gpu_state import measure_ceilings
 from profkit.launch.record import require_torch
 from profkit.models.options import Device
 from profkit.report.commands.ceilings import build_ceilings_document

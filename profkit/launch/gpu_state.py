@@ -1,15 +1,26 @@
-"""The GPUs of this machine as NVML reports them, what disturbed them in a run, and which CUDA their driver knows."""
+"""The GPUs of this machine: what NVML reports, what disturbed them in a run, which CUDA they know, what they can do."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
+from profkit.launch.processes import run_child
+from profkit.models.options import Device
 from profkit.run.manifest import THROTTLE_REASONS, Gpu, GpuLink, Gpus, Process, Way
+from profkit.run.records import decode
+from profkit.run.work import VERSION, Ceilings
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.
 _COUNTERS = {
@@ -299,6 +310,9 @@ _BRANCHES = (
 )
 
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
 def driver_in(text: str) -> str | None:
     """Return the driver's version from the text of NVIDIA's kernel module, or None."""
     version = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
@@ -309,3 +323,46 @@ def cuda_of_driver(driver: str) -> str | None:
     """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11."""
     branch = numbers(driver)[0]
     return next((cuda for first, cuda in _BRANCHES if branch >= first), None)
+
+
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version as its kernel module reports it, None if there is no driver."""
+    try:
+        text = _DRIVER.read_text()
+    except FileNotFoundError:
+        return None
+    return driver_in(text)
+
+
+def measure_ceilings(device: Device) -> Ceilings:
+    """Return the ceilings of a device, measured now; `profkit.capture.ceilings` says how.
+
+    Raises:
+        ToolError: there is no such device, or it could not be measured.
+    """
+    measured = _measure_in_a_process(device)
+    name, uuid = measured["device"]["name"], measured["device"]["uuid"]
+    is_gpu = uuid is not None or name.startswith(("NVIDIA", "Tesla"))
+    ceilings: Ceilings = decode(
+        Ceilings,
+        {
+            "version": VERSION,
+            "driver": driver_version() if is_gpu else None,
+            "measured_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            **measured,
+        },
+    )
+    return ceilings
+
+
+def _measure_in_a_process(device: Device) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="profkit-") as scratch:
+        result = Path(scratch) / "measured.json"
+        argv = [sys.executable, "-P", "-m", "profkit.capture.ceilings", device, str(result)]
+        status = run_child(argv, {**os.environ, "KINETO_LOG_LEVEL": "99"})
+        if status != 0 or not result.exists():
+            raise ToolError(f"measuring the device failed with exit status {status}")
+        measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in measured:
+        raise ToolError(f"{measured['error']}; nothing was measured")
+    return measured

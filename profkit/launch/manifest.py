@@ -10,17 +10,13 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
-from profkit.launch.gpu_state import driver_in
+from profkit.launch.gpu_state import driver_version
 from profkit.launch.nsys import Nsys
 from profkit.launch.passes import Outcome, Target
 from profkit.run.manifest import Loading, Manifest, MemoryPass, Samples
 from profkit.version import __version__
-
-_DRIVER = Path("/proc/driver/nvidia/version")
-
 
 SECRET_NAMES = ("*token", "*key", "*secret", "*password", "*passwd", "*credential*")
 """Names of options and variables whose values the manifest leaves out."""
@@ -127,15 +123,6 @@ def harmless_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def utc_now() -> str:
     """Return the current time as the manifest writes it: ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def driver_version() -> str | None:
-    """Return the NVIDIA driver's version as its kernel module reports it, None if there is no driver."""
-    try:
-        text = _DRIVER.read_text()
-    except FileNotFoundError:
-        return None
-    return driver_in(text)
 
 
 def git_revision() -> str | None:
