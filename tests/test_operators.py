@@ -9,12 +9,10 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from profkit.analysis.intervals import BusyTime
+from profkit.trace.columns import Work
 from profkit.trace.kineto import OperatorForest
-from tests.kineto_builder import (
-    TID,
-    read,
-    row,
-)
+from tests.kineto_builder import TID, read, row
 
 
 @st.composite
@@ -67,6 +65,13 @@ def test_self_times_add_up_where_rounding_makes_a_child_outlive_its_parent(rows:
     for one in (0, 1):
         mine = [(s, s + d) for s, d, t in rows if t == one]
         assert int(forest.self_ns[thread == one].sum()) == union_ns(mine)
+    if len(rows):
+        zeros = np.zeros(len(rows), dtype=np.int64)
+        work = Work(
+            zeros, start, start + duration, forest.self_ns, zeros, zeros, thread, start, thread, zeros.astype(np.bool_)
+        )
+        each = np.arange(len(rows))
+        assert BusyTime(work).sum_by(each, each, len(rows)).tolist() == forest.self_ns.tolist()
     # Who is innermost at a moment: the one that began last (the shorter, the later given) and is still open.
     moments = np.repeat(np.arange(95), 2)
     threads = np.tile([0, 1], 95)

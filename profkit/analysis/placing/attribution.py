@@ -359,13 +359,9 @@ def _adopt_top_ranges(
 
 
 def _enclosing(ranges: Ranges, parent: Ints, candidate: Ints, members: Ints) -> Ints:
-    """Return, for each member, the innermost of its candidate and the ranges around that which encloses it in time."""
+    """Return, for each member, the innermost of its candidate and the ranges around that which ends no earlier."""
     while True:
-        began, ended = ranges.start_ns[candidate], ranges.end_ns[candidate]
-        begin, end = ranges.start_ns[members], ranges.end_ns[members]
-        # A range begun here and ended on the host's thread is open there too: it must not enclose itself.
-        around = ((began < begin) & (ended >= end)) | ((began == begin) & (ended > end))
-        climbing = (candidate != NO_RANGE) & ~around
+        climbing = (candidate != NO_RANGE) & (ranges.end_ns[candidate] < ranges.end_ns[members])
         if not climbing.any():
             return candidate
         candidate = np.where(climbing, parent[candidate], candidate)
