@@ -31,6 +31,7 @@ from profkit.text_kinds import (
     MODULE,
     PROFILER,
     RANGE,
+    SOURCE_FILE,
     THREAD,
     VERSION,
     WORD,
@@ -188,6 +189,17 @@ def test_each_kind_of_text_has_its_rule(kind: Kind, text: str, kept: str) -> Non
 )
 def test_a_line_that_is_kept_has_no_folder(text: str, kept: str) -> None:
     assert Keeper(keep_frames=True).text(LINE, text) == kept
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"), [("/home/ada/m.py", "m.py"), ("C:\\ada\\m.py", "m.py"), ("/s/k=v;m", LEFT_OUT)]
+)
+def test_a_file_that_is_kept_has_no_folder_and_looks_like_a_file(path: str, kept: str) -> None:
+    assert Keeper(keep_frames=True).text(SOURCE_FILE, path) == kept
+
+
+def test_a_mapping_whose_keys_have_no_kind_is_left_out() -> None:
+    assert Keeper().record(dict[str, int], {"TOKEN": 1}) == {}
 
 
 def test_equal_messages_and_lines_stay_equal() -> None:
