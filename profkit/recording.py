@@ -65,9 +65,9 @@ def record(
     Or ``@profkit.record()`` before a function, whose ``run`` is then the recording of its last call. The program is
     not changed and goes on after the recorded steps; when the block is left, nothing of profkit's is in the process any
     more. What ends a step is what ends one for ``profkit run`` (`profkit help scripts`). The first ``warmup`` steps run
-    unprofiled, and ten or eleven of them are timed; then ``steps`` are recorded by torch.profiler; in the next ones (at least 3
-    and a second) the lines of source are looked for; with ``memory``, as many more as ``steps``, after two, have the
-    allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
+    unprofiled, and ten or eleven of them are timed; then ``steps`` are recorded by torch.profiler; in the next ones (at
+    least 3 and a second) the lines of source are looked for; with ``memory``, as many more as ``steps``, after two,
+    have the allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
 
     Args:
         steps: how many steps are recorded.
