@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 
 from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, find_advice
+from profkit.analysis.causes.evidence import SourceLine
+from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import MemoryUse, Summary
+from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
+from tests.allocator_reference import MIB, Block
 from tests.captures import capture
+from tests.conftest import ROOT
+from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 from tests.step_builder import ADD, NVJET, SGEMM, SUM
 
@@ -419,6 +426,113 @@ def test_at_most_three_causes_are_tried_and_what_they_buy_together_is_no_sum(tmp
     for advice in result.tries:
         assert advice.edit is None or parse_edits([advice.edit])
         json.dumps(asdict(advice))
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("held", "is_named"), [(30 * GIB, True), (120 * GIB, False)])
+def test_checkpoints_are_needless_where_half_of_the_memory_is_free(
+    tmp_path: Path, held: int, *, is_named: bool
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            for block in ("h.0", "h.1"):
+                with program.range(f"forward/model/{block}"):
+                    program.launch(NVJET, MS // 2)
+            for block in ("h.1", "h.0"):
+                with program.range(f"backward/model/{block}"):
+                    with program.range(f"recompute/{block}"):
+                        program.launch(NVJET, MS // 2)
+                    program.launch(NVJET, MS)
+            program.wait()
+    conditions = {"reserved_peak_bytes": held, "gpu_memory_bytes": 140 * GIB}
+    advice = found(program.write(tmp_path, conditions=conditions))
+    assert ("recompute" in advice) == is_named
+    if is_named:
+        assert advice["recompute"].module == "h.*"
+        low, expected, high = after(advice["recompute"])
+        assert low <= program.lengths[0] - MS <= high
+        assert expected == pytest.approx(program.lengths[0] - MS, rel=0.02)
+
+
+@pytest.mark.parametrize(("grown", "codes"), [(100 * 2**20, ["growth"]), (2**18, [])])
+def test_memory_that_grows_ends_the_run_and_comes_first(tmp_path: Path, grown: int, codes: list[str]) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                program.launch(NVJET, MS, 5)
+            program.wait()
+    steps = [{"step_ns": length} for length in program.lengths]
+    attached = {"steps": steps, "during": {"allocated_bytes": STEPS * grown}}
+    conditions = {"reserved_peak_bytes": 30 * GIB, "gpu_memory_bytes": 140 * GIB}
+    result = program.write(tmp_path, conditions=conditions, attached=attached)
+    assert [advice.code for advice in result.tries] == codes
+    if codes:
+        (advice,) = result.tries
+        assert advice.cause == "every step keeps 100.0 MiB more: memory is full in 1,126 steps"
+        assert advice.saves_bytes is not None
+        assert advice.saves_bytes.expected == grown
+
+
+class Keeping(Training):
+    """Leaves 4 MiB behind in every step."""
+
+    def malloc(self, size: int, stack: str, owner: tuple[str, str] | None = None) -> Block:
+        return super().malloc(4 * MIB if size == 700 else size, stack, owner)
+
+
+def test_a_line_that_keeps_memory_is_named_where_its_history_was_recorded(tmp_path: Path) -> None:
+    opened = open_capture(Keeping(steps=6, leaks=True).write(tmp_path))
+    advice = found(find_advice(opened, summarize_capture(opened)))["growth"]
+    assert advice.line is not None
+    assert advice.line == SourceLine("train.py", 30, "remember")
+    whole = open_capture(Training(steps=6).write(tmp_path))
+    assert "growth" not in found(find_advice(whole, summarize_capture(whole)))
+
+
+def _memory(**changes: Any) -> Summary:
+    """Return 10 GiB at the peak, of them 6 GiB activations in four blocks whose forward pass takes 8 ms."""
+    block = PartRow("h.*", ("model", "h.*"), 6 * GIB, 0.6, 4, 0, {"activations": 6 * GIB}, {}, number=4)
+    known: dict[str, Any] = {
+        "device": 0,
+        "peak_bytes": 10 * GIB,
+        "exact": True,
+        "phase": "backward",
+        "by_category": {"activations": 6 * GIB, "gradients": GIB},
+        "reserved_peak_bytes": 12 * GIB,
+        "capacity_bytes": 13 * GIB,
+        "expandable_reserved_bytes": None,
+        "modules": (block,),
+        "failure": None,
+        "failed_request_bytes": None,
+        "agrees": None,
+        "recording_cost": None,
+    }
+    modules = (ModuleTime("h.*", "model", 4, 8 * MS, 16 * MS, 0),)
+    return Summary("run", memory=MemoryUse(**{**known, **changes}), modules=modules, passes=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "saved"),
+    [
+        ({}, "checkpoint", 6 * GIB - 6 * GIB // 4),
+        ({"capacity_bytes": 140 * GIB}, None, 0),
+        ({"phase": "forward", "capacity_bytes": 140 * GIB}, "zero-grad-late", GIB),
+        ({"expandable_reserved_bytes": 11 * GIB, "capacity_bytes": 140 * GIB}, "expandable-segments", GIB),
+    ],
+)
+def test_memory_is_saved_where_it_is_short_or_held_for_nothing(
+    changes: dict[str, Any], code: str | None, saved: int
+) -> None:
+    advice = found(find_advice(open_capture(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"), _memory(**changes)))
+    assert set(advice) == ({code} if code else set())
+    if code:
+        assert advice[code].after_ns is None
+        assert advice[code].saves_bytes is not None
+        assert advice[code].saves_bytes.expected == saved
 
 
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:
