@@ -1,0 +1,77 @@
+"""The harness of planted faults: its programs run, its marks are found, and its table judges as it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "tests" / "programs" / "faults"
+sys.path.insert(0, str(FOLDER))
+from fault_table import judge, print_table  # noqa: E402
+from record_faults import FAULTS, PLAIN, find_line  # noqa: E402
+
+
+def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert sum(bool(fault.codes) for fault in FAULTS) >= 20
+    for fault in FAULTS:
+        assert (fault.marker is None) == (find_line(fault) is None)
+        assert bool(fault.codes) == bool(fault.faults)
+        assert not fault.codes or fault.marker is not None or fault.module is not None
+
+
+@pytest.mark.parametrize("program", PLAIN)
+def test_every_variant_of_a_plain_program_runs_and_is_timed(program: str) -> None:
+    variants = [list(fault.faults) for fault in FAULTS if fault.program == program]
+    command = [
+        sys.executable,
+        str(FOLDER / "record_faults.py"),
+        "-",
+        "--tiny",
+        "--truth",
+        program,
+        json.dumps(variants),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    times = json.loads(done.stdout.splitlines()[-1])
+    assert set(times) == {"+".join(variant) for variant in variants}
+    assert all(len(each) == 2 and min(each) > 0 for each in times.values())
+
+
+def _row(**advice: Any) -> dict[str, Any]:
+    after = {"low": 9e6, "expected": 10e6, "high": 11e6}
+    one = {"code": "waits", "line": {"file": "/x/transformer.py", "line": 83}, "module": None, "after_ns": after}
+    return {
+        "fault": {"name": "f", "codes": ["waits"], "module": None, "fits": True},
+        "line": ["transformer.py", 83],
+        "truth_ms": {"now": 12.0, "after": 10.5},
+        "summary": {"advice": [{"code": "compile"}, {**one, **advice}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("advice", "verdict"),
+    [
+        ({}, (True, True)),
+        ({"line": {"file": "/x/transformer.py", "line": 84}}, (False, True)),
+        ({"line": None}, (False, True)),
+        ({"code": "python"}, (False, None)),
+        ({"after_ns": {"low": 1e6, "expected": 2e6, "high": 3e6}}, (True, False)),
+    ],
+)
+def test_a_fault_is_named_by_code_and_line_and_its_truth_lies_inside_or_not(
+    advice: dict[str, Any], verdict: tuple[bool, bool | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = judge(_row(**advice))
+    assert (found["named"], found["inside"]) == verdict
+    assert found["others"][0] == "compile"
+    print_table({"rows": [_row(**advice)]})
+    said = capsys.readouterr().out
+    assert f"{int(verdict[0])} of 1 named" in said
+    assert f"{int(bool(verdict[1]))} of {int(verdict[1] is not None)} inside" in said
