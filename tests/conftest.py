@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from profkit.cli import main
+from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
 
@@ -175,15 +176,9 @@ def call_main(argv: list[str], env: dict[str, str] | None = None) -> subprocess.
     return subprocess.CompletedProcess(argv, code if isinstance(code, int) else int(code is not None), out, err)
 
 
-_CHROMIUM_FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A real Chromium; `tests.browser.open_page` opens a page in it, without a network."""
-    api = pytest.importorskip("playwright.sync_api")
-    path = os.environ.get("PROFKIT_CHROMIUM", "/usr/bin/chromium")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS.split())
+    pytest.importorskip("playwright.sync_api")
+    with start_browser() as chromium:
         yield chromium
-        chromium.close()

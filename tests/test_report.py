@@ -29,7 +29,7 @@ from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 from profkit.run.directory import Run
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
-from tests.browser import open_page, read_table
+from tests.browser import draw_first_screen, open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, write_two_steps
@@ -484,6 +484,17 @@ def test_the_first_screen_fits_its_window_and_the_details_are_folded(
         tab.evaluate("location.hash = '#memory'")
         tab.wait_for_selector("#memory details[open]")
         assert tab.locator("#chart").bounding_box()["width"] > 300
+
+
+@pytest.mark.browser
+def test_the_picture_of_the_readme_is_small_and_drawn_from_a_run_of_the_repository(
+    browser: Any, tmp_path: Path
+) -> None:
+    draw_first_screen(browser, tmp_path / "page.png")
+    drawn, kept = (tmp_path / "page.png").read_bytes(), (ROOT / ".github" / "page.png").read_bytes()
+    assert max(len(drawn), len(kept)) <= 300_000
+    assert drawn[16:20] == kept[16:20], "its width: `python -m tests.browser .github/page.png` draws it anew"
+    assert "(.github/page.png)" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.browser
