@@ -248,6 +248,8 @@ def _saving(evidence: Evidence, after: Interval) -> Interval:
 
 def _say_nothing(evidence: Evidence) -> str:
     limits = evidence.summary.limits
+    if limits is None and evidence.summary.work is not None:
+        return "Nothing is predicted: no work of a GPU was recorded."
     if limits is None:
         return "Nothing found that would save more than 2 %."
     if limits.refusal is not None:

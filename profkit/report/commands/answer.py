@@ -43,7 +43,8 @@ _PACES: dict[Kind, str] = {
     Limit.COPYING: "the GPU copies memory",
     Limit.ALLOCATING: "PyTorch allocates memory from CUDA and frees it",
 }
-_LINE_WIDTH = 44
+ROOM = 92
+"""A line's text on a screen of 100 columns, behind its word."""
 _NUMBERS = {2: "Both", 3: "All three"}
 _MOST = 0.5
 _SMALL_PHASE = 0.005
@@ -169,7 +170,7 @@ def _describe_pace(summary: Summary, tree: StepTree) -> str:
 def name_line(line: LineLimit) -> str:
     """Return a line of source in a few words: ``train.py:30 main: torch.randn``."""
     called = f": {line.called}" if line.called else ""
-    return shorten(f"{Path(line.file).name}:{line.line} {line.function}{called}", _LINE_WIDTH)
+    return f"{Path(line.file).name}:{line.line} {line.function}{called}"
 
 
 def draw_tree(tree: StepTree) -> Iterator[str]:
@@ -179,8 +180,10 @@ def draw_tree(tree: StepTree) -> Iterator[str]:
     for at, (part, name) in enumerate(zip(tree.parts, names, strict=True)):
         branch = "└─" if at == len(names) - 1 else "├─"
         time, share = _time(part.time_ns), format_share(tree.share(part.time_ns))
-        detail = f"◀ {name_line(part.line)}" if part.line else describe_phases(tree, part)
-        yield f"{branch} {name:<{width}}  {time:>8}  {share:>6}  {detail}".rstrip()
+        row = f"{branch} {name:<{width}}  {time:>8}  {share:>6}  "
+        room = ROOM - len(row) - len("◀ ")
+        detail = f"◀ {shorten(name_line(part.line), room)}" if part.line else describe_phases(tree, part)
+        yield f"{row}{detail}".rstrip()
 
 
 def name_part(tree: StepTree, part: StepPart) -> str:

@@ -14,7 +14,14 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import MODEL
-from profkit.report.commands.answer import describe_answer, describe_interval, describe_together, draw_tree, name_place
+from profkit.report.commands.answer import (
+    ROOM,
+    describe_answer,
+    describe_interval,
+    describe_together,
+    draw_tree,
+    name_place,
+)
 from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
 from profkit.report.commands.trials import describe_trial, name_trial
@@ -28,8 +35,6 @@ _COMMAND_BEGINNING = 40
 _MODULES = 4
 _NAME_WIDTH = 48
 _SEPARATOR = " · "
-_ROOM = 92
-"""A line's text on a screen of 100 columns, behind its word."""
 _CAUSES = {
     "data_ns": "waiting for data",
     "launching_ns": "while Python prepared kernels",
@@ -171,7 +176,7 @@ def _fit(parts: Iterable[str]) -> str:
     text = ""
     for part in parts:
         longer = f"{text}{_SEPARATOR}{part}" if text else part
-        if text and len(longer) > _ROOM:
+        if text and len(longer) > ROOM:
             break
         text = longer
     return text
