@@ -9,18 +9,29 @@ import resource
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from profkit import annotate, read_trace  # noqa: E402
-from profkit.capture.recorders import nsys  # noqa: E402
+from profkit.capture.hooks.range_log import LiveLog  # noqa: E402
+from profkit.capture.patches import restore  # noqa: E402
+from profkit.capture.recorders import kineto, nsys, recorded_steps  # noqa: E402
 from profkit.capture.recorders.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
 from profkit.capture.recorders.nsys import LocalRanks, recorded_by_nsys  # noqa: E402
+from profkit.capture.recorders.recorded_steps import StepsRecorder  # noqa: E402
+from profkit.run.range_log import (  # noqa: E402
+    log_beside,
+    plain_beside,
+    read_range_log,
+)
+from profkit.run.recording import Order  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -202,3 +213,58 @@ def test_without_cuda_nsys_is_not_started_or_stopped(tmp_path: Path, monkeypatch
     with recorded_by_nsys(tmp_path, CPU):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA seems to be in use, and there is nothing to wait for; torch.profiler traces the CPU in its place."""
+    on_cpu = torch.profiler.ProfilerActivity.CPU
+    monkeypatch.setattr(kineto, "ProfilerActivity", SimpleNamespace(CUDA=on_cpu))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepsRecorder]:
+    for target in ("_prepare_trace", "__exit__"):  # the recorder watches the script's profilers from now on
+        monkeypatch.setattr(torch.autograd.profiler.profile, target, getattr(torch.autograd.profiler.profile, target))
+    hooks: Any = SimpleNamespace(
+        log=LiveLog(), prepare=lambda: None, start_log=lambda: None, start=lambda: None, steps=SimpleNamespace()
+    )
+    hooks.steps.has_captured = False
+    yield StepsRecorder(Order(str(tmp_path), "kineto", 2, 1), hooks, records_memory=False)
+    restore()
+
+
+def test_a_recording_that_was_warmed_up_leaves_a_trace_and_the_log_of_ranges(
+    recorder: StepsRecorder, tmp_path: Path
+) -> None:
+    assert recorder.may_warm_up()
+    recorder.warm_up()
+    assert (recorder.is_warming_up, recorder.is_on) == (True, False)
+    assert recorder.start(None, lambda: pytest.fail("made way")) is None
+    assert (recorder.is_warming_up, recorder.is_on) == (False, True)
+    assert recorder.stop() is None
+    path = tmp_path / "trace.json.gz"
+    assert sorted(tmp_path.iterdir()) == sorted([plain_beside(path), log_beside(path)])
+    assert len(read_range_log(log_beside(path)).readings) == 2
+
+
+def test_a_profiler_that_warms_up_makes_way_for_the_scripts(recorder: StepsRecorder, tmp_path: Path) -> None:
+    recorder.warm_up()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert (recorder.is_warming_up, recorder.meets_the_scripts) == (False, True)
+        torch.ones(2).log()
+    assert "aten::log" in {event.name for event in profiler.events()}
+    assert not recorder.meets_the_scripts
+    assert recorder.stop() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cpu_operators_alone_know_needs_them(recorder: StepsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_steps, "several_ranks", lambda: True)
+    monkeypatch.setattr(recorded_steps, "knows_collectives", lambda: True)
+    assert recorder.may_warm_up()
+    monkeypatch.setattr(recorded_steps, "knows_collectives", lambda: False)
+    assert not recorder.may_warm_up()
