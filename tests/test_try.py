@@ -201,3 +201,32 @@ def test_wrong_use_says_what_to_write(forks: Forks, tmp_path: Path, words: list[
     done = forks.run_profkit("try", *words, cwd=tmp_path)
     assert done.returncode in (1, 2)
     assert why in done.stderr
+
+
+RANKS = """
+import torch
+from torch import distributed
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(300):
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    words = ["--processes", "1", "--format", "json", "--run", "run", "--edit", "optimizer:foreach"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = forks.run_profkit("try", *words, "--", *launcher, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    as_is, foreach = json.loads(done.stdout)["trials"]
+    assert as_is["step_ns"] > 0
+    assert foreach["evidence"][0]["is_made"]
+    assert foreach["loss"]["share"] == 0.0
+    (call,) = Run(tmp_path / "run").trials.calls
+    assert all(process.measured is not None and process.measured.rank in (0, 1) for process in call.processes)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", TRIALS]
