@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from profkit.analysis.summary import Summary
 from profkit.analysis.trials import Trial, find_best, latest_trials, summarize_trials
 from profkit.errors import RunError
 from profkit.launch.trials import _combine
+from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_held_document, build_trials_document, describe_trial, write_code
 from profkit.report.document import FORMATS, render
+from profkit.report.page.page import render_report
 from profkit.run.edits import EDITS
 from profkit.run.trials import (
     VERSION,
@@ -30,6 +33,8 @@ from profkit.run.trials import (
     read_trials,
     write_trials,
 )
+from tests.efficiency_runs import SMALL
+from tests.in_process import run_command
 
 PLAN = TrialPlan(VERSION, "2026-01-01T00:00:00+00:00", 10, 20)
 MS = 1e6
@@ -175,3 +180,17 @@ def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> 
     assert trial["edits"] == ["compile"]
     assert result.to_dict()["advice"][0]["measured"]["change_ns"]["mean"] == pytest.approx(-1e6)
     assert add_trials(AdviceResult((first,)), RunTrials()) == AdviceResult((first,))
+
+
+def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) -> None:
+    write_trials(tmp_path / "trials.jsonl", RunTrials((Trials(PLAN, (), tuple(FUSED)),)))
+    (tmp_path / "manifest.json").write_text("{}")
+    shutil.copy(SMALL, tmp_path / "trace.sqlite")
+    page = render_report(open_capture(tmp_path))
+    assert 'id="trials"' in page
+    assert "9.999 ms, measured -1.000 ms a step (-1.248 … -0.752 ms)" in page or "10.00 ms, measured -1.000 ms" in page
+    assert page.count('class="dot-unprofiled"') >= 2
+    shown = run_command("try", "--report", tmp_path).stdout
+    assert "optimizer = torch.optim.AdamW(…, fused=True)" in shown
+    many = run_command("try", "--report", tmp_path, tmp_path).stdout
+    assert many.startswith("0 of 0 predictions held; 2 trials had none")

@@ -83,6 +83,13 @@ class Trial:
     reason: str | None = None
 
     @property
+    def half_ns(self) -> float | None:
+        """Half of the step's interval: that of its change, or of the program as it is."""
+        if self.change_low_ns is None or self.change_high_ns is None:
+            return None if self.edits else self.error_ns
+        return (self.change_high_ns - self.change_low_ns) / 2
+
+    @property
     def is_shorter(self) -> bool:
         """Whether the whole interval says that the step is shorter; of another batch, that of its samples."""
         return self.change_high_ns is not None and self.change_high_ns < 0 and self.batch_factor == 1

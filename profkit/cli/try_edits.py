@@ -58,7 +58,11 @@ class TryCommand(RunCommand):
 @click.option("--anyway", is_flag=True, help="Also try a script that writes files where it runs.")
 @click.option("--step-on", metavar="KIND", help="What a step is, as for `profkit run`.")
 @click.option("--run", "directory", type=click.Path(path_type=Path), help="The run directory to create for a script.")
-@click.option("--report", is_flag=True, help="Try nothing: show how often predictions held in these runs' trials.")
+@click.option(
+    "--report",
+    is_flag=True,
+    help="Try nothing: show what a run's last trials measured; of several runs, how often predictions held.",
+)
 @output_options
 def try_(
     target: tuple[str, ...],
@@ -214,6 +218,9 @@ def _measure(
 
 
 def _report(runs: Sequence[Path]) -> Document:
+    """Return the last call's table of one run; of several, how often predictions held."""
+    if len(runs) == 1 and (calls := Run(runs[0]).trials.calls):
+        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]))
     trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials.calls).values()]
     if not trials:
         raise UsageError("these runs hold no trials; `profkit try RUN` makes some")

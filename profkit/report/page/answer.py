@@ -36,6 +36,7 @@ _SECTIONS = {
     "LINES": ("step", "efficiency --by line"),
     "MEMORY": ("memory", "memory"),
     "RANKS": ("ranks", "ranks"),
+    "Tried": ("trials", "try --report"),
     "Closed": ("trust", "kernels"),
 }
 """A line's word → the section that shows more, and the command that prints its figures."""

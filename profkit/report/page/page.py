@@ -19,12 +19,14 @@ from profkit.analysis.memory.bins import Stacking
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
 from profkit.report import colours
 from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.summary import build_summary_document
+from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page.answer import build_answer, build_lines
 from profkit.report.page.markup import Section, view_parts, without_folders
@@ -34,7 +36,7 @@ from profkit.report.page.ranks import build_ranks
 from profkit.report.page.results import Results, build_comparison, compare_runs
 from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
 from profkit.report.text import make_visible
-from profkit.report.units import format_count
+from profkit.report.units import format_count, format_ns
 from profkit.version import __version__
 
 _SCRIPTS = {
@@ -108,6 +110,7 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
         *compared,
         _lines_section(run),
         *_step_sections(run),
+        *_trial_sections(run),
         *_rank_sections(run),
         *_module_sections(run, before),
         *_memory_sections(run, source),
@@ -222,6 +225,26 @@ def _step_sections(run: Results) -> Iterator[Section]:
     if step is not None:
         command = f"profkit kernels {run.name} --range {shlex.quote(step.name)} --instance {step.instance}"
         yield Section("timeline", "Timeline of one step", command, build_timeline(trace.attribution, step))
+
+
+def _trial_sections(run: Results) -> Iterator[Section]:
+    calls = () if run.capture.run is None else run.capture.run.trials.calls
+    if calls and calls[-1].processes:
+        trials = summarize_trials(calls[-1])
+        document = build_trials_document(run.name, calls[-1].plan, trials)
+        content = {"bars": list(_draw_trials(trials)), "parts": view_parts(document.parts)}
+        yield Section("trials", "Edits that were tried", f"profkit try --report {run.name}", content)
+
+
+def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
+    """Yield a bar for each step that was measured, and its interval, in thousandths of the longest."""
+    timed = [(trial, trial.step_ns) for trial in trials if trial.step_ns is not None]
+    scale = 1000 / max((step_ns + (trial.half_ns or 0) for trial, step_ns in timed), default=1)
+    for trial, step_ns in timed:
+        ends = (None, None) if trial.half_ns is None else (step_ns - trial.half_ns, step_ns + trial.half_ns)
+        low, high = (None if end is None else round(max(0, end) * scale, 1) for end in ends)
+        text = format_ns(round(step_ns)) + (f", {describe_trial(trial)}" if trial.edits else "")
+        yield {"name": name_trial(trial), "width": round(step_ns * scale, 1), "low": low, "high": high, "text": text}
 
 
 def _rank_sections(run: Results) -> Iterator[Section]:
