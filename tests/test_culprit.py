@@ -149,6 +149,17 @@ def test_a_host_that_keeps_its_gpu_waiting_between_phases_is_named_where_nobody_
     )
 
 
+def test_nobody_waits_for_the_last_rank_of_a_broadcast() -> None:
+    records = light_records(simulate(3, delays=[Delay(1, "data", 9 * MS)]))
+    for record in records:
+        for step in record.steps:
+            step.collectives.kind[:] = ["broadcast"]
+    result = compare_records(records)
+    assert not result.waits_ns.any()
+    assert [row.waiting_ns for row in result.groups] == [0]
+    assert result.verdict.most_rank is None
+
+
 def test_it_is_not_said_that_nobody_is_late_where_ranks_may_have_waited_untimed(tmp_path: Path) -> None:
     records = _untimed(light_records(simulate(4, delays=[Delay(2, "forward", 8 * MS)])), is_at_end=False)
     verdict = compare_records(records).verdict

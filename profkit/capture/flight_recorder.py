@@ -184,7 +184,6 @@ class FlightRecorder:
             self._ranks[name] = tuple(sorted(world.pg_group_ranks.get(group, ()))) if world is not None else ()
 
     def _entries(self, dump: Mapping[str, Any], first: int) -> Iterator[Collective]:
-        """Yield the collectives with this number or a higher one."""
         for name, group in dump.get("pg_config", {}).items():
             if name not in self._ranks and isinstance(group.get("ranks"), str):
                 self._ranks[name] = tuple(json.loads(group["ranks"]))

@@ -217,7 +217,6 @@ class LightRecorder:
             self._read_passed()
 
     def _look(self, now_ns: int) -> None:
-        """Ask the allocator, and NVML."""
         self._looked_ns, self._memory, self._clock = now_ns, _read_allocator(), self._gpu_clock.look()
 
     def _read_passed(self, *, is_last: bool = False) -> None:
@@ -251,7 +250,6 @@ class LightRecorder:
         return (self._number + 1) % max(_FIRST_PERIOD, self._period // part) == 0
 
     def _open(self) -> None:
-        """Begin the file, or begin it anew."""
         rank = distributed.get_rank()
         self._path = self._run / name_of_rank(LIGHT, rank)
         self._epoch_ns, self._zero_ns = time_ns(), perf_counter_ns()
@@ -334,11 +332,9 @@ class LightRecorder:
         return self._flight.between(self._on_our_clock(step.start_ns), self._on_our_clock(step.end_ns))
 
     def _on_our_clock(self, host_ns: int) -> int:
-        """Return the time since the epoch that is ``host_ns`` on the clock of this file."""
         return host_ns - self._zero_ns + self._epoch_ns
 
     def _new_groups(self, collectives: list[Collective]) -> list[str]:
-        """Return the lines of groups that these collectives are the first to use."""
         lines = []
         for collective in collectives:
             if collective.group not in self._groups:
@@ -445,7 +441,6 @@ class LightRecorder:
 
 
 def _spacing(number: int) -> int:
-    """Return how many steps lie between the starts of two rows that are kept."""
     return _OFTEN if number < _MANY else _SELDOM
 
 

@@ -116,7 +116,6 @@ def _run_of(path: Path, rank: int | None) -> Run:
 
 
 def _refuse_misfits(explain: bool, style: Format, plot: Path | None) -> None:
-    """Refuse options that do not fit together, before a large capture is read."""
     if explain and style == "csv":
         raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
     require_png(plot)

@@ -62,7 +62,6 @@ def require_png(plot: Path | None) -> None:
 
 
 def _is_terminal(output: Path) -> bool:
-    """Return whether a file is one, as ``/dev/tty`` is, and sometimes ``/dev/stdout``."""
     if not output.is_char_device():
         return False
     descriptor = os.open(output, os.O_WRONLY | os.O_NOCTTY)

@@ -321,7 +321,6 @@ def clear_unexported(run: Path) -> None:
 
 @contextmanager
 def _copies_of(outputs: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield copies of two descriptors, for a child whose own outputs belong to a profiler."""
     copies = os.dup(outputs[0]), os.dup(outputs[1])
     try:
         yield copies

@@ -87,8 +87,6 @@ class Job:
 
 @dataclass(frozen=True)
 class _SharedJob:
-    """What ``job.json`` holds."""
-
     version: int = 1
     id: Message | None = None
     count: int | None = None

@@ -360,7 +360,6 @@ def _listed(what: str, values: Sequence[Any], *, may_lack: bool) -> Ints:
 
 
 def _steps_of(what: str, counts: Any, count: int) -> Ints:
-    """Return the step of each row, from how many rows each of ``count`` steps has."""
     return np.repeat(np.arange(count), _numbers(f"{what}.count", counts, count))
 
 

@@ -128,7 +128,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         pids_of.setdefault(diagnostic.text.strip(), set()).add(diagnostic.silent_pid)
     for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
-        if _tells_of_loss(text):
+        if _reports_lost_events(text):
             verdict = "failed"
         elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
             verdict = "note"
@@ -139,8 +139,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
     return findings
 
 
-def _tells_of_loss(text: str) -> bool:
-    """Return whether one sentence of a message says that events were lost."""
+def _reports_lost_events(text: str) -> bool:
     return any(_COUNTED.search(part) and _LOST.search(part) for part in _SENTENCE_ENDS.split(text))
 
 
@@ -162,7 +161,6 @@ def _check_values(trace: Trace) -> list[Finding]:
 
 
 def _count_too_long(trace: Trace) -> int:
-    """Count the kernels that are by far longer than the time in which CUDA calls were recorded."""
     calls, work = trace.calls, trace.work
     if not len(calls) or not len(work):
         return 0
@@ -201,14 +199,12 @@ def _check_threads(attribution: Attribution) -> list[Finding]:
 
 
 def _check_launches(trace: Trace) -> list[Finding]:
-    """Look for launches without kernels, kernels without launches, and missing calls."""
     if trace.measure != "gpu-kernel":
         return []
     return [*_check_lost(trace), *_check_unlaunched(trace), *_check_density(trace)]
 
 
 def _is_thin(trace: Trace) -> bool:
-    """Return whether calls seem to be missing."""
     return bool(_check_density(trace))
 
 
@@ -247,7 +243,6 @@ def _check_lost(trace: Trace) -> list[Finding]:
 
 
 def _named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
-    """Return the calls whose name matches."""
     matching = np.zeros(len(trace.names), dtype=np.bool_)
     matching[[i for i in distinct_values(trace.calls.name).tolist() if pattern.match(trace.names[i])]] = True
     return matching[trace.calls.name]
@@ -309,7 +304,6 @@ def _check_density(trace: Trace) -> list[Finding]:
 
 
 def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
-    """Return per process how many calls were recorded, and over how many correlation ids they spread."""
     found = {}
     for process, rows in rows_by_value(calls.process).items():
         ids = calls.correlation[rows]
@@ -435,7 +429,6 @@ def _alike(attribution: Attribution, members: Ints, kinds: Ints) -> Iterator[tup
 
 
 def _without_calls(trace: Trace) -> Bools:
-    """Return during which ranges their process made no CUDA call, on any thread."""
     calls, ranges = trace.calls, trace.ranges
     silent = np.ones(len(ranges), dtype=np.bool_)
     mine = rows_by_value(ranges.process)
@@ -449,7 +442,6 @@ def _without_calls(trace: Trace) -> Bools:
 
 
 def _without_launches(trace: Trace, members: Ints) -> Bools:
-    """Return during which ranges no thread of their process launched anything."""
     work, ranges = trace.work, trace.ranges
     return np.array(
         [

@@ -110,8 +110,6 @@ class _Means:
 
 
 class _Medians:
-    """The median of every resample."""
-
     def __init__(self, picks: list[_Draws]) -> None:
         self._picks = picks
 

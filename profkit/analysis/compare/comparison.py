@@ -314,7 +314,6 @@ def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
 
 
 def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding]:
-    """Yield what torch.compile did in one of the runs, as far as a person can act on it."""
     for finding in find_compilations(capture.run):
         yield Finding(finding.code, f"{side}: {finding.message}", finding.verdict)
 

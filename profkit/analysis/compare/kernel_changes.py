@@ -154,7 +154,6 @@ def measure_change(before: Ints, after: Ints) -> Change:
 
 
 def _measure_changes(before: Ints, after: Ints) -> list[Change]:
-    """Return the change of each column of samples, (sample, column)."""
     interval = bootstrap_differences(before, after)
     changes = []
     for column, (old, new) in enumerate(zip(before.sum(axis=0).tolist(), after.sum(axis=0).tolist(), strict=True)):
@@ -180,7 +179,6 @@ def change_of_columns(
 
 
 def _group(before: StepSamples, after: StepSamples, name_of: Callable[[Key], str]) -> tuple[Line, ...]:
-    """Return the change of the kernel time under each name, the largest first."""
     groups: dict[str, tuple[list[int], list[int]]] = {}
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
@@ -230,8 +228,6 @@ class Match:
 
 @dataclass
 class _Unmatched:
-    """Columns on either side of names that only one side has, in one category and range."""
-
     before: list[int]
     after: list[int]
 

@@ -157,8 +157,6 @@ def _has_generated(samples: StepSamples, columns: Sequence[int]) -> bool:
 
 
 class _Groups:
-    """Sets of modules of a phase that were joined."""
-
     def __init__(self) -> None:
         self._above: dict[_Member, _Member] = {}
 

@@ -172,7 +172,6 @@ def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints
 
 
 def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
-    """Return one sample that holds everything outside ``warmup``."""
     warmup = find_warmup(attribution.trace)
     sample = np.zeros(len(attribution.trace.work), dtype=np.int64)
     if warmup is not None:
@@ -181,7 +180,6 @@ def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
 
 
 def _number_keys(attribution: Attribution, rows: Ints, nodes: RangeNodes) -> tuple[tuple[Key, ...], Ints]:
-    """Return the distinct keys of the rows, and the number of each row's key."""
     trace = attribution.trace
     paths = _read_paths(nodes)
     number: dict[tuple[RangePath, Place], int] = {}

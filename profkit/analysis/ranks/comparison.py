@@ -266,7 +266,6 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
 
 
 def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
-    """Return the ranks with fewer measured steps than the median rank, and how many each has."""
     counts = {rank.record.rank: len(rank.steps.named) for rank in ranks}
     typical = float(np.median(list(counts.values()))) if counts else 0.0
     return {rank: count for rank, count in counts.items() if count < typical}

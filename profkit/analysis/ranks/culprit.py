@@ -212,7 +212,6 @@ def _judge(
     is_untimed: bool,
     written: Mapping[int, ReducedRank],
 ) -> Verdict:
-    """Return who is late, as a rule or now and then; else why nobody is called late."""
     nobody = _nobody_late(ranks, cost)
     doubts: list[Doubt] = []
     for rank, cause, late_ns in find_suspects(cost):
@@ -229,7 +228,6 @@ def _judge(
 
 
 def _nobody_late(ranks: Sequence[ReducedRank], cost: Cost) -> Verdict:
-    """Return the verdict that names nobody, with the rank that costs the others most."""
     usually = np.median(cost.saved_ns, axis=1)
     most = int(usually.argmax())
     late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
@@ -273,7 +271,6 @@ def _weigh(
 
 
 def _arrives_late(culprit: Culprit, lateness: Mapping[int, Floats]) -> Culprit:
-    """Return a rank that is late as a rule with how late it arrives, if that is more than what it saves."""
     if not culprit.is_always:
         return culprit
     arrives_ns = round(float(np.median(lateness[culprit.rank][-culprit.steps :])))
@@ -281,7 +278,6 @@ def _arrives_late(culprit: Culprit, lateness: Mapping[int, Floats]) -> Culprit:
 
 
 def _find_stalled(ranks: Sequence[ReducedRank], matched: Sequence[Matched], cost: Cost) -> Culprit | None:
-    """Return the rank that is late now and then."""
     stalls = find_stalls(cost)
     if stalls is None:
         return None

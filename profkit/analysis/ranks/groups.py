@@ -113,7 +113,6 @@ def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_s
 
 
 def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
-    """Yield the collectives that all ranks of a group take part in, by kind and dtype."""
     for match in matched:
         kinds = list(zip(match.kind, match.dtype, strict=True))
         for kind, dtype in dict.fromkeys(kinds):
@@ -131,7 +130,6 @@ def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | No
 
 
 def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
-    """Yield what the ranks of each group sent and received in the steps that are compared, by kind and dtype."""
     sent: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
     for rank in ranks:
         for group in rank.record.groups:

@@ -51,8 +51,6 @@ _FEWEST_TIED = 8
 
 @dataclass(frozen=True, eq=False)
 class _Spans:
-    """What a host did when: spans in order, none of which begin before another ends, and each one's name."""
-
     start_ns: Ints
     end_ns: Ints
     name: Ints
@@ -125,7 +123,6 @@ def _gpu_phases(rank: ReducedRank) -> Stretches:
 
 
 def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
-    """Return when the host of a rank waited in collectives of which only the call is known, as of gloo's."""
     starts, ends = [], []
     for match, here in mine:
         if match.only_called.any():
@@ -166,7 +163,6 @@ def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tup
 
 
 def _sum_spans(spans: _Spans, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
-    """Return for each stretch of time what the host did in it, without waiting in collectives."""
     first = np.searchsorted(spans.end_ns, begin_ns, side="right")
     last = np.searchsorted(spans.start_ns, end_ns, side="left")
     which, at = spread(first, last)
@@ -359,7 +355,6 @@ class _Phases:
 
 
 def _spread(times_ns: Floats) -> Floats:
-    """Return how much times vary from step to step (the second axis): their median absolute deviation."""
     spread: Floats = np.median(np.abs(times_ns - np.median(times_ns, axis=1)[:, None]), axis=1)
     return spread
 

@@ -163,7 +163,6 @@ def match_collectives(ranks: Sequence[tuple[LightRecord, Mapping[int, Calls]]]) 
 
 
 def _drop_cut_steps(match: Matched, first: Mapping[int, int], last: Mapping[int, int]) -> Matched:
-    """Return the collectives of those steps in which no rank of the group is before its first or after its last."""
     kept = np.ones(len(match.kind), dtype=np.bool_)
     for rank, step in zip(match.ranks, match.step, strict=True):
         if rank in first:
@@ -257,7 +256,6 @@ def wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
 
 
 def _median_of_others(wait: Ints) -> Ints:
-    """Return the median wait of each collective without the rank that came last, which waited for nobody."""
     middle_waits = np.zeros(wait.shape[1], dtype=np.int64)
     some = np.flatnonzero(wait.any(axis=0))
     ordered = np.sort(wait[:, some], axis=0)[1:]

@@ -178,7 +178,6 @@ def _pieces_within(table: Work | Copies, rows: Ints, when: Stretches) -> tuple[I
 
 
 def _join_times(times: list[GpuTime]) -> GpuTime:
-    """Return the time of several GPUs of one rank as that of one: it computes while any of them does."""
     busy, computing, copying = (
         unite_all([getattr(time, name) for time in times]) for name in ("busy", "computing", "exposed_copies")
     )

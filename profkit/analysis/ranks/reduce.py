@@ -34,8 +34,6 @@ _NODE = re.compile(r"node(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """Columns of a rank's collectives, in the order in which they were called."""
-
     called_ns: Ints
     start_ns: Ints
     end_ns: Ints
@@ -170,7 +168,6 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
 
 
 def _since_by_call(own: OwnTime, calls: _Calls) -> dict[int, list[tuple[Cause, str, str, int]]]:
-    """Return what the rank did up to the end of each collective, since the one that ended before it."""
     order = np.argsort(calls.end_ns, kind="stable")
     since: dict[int, list[tuple[Cause, str, str, int]]] = {}
     for cell, cause, phase, module, time in own.sum_between(calls.end_ns[order]):
@@ -340,7 +337,6 @@ def reduce_columns(rank: LightColumns) -> ReducedRank:
 
 
 def _time_sending(rank: LightColumns, steps: int) -> dict[int, int]:
-    """Return for each group what its sends and receives took over the last ``steps`` that nothing hid."""
     since, calls = rank.since, rank.calls
     talks = np.array([cause == "communication" for cause, *_ in since.parts], dtype=np.bool_)[since.part]
     rows = np.flatnonzero(talks & (since.row != NO_COLLECTIVE) & np.isin(since.step, rank.steps.named[-steps:]))

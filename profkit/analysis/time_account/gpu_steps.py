@@ -119,7 +119,6 @@ def _sum_exposed_waits(account: TimeAccount, waiting: Waiting) -> list[tuple[int
 
 
 def _unite_kernels(trace: Trace, rows: Bools) -> dict[int, Stretches]:
-    """Return for each device when any of the given kernels ran."""
     work = trace.work
     here = {device: rows & (work.device == device) for device in distinct_values(work.device).tolist()}
     return {device: unite(work.start_ns[mine], work.end_ns[mine]) for device, mine in here.items()}

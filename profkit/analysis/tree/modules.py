@@ -270,7 +270,6 @@ def _read_places(nodes: RangeNodes) -> list[Place]:
 
 
 def _measured_nodes(nodes: RangeNodes) -> list[int]:
-    """Return the nodes outside of ``warmup``, depth first."""
     names = nodes.names_above()
     return [at.node for at in nodes.depth_first() if not any(map(is_warmup, names[at.node]))]
 

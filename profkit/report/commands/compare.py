@@ -251,7 +251,6 @@ def _name_several(modules: Sequence[str]) -> str:
 
 
 def _counts(time: TimeComparison, before: int, after: int) -> str:
-    """Return how many kernels there are per step on either side: ``12 → 3``."""
     old, new = (
         f"{count / size:,.1f}".removesuffix(".0") for count, size in zip((before, after), time.samples, strict=True)
     )
@@ -263,7 +262,6 @@ def _blank_row() -> Row:
 
 
 def _part_table(time: TimeComparison, top: int) -> Table:
-    """Return the parts that changed measurably, each with its place and kernels, then the sum of the others."""
     changed = [part for part in time.parts if part.change.verdict not in _QUIET]
     quiet = [part.change for part in time.parts if part.change.verdict in _QUIET]
     rows: list[Row] = []
@@ -282,7 +280,6 @@ def _part_table(time: TimeComparison, top: int) -> Table:
 
 
 def _describe_kernels(time: TimeComparison, part: Part) -> list[str]:
-    """Return a part's kernel in one line, or those before and those after in two."""
     before, after = (_name_kernels(time, kernels) for kernels in (part.before, part.after))
     return [before] if part.kind == "same" else [f"was {before}", f"now {after}"]
 
@@ -295,7 +292,6 @@ def _name_kernels(time: TimeComparison, kernels: Sequence[KernelTotal]) -> str:
 
 
 def _columns(heading: str, has_interval: bool, kernels: str | None = None) -> tuple[Column, ...]:
-    """Return the columns of a table of changes; ``kernels`` is what is counted in it, None if nothing is."""
     more = [_INTERVAL_COLUMN] if has_interval else []
     more += [] if kernels is None else [Column("kernels", f"{kernels}s", _COUNTS)]
     return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *more, Column("name", heading, TEXT, flexible=True))

@@ -195,7 +195,6 @@ def _step_rows(result: EfficiencyResult) -> list[Row]:
 
 
 def _head(result: EfficiencyResult) -> Iterator[str]:
-    """Yield which GPU's time this is, how much of it was idle and why, and how well the steps used the GPU."""
     parts, whole, data = result.capture, "the whole capture", DataWait()
     if result.steps:
         (parts, data), whole = sum_steps(result.steps), _count_steps(result)

@@ -126,7 +126,6 @@ def _filter_words(result: KernelsResult) -> list[str]:
 
 
 def _head(result: KernelsResult, steps: int | None) -> list[str]:
-    """Return what the table is about, and the three times that must not be taken for one another."""
     each = ns_over(steps).show
     time_name = "self time" if result.measure == "cpu-operator" else "kernel time"
     # Without a range this is the time from the first to the last thing recorded.
@@ -244,7 +243,6 @@ def _exact_row(result: KernelsResult, row: KernelRow, explain: bool) -> dict[str
 
 
 def _sum_rows(result: KernelsResult, rows: Sequence[KernelRow]) -> KernelRow:
-    """Return the lines that are not shown as one."""
     total, count = sum(row.total_ns for row in rows), sum(row.count for row in rows)
     each = [row.per_instance_count for row in rows if row.per_instance_count is not None]
     return KernelRow(
@@ -288,7 +286,6 @@ def _rule_table(result: KernelsResult, rows: Sequence[KernelRow], *, full_names:
 def _source_lines(
     result: KernelsResult, rows: Sequence[KernelRow], steps: int | None, *, full_names: bool
 ) -> list[Lines]:
-    """Return what the kernels of compiled code compute, those that are shown in the table of kernels."""
     shown = {row.name for row in rows}
     sources = [source for source in result.sources or () if source.kernel in shown]
     if not sources:
@@ -359,12 +356,10 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
 
 
 def _are_compared(result: KernelsResult) -> bool:
-    """Return whether there are several ranks to compare."""
     return len(result.ranks) > 1
 
 
 def _rank_table(result: KernelsResult, steps: int | None) -> Table:
-    """Return one line per rank; times are per step if ``steps`` is given."""
     on_gpu = result.measure == "gpu-kernel"
     columns = (
         Column("rank", "rank", _PLAIN),
@@ -391,7 +386,6 @@ def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]
 
 
 def _sum_ranks(result: KernelsResult) -> list[str]:
-    """Return the line that adds up the ranks, in nanoseconds."""
     if not _are_compared(result):
         return []
     total = sum(row.kernel_time_ns for row in result.ranks)
@@ -413,7 +407,6 @@ def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) ->
 
 
 def _rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
-    """Return the values of a line that `_rank_columns` may show."""
     from statistics import median  # slow to load, and needed only where there are ranks
 
     each = row.per_rank_ns

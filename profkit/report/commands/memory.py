@@ -248,7 +248,6 @@ def _setting_lines(oom: OomVerdict) -> Iterator[str]:
 
 
 def _leak_table(check: LeakCheck) -> Table:
-    """Return a line for each of the last steps; the stack is the one that left most."""
     columns = (
         Column("bytes", "left behind", BYTES),
         Column("began_in", "began in", TEXT),
@@ -278,7 +277,6 @@ def _leak_lines(check: LeakCheck) -> Iterator[str]:
 
 
 def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
-    """Return the one table of CSV: categories, stacks, the largest allocations, and what steps left behind."""
     at = result.composition
     rows: list[Row] = []
     if by != "stack":

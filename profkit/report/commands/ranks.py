@@ -146,7 +146,6 @@ def _describe_links(result: RanksResult) -> list[str]:
 
 
 def _describe_pipeline(pipeline: Pipeline) -> list[str]:
-    """Return what the stages spend in send and recv: the bubble, and waiting for the stage that works longest."""
     name, rank = (
         pipeline.group.dimension or f"of ranks {', '.join(map(str, pipeline.ranks))}",
         pipeline.ranks[pipeline.longest],
