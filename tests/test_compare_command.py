@@ -37,9 +37,9 @@ unprofiled steps (own process), medians of 6 and 6
 
    change    before     after        95% interval  per step
 ─────────  ────────  ────────  ──────────────────  ─────────────────────
--6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  kernel time
--6.000 µs  10.70 µs  4.700 µs  -6.016 … -5.984 µs  GPU busy
--6.000 µs  11.54 µs  5.540 µs  -6.016 … -5.984 µs  Python time, profiled
+-6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.983 µs  kernel time
+-6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.983 µs  GPU busy
+-6.000 µs  11.54 µs  5.540 µs  -6.017 … -5.983 µs  Python time, profiled
 
    change    before     after        95% interval  phase
 ─────────  ────────  ────────  ──────────────────  ─────────
@@ -48,12 +48,12 @@ unprofiled steps (own process), medians of 6 and 6
 
    change    before     after        95% interval  category
 ─────────  ────────  ────────  ──────────────────  ───────────
--6.000 µs  8.000 µs  2.000 µs  -6.004 … -5.996 µs  gemm
+-6.000 µs  8.000 µs  2.000 µs  -6.005 … -5.995 µs  gemm
      0 ns  2.700 µs  2.700 µs                      elementwise
 
    change        95% interval    before  range, category, kernels
 ─────────  ──────────────────  ────────  ───────────────────────────────────────
--6.000 µs  -6.004 … -5.996 µs  8.000 µs  forward/layer */ffn, gemm
+-6.000 µs  -6.005 … -5.995 µs  8.000 µs  forward/layer */ffn, gemm
                                           was sm80_xmma_gemm…32_f32_tn_n_64x64x8
                                           now nvjet_tst_128x…_1x2_h_bz_coopA_TNT
      0 ns                      2.700 µs  (3 more: no measurable difference)
@@ -62,7 +62,7 @@ times are per step: 8 steps before, 8 after
 kernels per step: 7 before, 7 after
 totals: 85,600 and 37,600 ns; sum of the changes: -6,000 ns
 not compared: 0 and 0 ns (warm-up, or outside the steps or the range)
-intervals: bootstrap over the steps of each side; they do not include variation
+intervals: from how the steps of each side vary; they do not include variation
   from run to run
 """
 
@@ -114,8 +114,8 @@ def test_python_returns_what_json_holds(runs: tuple[Path, Path]) -> None:
         "before_per_sample_ns": 10_700,
         "after_per_sample_ns": 4_700,
         "change_ns": -6000,
-        "low_ns": -6016,
-        "high_ns": -5984,
+        "low_ns": -6017,
+        "high_ns": -5983,
         "verdict": "less",
     }
     assert (printed["time"]["unit"], printed["time"]["samples"], printed["time"]["rounding_ns"]) == ("step", [8, 8], 0)
@@ -139,7 +139,7 @@ def test_csv_holds_every_line_of_a_view(runs: tuple[Path, Path], view: str) -> N
 
 def test_markdown_and_latex_hold_every_table(runs: tuple[Path, Path]) -> None:
     markdown = run_command("compare", *runs, "--force", "--format", "markdown").stdout
-    assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.004 … -5.996 µs | gemm |" in markdown
+    assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.005 … -5.995 µs | gemm |" in markdown
     latex = run_command("compare", *runs, "--force", "--format", "latex").stdout
     assert "\n% before  fp32\n% after   bf16\n" in latex
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5

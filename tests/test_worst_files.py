@@ -11,7 +11,7 @@ import pytest
 from profkit.allocator import recorded_heap
 from profkit.allocator.replay import replay_history
 from profkit.analysis.checks.self_check import _in_stream_capture
-from profkit.analysis.compare.bootstrap import bootstrap_differences
+from profkit.analysis.compare.differences import interval_of_step_times
 from profkit.analysis.memory import places, stacks
 from profkit.analysis.memory.owners import match_owners
 from profkit.analysis.memory.phases import find_timeline
@@ -206,10 +206,10 @@ def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: 
 
 def test_of_many_samples_fewer_resamples_are_drawn() -> None:
     def intervals() -> list[float]:
-        samples = np.arange(60_000.0)[:, None] % 1_000
-        found = bootstrap_differences(samples, samples + 100, "median")
+        samples = np.stack([np.arange(60_000.0) % 1_000, np.zeros(60_000)], axis=1)
+        found = interval_of_step_times(samples, samples + np.array([100, 0]))
         assert found is not None
-        return [float(found[0][0]), float(found[1][0])]
+        return list(found)
 
     low, high = run_in_child(intervals, cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES)
     assert 80 < low < 100 < high < 120

@@ -50,8 +50,8 @@ def compare(
     """Show what changed between two captures, per kernel, category and range, and whether it is more than noise.
 
     BEFORE and AFTER are traces, memory snapshots or run directories. Kernel time is compared per step; each change has
-    a bootstrap interval over the steps if both sides have five or more. With two run directories, unprofiled steps and
-    memory are compared too; of two runs of several ranks, each group's collectives and who is late.
+    an interval if both sides have five steps or more. With two run directories, unprofiled steps and memory are
+    compared too; of two runs of several ranks, each group's collectives and who is late.
 
     Captures that differ in profiler, GPU, driver, torch, workload or precision, or that lost events, need --force;
     without it the command exits 2.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis.compare.bootstrap import FEWEST, Verdict
 from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
+from profkit.analysis.compare.differences import FEWEST, Verdict
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import CATEGORIES
@@ -323,7 +323,7 @@ def _judge_against(
     """Yield whether a run is as fast as its baseline and needs no more memory, for what at least one of them recorded.
 
     Time is that of the unprofiled steps if both runs have them, else the kernel time per step. A run is slower if the
-    whole bootstrap interval of the change lies above ``allowed_slowdown`` of the baseline's time. Memory is the peak of
+    whole interval of the change lies above ``allowed_slowdown`` of the baseline's time. Memory is the peak of
     requested bytes; if a replay is not exact, the bounds of the allocated peak.
     """
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.compare.bootstrap import Verdict, bootstrap_differences, judge_change
+from profkit.analysis.compare.differences import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times, measure_change
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
@@ -271,8 +271,8 @@ def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> Clean
 
 def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> CleanChange:
     columns = [np.stack([side.rest_ns, side.wait_ns], axis=1) for side in (before, after)]
-    interval = bootstrap_differences(columns[0], columns[1], "step")
-    low, high = (None, None) if interval is None else (round(float(end[0])) for end in interval)
+    interval = interval_of_step_times(columns[0], columns[1])
+    low, high = (None, None) if interval is None else (round(end) for end in interval)
     # A median of integers may end in one half, which a rounded difference would lose.
     old, new = Fraction(before.time_ns), Fraction(after.time_ns)
     verdict, waits = judge_change(new - old, low, high), before.waits or after.waits

@@ -2,7 +2,7 @@
 
 Totals are integers over all steps of a side and sum exactly. A change is the difference per step, so captures with
 different numbers of steps can be compared; it is rounded to a nanosecond, and ``rounding_ns`` is what the rounded parts
-leave of the whole. Each change has a bootstrap interval over the steps (`profkit.analysis.compare.bootstrap`). The
+leave of the whole. Each change has an interval over the steps (`profkit.analysis.compare.differences`). The
 steps of a side come from one process, so the intervals do not contain what varies from run to run (clocks, placement).
 Each interval stands by itself: of twenty lines without a difference, one is expected to show one.
 
@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.compare.bootstrap import FEWEST, Verdict, bootstrap_differences, judge_change
+from profkit.analysis.compare.differences import FEWEST, Verdict, interval_of_means, judge_change
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.tree.selection import join_path
 from profkit.findings import Finding
@@ -154,7 +154,7 @@ def measure_change(before: Ints, after: Ints) -> Change:
 
 
 def _measure_changes(before: Ints, after: Ints) -> list[Change]:
-    interval = bootstrap_differences(before, after)
+    interval = interval_of_means(before, after)
     changes = []
     for column, (old, new) in enumerate(zip(before.sum(axis=0).tolist(), after.sum(axis=0).tolist(), strict=True)):
         each = Fraction(old, len(before)), Fraction(new, len(after))

@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 from pathlib import PurePath
 from typing import Any, Literal
 
-from profkit.analysis.compare.bootstrap import LEVEL
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
+from profkit.analysis.compare.differences import LEVEL
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
@@ -152,7 +152,7 @@ def _sums(time: TimeComparison) -> Iterator[str]:
     left_before, left_after = time.left_out_ns
     yield f"not compared: {left_before:,} and {left_after:,} ns (warm-up, or outside the steps or the range)"
     if whole.low_ns is not None and not _is_unchanged(time):
-        yield f"intervals: bootstrap over the {unit}s of each side; they do not include variation from run to run"
+        yield f"intervals: from how the {unit}s of each side vary; they do not include variation from run to run"
         by_chance = round((1 - LEVEL) * len(time.parts))
         if by_chance:
             yield f"if all {len(time.parts)} {noun}s were unchanged, about {by_chance} would look changed by chance"

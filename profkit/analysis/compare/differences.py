@@ -1,0 +1,83 @@
+"""95 % intervals for the difference between two groups of steps, and what a change is by its interval.
+
+A difference of means has the interval of Student's t: the standard error of both sides, and the degrees of freedom of
+the side with fewer samples, which is cautious (Welch's are up to twice as many). It holds the true difference in 94 %
+to 98 % of synthetic samples (normal, lognormal, and with one step in ten slower by ten deviations; 5 to 30 a side).
+
+A step time is a median and a mean (`PhaseSamples.time_ns`), so its steps are resampled with replacement (bootstrap,
+with Efron's percentile interval). There are two sequences of draws, one per side, and half of the resamples exchange
+them. If the sides are exchanged, either interval is therefore exactly negated: no verdict depends on which capture is
+called "before". Below `FEWEST` samples there is no interval.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from profkit.analysis.students_t import value_exceeded
+
+Floats = npt.NDArray[np.float64]
+Verdict = Literal["more", "less", "no measurable difference", "unchanged", "unknown"]
+"""What a change is; ``unknown`` if there is a change but too few samples for an interval."""
+
+LEVEL = 0.95
+FEWEST = 5
+"""Fewest samples on a side. Of three steps a bootstrap interval holds the true difference in only 90 % of cases."""
+
+_TAIL = (1 - LEVEL) / 2
+_RESAMPLES, _FEWEST_RESAMPLES = 4000, 256
+_MOST_DRAWS = 2**24
+"""Of thousands of samples fewer resamples are drawn: 64 MB of them."""
+
+
+def interval_of_means(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> tuple[Floats, Floats] | None:
+    """Return the low and high ends of the intervals of the mean of ``after`` minus that of ``before``.
+
+    One pair per column of the samples, (sample, column); the sides may differ in their number. None if it is too small.
+    """
+    fewest = min(len(before), len(after))
+    if fewest < FEWEST:
+        return None
+    change = after.mean(axis=0) - before.mean(axis=0)
+    error = np.sqrt(before.var(axis=0, ddof=1) / len(before) + after.var(axis=0, ddof=1) / len(after))
+    reach = value_exceeded(_TAIL, fewest - 1) * error
+    return change - reach, change + reach
+
+
+def interval_of_step_times(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> tuple[float, float] | None:
+    """Return the ends of the interval of the step time of ``after`` minus that of ``before``, None of too few samples.
+
+    Samples are (sample, 2): what a step waited for data, and before it the rest of the step. The draws are the same on
+    every call.
+    """
+    if min(len(before), len(after)) < FEWEST:
+        return None
+    largest = max(len(before), len(after))
+    differences = _resample(after, (1, 0), largest) - _resample(before, (0, 1), largest)
+    return float(np.quantile(differences, _TAIL)), -float(np.quantile(-differences, _TAIL))
+
+
+def _resample(samples: npt.NDArray[Any], sequences: tuple[int, int], largest: int) -> Floats:
+    """Return the step time of each resample; each sequence of draws makes one half of them.
+
+    There are as many as the side with the ``largest`` number of samples allows.
+    """
+    count, size = min(max(_MOST_DRAWS // largest, _FEWEST_RESAMPLES), _RESAMPLES), len(samples)
+    drawn = np.concatenate([np.random.default_rng(seed).integers(0, size, (count // 2, size)) for seed in sequences])
+    times: Floats = np.median(samples[drawn, 0], axis=1) + samples[drawn, 1].mean(axis=1)
+    return times
+
+
+def judge_change(change: Fraction, low: int | None, high: int | None) -> Verdict:
+    """Return what a change is by its interval: it is not measurable if the interval holds 0."""
+    if not change:
+        return "unchanged"
+    if low is None or high is None:
+        return "unknown"
+    if low <= 0 <= high:
+        return "no measurable difference"
+    return "more" if change > 0 else "less"
