@@ -401,7 +401,7 @@ def test_a_disk_that_is_full_ends_no_program(forks: Forks, tmp_path: Path) -> No
     code = """
 import errno
 import profkit.recording
-from profkit.capture import session
+from profkit.capture.lines import recorder
 from profkit.errors import RunError
 
 def full(*_, **__):
@@ -421,7 +421,7 @@ with profkit.record(steps=2, warmup=4, path="later") as run:
     loop(3)
 note_error(run.summary)
 profkit.recording.write_manifest = write
-session.WorkerLines = full
+recorder.WorkerLines = full
 note_error(profkit.record(path="at once").__enter__)
 tell(said=said)
 """
