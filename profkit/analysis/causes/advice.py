@@ -16,7 +16,7 @@ from profkit.analysis.causes.host import HOST
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, predict_changes
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.trials import RunTrials
@@ -143,7 +143,7 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
         return AdviceResult(nothing=_say_nothing(evidence))
     tries = tuple(_advise(evidence, cause) for cause in chosen.causes)
     timed = [cause for cause in chosen.causes if cause.changes]
-    together = _interval(_predict(evidence, chosen.changes)) if len(timed) > 1 else None
+    together = _interval(evidence.predict(chosen.changes)) if len(timed) > 1 else None
     return AdviceResult(tries, together)
 
 
@@ -205,15 +205,10 @@ def _holds(evidence: Evidence, cause: Cause) -> bool:
     """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said."""
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
-    answer = _predict(evidence, cause.changes)
+    answer = evidence.predict(cause.changes)
     if answer.expected_ns is None or answer.now_ns is None or answer.high_ns is None or answer.low_ns is None:
         return False
     return answer.now_ns - answer.expected_ns > max(WORTH * answer.now_ns, evidence.spread_ns)
-
-
-def _predict(evidence: Evidence, changes: Sequence[StepChange]) -> TimeAnswer:
-    assert evidence.replay is not None
-    return predict_changes(evidence.replay, changes, evidence.facts)
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:
@@ -223,7 +218,7 @@ def _interval(answer: TimeAnswer) -> Interval | None:
 
 
 def _advise(evidence: Evidence, cause: Cause) -> Advice:
-    after = _interval(_predict(evidence, cause.changes)) if cause.changes and evidence.replay is not None else None
+    after = _interval(evidence.predict(cause.changes)) if cause.changes and evidence.replay is not None else None
     return Advice(
         code=cause.code,
         cause=cause.cause,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
@@ -79,10 +80,12 @@ def fuse(
 ) -> StepChange:
     """Return the change that makes one kernel of each run of operations, in the time that ``size`` gives it."""
 
+    find_runs = cache(runs)
+
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         durations = list(columns.duration_ns)
         dropped: list[int] = []
-        for run in runs(setting.step):
+        for run in find_runs(setting.step):
             durations[run[0]] = round(size(setting.world, [columns.duration_ns[row] for row in run]))
             dropped += run[1:]
         columns = drop_operations(replace(columns, duration_ns=durations), dropped)

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from profkit.analysis.step_replay.edits import ProgramFacts
-from profkit.analysis.step_replay.predict import StepChange, change_of
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, change_of, predict_changes
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import Summary
 from profkit.run.edits import parse_edits
@@ -87,6 +87,7 @@ class Evidence:
         self.summary = summary
         self.manifest = Manifest() if capture.run is None else capture.run.manifest
         self._operations: dict[int, tuple[Operation, ...]] = {}
+        self._answers: dict[tuple[int, ...], TimeAnswer] = {}
 
     @cached_property
     def replay(self) -> StepReplay | None:
@@ -100,6 +101,14 @@ class Evidence:
     def facts(self) -> ProgramFacts:
         """What is known of the program besides its trace."""
         return ProgramFacts() if self.capture.trace is None else self.capture.trace.program_facts
+
+    def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
+        """Return the step after some changes, predicted once; there must be a replay."""
+        assert self.replay is not None
+        key = tuple(map(id, changes))
+        if key not in self._answers:
+            self._answers[key] = predict_changes(self.replay, changes, self.facts)
+        return self._answers[key]
 
     @property
     def step(self) -> ReplayedStep | None:

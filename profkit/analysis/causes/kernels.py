@@ -250,8 +250,9 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
     )
 
     def size(world: World, durations: Sequence[int]) -> float:
-        large = [time for time in durations if time >= _LARGE * max(durations)]
-        return min(factors[world] * min(large), sum(durations))
+        least_ns = _LARGE * max(durations)
+        shortest_ns = min(time for time in durations if time >= least_ns)
+        return min(factors[world] * shortest_ns, sum(durations))
 
     return size
 
