@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -133,63 +132,43 @@ def read_syncs(file: SqliteFile, tables: Mapping[str, frozenset[str]], calls: La
     """
     if not tables.get(SYNCS, frozenset()) >= _NEEDED:
         return None
-    pid, ids, device, stream, event, number = _read(file, tables, SYNCS, ("deviceId", "streamId"))
-    call = calls.first_calls(pid, ids)
-    recorded = _Recordings(calls, _read(file, tables, EVENTS, ("deviceId", "streamId")))
-    at = recorded.find(_keys(pid, event, number), call)
+    call, device, stream, wanted = _read(file, tables, SYNCS, calls)
+    record_call, *record_place, recorded = _read(file, tables, EVENTS, calls)
+    at = _find_last(recorded, record_call, wanted, call)
+    records = (np.append(column, -1)[at] for column in (record_call, *record_place))
+    columns = (call, device, np.where(stream == _NONE, -1, stream), *records)
     known = call >= 0
-    columns = (call, device, np.where(stream == _NONE, -1, stream), *recorded.places(at))
     return Syncs(*(column[known] for column in columns))
 
 
-def _read(file: SqliteFile, tables: Mapping[str, frozenset[str]], table: str, more: tuple[str, ...]) -> list[Ints]:
-    """Return process, correlation id, the columns ``more``, event and number of its recording."""
-    names = ("globalPid", "correlationId", *more, "eventId", "eventSyncId")
+def _read(
+    file: SqliteFile, tables: Mapping[str, frozenset[str]], table: str, calls: LaunchIndex
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return call, device and stream of each row, and what names one recording of an event (rows, 3).
+
+    That is the process and the recording's number, where there is one, else the event.
+    """
+    names = ("globalPid", "correlationId", "deviceId", "streamId", "eventId", "eventSyncId")
     there = [name for name in names if name in tables.get(table, ())]
     found = {}
     if set(there) | {"streamId"} >= _NEEDED:
         found = dict(zip(there, file.columns([ColumnRequest(table, dict.fromkeys(there, -1))])[0], strict=True))
     size = len(found.get("globalPid", ()))
-    columns = [found.get(name, np.full(size, -1, dtype=np.int64)) for name in names]
-    columns[0] = (columns[0] & POSITIVE) >> _PID_SHIFT
-    return columns
-
-
-def _keys(process: Ints, event: Ints, number: Ints) -> list[tuple[int, int, int]]:
-    """Return what names one recording of an event: its number, where there is one, else the event."""
+    process, ids, device, stream, event, number = (found.get(name, np.full(size, -1, dtype=np.int64)) for name in names)
+    process = (process & POSITIVE) >> _PID_SHIFT
     numbered = (number >= 0) & (number != _NONE)
-    return list(
-        zip(
-            process.tolist(),
-            np.where(numbered, -1, event).tolist(),
-            np.where(numbered, number, -1).tolist(),
-            strict=True,
-        )
-    )
+    recording = np.stack([process, np.where(numbered, -1, event), np.where(numbered, number, -1)], axis=1)
+    return calls.first_calls(process, ids), device, stream, recording
 
 
-class _Recordings:
-    """The calls that recorded events, and on which streams."""
-
-    def __init__(self, calls: LaunchIndex, columns: list[Ints]) -> None:
-        process, ids, device, stream, event, number = columns
-        self._call, self._device, self._stream = calls.first_calls(process, ids), device, stream
-        self._rows: dict[tuple[int, int, int], list[int]] = {}
-        keys = _keys(process, event, number)
-        for row in np.argsort(self._call, kind="stable").tolist():
-            if self._call[row] >= 0:
-                self._rows.setdefault(keys[row], []).append(row)
-
-    def find(self, keys: list[tuple[int, int, int]], call: Ints) -> Ints:
-        """Return the last recording of each event before each call, -1 if there is none."""
-        found = []
-        for key, row in zip(keys, call.tolist(), strict=True):
-            rows = self._rows.get(key, [])
-            before = bisect_left(rows, row, key=lambda at: int(self._call[at]))
-            found.append(rows[before - 1] if before else -1)
-        return np.array(found, dtype=np.int64)
-
-    def places(self, at: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return call, device and stream of recordings, -1 for none."""
-        call, device, stream = (np.append(column, -1)[at] for column in (self._call, self._device, self._stream))
-        return call, device, stream
+def _find_last(recorded: Ints, record_call: Ints, wanted: Ints, call: Ints) -> Ints:
+    """Return the row of the last recording of each wanted event before each call, -1 if there is none."""
+    _, key = np.unique(np.concatenate([recorded, wanted]), axis=0, return_inverse=True)
+    record_key, key = np.split(key.reshape(-1), [len(recorded)])
+    rows = np.flatnonzero(record_call >= 0)
+    rows = rows[np.lexsort((record_call[rows], record_key[rows]))]
+    span = int(max(record_call.max(initial=0), call.max(initial=0))) + 2
+    before = np.searchsorted(record_key[rows] * span + record_call[rows], key * span + call) - 1
+    found = np.append(rows, -1)[before]
+    is_same = (before >= 0) & (np.append(record_key, -1)[found] == key)
+    return np.where(is_same, found, -1)

@@ -419,8 +419,6 @@ def _decode_columns(
         if (size == _REFUSED).any():
             raise NotPlain
         if column in wanted:
-            if int(at.max(initial=0)) >= len(words):
-                raise NotPlain
             # Shifting by 64 is undefined, so values that take no bytes (NULL, 0, 1) come afterwards.
             value = words[at].astype(np.int64) >> (8 * (8 - np.maximum(size, 1)))
             empty = size == 0
