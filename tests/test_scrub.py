@@ -257,6 +257,17 @@ def test_with_frames_kept_a_snapshot_shows_files_lines_and_functions_without_fol
     assert b"alice" not in copied.read_bytes()
 
 
+@pytest.mark.parametrize("metadata", ["tower_of_ada", {"who": "tower_of_ada"}, "profkit:forward:tower_of_ada"])
+def test_with_ranges_renamed_the_text_of_an_allocation_is_too(tmp_path: Path, metadata: object) -> None:
+    source, copied = tmp_path / "s.pickle", tmp_path / "copy.pickle"
+    data = pickle.loads(gzip.decompress((TRACES / "small-train.snapshot.pickle.gz").read_bytes()))
+    data["device_traces"][0][0]["user_metadata"] = metadata
+    source.write_bytes(pickle.dumps(data))
+    share(source, copied, rename_ranges=True)
+    assert pickle.loads(copied.read_bytes())["device_traces"][0][0]["user_metadata"]
+    assert b"tower_of_ada" not in copied.read_bytes()
+
+
 @pytest.mark.parametrize("ending", [".json", ".json.gz"])
 def test_a_trace_keeps_its_times_to_the_nanosecond(tmp_path: Path, ending: str) -> None:
     source, copied = tmp_path / f"trace{ending}", tmp_path / f"copy{ending}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Ints, Ranges, distinct_values, empty_bools, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, NamesWithNew, Ranges, distinct_values, empty_bools, empty_ints, rows_by_value
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 TABLE = "NVTX_EVENTS"
@@ -132,20 +132,12 @@ def _no_ranges() -> Ranges:
     return Ranges(none, none, none, none, none, none, none, empty_bools())
 
 
-class Names:
+class Names(NamesWithNew):
     """The strings that a trace uses, each once, filled from the export's StringIds as they are asked for."""
 
     def __init__(self, file: SqliteFile) -> None:
-        self.strings: list[str] = []
+        super().__init__(())
         self._file = file
-        self._index: dict[str, int] = {}
-
-    def intern(self, string: str) -> int:
-        """Return the index of a string, adding it if it is new."""
-        index = self._index.setdefault(string, len(self.strings))
-        if index == len(self.strings):
-            self.strings.append(string)
-        return index
 
     def indices(self, string_ids: Ints, given: dict[int, str]) -> Ints:
         """Return the index of each string id; ``given`` names the ones that are no StringIds."""
