@@ -17,10 +17,16 @@ from profkit.errors import RunError
 from profkit.launch.trials import _combine
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
-from profkit.report.commands.trials import build_held_document, build_trials_document, describe_trial, write_code
+from profkit.report.commands.trials import (
+    build_held_document,
+    build_trials_document,
+    describe_trial,
+    write_change,
+    write_code,
+)
 from profkit.report.document import FORMATS, render
 from profkit.report.page.page import render_report
-from profkit.run.edits import EDITS
+from profkit.run.edits import EDITS, parse_edits
 from profkit.run.trials import (
     VERSION,
     Evidence,
@@ -194,3 +200,33 @@ def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) ->
     assert "optimizer = torch.optim.AdamW(…, fused=True)" in shown
     many = run_command("try", "--report", tmp_path, tmp_path).stdout
     assert many.startswith("0 of 0 predictions held; 2 trials had none")
+
+
+@pytest.mark.parametrize(
+    ("line", "edit", "after"),
+    [
+        (
+            "optimizer = AdamW(model.parameters(), lr=1e-3)",
+            "optimizer:fused",
+            "AdamW(model.parameters(), lr=1e-3, fused=True)",
+        ),
+        (
+            "optimizer = AdamW(p(), foreach=False, fused=False)",
+            "optimizer:fused",
+            "AdamW(p(), foreach=False, fused=True)",
+        ),
+        ("optimizer.zero_grad(set_to_none=False)", "zero-grad:none", "optimizer.zero_grad(set_to_none=True)"),
+        ("loader = DataLoader(data)", "workers:4", "DataLoader(data, num_workers=4, persistent_workers=True)"),
+        ("optimizer = AdamW(", "optimizer:fused", None),
+        ("loss = model(x)", "compile", None),
+        ("loader = DataLoader(data)  # now", "pin-memory", None),
+    ],
+)
+def test_the_change_of_a_line_adds_or_replaces_keywords_of_its_call(
+    tmp_path: Path, line: str, edit: str, after: str | None
+) -> None:
+    (tmp_path / "train.py").write_text(f"\n    {line}\n")
+    changed = write_change(f"{tmp_path}/train.py:2 main", parse_edits([edit])[0])
+    assert changed == (
+        None if after is None else (line, line.partition(" = ")[0] + " = " + after if " = " in line else after)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,16 +93,11 @@ def try_(
         raise UsageError(f"nothing to try: name it with --edit ({', '.join(FORMS)})")
     parsed = parse_each(wanted)
     variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
-    if run is not None:
-        step_on = step_on or Run(run).manifest.workload.step_on
-        predictions = _predict(run, variants)
-    else:
-        predictions = ()
-        run = _make_run(argv, directory)
+    step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
     options = TrialOptions(processes, step_on, combines=not together, may_write=anyway)
-    status, trials = _measure(run, argv, options, variants, predictions)
+    status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
-        document = build_trials_document(str(run), trials.plan, summarize_trials(trials))
+        document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)
         print_document(document, style, output, full_names=full_names)
     else:
         say("; ".join(dict.fromkeys(process.reason or "" for process in trials.processes)) or "nothing was measured")
@@ -175,52 +171,68 @@ def _predict(run: Path, variants: Sequence[tuple[str, ...]]) -> tuple[TrialPredi
     )
 
 
-def _make_run(argv: tuple[str, ...], directory: Path | None) -> Path:
-    run = make_run_directory(directory, command_name(argv))
-    order = Order("", "none", 0, None)
-    target = Target(command_name(argv), " ".join(argv), "command", (Pass(argv, order),), Workload(), argv=argv)
-    manifest = begin_manifest(target, None, ["profkit", *sys.argv[1:]], ())
-    complete = replace(manifest, status="complete", profiler=None, finished_utc=utc_now())
-    try:
-        write_manifest(run / MANIFEST, complete, is_first=True)
-    except OSError as error:
-        raise RunError(f"{run / MANIFEST}: {error.strerror}") from None
-    return run
-
-
 def _measure(
-    run: Path,
-    argv: Sequence[str],
+    run: Path | None,
+    argv: tuple[str, ...],
     options: TrialOptions,
     variants: Sequence[tuple[str, ...]],
-    predictions: tuple[TrialPrediction, ...],
-) -> tuple[int, Trials]:
-    """Try the edits, writing down each process as it ends; return the status to end with, 130 after Ctrl-C."""
-    before = Run(run).trials
-    measured: list[TrialProcess] = []
-    runner = TrialRunner(argv, run, options, progress=shown_after_a_second, say=say)
-    plan = runner.plan(len(variants))
+    directory: Path | None,
+) -> tuple[int, Path, Trials]:
+    """Try the edits, writing down each process as it ends; return the status to end with, 130 after Ctrl-C.
+
+    Without a run a new directory is made, which is gone again if nothing can be tried.
+    """
+    place = make_run_directory(directory, command_name(argv)) if run is None else run
+    runner = TrialRunner(argv, place, options, progress=shown_after_a_second, say=say)
+    try:
+        plan = runner.plan(len(variants))
+    except BaseException:
+        if run is None:
+            with suppress(OSError):  # what went wrong first is what a person must know
+                place.rmdir()
+        raise
+    if run is None:
+        _write_manifest(place, argv)
+    before, measured = Run(place).trials.calls, list[TrialProcess]()
 
     def keep(process: TrialProcess) -> None:
         measured.append(process)
-        trials = Trials(plan, predictions, tuple(measured))
-        try:
-            write_trials(run / TRIALS, RunTrials((*before.calls, trials)))
-        except OSError as error:
-            raise RunError(f"{run / TRIALS}: {error.strerror}") from None
+        _write(place, (*before, Trials(plan, (), tuple(measured))))
 
     status = 0
     try:
         runner.run(variants, keep)
     except KeyboardInterrupt:
         status = 130
-    return status, Trials(plan, predictions, tuple(measured))
+    tried = list(dict.fromkeys(process.edits for process in measured if process.edits))
+    trials = Trials(plan, () if run is None else _predict(run, tried), tuple(measured))
+    _write(place, (*before, trials))
+    return status, place, trials
+
+
+def _write(run: Path, calls: tuple[Trials, ...]) -> None:
+    try:
+        write_trials(run / TRIALS, RunTrials(calls))
+    except OSError as error:
+        raise RunError(f"{run / TRIALS}: {error.strerror}") from None
+
+
+def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
+    target = Target(
+        command_name(argv), " ".join(argv), "command", (Pass(argv, Order("", "none", 0, None)),), Workload()
+    )
+    manifest = begin_manifest(replace(target, argv=argv), None, ["profkit", *sys.argv[1:]], ())
+    complete = replace(manifest, status="complete", profiler=None, finished_utc=utc_now())
+    try:
+        write_manifest(run / MANIFEST, complete, is_first=True)
+    except OSError as error:
+        raise RunError(f"{run / MANIFEST}: {error.strerror}") from None
 
 
 def _report(runs: Sequence[Path]) -> Document:
     """Return the last call's table of one run; of several, how often predictions held."""
     if len(runs) == 1 and (calls := Run(runs[0]).trials.calls):
-        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]))
+        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]), with_source=True)
     trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials.calls).values()]
     if not trials:
         raise UsageError("these runs hold no trials; `profkit try RUN` makes some")

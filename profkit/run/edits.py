@@ -24,7 +24,8 @@ class EditSpec:
     ``numbers`` says what it may do to the numbers that the program computes, empty if nothing, and ``loss_share`` by
     which share of itself a loss may depart for that reason in some tens of steps; None: by any. ``choices`` are the
     arguments that it has, if it takes no others. ``trying_needs`` is what a program must have so that `try` can make
-    the edit, None: `try` cannot. ``code`` is what a person writes to make it, ``{}`` standing for the argument.
+    the edit, None: `try` cannot. ``code`` is what a person writes to make it, ``{}`` standing for the argument, and
+    ``keywords`` what that adds to the call in a line that is known, empty where it is something else.
     """
 
     name: str
@@ -35,6 +36,7 @@ class EditSpec:
     trying_needs: str | None = None
     loss_share: float | None = 0.0
     code: str = ""
+    keywords: str = ""
 
     @property
     def can_be_tried(self) -> bool:
@@ -66,6 +68,7 @@ EDITS = (
         trying_needs="an optimizer of torch.optim that takes the keyword",
         loss_share=_ROUNDING,
         code="optimizer = torch.optim.AdamW(…, {}=True)",
+        keywords="{}=True",
     ),
     EditSpec("gradients", ("gradients:bf16|offload",), numbers="gradients are rounded to bf16", loss_share=_HALF),
     EditSpec("parameters", ("parameters:bf16",), numbers="all is computed in bf16", loss_share=_HALF),
@@ -91,6 +94,7 @@ EDITS = (
         choices=("none",),
         trying_needs="a call of zero_grad that sets gradients to zero",
         code="optimizer.zero_grad(set_to_none=True)",
+        keywords="set_to_none=True",
     ),
     EditSpec("drop", ("drop:GLOB",), numbers="something is left out", loss_share=None),
     EditSpec("no-wait", ("no-wait:FILE:LINE",), changes_memory=False),
@@ -150,6 +154,7 @@ EDITS = (
         trying_needs="a DataLoader over a dataset with indices",
         loss_share=None,
         code="loader = DataLoader(…, num_workers={}, persistent_workers=True)",
+        keywords="num_workers={}, persistent_workers=True",
     ),
     EditSpec(
         "pin-memory",
@@ -157,6 +162,7 @@ EDITS = (
         changes_memory=False,
         trying_needs="a DataLoader, and a GPU",
         code="loader = DataLoader(…, pin_memory=True)",
+        keywords="pin_memory=True",
     ),
     EditSpec(
         "no-anomaly",

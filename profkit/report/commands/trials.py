@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -19,7 +21,7 @@ from profkit.report.units import (
     format_ns,
     format_share,
 )
-from profkit.run.edits import parse_edits
+from profkit.run.edits import Edit, parse_edits
 from profkit.run.trials import TrialPlan
 
 _AS_IS = "now"
@@ -48,15 +50,18 @@ _EXACT = (
 )
 
 
-def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial]) -> Document:
-    """Return the table of one call of `profkit try`, what proves each edit, and the code of the best."""
+def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *, with_source: bool = False) -> Document:
+    """Return the table of one call of `profkit try`, what proves each edit, and the code of the best.
+
+    ``with_source``: lines of the program's source that it changes are read and shown.
+    """
     rows = [_row(trial) for trial in trials]
     best = find_best(trials)
     parts: list[Table | Lines] = [
         trials_table(rows),
         Lines(_notes(plan, trials)),
         Lines(_evidence(trials), title="Edits"),
-        Lines(_to_make(best, trials[0])),
+        Lines(_to_make(best, trials[0], with_source=with_source)),
     ]
     data = {
         "run": run,
@@ -174,17 +179,55 @@ def _short_place(place: str) -> str:
     return f"{PurePath(file).name}{colon}{line}"
 
 
-def _to_make(best: Trial | None, as_is: Trial) -> Iterator[str]:
+def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator[str]:
     if best is None or as_is.step_ns is None or best.change_ns is None:
         yield "No edit makes the step shorter for certain."
         return
     share = format_change(best.change_ns / as_is.step_ns, 1)
     yield f"Best: {name_trial(best)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
-    places = {evidence.edit: evidence.place for evidence in best.evidence}
     for edit in parse_edits(best.edits):
-        place = places.get(edit.text)
-        where = "" if place is None else f"    # now {_short_place(place)}"
-        yield f"    {write_code(edit.text)}{where}"
+        place = next((each.place for each in best.evidence if each.edit == edit.text), None)
+        yield from (f"    {line}" for line in _describe_change(edit, place, with_source=with_source))
+
+
+def _describe_change(edit: Edit, place: str | None, *, with_source: bool) -> Iterator[str]:
+    """Yield the line that an edit changes as it is and as it would be, or else what a person writes."""
+    changed = write_change(place, edit) if place is not None and with_source else None
+    if place is None:
+        yield write_code(edit.text)
+    elif changed is None:
+        yield f"{write_code(edit.text)}    # now {_short_place(place)}"
+    else:
+        before, after = changed
+        yield f"{_short_place(place)}:"
+        yield f"- {before}"
+        yield f"+ {after}"
+
+
+def write_change(place: str, edit: Edit) -> tuple[str, str] | None:
+    """Return the line at a place and what it would be with an edit; None where the edit is no keyword of its one call.
+
+    The file is read as it is now.
+    """
+    file, _, number = place.rpartition(" ")[0].rpartition(":")
+    line = linecache.getline(file, int(number)).strip()
+    keywords = edit.spec.keywords.replace("{}", edit.argument)
+    try:
+        (statement,) = ast.parse(line).body
+    except (SyntaxError, ValueError):
+        return None
+    call = getattr(statement, "value", None)
+    if not keywords or not isinstance(call, ast.Call) or not line.endswith(")"):
+        return None
+    names = {keyword.partition("=")[0] for keyword in keywords.split(", ")}
+    kept = [ast.get_source_segment(line, node) for node in (*call.args, *call.keywords) if _name_of(node) not in names]
+    start = ast.get_source_segment(line, call.func) or ""
+    head = line[: line.index(start)] + start
+    return line, f"{head}({', '.join([*filter(None, kept), keywords])})"
+
+
+def _name_of(node: ast.AST) -> str | None:
+    return getattr(node, "arg", None)
 
 
 def write_code(text: str) -> str:
