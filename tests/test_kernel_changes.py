@@ -241,8 +241,13 @@ def one_sample(*kernels: tuple[str, str]) -> StepSamples:
 
 def matched(before: StepSamples, after: StepSamples) -> set[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
     def name(match: Match) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-        old = tuple(sorted(before.keys[column].kernel for column in match.before))
-        return "/".join(match.path), match.kind, old, tuple(sorted(after.keys[column].kernel for column in match.after))
+        old = tuple(sorted(before.keys[column].kernel for column in match.sides[0]))
+        return (
+            "/".join(match.path),
+            match.kind,
+            old,
+            tuple(sorted(after.keys[column].kernel for column in match.sides[1])),
+        )
 
     return {name(match) for match in match_parts(before, after)}
 
@@ -316,11 +321,11 @@ SIDES = st.sets(st.tuples(PART_PLACES, NAMES)).map(lambda keys: one_sample(*sort
 @given(SIDES, SIDES)
 def test_every_kernel_is_in_exactly_one_part(before: StepSamples, after: StepSamples) -> None:
     matches = match_parts(before, after)
-    assert sorted(column for match in matches for column in match.before) == list(range(len(before.keys)))
-    assert sorted(column for match in matches for column in match.after) == list(range(len(after.keys)))
+    assert sorted(column for match in matches for column in match.sides[0]) == list(range(len(before.keys)))
+    assert sorted(column for match in matches for column in match.sides[1]) == list(range(len(after.keys)))
     for match in matches:
-        assert bool(match.before) == (match.kind != "new")
-        assert bool(match.after) == (match.kind != "gone")
+        assert bool(match.sides[0]) == (match.kind != "new")
+        assert bool(match.sides[1]) == (match.kind != "gone")
         assert (match.categories[0] == match.categories[1]) or match.kind not in ("same", "renamed")
 
 
@@ -328,4 +333,4 @@ def test_every_kernel_is_in_exactly_one_part(before: StepSamples, after: StepSam
 @given(SIDES)
 def test_a_capture_matches_itself_completely(one: StepSamples) -> None:
     assert {match.kind for match in match_parts(one, one)} <= {"same"}
-    assert all(match.before == match.after for match in match_parts(one, one))
+    assert all(match.sides[0] == match.sides[1] for match in match_parts(one, one))

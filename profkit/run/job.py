@@ -103,10 +103,10 @@ def node_number(environment: Mapping[str, str]) -> int | None:
     An MPI says how many ranks are on this machine: where all machines have as many, ranks were dealt to one machine
     after another, or to all in turns.
     """
-    said, in_step = number_in(environment, *_NODE), number_in(environment, "SLURM_NODEID")
+    own, in_step = number_in(environment, *_NODE), number_in(environment, "SLURM_NODEID")
     count, rank, here, place = (number_in(environment, *names) for names in _MPI)
-    if said is not None:
-        return said
+    if own is not None:
+        return own
     if count is None or rank is None or here is None or place is None or not here or count % here:
         return in_step
     machines = count // here

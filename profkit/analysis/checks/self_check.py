@@ -304,11 +304,11 @@ def _check_density(trace: Trace) -> list[Finding]:
 
 
 def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
-    found = {}
+    density = {}
     for process, rows in rows_by_value(calls.process).items():
         ids = calls.correlation[rows]
-        found[process] = (len(ids), int(ids.max()) - int(ids.min()) + 1)
-    return found
+        density[process] = (len(ids), int(ids.max()) - int(ids.min()) + 1)
+    return density
 
 
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:
@@ -368,8 +368,8 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
             empty = members[which][some == 0]
             is_empty = of_gpu and label in _NEVER_EMPTY and bool(_without_launches(trace, empty).any())
             uneven.setdefault(process, []).append((is_empty, int(some.max() - some.min()), some, number))
-        for process, found in uneven.items():
-            is_empty, _, some, number = max(found, key=lambda one: one[:2])
+        for process, counted in uneven.items():
+            is_empty, _, some, number = max(counted, key=lambda entry: entry[:2])
             pid = trace.process_ids.get(process, process)
             which_of_step = f" (number {number + 1} in its step)" if number else ""
             lost = is_empty or (of_gpu and even)

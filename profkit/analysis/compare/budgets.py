@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis.compare.comparison import CaptureComparison, compare_captures
-from profkit.analysis.compare.differences import FEWEST, Verdict
+from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures
+from profkit.analysis.compare.differences import FEWEST
+from profkit.analysis.compare.kernel_changes import Change
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import CATEGORIES
@@ -355,28 +356,27 @@ def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator
         for change in compared.clean.changes:
             if change.is_whole_step:
                 counts = compared.clean.describe_samples(change)
-                sizes = (change.before_ns, change.after_ns, change.change_ns, change.low_ns)
-                yield _judge_change(change.name, sizes, change.verdict, counts, allowed)
+                times = change.before_ns, change.after_ns
+                yield _judge_change(change.name, times, change, counts, allowed)
     elif compared.time is not None and compared.time.unit == "step":
         whole, samples = compared.time.kernel_time, compared.time.samples
-        before, after = round(whole.before_ns / samples[0]), round(whole.after_ns / samples[1])
         counts = f"means of {samples[0]} and {samples[1]} profiled steps"
-        sizes = (before, after, whole.change_ns, whole.low_ns)
-        yield _judge_change("kernel time", sizes, whole.verdict, counts, allowed)
+        times = whole.before_per_sample_ns, whole.after_per_sample_ns
+        yield _judge_change("kernel time", times, whole, counts, allowed)
     else:
         yield not_judged(BASELINE, "ns", None, "the two runs have no steps in common, unprofiled or profiled")
 
 
 def _judge_change(
-    name: str, sizes: tuple[int, int, int, int | None], verdict: Verdict, counts: str, allowed: float
+    name: str, times_ns: tuple[int, int], change: Change | CleanChange, counts: str, allowed: float
 ) -> BudgetLine:
-    before, after, change, low = sizes
+    (before, after), verdict, low = times_ns, change.verdict, change.low_ns
     limit = round((1 + allowed) * before)
     if verdict == "unknown":
         return not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on each side", name)
     slower = verdict == "more" and low is not None and low > allowed * before
     words = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
-    detail = f"{words} by {abs(change):,} ns" if verdict in ("more", "less") else words
+    detail = f"{words} by {abs(change.change_ns):,} ns" if verdict in ("more", "less") else words
     if allowed:
         detail += f"; {allowed:.1%} over {before:,} ns is allowed"
     return BudgetLine(BASELINE, name, after, limit, "ns", not slower, f"{detail}; {counts}")

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from profkit.names import COMPILING
 from profkit.trace.columns import Ints, Measure
 
 PartKind = Literal["same", "renamed", "replaced", "gone", "new"]
+Name = TypeVar("Name")
+Sides = tuple[list[int], list[int]]
+"""Columns of the samples before, and of those after."""
 
 IN_NO_RANGE = "(in no inner range)"
 
@@ -127,7 +130,7 @@ def compare_times(before: StepSamples, after: StepSamples) -> TimeComparison:
     """Return what changed from one capture's steps to another's."""
     common = common_paths(before, after)
     matches = match_parts(before, after)
-    changes = change_of_columns(before, after, [(match.before, match.after) for match in matches])
+    changes = change_of_columns(before, after, [match.sides for match in matches])
     parts = [_build_part(before, after, match, change) for match, change in zip(matches, changes, strict=True)]
     parts.sort(key=lambda part: (-abs(part.change.change_ns), part.range, part.category, part.kind))
     return TimeComparison(
@@ -165,9 +168,16 @@ def _measure_changes(before: Ints, after: Ints) -> list[Change]:
     return changes
 
 
-def change_of_columns(
-    before: StepSamples, after: StepSamples, columns: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[Change]:
+def columns_by(before: StepSamples, after: StepSamples, name_of: Callable[[Key], Name]) -> dict[Name, Sides]:
+    """Return the columns of either side under each name, in the order in which names occur."""
+    groups: dict[Name, Sides] = {}
+    for number, side in enumerate((before, after)):
+        for column, key in enumerate(side.keys):
+            groups.setdefault(name_of(key), ([], []))[number].append(column)
+    return groups
+
+
+def change_of_columns(before: StepSamples, after: StepSamples, columns: Sequence[Sides]) -> list[Change]:
     """Return the change of each set of columns, given for either side."""
     if not columns:
         return []
@@ -179,10 +189,7 @@ def change_of_columns(
 
 
 def _group(before: StepSamples, after: StepSamples, name_of: Callable[[Key], str]) -> tuple[Line, ...]:
-    groups: dict[str, tuple[list[int], list[int]]] = {}
-    for number, side in enumerate((before, after)):
-        for column, key in enumerate(side.keys):
-            groups.setdefault(name_of(key), ([], []))[number].append(column)
+    groups = columns_by(before, after, name_of)
     changes = change_of_columns(before, after, list(groups.values()))
     lines = [Line(name, change) for name, change in zip(groups, changes, strict=True)]
     return tuple(sorted(lines, key=lambda line: (-abs(line.change.change_ns), line.name)))
@@ -199,8 +206,8 @@ def _build_part(before: StepSamples, after: StepSamples, match: Match, change: C
         category=f"{old} → {new}" if old and new and old != new else old or new,
         kind=match.kind,
         change=change,
-        before=total_kernels(before, match.before),
-        after=total_kernels(after, match.after),
+        before=total_kernels(before, match.sides[0]),
+        after=total_kernels(after, match.sides[1]),
     )
 
 
@@ -222,14 +229,7 @@ class Match:
     path: RangePath
     categories: tuple[tuple[str, ...], tuple[str, ...]]
     kind: PartKind
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass
-class _Unmatched:
-    before: list[int]
-    after: list[int]
+    sides: Sides
 
 
 def is_generated(kernel: str) -> bool:
@@ -240,23 +240,21 @@ def is_generated(kernel: str) -> bool:
 def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
     """Return the parts of two captures' kernel time, by the rules above."""
     common = common_paths(before, after)
-    places: dict[RangePath, dict[str, _Unmatched]] = {}
-    names: dict[tuple[RangePath, str, str], _Unmatched] = {}
-    for side, samples in (("before", before), ("after", after)):
-        for column, key in enumerate(samples.keys):
-            path = nearest(key.path, common)
-            found = names.setdefault((path, key.category, key.kernel), _Unmatched([], []))
-            getattr(found, side).append(column)
+    places: dict[RangePath, dict[str, Sides]] = {}
+    names = columns_by(before, after, lambda key: (nearest(key.path, common), key.category, key.kernel))
     matches = []
-    for (path, category, _), found in names.items():
-        if found.before and found.after:
-            matches.append(_match(path, "same", {category: found}))
+    for (path, category, _), sides in names.items():
+        if all(sides):
+            matches.append(_match(path, "same", {category: sides}))
         else:
-            left = places.setdefault(path, {}).setdefault(category, _Unmatched([], []))
-            left.before += found.before
-            left.after += found.after
+            left = places.setdefault(path, {}).setdefault(category, ([], []))
+            for columns, more in zip(left, sides, strict=True):
+                columns.extend(more)
     for path, categories in places.items():
-        matches += _match_unmatched(path, categories, _fused_categories(categories, before, after))
+        fused = {
+            name for name, left in categories.items() if has_generated(before, left[0]) or has_generated(after, left[1])
+        }
+        matches += _match_unmatched(path, categories, fused)
     return matches
 
 
@@ -272,37 +270,26 @@ def nearest(path: RangePath, common: frozenset[RangePath]) -> RangePath:
     return path
 
 
-def _match_unmatched(path: RangePath, categories: dict[str, _Unmatched], fused: set[str]) -> list[Match]:
-    renamed = {name: left for name, left in categories.items() if left.before and left.after}
+def _match_unmatched(path: RangePath, categories: dict[str, Sides], fused: set[str]) -> list[Match]:
+    renamed = {name: left for name, left in categories.items() if all(left)}
     rest = {name: left for name, left in categories.items() if name not in renamed}
     joined = rest | {name: left for name, left in renamed.items() if name in fused}
-    if rest and any(left.before for left in joined.values()) and any(left.after for left in joined.values()):
+    if rest and all(any(columns) for columns in zip(*joined.values(), strict=True)):
         apart = [_match(path, "renamed", {name: left}) for name, left in renamed.items() if name not in joined]
         return [*apart, _match(path, "replaced", joined)]
     parts = [_match(path, "renamed", {name: left}) for name, left in renamed.items()]
-    return parts + [_match(path, "gone" if left.before else "new", {name: left}) for name, left in rest.items()]
+    return parts + [_match(path, "gone" if left[0] else "new", {name: left}) for name, left in rest.items()]
 
 
-def _fused_categories(categories: dict[str, _Unmatched], before: StepSamples, after: StepSamples) -> set[str]:
-    """Return the categories in which only one side has a kernel that Inductor generated."""
-
-    def is_fused(samples: StepSamples, columns: Iterable[int]) -> bool:
-        return any(is_generated(samples.keys[column].kernel) for column in columns)
-
-    return {name for name, left in categories.items() if is_fused(before, left.before) or is_fused(after, left.after)}
+def has_generated(samples: StepSamples, columns: Iterable[int]) -> bool:
+    """Return whether Inductor generated any of a side's kernels."""
+    return any(is_generated(samples.keys[column].kernel) for column in columns)
 
 
-def _match(path: RangePath, kind: PartKind, categories: dict[str, _Unmatched]) -> Match:
-    return Match(
-        path=path,
-        categories=(
-            tuple(sorted(name for name, left in categories.items() if left.before)),
-            tuple(sorted(name for name, left in categories.items() if left.after)),
-        ),
-        kind=kind,
-        before=tuple(column for left in categories.values() for column in left.before),
-        after=tuple(column for left in categories.values() for column in left.after),
-    )
+def _match(path: RangePath, kind: PartKind, categories: dict[str, Sides]) -> Match:
+    names = [tuple(sorted(name for name, left in categories.items() if left[side])) for side in (0, 1)]
+    columns = [[column for left in categories.values() for column in left[side]] for side in (0, 1)]
+    return Match(path, (names[0], names[1]), kind, (columns[0], columns[1]))
 
 
 def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:

@@ -16,7 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from profkit.analysis.compare.kernel_changes import Change, KernelTotal, change_of_columns, is_generated, total_kernels
+from profkit.analysis.compare.kernel_changes import (
+    Change,
+    KernelTotal,
+    Sides,
+    change_of_columns,
+    has_generated,
+    is_generated,
+    total_kernels,
+)
 from profkit.analysis.compare.samples import StepSamples
 from profkit.analysis.tree.modules import ModuleTree, Place
 from profkit.names import is_shared, sharing_modules
@@ -71,7 +79,7 @@ def compare_modules(before: StepSamples, after: StepSamples) -> ModuleComparison
 
 def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
     tree = ModuleTree(key.place for side in (before, after) for key in side.keys)
-    columns: dict[str, tuple[list[int], list[int]]] = {}
+    columns: dict[str, Sides] = {}
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
             for name in _rows_of(tree, key.place):
@@ -106,7 +114,7 @@ def _size(change: Change) -> int:
 
 def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
     groups = _Groups()
-    columns: dict[_Member, tuple[list[int], list[int]]] = {}
+    columns: dict[_Member, Sides] = {}
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
             phase, modules = key.place.phase or "", key.place.modules
@@ -116,7 +124,7 @@ def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
             for other in others:
                 groups.join((phase, first), (phase, other))
             columns.setdefault((phase, first), ([], []))[number].append(column)
-    joined: dict[_Member, tuple[list[int], list[int]]] = {}
+    joined: dict[_Member, Sides] = {}
     for member, sides in columns.items():
         whole = joined.setdefault(groups.first(member), ([], []))
         for number in (0, 1):
@@ -124,7 +132,7 @@ def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
     fused = {
         member: sides
         for member, sides in joined.items()
-        if _has_generated(before, sides[0]) != _has_generated(after, sides[1]) and all(sides)
+        if has_generated(before, sides[0]) != has_generated(after, sides[1]) and all(sides)
     }
     changes = change_of_columns(before, after, list(fused.values()))
     sizes = {member: sum(map(_total, (before, after), sides)) for member, sides in columns.items()}
@@ -150,10 +158,6 @@ def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
 
 def _total(samples: StepSamples, columns: Sequence[int]) -> int:
     return int(samples.kernel_ns[:, columns].sum())
-
-
-def _has_generated(samples: StepSamples, columns: Sequence[int]) -> bool:
-    return any(is_generated(samples.keys[column].kernel) for column in columns)
 
 
 class _Groups:

@@ -73,8 +73,8 @@ def is_data_wait(trace: Trace) -> Bools:
     loads = np.array([_LOADS.match(text) is not None for text in trace.names] or [False], dtype=np.bool_)[ranges.name]
     if not loads.any():
         return loads
-    found: Bools = loads & np.isin(ranges.thread, distinct_values(trace.work.launch_thread))
-    return found
+    of_launchers: Bools = loads & np.isin(ranges.thread, distinct_values(trace.work.launch_thread))
+    return of_launchers
 
 
 def sum_host_waits(attribution: Attribution, members: Ints) -> Ints:
@@ -107,8 +107,8 @@ def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
             time.outside_cuda(idle),
             intersect(inputs, time.exposed_copies),
         )
-        for part, found in zip(parts, of_device, strict=True):
-            part[device] = found
+        for part, when in zip(parts, of_device, strict=True):
+            part[device] = when
     return DataWaits(parts)
 
 

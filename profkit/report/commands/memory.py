@@ -187,7 +187,7 @@ def _largest_table(result: MemoryResult) -> Table:
 def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
     at, history, check, some = result.composition, result.history, result.allocator_check, result.fragmentation
     if result.phases:
-        yield "Peak by phase: " + ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in result.phases)
+        yield "Peak by phase: " + ", ".join(f"{phase.name} {format_bytes(phase.peak_bytes)}" for phase in result.phases)
     if at.allocated_bytes:
         shares = [(EVIDENCE_WORDS[kind], size / at.allocated_bytes) for kind, size in at.evidence.items() if size]
         yield "Categories are known from: " + ", ".join(f"{words} {format_share(share)}" for words, share in shares)
@@ -442,6 +442,6 @@ def render_out_of_memory(run: Path, rank: int) -> str:
         UsageError: it shows no allocation that failed.
     """
     opened = open_snapshot(run, rank=rank)
-    failed = [one for one in opened.devices.values() if last_failure(one) is not None]
+    failed = [memory for memory in opened.devices.values() if last_failure(memory) is not None]
     device = failed[-1].device.index if failed else None
     return render(build_memory_document(opened.memory(at=FAILURE, device=device), top=_TOP), "table")
