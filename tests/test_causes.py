@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, find_advice
-from profkit.analysis.causes.evidence import SourceLine
+from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, find_advice
+from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
 from profkit.analysis.memory.places import PartRow
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
+from profkit.run.manifest import Manifest
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -545,3 +547,14 @@ def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_t
         assert result.tries == ()
         assert result.nothing is not None
         assert reason in result.nothing
+
+
+def test_an_edit_that_can_be_tried_in_a_run_with_its_command_is_proven_by_trying_it() -> None:
+    summary = Summary("run")
+    evidence = Evidence(OpenedCapture(Path("run"), None, None, None), summary)
+    fused = Cause("optimizer", "AdamW steps one by one", "fused=True", edit="optimizer:fused")
+    assert _prove(evidence, fused) == "profkit compare RUN NEW"
+    evidence.manifest = Manifest(argv=("python", "train.py"))
+    assert _prove(evidence, fused) == "profkit try RUN --edit optimizer:fused"
+    assert _prove(evidence, replace(fused, edit="no-wait:train.py:30")) == "profkit compare RUN NEW"
+    assert _prove(evidence, replace(fused, proof="profkit memory RUN --leaks")) == "profkit memory RUN --leaks"

@@ -7,11 +7,12 @@ Effects on time are replayed. A capture that failed its self-check, or cannot be
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.evidence import COMPARE, Cause, Evidence, Interval, SourceLine
 from profkit.analysis.causes.host import HOST
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
@@ -19,6 +20,7 @@ from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
+from profkit.run.edits import parse_edits
 from profkit.run.trials import RunTrials
 
 if TYPE_CHECKING:
@@ -231,8 +233,16 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         saves_bytes=cause.saves_bytes,
         costs=cause.costs,
         evidence=cause.evidence,
-        proof=cause.proof,
+        proof=_prove(evidence, cause),
     )
+
+
+def _prove(evidence: Evidence, cause: Cause) -> str:
+    """Return the command that proves a change: one that makes it and measures, where `profkit try` can."""
+    can_be_run = bool(evidence.manifest.argv) and cause.proof == COMPARE
+    if cause.edit is None or not can_be_run or not parse_edits([cause.edit])[0].spec.can_be_tried:
+        return cause.proof
+    return f"profkit try RUN --edit {shlex.quote(cause.edit)}"
 
 
 def _saving(evidence: Evidence, after: Interval) -> Interval:
