@@ -384,7 +384,7 @@ def test_anomaly_detection_is_a_condition_of_the_run(tmp_path: Path, *, is_on: b
 
 
 def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_path: Path) -> None:
-    def write(folder: Path, duration: int, *, waits: bool) -> dict[str, Advice]:
+    def write(folder: Path, duration: int, *, waits: bool, lines: Sequence[LineTime] = ()) -> dict[str, Advice]:
         program = Program()
         for _ in range(STEPS):
             with program.step():
@@ -396,11 +396,15 @@ def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_pat
                             program.wait()
                 program.wait()
         folder.mkdir()
-        return found(program.write(folder))
+        return found(program.write(folder, lines))
 
     late = write(tmp_path / "free", 3_000, waits=False)
     assert (late["launches"].edit, late["launches"].evidence["launches"]) == ("compile:reduce-overhead", 320)
-    assert "launches" not in write(tmp_path / "waiting", 3_000, waits=True)
+    assert "launches" not in write(tmp_path / "waiting", 3_000, waits=True), "no line is known that could wait less"
+    reads = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "hook", waits=1, line=40)]
+    waiting = write(tmp_path / "known", 3_000, waits=True, lines=reads)["launches"]
+    assert waiting.line is not None
+    assert waiting.change == 'no wait at train.py:30, which graphs forbid; then model.compile(mode="reduce-overhead")'
     busy = write(tmp_path / "busy", 40_000, waits=False)
     assert (busy["compile"].edit, busy["compile"].evidence["small_ns"]) == ("compile", 160 * 40_000)
     assert after(busy["compile"])[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
-from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step
+from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step, stop_chosen_waits
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
+from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
 from profkit.names import OPTIMIZER
 from profkit.run.lines import LineTime
@@ -93,13 +96,23 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
     small = [one for one in operations if one.category in SMALL]
     mode = "reduce-overhead" if is_late else None
+    waiting = _waiting_line(evidence) if is_late and _find_waits(step) else None
+    changes = [compile_step(evidence.choose(lambda one: one.category in SMALL), replays=is_late)]
+    if waiting is not None:
+        changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(
         code="launches" if is_late else "compile",
         cause=f"the GPU waits for Python, which launches {len(operations):,} kernels a step"
         if is_late
         else f"{len(small):,} small kernels a step read and write memory between products",
-        change=f'model.compile(mode="{mode}")' if mode else "model.compile()",
-        changes=[compile_step(evidence.choose(lambda one: one.category in SMALL), replays=is_late)],
+        line=None if waiting is None else source_line(waiting),
+        change=(
+            f"no wait at {PurePath(waiting.file or '').name}:{waiting.line}, which graphs forbid; then "
+            if waiting
+            else ""
+        )
+        + (f'model.compile(mode="{mode}")' if mode else "model.compile()"),
+        changes=changes,
         edit=f"compile:{mode}" if mode else "compile",
         costs="compiling at the start; constant shapes" + (", memory of its own" if is_late else ""),
         evidence={
@@ -108,6 +121,18 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
             "preparing_ns": preparing_ns,
         },
     )
+
+
+def _find_waits(step: ReplayedStep) -> list[int]:
+    """Return the calls within what would be captured in which the host waits for the GPU."""
+    kinds = step.columns.kind
+    return [call for call, phase in enumerate(step.phase) if phase in COMPILED_PHASES and kinds[call] in (WAIT, COPY)]
+
+
+def _waiting_line(evidence: Evidence) -> LineTime | None:
+    """Return the line that waits most often within what would be captured."""
+    lines = [line for line in evidence.lines if line.file and line.phase in COMPILED_PHASES and line.waits >= 1]
+    return max(lines, key=lambda line: line.waits, default=None)
 
 
 LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _compile)
