@@ -22,7 +22,7 @@ from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
 
-_FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "tensor", "zeros", "ones", "full", "arange", "empty")
+_FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _MOVES = ("to", "cuda")
 _LEAST_SHARE = 0.01
@@ -47,7 +47,8 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
     line = max(lines, key=lambda line: line.time_ns, default=None)
     enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
-    workers = max(2, enough, facts.workers + 1)
+    cpus = evidence.condition("cpu_count")
+    workers = max(2, min(enough, cpus) if isinstance(cpus, int) else enough, facts.workers + 1)
     have = f"with {_say_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
     yield Cause(
         code="loader",
