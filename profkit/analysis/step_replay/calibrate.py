@@ -13,8 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
+from profkit.trace.columns import Bools, Ints
 
 PAUSE_NS = 1_000_000
 
@@ -53,17 +56,18 @@ class Phases:
     """The phases of a step, on the host, by name; they do not overlap."""
 
     marks: Mapping[str, Sequence[tuple[Mark, Mark]]]
-    scaled_ns: Sequence[int]
+    scaled_ns: Ints
     """The part of each call's gap that lies within phases, and that the host's factor scales."""
-    is_inside: Sequence[bool]
+    is_inside: Bools
     """Whether each call lies within a phase."""
 
     def time_ns(self, step: StepColumns, found: Replayed, factor: float, names: Iterable[str]) -> int:
         """Return how long the phases took by events that are recorded at their begin and end."""
-        reached = _reached(step, found)
+        latest = _latest_on_busiest(step, found)
 
         def passed(mark: Mark) -> int:
-            return max(mark.host_ns(found, factor), reached[mark.call + 1])
+            launched = 0 if mark.call == NONE else step.launches[mark.call][1]
+            return max(mark.host_ns(found, factor), int(latest[launched]))
 
         return sum(passed(end) - passed(begin) for name in names for begin, end in self.marks.get(name, ()))
 
@@ -74,12 +78,13 @@ class Phases:
 
     def scale_host(self, step: StepColumns, factor: float) -> StepColumns:
         """Return the step with the host's time within phases scaled; waits and copies keep their own times."""
-        gaps = [gap + round(scaled * factor) - scaled for gap, scaled in zip(step.gap_ns, self.scaled_ns, strict=True)]
-        own = [
-            round(time * factor) if inside and kind in (HOST, LAUNCH) else time
-            for time, inside, kind in zip(step.own_ns, self.is_inside, step.kind, strict=True)
-        ]
-        return replace(step, gap_ns=gaps, own_ns=own)
+        kind, own, scaled = np.array(step.kind), np.array(step.own_ns), self.scaled_ns
+        is_scaled = self.is_inside & ((kind == HOST) | (kind == LAUNCH))
+        return replace(
+            step,
+            gap_ns=(np.array(step.gap_ns) + np.rint(scaled * factor).astype(np.int64) - scaled).tolist(),
+            own_ns=np.where(is_scaled, np.rint(own * factor).astype(np.int64), own).tolist(),
+        )
 
 
 def find_phases(step: StepColumns, intervals: Mapping[str, Sequence[tuple[int, int]]]) -> Phases:
@@ -107,7 +112,8 @@ def find_phases(step: StepColumns, intervals: Mapping[str, Sequence[tuple[int, i
         for start, gap in zip(step.call_start_ns, step.gap_ns, strict=True)
     ]
     marks = {name: [(mark(start), mark(end)) for start, end in some] for name, some in intervals.items()}
-    return Phases(marks, gaps, [overlap(start, start + 1) > 0 for start in step.call_start_ns])
+    is_inside = np.array([overlap(start, start + 1) > 0 for start in step.call_start_ns], dtype=np.bool_)
+    return Phases(marks, np.array(gaps, dtype=np.int64), is_inside)
 
 
 def _latest_ends(step: StepColumns) -> list[int]:
@@ -119,16 +125,14 @@ def _latest_ends(step: StepColumns) -> list[int]:
     return ends
 
 
-def _reached(step: StepColumns, found: Replayed) -> list[int]:
-    """Return when everything that was launched before each call had ended on the busiest stream, and in the end."""
-    busiest = max(set(step.stream), key=step.stream.count, default=NONE)
-    latest, reached = step.free_ns.get(busiest, 0), []
-    for first, last in step.launches:
-        reached.append(latest)
-        for row in range(first, last):
-            if step.stream[row] == busiest:
-                latest = max(latest, found.end_ns[row])
-    return [*reached, latest]
+def _latest_on_busiest(step: StepColumns, found: Replayed) -> Ints:
+    """Return when the busiest stream had ended its work among the first operations, for each number of them."""
+    stream, ends = np.array(step.stream, dtype=np.int64), np.array(found.end_ns, dtype=np.int64)
+    if not len(stream):
+        return np.zeros(1, dtype=np.int64)
+    busiest = int(np.bincount(stream).argmax())
+    free_ns = step.free_ns.get(busiest, 0)
+    return np.maximum.accumulate(np.concatenate([[free_ns], np.where(stream == busiest, ends, free_ns)]))
 
 
 @dataclass(frozen=True)
