@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
@@ -14,7 +15,7 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.reading import open_capture, open_snapshot, open_trace
 from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Format
-from profkit.run.edits import FORMS
+from profkit.run.edits import FORMS, parse_edits
 
 
 @click.command()
@@ -50,7 +51,10 @@ from profkit.run.edits import FORMS
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw today's memory and the others over it."
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Draw memory today and after, or without a snapshot the step's lanes.",
 )
 @peak_options
 @output_options
@@ -98,12 +102,24 @@ def whatif(
             )
             predicted = Prediction(None, memory)
     if plot is not None:
-        if predicted.memory is None:
-            raise UsageError(f"--plot draws memory, and none is predicted: {predicted.memory_note or 'no snapshot'}")
+        _draw(predicted, opened, edits, plot)
+    print_document(build_prediction_document(predicted), style, output, full_names=full_names)
+
+
+def _draw(predicted: Prediction, opened: OpenedCapture | None, edits: tuple[str, ...], path: Path) -> None:
+    """Draw memory where it is predicted, else the step's lanes."""
+    if predicted.memory is not None:
         from profkit.report.plots.memory_plots import plot_whatif  # loads Matplotlib
 
-        plot_whatif(predicted.memory, plot)
-    print_document(build_prediction_document(predicted), style, output, full_names=full_names)
+        plot_whatif(predicted.memory, path)
+        return
+    trace = None if opened is None else opened.trace
+    lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
+    if lanes is None:
+        raise UsageError("--plot draws memory or a step's lanes, and neither is predicted")
+    from profkit.report.plots.lanes_plot import plot_lanes  # loads Matplotlib
+
+    plot_lanes(*lanes, edits, path)
 
 
 def _cost_of(path: Path) -> Cost | None:

@@ -6,6 +6,7 @@ A palette that the colour-blind can tell apart: Okabe and Ito's, lightened or da
 from __future__ import annotations
 
 from profkit.analysis.memory.composition import NOT_SELECTED
+from profkit.analysis.step_replay.limits import Limit
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
 KERNELS = {
@@ -39,6 +40,17 @@ STEP = {
     "outside": "#B1BAC4",
 }
 """The parts of a step on the page."""
+
+LIMITS: dict[str, str] = {
+    Limit.COMPUTING: "matmul",
+    Limit.PREPARING: "launching",
+    Limit.PYTHON: "outside",
+    Limit.WAITING: "synchronising",
+    Limit.COMMUNICATING: "communication",
+    Limit.COPYING: "copies",
+    Limit.ALLOCATING: "other",
+}
+"""What a step waits for → the part of `STEP` whose colour it has."""
 
 MEMORY = {
     "parameters": "#0072B2",

@@ -38,6 +38,7 @@ from profkit.analysis.step_replay.kernel_edits import (
     use_channels_last,
     use_tf32,
 )
+from profkit.analysis.step_replay.lanes import StepLanes, lay_out_lanes
 from profkit.analysis.step_replay.limits import Cause, sum_parts
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
@@ -211,6 +212,21 @@ def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: Progr
         return None
     run = _Run(0, 1, "expected", replay.run(columns).step_ns, replay.run(changed).step_ns)
     return run.after_now(replay.now_ns)
+
+
+def lanes_before_and_after(
+    replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts
+) -> tuple[StepLanes, StepLanes] | None:
+    """Return the typical step's lanes as it is and as it is expected after some changes; None without a prediction."""
+    step, after_ns = replay.typical, expect_after(replay, changes, facts)
+    if step is None or after_ns is None or replay.now_ns is None:
+        return None
+    columns = step.at_speed(step.fit.middle)
+    changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
+    return (
+        lay_out_lanes(step, columns, replay.run(columns), replay.now_ns),
+        lay_out_lanes(step, changed, replay.run(changed), after_ns),
+    )
 
 
 def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:

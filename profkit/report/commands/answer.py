@@ -12,14 +12,15 @@ from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
-from profkit.analysis.step_tree import Basis, Kind, StepPart, StepTree
+from profkit.analysis.step_tree import Kind, StepPart, StepTree
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.report.text import shorten
 from profkit.report.units import format_bytes, format_ns, format_share
 
-_NAMES: dict[Kind, str] = {
+NAMES: dict[Kind, str] = {
     "data": "waiting for the next batch",
+    Limit.PYTHON: "Python without the GPU",
     Limit.COMPUTING: "GPU computing",
     Limit.PREPARING: "Python preparing kernels",
     Limit.COMMUNICATING: "communication not hidden",
@@ -28,11 +29,7 @@ _NAMES: dict[Kind, str] = {
     Limit.ALLOCATING: "allocations from CUDA",
     "rest": "the rest",
 }
-_PYTHON: dict[Basis, str] = {
-    "replay": "Python without the GPU",
-    "gpu": "Python without the GPU",
-    "phases": "outside all phases",
-}
+_OUTSIDE_PHASES = "outside all phases"
 _PACES: dict[Kind, str] = {
     "data": "it waits for the next batch",
     Limit.PYTHON: "Python keeps the GPU waiting",
@@ -190,7 +187,7 @@ def name_part(tree: StepTree, part: StepPart) -> str:
     """Return what a part of a step is, in few words."""
     if part.kind == "phase":
         return next(iter(part.phases))
-    return _PYTHON[tree.basis] if part.kind == Limit.PYTHON else _NAMES[part.kind]
+    return _OUTSIDE_PHASES if part.kind == Limit.PYTHON and tree.basis == "phases" else NAMES[part.kind]
 
 
 def describe_phases(tree: StepTree, part: StepPart) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
-from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.step_tree import StepTree
 from profkit.analysis.summary import Summary
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
     describe_answer,
     describe_interval,
@@ -42,13 +43,7 @@ _SECTIONS = {
 """A line's word → the section that shows more, and the command that prints its figures."""
 
 _PARTS: dict[str, str] = {
-    Limit.COMPUTING: "matmul",
-    Limit.PREPARING: "launching",
-    Limit.PYTHON: "outside",
-    Limit.WAITING: "synchronising",
-    Limit.COMMUNICATING: "communication",
-    Limit.COPYING: "copies",
-    Limit.ALLOCATING: "other",
+    **LIMITS,
     "data": "data",
     "rest": "rest",
     FORWARD: "matmul",
@@ -62,8 +57,19 @@ _ELSEWHERE = ("Care", "More", "Try")
 """Lines that stand at the head of the page."""
 
 
-def build_answer(summary: Summary, advice: AdviceResult, run: str, against: str = "") -> dict[str, Any]:
-    """Return the first screen. ``against`` says in one sentence what changed since an earlier run, if there is one."""
+def build_answer(
+    summary: Summary,
+    advice: AdviceResult,
+    run: str,
+    against: str = "",
+    *,
+    lanes: tuple[StepLanes, StepLanes] | None = None,
+) -> dict[str, Any]:
+    """Return the first screen.
+
+    ``against`` says in one sentence what changed since an earlier run, if there is one; ``lanes`` are those of a step
+    as it is and as it is expected after the first Try.
+    """
     together = describe_together(summary, advice)
     return {
         "sentence": without_folders(make_visible(describe_answer(summary, advice))),
@@ -72,6 +78,7 @@ def build_answer(summary: Summary, advice: AdviceResult, run: str, against: str 
         "parts": [] if summary.tree is None else list(_parts(summary.tree)),
         "together": together,
         "tries": [_view_try(summary, proposal, run) for proposal in advice.tries],
+        "lanes": [] if lanes is None else list(_lanes(*lanes)),
         "nothing": "" if advice.tries else make_visible(advice.nothing or ""),
     }
 
@@ -106,6 +113,25 @@ def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
             "line": "" if part.line is None else make_visible(name_line(part.line)),
         }
         at += part.time_ns
+
+
+def _lanes(before: StepLanes, after: StepLanes) -> Iterator[dict[str, Any]]:
+    """Yield the lanes of both steps on one scale."""
+    whole = max(before.step_ns, after.step_ns, 1)
+    for label, step in (("now", before), ("after the first Try", after)):
+        for name, spans in step.lanes.items():
+            yield {
+                "label": f"{label}: {name}",
+                "words": f"{format_ns(step.step_ns)} a step",
+                "spans": [
+                    {
+                        "left": round(100 * span.start_ns / whole, 2),
+                        "width": round(100 * (span.end_ns - span.start_ns) / whole, 2),
+                        "colour": LIMITS[span.kind],
+                    }
+                    for span in spans
+                ],
+            }
 
 
 def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def render_first_screen(capture: OpenedCapture) -> str:
 
 
 def _answer(run: Results, headline: str = "") -> dict[str, Any]:
-    return build_answer(run.summary, run.advice, run.name, headline)
+    return build_answer(run.summary, run.advice, run.name, headline, lanes=run.lanes)
 
 
 def _lines_section(run: Results) -> Section:

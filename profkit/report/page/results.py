@@ -15,6 +15,7 @@ from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.findings import Finding
@@ -23,6 +24,7 @@ from profkit.report.document import Column, Lines, Table
 from profkit.report.page.markup import view_parts, without_folders
 from profkit.report.text import make_visible
 from profkit.report.units import CHANGE
+from profkit.run.edits import parse_edits
 from profkit.run.manifest import Manifest
 
 _MOST = 200
@@ -78,6 +80,13 @@ class Results:
     def advice(self) -> AdviceResult:
         """What to try."""
         return find_advice(self.capture, self.summary)
+
+    @cached_property
+    def lanes(self) -> tuple[StepLanes, StepLanes] | None:
+        """The lanes of a step as it is and after the first Try; None where that is no edit, or nothing is expected."""
+        edit = next((proposal.edit for proposal in self.advice.tries), None)
+        trace = self.capture.trace
+        return None if trace is None or edit is None else trace.step_lanes(parse_edits([edit]))
 
     @property
     def steps(self) -> int | None:
