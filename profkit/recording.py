@@ -224,7 +224,7 @@ class _Keeper:
             reason=reason,
             finished_utc=utc_now(),
             gpus=describe_gpus(self._gpus, gpus),
-            warnings=(*lacking, *doubts),
+            warnings=(*(lacking if nothing is None else ()), *doubts),
         )
         write_manifest(self._run / MANIFEST, manifest)
         return (None if process.attached else nothing), lacking

@@ -12,6 +12,8 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import json
 import time

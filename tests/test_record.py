@@ -239,8 +239,8 @@ def test_a_shorter_loop_yields_what_it_has_and_says_so(
     else:
         assert run.kernels("optimizer").instances == steps - 4 if steps < 6 else 2
         assert lacks is None or lacks in " ".join(str(run.summary()).split())
-    times = run.step_times()
-    assert (times is None) == (steps == 0)
+    assert (run.step_times() is None) == (steps == 0)
+    assert ("A step takes " in str(run.summary())) == (steps != 0)
 
 
 def test_an_exception_goes_on_to_the_program_and_what_was_recorded_is_kept(forks: Forks, tmp_path: Path) -> None:

@@ -34,7 +34,12 @@ from profkit.analysis.summary import (
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
 from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.analysis.time_account.step_times import find_timing_doubts, measure_memory_cost
+from profkit.analysis.time_account.step_times import (
+    StepTimes,
+    find_timing_doubts,
+    measure_memory_cost,
+    summarize_step_times,
+)
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
@@ -72,6 +77,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.trace is not None:
         summary, told = _add_time(summary, capture.trace)
         findings += told
+    else:
+        summary = replace(summary, steps=tuple(_steps(summarize_step_times(manifest))))
     if capture.snapshot is not None:
         summary, told = _add_memory(summary, capture.snapshot, manifest)
         findings += told
@@ -169,7 +176,7 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         has_trace=True,
         step_count=len(account) or len(account.steps) or 1,
         program_steps=len(account.steps) or 1,
-        steps=tuple(_steps(account)),
+        steps=tuple(_steps(account.timed, account)),
         gpu=use,
         limits=opened.step_limits if has_work else None,
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
@@ -207,10 +214,10 @@ def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
     return len(passes) / len(steps) if len(steps) and len(passes) else None
 
 
-def _steps(account: TimeAccount) -> Iterator[StepUse]:
-    timed = account.timed
+def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iterator[StepUse]:
+    """Yield the step's times, of each context for itself; a program that ended early has timed steps alone."""
     steps = [] if timed is None else [times for times in timed.phases if times.phase == STEP]
-    recorded_ns = account.recorded_step_ns()
+    recorded_ns = None if recorded is None else recorded.recorded_step_ns()
     if not steps and recorded_ns is not None:
         yield StepUse(None, None, 0, None, None, recorded_ns)
     for step in steps:
@@ -221,7 +228,7 @@ def _steps(account: TimeAccount) -> Iterator[StepUse]:
             step.clean.count,
             step.clean.p10,
             step.clean.p90,
-            account.recorded_step_ns(step.context),
+            None if recorded is None else recorded.recorded_step_ns(step.context),
             None if waits is None else waits.clean_ns,
         )
 

@@ -146,8 +146,9 @@ def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
     ending, memory = summary.head.ending, summary.memory
     if ending is not None:
         subject = f"the run {ending.removeprefix('it ')}" if ending.startswith("it ") else ending
-        is_empty = not summary.has_trace and memory is None
-        yield "FAILED", f"{subject}; {'nothing was recorded' if is_empty else 'what it recorded follows'}"
+        nothing, is_empty = "nothing was recorded", not summary.has_trace and memory is None
+        kept = nothing if is_empty else "what it recorded follows"
+        yield "FAILED", subject if is_empty and nothing in ending else f"{subject}; {kept}"
     if memory is not None and memory.failure is not None:
         has_survived = ending is None and bool(summary.head.command)
         size = format_bytes(memory.failed_request_bytes or 0)
