@@ -38,6 +38,7 @@ ZERO = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<1>, ZeroFu
 CONVOLUTION = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x32_stage4_execute_kernel"
 CONVERT = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)0, (bool)1>(cudnn::ops::nchw2nhwc_params_t)"
 MISALIGNED = "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_128x64_32x6_nn_align1>(T1::Params)"
+SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>(cutlass_80_simt_sgemm_64x64_8x5_tn_align1)"
 ALIGNED = MISALIGNED.replace("align1", "align8")
 LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>(int, T2, const T1 *)"
 ADAMW = {"name": "AdamW", "is_torchs": True, "parameter_bytes": 4 * 10**6, "state_bytes": 8 * 10**6}
@@ -156,6 +157,18 @@ def test_python_outside_of_the_phases_is_named_by_its_line_and_leaves_the_rest_o
     assert low <= truth <= high
     assert expected == pytest.approx(truth, rel=0.1)
     assert result.together_ns is None
+
+
+def test_a_line_that_calls_a_trainer_is_no_python_of_its_own(tmp_path: Path) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            program.now += 4 * MS
+            with program.range("backward"):
+                program.launch(NVJET, 100_000, 20)
+                program.wait()
+    lines = [line(4 * MS, called="trainer.fit"), line(MS, "backward", "trainer.fit")]
+    assert "python" not in found(program.write(tmp_path, lines))
 
 
 def test_python_that_the_gpu_hides_is_no_cause(tmp_path: Path) -> None:
@@ -292,6 +305,7 @@ def test_fp32_products_are_named_with_their_module_and_those_of_bf16_are_not(tmp
     assert "tf32" not in write(tmp_path / "bf16", NVJET)
     assert "sizes" in write(tmp_path / "odd", MISALIGNED)
     assert "sizes" not in write(tmp_path / "even", ALIGNED)
+    assert "sizes" not in write(tmp_path / "simt", SIMT), "without tensor cores every size is aligned to one number"
 
 
 def _write_modules(folder: Path, module: str, kernels: Sequence[tuple[str, int]]) -> dict[str, Advice]:

@@ -111,18 +111,21 @@ def _change_line(line: LineTime, called: str) -> str:
 def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     """Yield the lines of one function and phase that stand together and make the step's long pauses.
 
-    A pause that is not in every recorded step is none of the program's.
+    A pause that is not in every recorded step is none of the program's. A line in which backward passes or optimizers
+    run, too, calls a trainer.
     """
     limits = evidence.summary.limits
     python = [] if limits is None else limits.lines_of(Limit.PYTHON)
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
+    trainers = {(line.file, line.line) for line in evidence.lines if line.phase in (BACKWARD, OPTIMIZER)}
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in evidence.lines:
         phase, own_ns = line.phase or OUTSIDE, line.time_ns - line.waiting_ns
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
         is_long = own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * own_ns
-        if line.thread == "main" and phase != DATA and is_long and not _launches(line):
+        is_plain = (line.file, line.line) not in trainers and not _launches(line)
+        if line.thread == "main" and phase != DATA and is_long and is_plain:
             groups[line.file or "", line.function, line.phase].append(line)
     for lines in groups.values():
         yield from _split(sorted(lines, key=lambda line: line.line))

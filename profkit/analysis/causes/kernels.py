@@ -17,7 +17,7 @@ from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
 
 _ALIGNED: By = {"least": 0.2, "expected": 0.45, "most": 0.8}
-_MISALIGNED = re.compile(r"_align[12](?!\d)")
+_MISALIGNED = re.compile(r"tensorop.*_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _FEW, _MANY = 4, 12
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""

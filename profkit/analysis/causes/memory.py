@@ -94,7 +94,7 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
     if outermost is None:
         return
     block = _outermost_repeated(outermost)
-    edit = f"no-checkpoint:{block}*"
+    edit = f"no-checkpoint:{block.removesuffix('*')}*"
     yield Cause(
         code="recompute",
         cause=f"{block} is computed again in backward, and {1 - held / capacity:.0%} of the GPU's memory is free",
