@@ -17,17 +17,7 @@ from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.kineto import read_kineto
 from profkit.trace.kineto_events import load_chrome_trace, parse_microseconds
-from tests.kineto_builder import (
-    PID,
-    TID,
-    backward_events,
-    kernel,
-    launch,
-    read,
-    row,
-    work_names,
-    written,
-)
+from tests.kineto_builder import PID, TID, backward_events, kernel, launch, read, row, work_names, written
 
 
 def test_an_end_beyond_a_century_is_impossible(tmp_path: Path) -> None:

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit.analysis.ranks.costs import longer_on_gpu
-from profkit.run.light_columns import (
-    UNKNOWN,
-    columns_of,
-    read_light,
-    read_light_columns,
-)
+from profkit.run.light_columns import UNKNOWN, columns_of, read_light, read_light_columns
 from profkit.run.light_record import StepRecord
 from tests.rank_builder import NCCL, Delay, compare_records, light_records, plain_columns, simulate, write_light_run
 

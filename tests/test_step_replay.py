@@ -15,15 +15,7 @@ from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import Cause, find_limits
-from profkit.analysis.step_replay.replay import (
-    QUEUE_DEPTH,
-    Constants,
-    Replayed,
-    measure_constants,
-    prepare,
-    prove,
-    run,
-)
+from profkit.analysis.step_replay.replay import QUEUE_DEPTH, Constants, Replayed, measure_constants, prepare, prove, run
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import STEP
 from tests.captures import CAPTURES

@@ -17,16 +17,7 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.names import COMPILED_KERNEL, read_launch_range
-from profkit.trace.columns import (
-    Calls,
-    Ints,
-    Origins,
-    Ranges,
-    Trace,
-    Work,
-    empty_ints,
-    rows_by_value,
-)
+from profkit.trace.columns import Calls, Ints, Origins, Ranges, Trace, Work, empty_ints, rows_by_value
 from profkit.trace.exported import complete_ranges, read_exported
 from profkit.trace.kineto_events import (
     Event,

@@ -32,7 +32,7 @@ from profkit.trace.columns import (
 )
 from profkit.trace.nsys_calls import LaunchIndex, read_syncs
 from profkit.trace.nsys_collectives import read_collectives
-from profkit.trace.nsys_ranges import NO_TIME, POSITIVE, Names, has_invisible_ranges, read_ranges
+from profkit.trace.nsys_ranges import NO_TIME, PID_SHIFT, POSITIVE, Names, has_invisible_ranges, read_ranges
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -45,8 +45,6 @@ STARTED = "TARGET_INFO_SESSION_START_TIME"
 _ROWS = {CALLS: "calls", KERNELS: "kernels", GRAPHS: "CUDA graphs", COPIES: "memory copies", SETS: "memory sets"}
 _FAR_NS = 2**62
 
-# A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process.
-_PID_SHIFT = 24
 _OS_PID_MASK = (1 << 24) - 1
 
 # ENUM_CUDA_MEMCPY_OPER
@@ -110,7 +108,7 @@ class _Reader:
         found = {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
         self._number_gpus(found)
         calls = _sorted_by_start(found.pop(CALLS, None))
-        process = calls["thread"] >> _PID_SHIFT
+        process = calls["thread"] >> PID_SHIFT
         launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
         work = self._build_work(found, launches)
         copies = self._build_copies(found, launches)
@@ -146,7 +144,7 @@ class _Reader:
             ranges=ranges,
             thread_names=self._thread_names(),
             process_ids={number: number & _OS_PID_MASK for number in sorted(processes)},
-            main_threads=frozenset(number << _PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
+            main_threads=frozenset(number << PID_SHIFT | (number & _OS_PID_MASK) for number in processes),
             gpus=self._gpus(),
             clock_base_ns=self._started_ns(),
             diagnostics=(*self._diagnostics(processes), *self.left_out),
@@ -192,7 +190,7 @@ class _Reader:
             for ours in wanted.keys() - parts.keys():
                 parts[ours] = np.full(len(columns[0]), wanted[ours][1], dtype=np.int64)
             if "process" in parts:
-                parts["process"] = (parts["process"] & POSITIVE) >> _PID_SHIFT
+                parts["process"] = (parts["process"] & POSITIVE) >> PID_SHIFT
             if "thread" in parts:
                 parts["thread"] &= POSITIVE
             found[table] = parts
@@ -346,7 +344,7 @@ class _Reader:
         found = []
         for severity, text, number in self.file.rows(f"SELECT severity, text, {process} FROM DIAGNOSTIC_EVENT"):
             # The profiler's own messages have no process, or a negative number.
-            concerned = number >> _PID_SHIFT if isinstance(number, int) and number > 0 else None
+            concerned = number >> PID_SHIFT if isinstance(number, int) and number > 0 else None
             is_silent = concerned is not None and concerned not in recorded
             pid = concerned & _OS_PID_MASK if concerned is not None and is_silent else None
             found.append(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text), pid))

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.trace.columns import NO_LAUNCH, Bools, Ints, Syncs, distinct_values, rows_by_value
-from profkit.trace.nsys_ranges import POSITIVE
+from profkit.trace.nsys_ranges import PID_SHIFT, POSITIVE
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 SYNCS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 EVENTS = "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
 
 _NONE = 0xFFFF_FFFF
-_PID_SHIFT = 24
 _NEEDED = {"globalPid", "correlationId", "streamId", "eventId"}
 
 
@@ -155,7 +154,7 @@ def _read(
         found = dict(zip(there, file.columns([ColumnRequest(table, dict.fromkeys(there, -1))])[0], strict=True))
     size = len(found.get("globalPid", ()))
     process, ids, device, stream, event, number = (found.get(name, np.full(size, -1, dtype=np.int64)) for name in names)
-    process = (process & POSITIVE) >> _PID_SHIFT
+    process = (process & POSITIVE) >> PID_SHIFT
     numbered = (number >= 0) & (number != _NONE)
     recording = np.stack([process, np.where(numbered, -1, event), np.where(numbered, number, -1)], axis=1)
     return calls.first_calls(process, ids), device, stream, recording

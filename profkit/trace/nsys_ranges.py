@@ -23,7 +23,8 @@ _SMALL_SPAN = 1 << 22
 _UNNAMED = "(unnamed)"
 NO_TIME = -(1 << 62)
 """Read for NULL. A range without an end is open; any other missing time is an impossible one."""
-_PID_SHIFT = 24
+PID_SHIFT = 24
+"""A serialized global id is vm·2⁴⁸ + pid·2²⁴ + tid: all above the thread names the process."""
 POSITIVE = (1 << 63) - 1
 """The highest bit of a serialized global id is a hardware number's: without it, no id is negative in 64 bits."""
 
@@ -53,7 +54,7 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
     end_thread = found.get("endGlobalTid", thread)
     end_thread = np.where(end_thread == -1, -1, end_thread & POSITIVE)
     thread = thread & POSITIVE
-    process = thread >> _PID_SHIFT
+    process = thread >> PID_SHIFT
     return Ranges(
         name=_range_names(file, columns, names, found.get("textId", np.full(len(start), -1)), where),
         domain=_domain_names(
@@ -101,7 +102,7 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
     if "domainId" not in columns:
         return np.full(len(domain), names.intern(""), dtype=np.int64)
     text, text_id = (name if name in columns else "NULL" for name in ("text", "textId"))
-    process_id = f"(globalTid & {POSITIVE}) >> {_PID_SHIFT}"
+    process_id = f"(globalTid & {POSITIVE}) >> {PID_SHIFT}"
     rows = file.rows(
         f"SELECT {process_id}, domainId, {text}, {text_id} FROM {TABLE} WHERE eventType = {_DOMAIN_CREATE}"
     )

@@ -22,14 +22,7 @@ from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import GridName
 from recipes.compilation import measure
 from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_product, of_reports
-from recipes.compilation.pairs import (
-    Pair,
-    add_speedups,
-    find_pairs,
-    list_fused,
-    measure_speedup,
-    steps_to_break_even,
-)
+from recipes.compilation.pairs import Pair, add_speedups, find_pairs, list_fused, measure_speedup, steps_to_break_even
 from recipes.compilation.report import draw_kernels, remark, report
 from recipes.compilation.work import (
     GENERATED,

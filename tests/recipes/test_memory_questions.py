@@ -20,15 +20,7 @@ from profkit.models.options import PRESETS
 from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import RECIPE, main, predict
 from recipes.model_memory import measure
-from recipes.model_memory.cells import (
-    GRIDS,
-    KEYS,
-    build_cells,
-    choose_timelines,
-    describe_cell,
-    name_of,
-    work_of,
-)
+from recipes.model_memory.cells import GRIDS, KEYS, build_cells, choose_timelines, describe_cell, name_of, work_of
 from recipes.model_memory.measure import Part, compare_phases, count_saved, group_parts, measure_cell, read_recorded
 from recipes.model_memory.predict import describe_prediction, predict_memory
 from recipes.model_memory.report import add_columns, group_alike, phase_of, report

@@ -26,17 +26,7 @@ from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_tim
 from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward, name_replicas
 from profkit.errors import TraceError
 from profkit.findings import Finding
-from profkit.trace.columns import (
-    NO_LAUNCH,
-    Bools,
-    Copies,
-    Ints,
-    Ranges,
-    Trace,
-    Work,
-    empty_ints,
-    rows_by_value,
-)
+from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Ranges, Trace, Work, empty_ints, rows_by_value
 
 DIRECT, INFERRED, SEQUENCE = range(3)
 """How a row came under a range: by its own thread, by the thread that waited for it, by its operator's link."""
