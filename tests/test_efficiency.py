@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
-from profkit.analysis.efficiency.facts import RunFacts
+from profkit.analysis.efficiency.work import RunFacts
 from profkit.errors import TraceError, UsageError
 from profkit.report.commands.efficiency import limit_words
 from profkit.run.work import FUSED, RunWork

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.limits import MOVERS, Roofline, Verdict, build_roofline, judge
 from profkit.analysis.efficiency.summary import count_launches
-from profkit.analysis.efficiency.work import Amount
+from profkit.analysis.efficiency.work import Amount, Peaks
 from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.time_account.account import recorded_idle, unprofiled_idle
 from profkit.analysis.time_account.gpu_time import GpuParts

@@ -201,8 +201,8 @@ class OpenedTrace:
             RunError: a file of the run, or the ceilings, cannot be read.
             UsageError: an unknown range, ceilings of another GPU, or a ``dtype`` that the run contradicts.
         """
-        from profkit.analysis.efficiency.facts import read_run_facts
         from profkit.analysis.efficiency.summary import measure_efficiency
+        from profkit.analysis.efficiency.work import read_run_facts
 
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.account, facts, range, numbered=numbered)
@@ -210,7 +210,7 @@ class OpenedTrace:
     @cached_property
     def program_facts(self) -> ProgramFacts:
         """Return what predictions rest on besides the trace."""
-        from profkit.analysis.efficiency.facts import read_run_facts
+        from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.efficiency.facts import Peaks
+from profkit.analysis.efficiency.work import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger

@@ -28,8 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.efficiency.facts import VECTOR_DTYPE, Peaks
-from profkit.analysis.efficiency.work import Amount
+from profkit.analysis.efficiency.work import VECTOR_DTYPE, Amount, Peaks
 from profkit.analysis.intervals import subtract, unite
 from profkit.analysis.kernels.categories import CATEGORIES, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.efficiency.facts import Peaks, RunFacts
 from profkit.analysis.efficiency.limits import MOVERS, build_roofline, chosen_ranges, judge, product_ns
-from profkit.analysis.efficiency.work import Amount, RangeWorks, StepFlops
+from profkit.analysis.efficiency.work import Amount, Peaks, RangeWorks, RunFacts, StepFlops
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement

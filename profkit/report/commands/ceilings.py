@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profkit.analysis.efficiency.facts import Datasheet, find_datasheet
+from profkit.analysis.efficiency.work import Datasheet, find_datasheet
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.work import Ceilings

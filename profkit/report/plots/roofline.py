@@ -16,8 +16,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-from profkit.analysis.efficiency.facts import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.work import Peaks
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
