@@ -154,7 +154,7 @@ class Recording(Capture):
         reason = why_not()
         if reason is not None:
             raise UsageError(reason)
-        name = _program_name()
+        name, self._pid = _program_name(), os.getpid()
         self.path = _make_directory(self._wanted, name)
         orders = [replace(order, run=str(self.path.resolve())) for order in self._orders]
         self._why_not = "the recording has not ended: leave its block first"
@@ -172,6 +172,8 @@ class Recording(Capture):
         from profkit.capture.errors import describe_error, say
 
         assert self._stages is not None
+        if os.getpid() != self._pid:  # a fork leaves the block too, and the recording is not its own
+            return
         try:
             self._stages.end()
             nothing, lacking = self._keeper.conclude(error, self._stages.no_memory)

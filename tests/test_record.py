@@ -289,6 +289,21 @@ tell(steps=run.kernels("optimizer").instances)
     assert run_block(forks, tmp_path, code) == (NOTHING_LEFT | {"steps": 2}, "")
 
 
+def test_a_fork_that_leaves_the_block_too_leaves_the_recording_alone(forks: Forks, tmp_path: Path) -> None:
+    code = """
+import os
+with profkit.record(steps=2, warmup=4, lines=False, path="run") as run:
+    loop(5)
+    child = os.fork()
+    loop(3)
+if not child:
+    os._exit(7)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+tell(status=status, steps=run.kernels("optimizer").instances)
+"""
+    assert run_block(forks, tmp_path, code) == (NOTHING_LEFT | {"status": 7, "steps": 2}, "")
+
+
 def test_what_forbids_a_recording_is_said_before_anything_is_made(forks: Forks, tmp_path: Path) -> None:
     code = """
 import os
