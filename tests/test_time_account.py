@@ -173,6 +173,14 @@ def test_a_recorded_step_takes_what_the_host_timed_else_its_time_on_the_gpus(
     assert _summarize(run).steps[0].recorded_ns == recorded_ns
 
 
+def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(tmp_path: Path) -> None:
+    """Unprofiled steps of 60 ms: one GPU is busy for 44 ms of them, the other for 76 as recorded."""
+    opened = read_trace(_write_ranks(tmp_path, (4 * MS, 36 * MS), attached=_steps(60 * MS)))
+    idle = opened.account.idle_time()
+    assert (idle.span_ns, idle.idle_ns) == (2 * (60 + 76) * MS, 2 * 16 * MS)
+    assert count_idle_slowly(opened)[2:] == (idle.span_ns, idle.idle_ns)
+
+
 def test_the_gpu_line_has_one_whole(tmp_path: Path) -> None:
     """Unprofiled steps of 80 ms: busy for 60 ms on average, 20 of them communication, and idle for 20."""
     run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS, 80 * MS))
