@@ -292,6 +292,15 @@ def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:
     assert run(scaled, CONSTANTS).call_start_ns[5] == step.call_start_ns[5] - 1_000
 
 
+def test_a_gpu_that_tracing_slows_a_little_sets_the_pace() -> None:
+    program = [Doing(2_000, 2_000, LAUNCH, durations_ns=(50_000,)) for _ in range(100)]
+    step = recorded(slowed(program, 2.0))
+    phases = find_phases(step, {"forward": [(0, step.recorded_ns)]})
+    for share, fits in ((0.98, True), (0.95, False)):
+        fit = fit_host(step, CONSTANTS, phases, {"forward": round(step.recorded_ns * share)}, spread_ns=1_000)
+        assert (fit is not None) == fits
+
+
 def test_nothing_fits_a_step_that_the_hosts_speed_does_not_explain() -> None:
     step = recorded([Doing(1_000, 1_000, LAUNCH, durations_ns=(100_000,))])
     whole_ns = step.recorded_ns

@@ -24,8 +24,14 @@ PAUSE_NS = 1_000_000
 SLOWEST, FASTEST = 1.15, 0.2
 """The factors that are tried: a recording has made the host up to five times slower, and never faster."""
 
+SLOWER_GPU = 0.03
+"""By no larger share does tracing slow the GPU."""
+
 _HOST_SPREAD = 0.03
 """The host's time in the phases of a few recorded steps is that of the others, give or take this share."""
+
+_APART = 0.1
+"""What the host's time says of its factor may lie so far from all factors that fit; then the nearest one stands."""
 
 _ROUNDS = 9
 """Halvings of the factors that are tried: to a third of a percent."""
@@ -191,18 +197,25 @@ def fit_host(
 
     known = [name for name in unprofiled_ns if name in phases.marks]
     wanted_ns = sum(unprofiled_ns[name] for name in known)
-    fit = (
-        _fit(lambda factor: phases.time_ns(*replayed(factor), factor, known) - wanted_ns, spread_ns) if known else None
-    )
+
+    def excess_ns(factor: float) -> int:
+        return phases.time_ns(*replayed(factor), factor, known) - wanted_ns
+
+    # Where the GPU sets the pace, tracing it shows: between two operations a tenth of a microsecond more passes.
+    too_slow_ns = excess_ns(FASTEST) if known else 0
+    if spread_ns < too_slow_ns <= SLOWER_GPU * wanted_ns:
+        spread_ns += too_slow_ns
+    fit = _fit(excess_ns, spread_ns) if known else None
     on_host = [name for name in on_host_ns or () if name in phases.marks]
     if fit is None or fit.is_identified or on_host_ns is None or not on_host:
         return fit
     host_ns = sum(on_host_ns[name] for name in on_host)
-    excess_ns = lambda factor: phases.host_ns(replayed(factor)[1], factor, on_host) - host_ns  # noqa: E731
-    found = _fit(excess_ns, round(_HOST_SPREAD * host_ns))
-    if found is None or found.most < fit.least or found.least > fit.most:
+    found = _fit(
+        lambda factor: phases.host_ns(replayed(factor)[1], factor, on_host) - host_ns, round(_HOST_SPREAD * host_ns)
+    )
+    if found is None or found.most < fit.least - _APART or found.least > fit.most + _APART:
         return fit
-    least, most = max(fit.least, found.least), min(fit.most, found.most)
+    least, most = min(max(fit.least, found.least), fit.most), max(min(fit.most, found.most), fit.least)
     return Fit(least, (least + most) / 2, most)
 
 
