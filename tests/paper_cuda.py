@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class _Runtime:
         return 0, 2**34
 
 
+_TOTAL_BYTES = 2**34
+
+
 def install() -> None:
     """Have torch find one GPU that nobody has used yet."""
     if '"recorder": "kineto"' in os.environ.get("PROFKIT_ATTACH", ""):
@@ -88,7 +92,7 @@ def install() -> None:
     torch.cuda._cudart = _Runtime
     torch.cuda.default_generators = (torch.Generator(),)
     torch.cuda.get_device_name = lambda _device=None: "paper"
-    torch.cuda.get_device_properties = lambda _device=None: None
+    torch.cuda.get_device_properties = lambda _device=None: SimpleNamespace(total_memory=_TOTAL_BYTES)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda._exchange_device = lambda _device: 0
     torch.cuda._maybe_exchange_device = lambda _device: 0
