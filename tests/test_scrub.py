@@ -20,6 +20,7 @@ from profkit.cli import cli
 from profkit.errors import ProfkitError, TraceError
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.nsys_session import open_session
+from profkit.reading import open_trace
 from profkit.sharing import share
 from profkit.text_kinds import (
     ANY_FILE,
@@ -255,6 +256,17 @@ def test_with_frames_kept_a_snapshot_shows_files_lines_and_functions_without_fol
     frames = pickle.loads(copied.read_bytes())["device_traces"][0][0]["frames"]
     assert {tuple(frame.values()) for frame in frames} == {("train_it", "/…/train.py", 7)}
     assert b"alice" not in copied.read_bytes()
+
+
+def test_a_text_of_two_kinds_is_left_out_where_its_kind_is_and_kept_where_it_is_a_name(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.name_thread("ada", tid=100)
+    builder.range("ada", 0, 10, registered=True)
+    builder.kernel(5, 1)
+    share(builder.write(tmp_path / "t.sqlite"), tmp_path / "copy.sqlite")
+    trace = open_trace(tmp_path / "copy.sqlite").trace
+    assert "ada" in trace.names
+    assert set(trace.thread_names.values()) == {LEFT_OUT}
 
 
 @pytest.mark.parametrize("metadata", ["tower_of_ada", {"who": "tower_of_ada"}, "profkit:forward:tower_of_ada"])
