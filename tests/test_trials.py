@@ -119,7 +119,9 @@ def test_what_was_not_measured_says_why() -> None:
     refused = TrialProcess(("tf32",), 1, 3.0, Measured(evidence=(Evidence("tf32", False, "no GPU"),)), "tf32: no GPU")
     trial = trials_of(*FUSED, refused)["tf32",]
     assert (trial.processes, trial.step_ns, trial.reason) == (0, None, "tf32: no GPU")
-    assert describe_trial(trial) == "tried: tf32: no GPU"
+    assert describe_trial(trial) == "tried: no GPU"
+    text = render(build_trials_document("run", PLAN, [*trials_of(*FUSED).values(), trial]), "table")
+    assert "tf32: NOT MEASURED: no GPU (it needs an NVIDIA GPU of compute capability" in " ".join(text.split())
 
 
 def test_a_prediction_holds_if_its_interval_has_the_measured_step() -> None:

@@ -123,7 +123,7 @@ def name_trial(trial: Trial) -> str:
 def describe_trial(trial: Trial) -> str:
     """Return what a trial measured, in a clause: ``measured −0.93 ms (−1.01 … −0.85 ms)``."""
     if trial.change_ns is None:
-        return f"tried: {trial.reason}"
+        return f"tried: {(trial.reason or 'nothing was measured').removeprefix(f'{name_trial(trial)}: ')}"
     interval = f" ({_interval(trial)})" if trial.change_low_ns is not None else ""
     return f"measured {SIGNED_NS.show(round(trial.change_ns))} a step{interval}"
 
@@ -149,9 +149,8 @@ def _evidence(trials: Sequence[Trial]) -> Iterator[str]:
             place = "" if evidence.place is None else f" [{_short_place(evidence.place)}]"
             yield f"{evidence.edit}: {evidence.text}{place}"
         if trial.reason is not None:
-            yield (
-                f"{name or _AS_IS}: NOT MEASURED: {trial.reason}" if not trial.processes else f"{name}: {trial.reason}"
-            )
+            reason = trial.reason.removeprefix(f"{name}: ")
+            yield f"{name}: {'' if trial.processes else 'NOT MEASURED: '}{reason}{_what_it_needs(trial)}"
         if trial.first_ns is not None and trial.first_ns > _SLOW_FIRST_NS:
             yield f"{name}: the first steps take {format_ns(round(trial.first_ns))} longer (compiling, trying out)"
         if trial.batch_factor != 1 and trial.step_ns and trial.change_ns is not None:
@@ -159,6 +158,12 @@ def _evidence(trials: Sequence[Trial]) -> Iterator[str]:
             yield f"{name}: {format_change(rate, 1)} samples a second"
         if trial.is_as_predicted is not None:
             yield f"{name}: {_prediction(trial)}"
+
+
+def _what_it_needs(trial: Trial) -> str:
+    refused = [parse_edits([evidence.edit])[0].spec for evidence in trial.evidence if not evidence.is_made]
+    needs = [spec.trying_needs for spec in refused if spec.trying_needs]
+    return f" (it needs {'; '.join(needs)})" if needs else ""
 
 
 def _prediction(trial: Trial) -> str:
