@@ -217,10 +217,10 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None
 
 
 def _batch_factor(edits: Sequence[str]) -> float:
-    return math.prod(float(read_factor(edit.argument)) for edit in _known(edits) if edit.spec.name == "batch")
+    return math.prod(float(read_factor(edit.argument)) for edit in known_edits(edits) if edit.spec.name == "batch")
 
 
-def _known(edits: Sequence[str]) -> tuple[Edit, ...]:
+def known_edits(edits: Iterable[str]) -> tuple[Edit, ...]:
     """Return the edits, without those whose names a copy to share leaves out."""
     return parse_edits(text for text in edits if text != LEFT_OUT)
 
@@ -243,7 +243,7 @@ def _loss_change(edits: Sequence[str], losses: Sequence[tuple[int, float]], spre
     steps = min((steps for steps, _ in losses), default=0)
     if not steps:
         return None
-    allowed = [edit.spec.loss_share for edit in _known(edits)]
+    allowed = [edit.spec.loss_share for edit in known_edits(edits)]
     known = [share for share in allowed if share is not None]
     return LossChange(
         steps,

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from profkit.analysis.trials import LossChange, Trial, find_best
+from profkit.analysis.trials import LossChange, Trial, find_best, known_edits
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.units import (
     BYTES,
@@ -161,8 +161,8 @@ def _evidence(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _what_it_needs(trial: Trial) -> str:
-    refused = [parse_edits([evidence.edit])[0].spec for evidence in trial.evidence if not evidence.is_made]
-    needs = [spec.trying_needs for spec in refused if spec.trying_needs]
+    refused = known_edits(evidence.edit for evidence in trial.evidence if not evidence.is_made)
+    needs = [edit.spec.trying_needs for edit in refused if edit.spec.trying_needs]
     return f" (it needs {'; '.join(needs)})" if needs else ""
 
 
@@ -180,8 +180,15 @@ def _prediction(trial: Trial) -> str:
 
 
 def _short_place(place: str) -> str:
-    file, colon, line = place.rpartition(" ")[0].rpartition(":")
-    return f"{PurePath(file).name}{colon}{line}"
+    file, number = _split_place(place)
+    return f"{PurePath(file).name}:{number}"
+
+
+def _split_place(place: str) -> tuple[str, int]:
+    """Return the file and the line of ``/a/train.py:7 main``; line 0, which no file has, where it says none."""
+    file, _, line = place.rpartition(":")
+    number = line.partition(" ")[0]
+    return (file, int(number)) if number.isdecimal() else (place, 0)
 
 
 def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator[str]:
@@ -190,7 +197,7 @@ def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator
         return
     share = format_change(best.change_ns / as_is.step_ns, 1)
     yield f"Best: {name_trial(best)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
-    for edit in parse_edits(best.edits):
+    for edit in known_edits(best.edits):
         place = next((each.place for each in best.evidence if each.edit == edit.text), None)
         yield from (f"    {line}" for line in _describe_change(edit, place, with_source=with_source))
 
@@ -214,8 +221,8 @@ def write_change(place: str, edit: Edit) -> tuple[str, str] | None:
 
     The file is read as it is now.
     """
-    file, _, number = place.rpartition(" ")[0].rpartition(":")
-    line = linecache.getline(file, int(number)).strip()
+    file, number = _split_place(place)
+    line = linecache.getline(file, number).strip()
     keywords = edit.spec.keywords.replace("{}", edit.argument)
     try:
         (statement,) = ast.parse(line).body
