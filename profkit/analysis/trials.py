@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import fmean, stdev
 from typing import Any
 
-from profkit.analysis.students_t import value_exceeded
+from profkit.analysis.statistics import value_exceeded
 from profkit.run.edits import Edit, parse_edits, read_factor
 from profkit.run.trials import Evidence, Measured, TrialPrediction, TrialProcess, Trials
 from profkit.text_kinds import LEFT_OUT

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures
-from profkit.analysis.compare.differences import FEWEST
 from profkit.analysis.compare.kernel_changes import Change
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
@@ -19,6 +18,7 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.statistics import FEWEST
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, read_unprofiled_steps
 from profkit.analysis.tree.selection import find_near_names, select_ranges

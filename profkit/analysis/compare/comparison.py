@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.compare.differences import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times, measure_change
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
@@ -18,6 +17,7 @@ from profkit.analysis.kernels.compiled_code import RunCompilations, find_compila
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
+from profkit.analysis.statistics import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.time_account.step_times import (
     PhaseSamples,
     UnprofiledSteps,

@@ -2,7 +2,7 @@
 
 Totals are integers over all steps of a side and sum exactly. A change is the difference per step, so captures with
 different numbers of steps can be compared; it is rounded to a nanosecond, and ``rounding_ns`` is what the rounded parts
-leave of the whole. Each change has an interval over the steps (`profkit.analysis.compare.differences`). The
+leave of the whole. Each change has an interval over the steps (`profkit.analysis.statistics`). The
 steps of a side come from one process, so the intervals do not contain what varies from run to run (clocks, placement).
 Each interval stands by itself: of twenty lines without a difference, one is expected to show one.
 
@@ -31,8 +31,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from profkit.analysis.compare.differences import FEWEST, Verdict, interval_of_means, judge_change
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
+from profkit.analysis.statistics import FEWEST, Verdict, interval_of_means, judge_change
 from profkit.analysis.tree.selection import join_path
 from profkit.findings import Finding
 from profkit.names import COMPILING

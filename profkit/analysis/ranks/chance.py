@@ -25,7 +25,7 @@ import math
 import numpy as np
 
 from profkit.analysis.ranks.costs import Cost, Floats
-from profkit.analysis.students_t import chance_beyond
+from profkit.analysis.statistics import chance_beyond
 from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools
 

@@ -8,10 +8,10 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
-from profkit.analysis.compare.differences import LEVEL
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
 from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic
 from profkit.names import SHARED, is_shared, sharing_modules
 from profkit.report.commands.memory_compare import TOP_PARTS, memory_parts, memory_table

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from profkit.analysis.compare.differences import FEWEST, interval_of_means, interval_of_step_times, judge_change
-from profkit.analysis.students_t import value_exceeded
+from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, judge_change, value_exceeded
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
