@@ -193,7 +193,7 @@ def _split_place(place: str) -> tuple[str, int]:
 
 def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator[str]:
     if best is None or as_is.step_ns is None or best.change_ns is None:
-        yield "No edit makes the step shorter for certain."
+        yield "No edit makes the step shorter for certain; more --processes make the intervals narrower."
         return
     share = format_change(best.change_ns / as_is.step_ns, 1)
     yield f"Best: {name_trial(best)}, {SIGNED_NS.show(round(best.change_ns))} a step ({share}). To make it:"
