@@ -12,6 +12,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
+from profkit.report.commands.step_replay import limit_words, name_limits
 from profkit.report.document import FORMATS
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
@@ -123,3 +124,15 @@ def test_calls_of_backward_are_no_culprits() -> None:
     found, _ = place_lines([part(Limit.PREPARING, 900, "backward")], [called, line(8, 100, "backward")])
     limits = StepLimits(900, 900, None, AS_RECORDED, lines=found)
     assert [culprit.line for culprit in limits.lines_of(Limit.PREPARING)] == [8]
+
+
+def test_a_range_is_limited_by_what_the_replay_says_of_it_as_the_summary_is() -> None:
+    """Of SMALL's layers the GPU is busy most of the time, and their step waits for Python all the same."""
+    trace = read_trace(SMALL)
+    rows = trace.efficiency().ranges
+    words = name_limits(rows, trace.step_limits)
+    assert {words[path] for path in ("step *", "step */forward", "step */forward/layer */ffn")} == {"kernel launches"}
+    assert limit_words(next(row for row in rows if row.path == "step */forward/layer */ffn")) != "kernel launches"
+    assert name_limits(rows, None) == {row.path: limit_words(row) for row in rows}
+    longer = replace(trace.step_limits, calibrated_ns=2 * trace.step_limits.step_ns)
+    assert name_limits(rows, longer) == name_limits(rows, None)

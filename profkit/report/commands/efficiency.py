@@ -21,7 +21,7 @@ from profkit.findings import Finding
 from profkit.names import STEP
 from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.ranges import tree_name
-from profkit.report.commands.step_replay import limit_parts
+from profkit.report.commands.step_replay import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shorten, simplify_name
 from profkit.report.units import (
@@ -38,17 +38,6 @@ from profkit.report.units import (
     four_digits,
     ns_over,
 )
-
-LIMITS = {
-    "compute-bound": "arithmetic",
-    "memory-bound": "memory bandwidth",
-    "launch-bound": "kernel launches",
-    "host-bound": "Python",
-    "communication-bound": "communication",
-}
-"""A verdict as people read it: what the range is limited by."""
-_DATA = "data loading"
-_COMPUTING = "GPU computing"
 
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
@@ -96,7 +85,8 @@ def build_efficiency_document(
         answer: what the summary says of the run first, if it is one.
     """
     steps = None if totals else result.step_count
-    rows = [_row(row) for row in result.ranges]
+    words = name_limits(result.ranges, limits)
+    rows = [_row(row, words[row.path]) for row in result.ranges]
     ranges = Table(_columns(result, steps), rows, exact=_EXACT)
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
@@ -151,20 +141,9 @@ def _depth(path: str) -> int:
     return len(split_path(path)) - 1
 
 
-def _row(row: EfficiencyRow) -> dict[str, Any]:
+def _row(row: EfficiencyRow, words: str | None) -> dict[str, Any]:
     parts = dict.fromkeys(_PARTS) if row.gpu is None else vars(row.gpu)
-    return {**vars(row), **parts, "best_idle_share": row.best_idle_share, "limited_by": limit_words(row)}
-
-
-def limit_words(row: EfficiencyRow) -> str | None:
-    """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown."""
-    if row.verdict == "communication-bound" and row.waiting_for is not None:
-        return f"waiting for rank {row.waiting_for}"
-    if row.verdict == "host-bound" and row.loads_data:
-        return _DATA
-    if row.verdict is None:
-        return _COMPUTING if row.busy_ns else None
-    return LIMITS[row.verdict]
+    return {**vars(row), **parts, "best_idle_share": row.best_idle_share, "limited_by": words}
 
 
 def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
@@ -280,12 +259,12 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     verdicts = {row.verdict for row in result.ranges}
     if "memory-bound" in verdicts and result.work_source is not None:
         yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
-    if any(limit_words(row) == _COMPUTING for row in result.ranges):
+    if any(limit_words(row) == COMPUTING for row in result.ranges):
         yield "GPU computing: whether arithmetic or memory bandwidth limits it is known only with its FLOPs."
     if any(limit_words(row) == LIMITS["host-bound"] for row in result.ranges):
         outside = _outside_words(result)
         yield f"Python: the GPU is idle while the host waits for it or does not call CUDA ({outside})."
-    if any(limit_words(row) == _DATA for row in result.ranges):
+    if any(limit_words(row) == DATA for row in result.ranges):
         yield "data loading: the GPU is idle while Python waits for the next batch, or only receives it."
     yield from _host_wait_line(result)
     yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
@@ -320,7 +299,7 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
             if row.verdict in ("launch-bound", "host-bound"):
                 continue
             if share >= _MUCH and not any(cause == of and row.path.startswith(f"{path}/") for _, of, path, _ in waits):
-                words = _DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
+                words = DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
                 span_ns = 0 if row.idle is None else row.idle.span_ns
                 waits.append((share * span_ns, cause, row.path, f"{format_share(share)} ({words})"))
     if waits:

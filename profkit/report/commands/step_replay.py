@@ -1,14 +1,19 @@
-"""What limits a step, by its replay: the sentence, the proof, and the shares by phase."""
+"""What limits a step, by its replay, and each of its ranges: the sentence, the proof, the shares, a word a range."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 
+from profkit.analysis.efficiency.summary import EfficiencyRow
 from profkit.analysis.step_replay.calibrate import Fit
-from profkit.analysis.step_replay.limits import Cause, StepLimits
+from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, sum_parts
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
+from profkit.analysis.step_tree import stands_for_step
+from profkit.analysis.time_account.steps import is_step, is_warmup
+from profkit.analysis.tree.selection import join_path, split_path
+from profkit.names import phase_of
 from profkit.report.document import Column, Lines, Row, Table
 from profkit.report.units import NS, SHARE, TEXT, format_ns, format_share
 from profkit.run.edits import parse_edits
@@ -25,6 +30,17 @@ _CAUSES = {
     "copy": "memory copies",
     "fill": "memory fills",
 }
+LIMITS = {
+    "compute-bound": "arithmetic",
+    "memory-bound": "memory bandwidth",
+    "launch-bound": "kernel launches",
+    "host-bound": "Python",
+    "communication-bound": "communication",
+}
+"""A verdict as people read it: what the range is limited by."""
+DATA = "data loading"
+COMPUTING = "GPU computing"
+
 _CAUSES_NAMED = 3
 _MOST_ROWS = 10
 
@@ -90,6 +106,69 @@ def describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
     speed = f"{fit.least:.2f} to {fit.most:.2f}"
     known = "" if fit.is_identified else "; all of these fit, because the GPU sets the pace"
     return f"{text}; Python's time × {speed} as in unprofiled steps{known}"
+
+
+def limit_words(row: EfficiencyRow) -> str | None:
+    """Return what limits a range; None if it launched nothing. Which peak limits what computes may be unknown."""
+    if row.verdict == "communication-bound" and row.waiting_for is not None:
+        return f"waiting for rank {row.waiting_for}"
+    if row.verdict == "host-bound" and row.loads_data:
+        return DATA
+    if row.verdict is None:
+        return COMPUTING if row.busy_ns else None
+    return LIMITS[row.verdict]
+
+
+_REPLAYED = {
+    Limit.PYTHON: LIMITS["host-bound"],
+    Limit.PREPARING: LIMITS["launch-bound"],
+    Limit.COMMUNICATING: LIMITS["communication-bound"],
+    Limit.WAITING: "waits for the GPU",
+    Limit.COPYING: "memory copies",
+    Limit.ALLOCATING: "allocations",
+}
+
+
+def name_limits(rows: Sequence[EfficiencyRow], limits: StepLimits | None) -> dict[str, str | None]:
+    """Return by path what limits each range: by the replay of the step where there is one, else as `limit_words` says.
+
+    Of what the GPU computes, the range's own FLOPs and kernels tell which of its peaks is in the way.
+    """
+    words = {row.path: limit_words(row) for row in rows}
+    if limits is None or not stands_for_step(limits):
+        return words
+    names = _names_within(rows)
+    for row in rows:
+        sums = sum_parts(_parts_under(row, names[row.path], limits.parts), "limit")
+        limit = next(iter(sums), Limit.COMPUTING)
+        if limit == Limit.COMPUTING:
+            is_of_work = row.verdict in (None, "compute-bound", "memory-bound")
+            words[row.path] = words[row.path] if is_of_work or not sums else COMPUTING
+        elif row.waiting_for is None and not (limit == Limit.PYTHON and row.loads_data):
+            words[row.path] = _REPLAYED[limit]
+    return words
+
+
+def _names_within(rows: Sequence[EfficiencyRow]) -> dict[str, set[str]]:
+    """Return by path the names of a range and of all ranges in it."""
+    names: dict[str, set[str]] = {row.path: set() for row in rows}
+    for row in rows:
+        parts = split_path(row.path)
+        for depth in range(1, len(parts) + 1):
+            names.get(join_path(parts[:depth]), set()).add(row.name)
+    return names
+
+
+def _parts_under(row: EfficiencyRow, names: Container[str], parts: Sequence[LimitPart]) -> list[LimitPart]:
+    """Return the parts of what limits a step that lie in a range of it: a step, a phase or modules in a phase."""
+    path = split_path(row.path)
+    if not any(map(is_step, path)) or any(map(is_warmup, path)):
+        return []
+    if is_step(row.name):
+        return list(parts)
+    phase = next((phase for name in path if (phase := phase_of(name))), None)
+    is_whole = phase_of(row.name) is not None
+    return [part for part in parts if part.phase == phase and (is_whole or part.module in names)]
 
 
 def time_parts(answer: TimeAnswer) -> Iterator[Table | Lines]:

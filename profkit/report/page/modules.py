@@ -20,11 +20,12 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.composition import piece_of
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
+from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of, phase_of
-from profkit.report.commands.efficiency import limit_words
+from profkit.report.commands.step_replay import name_limits
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
 from profkit.report.page.results import Results
@@ -47,7 +48,8 @@ _PHASES = (FORWARD, BACKWARD)
 def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]:
     """Return the tree of modules, depth first; with an earlier run, how each figure changed since."""
     times, parts, steps = run.summary.modules, _parts(run), run.steps
-    rows = tree_of(times, parts, run.efficiency)
+    limits = None if run.capture.trace is None else run.capture.trace.step_limits
+    rows = tree_of(times, parts, run.efficiency, limits)
     if before is not None:
         _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
     table = view_table(Table(_columns(run), rows))
@@ -91,14 +93,17 @@ def _add_changes(
 
 
 def tree_of(
-    times: Sequence[ModuleTime], parts: Sequence[PartRow], efficiency: EfficiencyResult | None = None
+    times: Sequence[ModuleTime],
+    parts: Sequence[PartRow],
+    efficiency: EfficiencyResult | None = None,
+    limits: StepLimits | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row for each module with its depth in the tree, depth first; what is unknown is absent or None.
 
     A row holds those below it. One of memory alone stands in the module that its dotted name lies in, and around those
     that lie in it: a list of blocks is never called, so that no range says that it holds them.
     """
-    timed = list(_time_rows(times, efficiency, parts))
+    timed = list(_time_rows(times, efficiency, parts, limits))
     others = list(_other_rows(times, parts))
     alone = {kind_of(row["name"]): row["name"] for row in others}
     kinds = {kind_of(row["name"]) for row in timed}
@@ -111,9 +116,13 @@ def tree_of(
 
 
 def _time_rows(
-    times: Sequence[ModuleTime], efficiency: EfficiencyResult | None, parts: Sequence[PartRow]
+    times: Sequence[ModuleTime],
+    efficiency: EfficiencyResult | None,
+    parts: Sequence[PartRow],
+    limits: StepLimits | None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each module that has time, with what its ranges in both passes do and the memory of its name."""
+    words = {} if efficiency is None else name_limits(efficiency.ranges, limits)
     ranges_of = {} if efficiency is None else _by_module(efficiency.ranges)
     held = _match([module.module for module in times], parts)
     for module in times:
@@ -130,7 +139,7 @@ def _time_rows(
             "kernel_count": sum(row.kernel_count for row in passes.values()) if passes else None,
             "flops": sum(flops) if flops else None,
             **{f"{phase}_peak": passes[phase].roof_share if phase in passes else None for phase in _PHASES},
-            "limited_by": _limits(passes),
+            "limited_by": _limits(passes, words),
             **_held(held.get(module.module, [])),
         }
 
@@ -211,11 +220,11 @@ def _by_module(ranges: Iterable[EfficiencyRow]) -> dict[str, dict[str, Efficienc
     return by_module
 
 
-def _limits(passes: Mapping[str, EfficiencyRow]) -> str | None:
-    """Return what limits a module, each pass by itself where they differ."""
-    words = {phase: limit_words(row) for phase, row in passes.items()}
-    known = {phase: text for phase, text in words.items() if text is not None}
-    if len(set(words.values())) == 1 and known:
+def _limits(passes: Mapping[str, EfficiencyRow], words: Mapping[str, str | None]) -> str | None:
+    """Return what limits a module, each pass by itself where they differ; ``words`` are those of the ranges' paths."""
+    of_passes = {phase: words[row.path] for phase, row in passes.items()}
+    known = {phase: text for phase, text in of_passes.items() if text is not None}
+    if len(set(of_passes.values())) == 1 and known:
         return next(iter(known.values()))
     return "; ".join(f"{phase}: {text}" for phase, text in known.items()) or None
 

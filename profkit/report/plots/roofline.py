@@ -21,7 +21,7 @@ from profkit.analysis.efficiency.work import Peaks
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
-from profkit.report.commands.efficiency import LIMITS
+from profkit.report.commands.step_replay import LIMITS
 from profkit.report.document import UNTRUSTED
 from profkit.report.plots.pictures import draw_png
 from profkit.report.text import make_visible, shorten
