@@ -209,7 +209,7 @@ def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path, record: Rec
 def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_path: Path, record: Record) -> None:
     done = record(ATTENTION.replace("range(5)", "range(3)"))
     assert done.returncode == 0, done.stderr
-    assert "it made 3 steps, too few for --warmup 13; it runs again with --warmup 2 --steps 1" in done.stderr
+    assert "it made 3 steps, too few for --warmup 14; it runs again with --warmup 2 --steps 1" in done.stderr
     assert _paths(tmp_path) == {"step *": 1, "step */backward": 1}
 
 
