@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -228,8 +229,26 @@ class OpenedTrace:
     def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
         """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""
         from profkit.analysis.step_replay.predict import predict_time
+        from profkit.analysis.step_replay.ranks_together import ON_TIME
 
+        if [edit.spec.name for edit in edits] == [ON_TIME]:
+            return self._predict_on_time(edits[0].argument)
         return predict_time(self.step_replay, edits, self.program_facts)
+
+    def _predict_on_time(self, late: str) -> TimeAnswer:
+        from profkit.analysis.step_replay.ranks_together import predict_on_time
+
+        if not re.fullmatch(r"\d{1,6}", late, re.ASCII):
+            raise UsageError(f"on-time:{late}: write a rank's number, as in on-time:1")
+        replays = {number: self.of_rank(number).step_replay for number in self.ranks.numbers}
+        unprofiled_ns, recorded_ns = self.account.step_ns(), self.account.recorded_step_ns()
+        now_ns = recorded_ns if unprofiled_ns is None else unprofiled_ns
+        return predict_on_time(
+            replays,
+            int(late),
+            None if now_ns is None else round(now_ns),
+            None if unprofiled_ns is None else round(unprofiled_ns),
+        )
 
     def step_lanes(self, edits: Sequence[Edit]) -> tuple[StepLanes, StepLanes] | None:
         """Return the lanes of a step, to be drawn, as it is and as it is expected after some edits; None if unknown."""

@@ -186,6 +186,7 @@ EDITS = (
         trying_needs="a GPU",
         code="PYTORCH_CUDA_ALLOC_CONF={}  # in the program's environment",
     ),
+    EditSpec("on-time", ("on-time:RANK",), changes_memory=False),
     EditSpec("gpu", ("gpu:×F",), changes_memory=False),
     EditSpec("kernels", ("kernels:GLOB:×F",), changes_memory=False),
     EditSpec("links", ("links:×F",), changes_memory=False),

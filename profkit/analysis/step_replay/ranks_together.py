@@ -1,0 +1,186 @@
+"""The steps of all ranks run together, and what is left of them if one rank is no longer late.
+
+A rank comes to a collective when its stream does. The collective ends on all ranks at once: after the last one has come
+to it, as long as it took that rank in the recording. No rank's clock is held against another's: their recorded steps
+are laid side by side so that collectives end together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
+from profkit.analysis.step_replay.columns import StepColumns
+from profkit.analysis.step_replay.edits import CannotPredictError
+from profkit.analysis.step_replay.predict import HOST_SPREAD, TimeAnswer
+from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
+from profkit.analysis.step_replay.steps import LARGEST_ERROR, ReplayedStep, StepReplay
+
+ON_TIME = "on-time"
+"""The edit that removes a rank's lateness."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """One rank's step, its collectives in order, and when it began after the first rank's."""
+
+    columns: StepColumns
+    constants: Constants
+    collectives: Sequence[int]
+    begin_ns: int = 0
+
+
+@dataclass(frozen=True)
+class OnTime:
+    """A step of all ranks by their replay, as it is and without the late rank; ``proof`` is of the former."""
+
+    before_ns: int
+    after_ns: int
+    proof: Proof
+
+
+def predict_on_time(
+    replays: Mapping[int, StepReplay], late: int, now_ns: int | None, unprofiled_ns: int | None
+) -> TimeAnswer:
+    """Return how long a step would take if rank ``late`` came to no collective after all others.
+
+    Args:
+        replays: those of all ranks, by their numbers.
+        late: the rank.
+        now_ns: the measured step of all ranks, unprofiled if that is known.
+        unprofiled_ns: the same; None if it is as recorded.
+    """
+    edits, fit = (f"{ON_TIME}:{late}",), _fit_of_all(replays)
+    try:
+        steps = replay_on_time(replays, late)
+    except CannotPredictError as error:
+        return TimeAnswer(edits, now_ns, unprofiled_ns, None, fit, str(error))
+    proof = max((step.proof for step in steps), key=lambda proof: abs(proof.error))
+    if now_ns is None:
+        return TimeAnswer(edits, now_ns, unprofiled_ns, proof, fit, "how long a step takes is not known")
+    after = [round(now_ns * step.after_ns / step.before_ns) for step in steps]
+    expected_ns, reach_ns = round(median(after)), (max(after) - min(after)) / 2 / math.sqrt(len(after))
+    spread_ns = HOST_SPREAD * expected_ns
+    width_ns = round(math.hypot(spread_ns, reach_ns))
+    return TimeAnswer(
+        edits,
+        now_ns,
+        unprofiled_ns,
+        proof,
+        fit,
+        low_ns=max(0, expected_ns - width_ns),
+        expected_ns=expected_ns,
+        high_ns=expected_ns + width_ns,
+        assumptions=(
+            f"the ranks' speed differs by ±{HOST_SPREAD:.0%} from one run to the next",
+            f"rank {late} comes to no collective after all others; its own work stays",
+        ),
+        widths_ns={
+            "how speed differs between two processes": round(2 * spread_ns),
+            "how recorded steps differ": round(2 * reach_ns),
+        },
+    )
+
+
+def _fit_of_all(replays: Mapping[int, StepReplay]) -> Fit:
+    fits = [replay.fit for replay in replays.values()] or [AS_RECORDED]
+    return Fit(min(fit.least for fit in fits), median(fit.middle for fit in fits), max(fit.most for fit in fits))
+
+
+def replay_on_time(replays: Mapping[int, StepReplay], late: int) -> list[OnTime]:
+    """Return what each recorded step takes if rank ``late`` comes to no collective after all others.
+
+    Raises:
+        CannotPredictError: a rank cannot be replayed, ranks do not make the same collectives, or the replay of all
+            ranks together does not end as they did.
+    """
+    for rank, replay in replays.items():
+        if replay.refusal is not None:
+            raise CannotPredictError(f"rank {rank}: {replay.refusal}")
+    if len(replays) < 2 or late not in replays:
+        raise CannotPredictError(f"there is no rank {late} beside others in this trace")
+    count = min(len(replay.steps) for replay in replays.values())
+    return [
+        _replay_step({rank: (r.steps[at - count], r.constants) for rank, r in replays.items()}, late)
+        for at in range(count)
+    ]
+
+
+def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int) -> OnTime:
+    recorded = _lay_side_by_side([_rank_step(step, step.columns, constants) for step, constants in steps.values()])
+    wires = find_wires(recorded)
+    proof = _prove(recorded, run_together(recorded, wires))
+    if abs(proof.error) > LARGEST_ERROR:
+        raise CannotPredictError(f"the replay of all ranks together ends {abs(proof.error):.1%} off")
+    at_speed = [
+        replace(rank, columns=step.at_speed(step.fit.middle))
+        for rank, (step, _) in zip(recorded, steps.values(), strict=True)
+    ]
+    others = [rank for rank, number in zip(at_speed, steps, strict=True) if number != late]
+    before, after = (_longest(run_together(ranks, wires)) for ranks in (at_speed, others))
+    return OnTime(before, after, proof)
+
+
+def _rank_step(step: ReplayedStep, columns: StepColumns, constants: Constants) -> RankStep:
+    rows = [at for at, row in enumerate(columns.row.tolist()) if step.categories[row] == "communication"]
+    return RankStep(columns, constants, rows)
+
+
+def _lay_side_by_side(ranks: Sequence[RankStep]) -> list[RankStep]:
+    if not ranks[0].collectives or len({len(rank.collectives) for rank in ranks}) > 1:
+        raise CannotPredictError("the ranks do not make the same collectives in a step")
+    ends = [[rank.columns.end_ns[row] for row in rank.collectives] for rank in ranks]
+    begins = [round(median(a - b for a, b in zip(ends[0], own, strict=True))) for own in ends]
+    return [replace(rank, begin_ns=begin) for rank, begin in zip(ranks, begins, strict=True)]
+
+
+def find_wires(ranks: Sequence[RankStep]) -> list[int]:
+    """Return how long each collective takes once all ranks have come to it: the shortest time of any rank."""
+    durations = [[rank.columns.duration_ns[row] for row in rank.collectives] for rank in ranks]
+    return [min(of_all) for of_all in zip(*durations, strict=True)]
+
+
+def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replayed]:
+    """Run the steps of ranks until no collective ends later than it did in the round before.
+
+    Each round settles at least the first collective that was not yet settled.
+    """
+    columns = [_with_durations(rank, wires) for rank in ranks]
+    for _ in range(len(wires) + 1):
+        found = [run(own, rank.constants) for own, rank in zip(columns, ranks, strict=True)]
+        begins = [
+            [rank.begin_ns + own.start_ns[row] for row in rank.collectives]
+            for rank, own in zip(ranks, found, strict=True)
+        ]
+        ends = [max(of_all) + wire for of_all, wire in zip(zip(*begins, strict=True), wires, strict=True)]
+        durations = [[end - begin for end, begin in zip(ends, own, strict=True)] for own in begins]
+        changed = [_with_durations(rank, own) for rank, own in zip(ranks, durations, strict=True)]
+        if all(a.duration_ns == b.duration_ns for a, b in zip(columns, changed, strict=True)):
+            break
+        columns = changed
+    return found
+
+
+def _with_durations(rank: RankStep, durations: Sequence[int]) -> StepColumns:
+    own = list(rank.columns.duration_ns)
+    for row, time_ns in zip(rank.collectives, durations, strict=True):
+        own[row] = time_ns
+    return replace(rank.columns, duration_ns=own)
+
+
+def _longest(found: Sequence[Replayed]) -> int:
+    return max(own.step_ns for own in found)
+
+
+def _prove(ranks: Sequence[RankStep], found: Sequence[Replayed]) -> Proof:
+    recorded, replayed = max(rank.columns.recorded_ns for rank in ranks), _longest(found)
+    ends = sorted(
+        abs(a - b)
+        for rank, own in zip(ranks, found, strict=True)
+        for a, b in zip(own.end_ns, rank.columns.end_ns, strict=True)
+    )
+    p50, p95 = (ends[min(len(ends) - 1, int(len(ends) * share))] for share in (0.5, 0.95))
+    return Proof(recorded, replayed, p50, p95, 0, sum(len(rank.columns.stall_ns) for rank in ranks))
