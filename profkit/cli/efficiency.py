@@ -73,7 +73,9 @@ def efficiency(
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
     computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
-    _refuse_misfits(explain, style, plot)
+    if explain and style == "csv":
+        raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
+    require_png(plot)
     refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
     if by == "line":
         print_document(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)), style, output)
@@ -113,9 +115,3 @@ def _run_of(path: Path, rank: int | None) -> Run:
     if run is None:
         raise UsageError(f"{path}: lines of source stand in a run directory; make one with `profkit run`")
     return run
-
-
-def _refuse_misfits(explain: bool, style: Format, plot: Path | None) -> None:
-    if explain and style == "csv":
-        raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
-    require_png(plot)

@@ -109,9 +109,16 @@ class Machine:
 def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
     """Return all findings; ``nsys`` is the one in use, why it does not start, or None where there is none."""
     driver = driver_version(machine)
+    of_nsys: list[Check] = []
+    if isinstance(nsys, Nsys):
+        of_nsys = [
+            check_nsys_against_driver(machine, nsys, driver),
+            check_importer(machine, nsys),
+            check_nvtx(machine, nsys),
+        ]
     return [
         check_nsys(machine, nsys),
-        *(_checks_of(machine, nsys, driver) if isinstance(nsys, Nsys) else ()),
+        *of_nsys,
         check_driver(machine, driver),
         check_torch(machine, driver),
         *check_disk(machine),
@@ -123,10 +130,6 @@ def can_record(findings: Iterable[Check]) -> bool:
     state = {finding.check: finding.state for finding in findings}
     has_room = "failed" not in (state["working directory"], state["temporary directory"])
     return has_room and (state["nsys"] == "ok" or state["torch"] != "failed")
-
-
-def _checks_of(machine: Machine, nsys: Nsys, driver: str | None) -> list[Check]:
-    return [check_nsys_against_driver(machine, nsys, driver), check_importer(machine, nsys), check_nvtx(machine, nsys)]
 
 
 def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:

@@ -91,11 +91,12 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
         run: what the run's manifest says of its steps.
     """
     trace = attribution.trace
+    of_launches = (_check_lost, _check_unlaunched, _check_density) if trace.measure == "gpu-kernel" else ()
     findings = [
         *_check_log(log),
         *_check_diagnostics(trace, run),
         *_check_values(trace),
-        *_check_launches(trace),
+        *(finding for check in of_launches for finding in check(trace)),
         *_check_ranges(trace),
         *_check_threads(attribution),
         *_check_idle_instances(attribution),
@@ -196,16 +197,6 @@ def _check_threads(attribution: Attribution) -> list[Finding]:
         return []
     text = "kernels were launched while phases were open, and none lies in any range: their threads do not match"
     return [Finding("unmatched-threads", text, "failed")]
-
-
-def _check_launches(trace: Trace) -> list[Finding]:
-    if trace.measure != "gpu-kernel":
-        return []
-    return [*_check_lost(trace), *_check_unlaunched(trace), *_check_density(trace)]
-
-
-def _is_thin(trace: Trace) -> bool:
-    return bool(_check_density(trace))
 
 
 def _check_lost(trace: Trace) -> list[Finding]:
@@ -333,7 +324,7 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     worst = int(np.argmax(idle))
     if not idle[worst]:
         return []
-    thin = _is_thin(trace)
+    thin = bool(_check_density(trace))
     return [
         Finding(
             "idle-instances",

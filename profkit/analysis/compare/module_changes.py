@@ -90,7 +90,7 @@ def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
         below.setdefault(tree.parent.get(name), []).append(name)
 
     def walk(parent: str | None, depth: int) -> Iterator[ModuleChange]:
-        for name in sorted(below.get(parent, ()), key=lambda module: (-_size(changes[module]), module)):
+        for name in sorted(below.get(parent, ()), key=lambda module: (-larger_time(changes[module]), module)):
             counts = (
                 int(side.kernel_count[columns[name][number]].sum()) for number, side in enumerate((before, after))
             )
@@ -108,7 +108,8 @@ def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
     return list(dict.fromkeys([*tree.above(modules[0]), *modules]))
 
 
-def _size(change: Change) -> int:
+def larger_time(change: Change) -> int:
+    """Return the larger one of the times before and after, per step."""
     return max(change.before_per_sample_ns, change.after_per_sample_ns)
 
 

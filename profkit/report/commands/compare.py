@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
-from profkit.analysis.compare.module_changes import ModuleChange, ModuleComparison
+from profkit.analysis.compare.module_changes import ModuleComparison, larger_time
 from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic
@@ -193,7 +193,7 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
     shown, hidden = list(lines[:top]), list(lines[top:])
     if hidden:
         # A table that hides the largest part of the whole in "2 more" would mislead, however little that changed.
-        largest = max(lines, key=lambda line: max(line.change.before_per_sample_ns, line.change.after_per_sample_ns))
+        largest = max(lines, key=lambda line: larger_time(line.change))
         if largest in hidden:
             hidden.remove(largest)
             shown.append(largest)
@@ -209,7 +209,7 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         yield Lines(["neither capture has ranges of modules"])
         return
     # A module holds those below it, so the largest rows come with the modules around them.
-    kept = sorted(modules.modules, key=lambda row: (-_larger(row.change), row.depth))[: 2 * top]
+    kept = sorted(modules.modules, key=lambda row: (-larger_time(row.change), row.depth))[: 2 * top]
     shown = [row for row in modules.modules if row in kept]
     rows = [
         {
@@ -233,10 +233,6 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         hidden = modules.fusions[top:]
         rows += [_sum_row(time, [row.change for row in hidden], "more")] if hidden else []
         yield Table(_columns("fused, without matrix products", _has_interval(time), kernels=_noun(time)), rows)
-
-
-def _larger(change: Change) -> int:
-    return max(change.before_per_sample_ns, change.after_per_sample_ns)
 
 
 def _name_module(name: str) -> str:
@@ -357,7 +353,7 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
         return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by == "module":
         modules = () if result.modules is None else result.modules.modules
-        rows = [{**_exact_row(time.samples, module.change), **_exact_module(module)} for module in modules]
+        rows = [{**_exact_row(time.samples, module.change), **vars(module)} for module in modules]
         return Table((), rows, exact=(*_EXACT_MODULE, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by is not None:
         lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
@@ -371,10 +367,6 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
 
 def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
     return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
-
-
-def _exact_module(module: ModuleChange) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in _EXACT_MODULE}
 
 
 def _exact_part(part: Part) -> dict[str, Any]:

@@ -37,7 +37,8 @@ _UNTIMED = (
 def describe_ranks(result: RanksResult) -> list[str]:
     """Return what the ranks say together, in sentences: the step, who is late, why, and what it costs."""
     steps = format_count(result.step_count, "step")
-    step = f"{result.world_size:,} ranks, {steps} of {format_ns(result.step_ns)} {_step_kind(result)}"
+    kind = "(median rank)" if result.recorded_step_ns is None else "as recorded"
+    step = f"{result.world_size:,} ranks, {steps} of {format_ns(result.step_ns)} {kind}"
     if not result.recorded_step_count:
         step = f"{result.world_size:,} ranks, no recorded steps: times are those of the whole recording"
     if result.exposed_ns is not None and result.recorded_step_count:
@@ -54,10 +55,6 @@ def describe_ranks(result: RanksResult) -> list[str]:
         " of the call alone, and a rank whose clock is ahead looks late"
     )
     return [f"{step}; waiting in collectives: {waiting}", *describe_verdict(result), *[clocks] * result.by_clocks]
-
-
-def _step_kind(result: RanksResult) -> str:
-    return "(median rank)" if result.recorded_step_ns is None else "as recorded"
 
 
 def describe_verdict(result: RanksResult) -> list[str]:

@@ -255,14 +255,9 @@ def _leak_table(check: LeakCheck) -> Table:
         Column("stack", "most of it from", TEXT, flexible=True),
     )
     rows = [
-        {"bytes": step.bytes, "began_in": step.began_in, "step": step.step, "stack": _most(step.by_stack)}
-        for step in check.steps[-_LEAK_STEPS:]
+        {**vars(step), "stack": step.by_stack[0].label if step.by_stack else ""} for step in check.steps[-_LEAK_STEPS:]
     ]
     return Table(columns, rows)
-
-
-def _most(rows: tuple[Any, ...]) -> str:
-    return rows[0].label if rows else ""
 
 
 def _leak_lines(check: LeakCheck) -> Iterator[str]:

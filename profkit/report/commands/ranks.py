@@ -56,7 +56,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
         *([_group_table(result)] if result.groups else []),
         Lines(
             [
-                *_describe_links(result),
+                *([f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []),
                 *(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
             ]
         ),
@@ -139,10 +139,6 @@ def wait_table(result: RanksResult) -> Table:
         Column("most_for", "longest: rank", _PLAIN),
     ]
     return Table(columns, rows, title=title)
-
-
-def _describe_links(result: RanksResult) -> list[str]:
-    return [f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []
 
 
 def _describe_pipeline(pipeline: Pipeline) -> list[str]:
