@@ -7,11 +7,13 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("torch")
 
+from profkit.cli.try_edits import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
 from tests.forked_scripts import Forks
@@ -43,6 +45,11 @@ for _ in range(300):
         weight -= 0.1 * weight.grad
     weight.grad = None
 """
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "_ENOUGH_S", 0.0)
 
 
 def make_script(place: Path, *, keywords: str = "", epochs: int = 40, before: str = "", after: str = "") -> None:
@@ -192,7 +199,6 @@ def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, mo
     [
         (["--edit", "gpu:×2", "script.py"], "profkit does not make this edit"),
         (["--edit", "nothing", "script.py"], "no edit 'nothing'"),
-        (["script.py"], "nothing to try: name it with --edit"),
         (["--report", "."], "no profkit run"),
     ],
 )
@@ -230,3 +236,20 @@ def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_
     (call,) = Run(tmp_path / "run").trials.calls
     assert all(process.measured is not None and process.measured.rank in (0, 1) for process in call.processes)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", TRIALS]
+
+
+def test_without_an_edit_a_script_is_recorded_first_and_its_tries_are_taken(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    done = forks.run_profkit("try", "--run", "run", "--", sys.executable, "script.py", cwd=tmp_path)
+    assert "STEP" in done.stdout
+    assert done.returncode == 2
+    assert "the summary of run proposes nothing that can be tried; --edit takes optimizer:fused|foreach" in done.stderr
+    assert Run(tmp_path / "run").traces
+
+
+def test_the_tries_of_a_run_are_those_that_can_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tries = [Mock(edit=edit) for edit in ("no-wait:train.py:7", "optimizer:fused", None, "workers:4")]
+    monkeypatch.setattr("profkit.analysis.causes.advice.find_advice", lambda *_: Mock(tries=tries))
+    monkeypatch.setattr("profkit.analysis.summarize.summarize_capture", lambda _: None)
+    monkeypatch.setattr("profkit.cli.try_edits.open_capture", lambda _: None)
+    assert _find_tries(tmp_path) == ("optimizer:fused", "workers:4")

@@ -13,6 +13,7 @@ import click
 from profkit.analysis.trials import latest_trials, summarize_trials
 from profkit.cli.options import output_options
 from profkit.cli.outputs import print_document, quote_path, refuse_overwriting, say, shown_after_a_second
+from profkit.cli.run import run as run_command
 from profkit.cli.run_options import AT_LEAST_ONE, RunCommand
 from profkit.errors import ProfkitError, RunError, UsageError
 from profkit.files import collector_off
@@ -80,6 +81,7 @@ def try_(
 ) -> int:
     """Make edits in runs of a program, without changing it, and measure what each does to a step.
 
+    Without --edit it tries what the summary proposes; a script is recorded for that first, as by `profkit run --stop`.
     Each edit gets processes of its own, in turns with the program as it is, which are stopped after some timed steps.
     Nothing is recorded meanwhile. An edit that was not made, or that took no effect, is shown with the reason.
     """
@@ -88,9 +90,11 @@ def try_(
         return 0
     run, argv = _read_target(target)
     refuse_overwriting([run] if run is not None else [], [output])
+    if run is None and not edits:
+        run = _record(argv, directory)
     wanted = edits or (_find_tries(run) if run is not None else ())
     if not wanted:
-        raise UsageError(f"nothing to try: name it with --edit ({', '.join(FORMS)})")
+        raise UsageError(f"the summary of {run} proposes nothing that can be tried; --edit takes {', '.join(FORMS)}")
     parsed = parse_each(wanted)
     variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
     step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
@@ -143,6 +147,16 @@ def _command_of(run: Run) -> tuple[str, ...]:
     if any(REDACTED in word for word in manifest.argv):
         raise UsageError(f"{run.path}: its command holds secrets, which are not kept; name it again after --")
     return tuple(manifest.argv)
+
+
+def _record(argv: tuple[str, ...], directory: Path | None) -> Path:
+    """Record the program as ``profkit run --stop`` does, and return the run; end with its status if that fails."""
+    place = make_run_directory(directory, command_name(argv))
+    context = click.get_current_context()
+    status = context.invoke(run_command, target=argv, output=place, stop=True)
+    if status:
+        context.exit(status)
+    return place
 
 
 def _find_tries(run: Path) -> tuple[str, ...]:
