@@ -43,6 +43,25 @@ def test_the_run_records_the_earlier_peak_and_the_capacity(tmp_path: Path) -> No
     assert find_capacity(opened.device().recorded, 0) == 2**34
 
 
+@pytest.mark.parametrize(("more", "agrees"), [(512, True), (-512, False)])
+def test_a_peak_from_before_the_recording_proves_only_that_none_was_higher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, agrees: bool
+) -> None:
+    training = Training()
+    training.allocator.max_entries = 60
+    training.step(3, False)
+    figures = training.figures()
+    figures["allocated_peak_bytes"] += more
+    training.ledger.append({**figures, "moment": "start"})
+    monkeypatch.setattr(training, "figures", lambda: figures)
+    result = read_snapshot(training.write_run(tmp_path)).memory()
+    assert result.allocator_check is not None
+    assert (result.allocator_check.agrees, result.allocator_check.is_from_before) == (agrees, True)
+    shown = render(build_memory_document(result), "table")
+    assert "agree to the byte" not in shown
+    assert ("ledger-disagrees" in {finding.code for finding in result.warnings}) == (not agrees)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -345,7 +345,7 @@ def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | 
 
 def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) -> tuple[Summary, list[Finding]]:
     result, memory = opened.memory(), opened.device()
-    at = result.composition
+    at, check = result.composition, result.allocator_check
     use = MemoryUse(
         device=result.totals.device,
         peak_bytes=result.totals.allocated_peak_bytes,
@@ -358,7 +358,7 @@ def _add_memory(summary: Summary, opened: OpenedSnapshot, manifest: Manifest) ->
         modules=fold(at.by_module),
         failure=None if result.oom is None else result.oom.message,
         failed_request_bytes=None if result.oom is None else result.oom.requested_bytes,
-        agrees=None if result.allocator_check is None else result.allocator_check.agrees,
+        agrees=None if check is None or check.is_from_before else check.agrees,
         recording_cost=measure_memory_cost(manifest),
     )
     return replace(summary, memory=use), list(result.warnings)

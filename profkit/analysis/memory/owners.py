@@ -13,13 +13,14 @@ names of all of them.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from profkit.allocator.replay import History, Replay
 from profkit.analysis.memory.phases import Timeline
 from profkit.names import BACKWARD, LOSS, MEMORY_TEXT, MODEL
-from profkit.run.owners import ROLES, START, Owned, Owners
+from profkit.run.owners import ROLES, START, Figures, Owned, Owners
 
 _CLOCK_SLACK_US = 500
 _FAR = 2**62
@@ -175,6 +176,8 @@ class AllocatorCheck:
     """The allocator's own peak before the recording began, where the run recorded it."""
     unread_saved_tensors: int = 0
     """How many tensors that autograd kept for a backward pass the run could not find."""
+    is_from_before: bool = False
+    """Whether the allocator's peaks are those from before the recording, which says nothing of peaks in it."""
 
     @property
     def agrees(self) -> bool:
@@ -186,27 +189,39 @@ class AllocatorCheck:
 def check_with_allocator(recorded: Owners | None, history: History, unmatched_entries: int) -> AllocatorCheck | None:
     """Compare the replayed peaks with the highest that the allocator reported; None if the run recorded none.
 
-    A script may have reset the allocator's peaks meanwhile; the recorder notes them before that happens.
+    A script may have reset the allocator's peaks meanwhile; the recorder notes them before that happens. Peaks that
+    were as high before a recording in the middle of a program must not be below the replayed ones, and prove no more.
     """
     figures = [] if recorded is None else [entry for entry in recorded.figures if entry.device == history.device.index]
-    earlier = [entry.allocated_peak_bytes for entry in figures if entry.moment == START]
-    figures = [entry for entry in figures if entry.moment != START]
+    before = _highest([entry for entry in figures if entry.moment == START])
+    peaks = _highest([entry for entry in figures if entry.moment != START])
+    if peaks is None:
+        return None
+    curves = history.curves
+    replayed = (history.allocated_peak_bytes, int(curves.reserved.max()), int(curves.requested.max()))
+    allocated, reserved, requested = (
+        0 if earlier == peak and most <= peak else most - peak
+        for most, peak, earlier in zip(replayed, peaks, before or (None,) * len(peaks), strict=True)
+    )
+    return AllocatorCheck(
+        *peaks,
+        allocated_difference_bytes=allocated,
+        reserved_difference_bytes=reserved,
+        requested_difference_bytes=requested,
+        unmatched_entries=unmatched_entries,
+        earlier_peak_bytes=None if before is None else before[0],
+        unread_saved_tensors=0 if recorded is None else recorded.unread_saved_tensors,
+        is_from_before=before is not None and before[0] == peaks[0],
+    )
+
+
+def _highest(figures: Sequence[Figures]) -> tuple[int, int, int] | None:
+    """Return the highest peaks of allocated, reserved and requested bytes; None if there are no figures."""
     if not figures:
         return None
-    allocated = max(entry.allocated_peak_bytes for entry in figures)
-    reserved = max(entry.reserved_peak_bytes for entry in figures)
-    requested = max(entry.requested_peak_bytes for entry in figures)
-    return AllocatorCheck(
-        allocated_peak_bytes=allocated,
-        reserved_peak_bytes=reserved,
-        requested_peak_bytes=requested,
-        allocated_difference_bytes=history.allocated_peak_bytes - allocated,
-        reserved_difference_bytes=int(history.curves.reserved.max()) - reserved,
-        requested_difference_bytes=int(history.curves.requested.max()) - requested,
-        unmatched_entries=unmatched_entries,
-        earlier_peak_bytes=earlier[0] if earlier else None,
-        unread_saved_tensors=0 if recorded is None else recorded.unread_saved_tensors,
-    )
+    names = ("allocated_peak_bytes", "reserved_peak_bytes", "requested_peak_bytes")
+    allocated, reserved, requested = (max(getattr(entry, name) for entry in figures) for name in names)
+    return allocated, reserved, requested
 
 
 def find_capacity(recorded: Owners | None, device: int) -> int | None:

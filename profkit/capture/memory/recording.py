@@ -37,6 +37,7 @@ from profkit.files import PARTIAL, whole_file
 from profkit.names import FORWARD, MEMORY_TEXT, step_range
 from profkit.run.directory import OWNERS, SNAPSHOT, name_of_rank
 from profkit.run.manifest import ProcessMemory
+from profkit.run.owners import START
 from profkit.run.recording import MemoryOptions
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -223,6 +224,8 @@ class MemoryRecording(Watcher):
             names = [name.replace(".", f".{os.getpid()}.", 1) for name in (SNAPSHOT, OWNERS)]
         self._files = self._run / names[0], self._run / names[1]
         self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
+        if torch.cuda.is_initialized():  # the recording begins in the middle of the program
+            self.owners.note_figures(START)
 
     @_harmless
     def _note_peaks(self) -> None:

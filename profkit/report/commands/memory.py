@@ -201,7 +201,7 @@ def _notes(result: MemoryResult, *, hint: bool) -> Iterator[str]:
             f"When recording ended: {format_bytes(some.end_free_bytes)} cached but unused, in"
             f" {format_count(some.end_free_blocks, 'piece')}, the largest {format_bytes(some.end_largest_free_bytes)}"
         )
-    if check is not None and check.agrees:
+    if check is not None and check.agrees and not check.is_from_before:
         yield "PyTorch's own peaks, recorded by the run, agree to the byte"
     if check is not None and check.earlier_peak_bytes and not history.complete:
         yield f"Before recording began PyTorch's own peak was {format_exactly(check.earlier_peak_bytes)}"
