@@ -395,6 +395,35 @@ tell(steps=run.kernels("optimizer").instances)
     assert said == ("profkit: no memory was recorded: no GPU was used (memory=True records the allocator of CUDA)\n")
 
 
+@pytest.mark.gpu
+def test_memory_is_recorded_in_further_steps_and_the_programs_own_history_goes_on(forks: Forks, tmp_path: Path) -> None:
+    code = """
+model.cuda()
+def step():
+    model(torch.ones(8, 32, device="cuda")).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+loop(20)
+torch.cuda.reset_peak_memory_stats()
+with profkit.record(steps=2, warmup=4, memory=True, path="run") as run:
+    loop(100)
+memory = run.memory()
+torch.cuda.memory._record_memory_history()
+with profkit.record(steps=2, warmup=2, lines=False, memory=True, path="theirs"):
+    loop(8)
+tell(
+    peak=memory.peak - torch.cuda.max_memory_allocated(),
+    exact=memory.totals.exact,
+    waits=torch.cuda.get_sync_debug_mode(),
+    theirs=torch._C._cuda_isHistoryEnabled(),
+)
+"""
+    found, said = run_block(forks, tmp_path, code)
+    assert found == NOTHING_LEFT | {"peak": 0, "exact": True, "waits": 0, "theirs": True}
+    assert said == "profkit: no memory was recorded: the program records the allocator's history itself\n"
+
+
 def test_a_run_directory_that_is_taken_is_refused_and_stays(forks: Forks, tmp_path: Path) -> None:
     code = """
 import os
