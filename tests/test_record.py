@@ -399,6 +399,7 @@ tell(steps=run.kernels("optimizer").instances)
 def test_memory_is_recorded_in_further_steps_and_the_programs_own_history_goes_on(forks: Forks, tmp_path: Path) -> None:
     code = """
 model.cuda()
+optimizer.state.clear()
 def step():
     model(torch.ones(8, 32, device="cuda")).pow(2).mean().backward()
     optimizer.step()
