@@ -102,12 +102,12 @@ def test_only_harmless_environment_variables_are_recorded(kineto_run: tuple[Path
     assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_the_end_prints_ten_lines_and_the_next_commands(kineto_run: tuple[Path, Any]) -> None:
+def test_the_end_says_what_limits_a_step_and_the_next_commands(kineto_run: tuple[Path, Any]) -> None:
     run, done = kineto_run
     assert without_doubts(done.stderr) == ""
     labels = [line.split()[0] for line in done.stdout.splitlines() if line and line[0].isupper()]
-    assert [label for label in labels if label != "Care"][:4] == ["STEP", "WORK", "MODULE", "Closed"]
-    assert "─" not in done.stdout, "tables come with the commands that it names"
+    assert [label for label in labels if label != "Care"][:4] == ["A", "STEP", "WORK", "MODULE"]
+    assert "───" not in done.stdout, "tables come with the commands that it names"
     assert "\n  profkit report 'my run'\n" in done.stdout
     tables = run_command("kernels", run).stdout
     for phase in ("forward", "loss", "backward", "optimizer"):
