@@ -87,7 +87,7 @@ inputs = torch.ones(4, 8)
 
 def closure():
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.detect_anomaly(check_nan=False):
         loss = model(inputs).square().mean()
     loss.backward()
     return loss
@@ -263,6 +263,8 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     assert done.returncode == 0, done.stderr
     manifest = _manifest(place)
     assert manifest["conditions"]["autocast_dtypes"] == ["bfloat16"]
+    assert manifest["conditions"]["anomaly_detection"] is True, "it was on while the model ran"
+    assert manifest["conditions"]["cpu_count"] >= 1
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert manifest["conditions"]["cuda_matmul_fp32_precision"] == "tf32"
         assert manifest["float32_matmul_precision"] is None
