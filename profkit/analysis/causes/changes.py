@@ -110,7 +110,7 @@ def without_copies(name: str, choose: Choose) -> StepChange:
     """Return the change after which some copies are not made, and the host does not wait for them."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        calls = [call for call in choose(setting.step) if columns.kind[call] == COPY]
+        calls = choose(setting.step)
         after = [call + 1 for call in calls if call + 1 < len(columns.kind) and columns.kind[call + 1] == WAIT]
         rows = [row for call in calls for row in range(*columns.launches[call])]
         columns = stop_waiting(columns, after, setting.constants)

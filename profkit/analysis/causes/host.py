@@ -17,7 +17,7 @@ from profkit.analysis.causes.changes import (
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
-from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
@@ -28,6 +28,8 @@ _MOVES = ("to", "cuda")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
+_HELD_NS = 100_000
+"""A copy from pinned memory returns sooner than this."""
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _SPARE = 1.3
@@ -163,7 +165,14 @@ def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
 
 
 def _pageable_copies(step: ReplayedStep) -> list[int]:
-    return [call for call, kind in enumerate(step.columns.kind) if kind == COPY]
+    """Return the copies from the host's memory that hold the host: to their end, or until most of it is staged."""
+    columns = step.columns
+    found = []
+    for call, (first, last) in enumerate(columns.launches):
+        is_copy = first < last and step.names[int(columns.row[first])] == FROM_HOST
+        if is_copy and (columns.kind[call] == COPY or columns.own_ns[call] > _HELD_NS):
+            found.append(call)
+    return found
 
 
 def _copies(evidence: Evidence) -> Iterator[Cause]:
@@ -216,7 +225,7 @@ def _anomaly(evidence: Evidence) -> Iterator[Cause]:
             scale_host(
                 "no-anomaly",
                 lambda step: [call for call, phase in enumerate(step.phase) if phase not in (OUTSIDE, DATA, OPTIMIZER)],
-                {"least": 0.3, "expected": 0.5, "most": 0.75},
+                {"least": 0.1, "expected": 0.25, "most": 0.6},
                 "how much of Python's time keeping stacks takes",
             ),
         ],

@@ -19,6 +19,9 @@ from profkit.names import BACKWARD, LOSS, OPTIMIZER
 _ALIGNED: By = {"least": 0.2, "expected": 0.45, "most": 0.8}
 _MISALIGNED = re.compile(r"tensorop.*_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
+_FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
+_FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
+"""What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
 _FEW, _MANY = 4, 12
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""
 _CHAIN = (*SMALL, "optimizer", "fill")
@@ -84,6 +87,7 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
     chain = _small_of(modules)
     products = _products_of(modules)
     small = [one for one in evidence.operations(evidence.step) if chain(one)]
+    both_products = [one for one in evidence.operations(evidence.step) if products(one)]
     yield Cause(
         code="attention",
         cause=f"attention is written out: {len(small)} kernels write and read the matrix of scores",
@@ -96,12 +100,16 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
             scale_operations(
                 "attention",
                 evidence.choose(products),
-                {"least": 0.6, "expected": 0.9, "most": 1.5},
+                _FUSED_IN_FP32 if any(map(_is_in_fp32, both_products)) else _FUSED_IN_HALF,
                 "how fast fused attention is",
             ),
         ],
         evidence={"small_ns": sum(one.duration_ns for one in small), "kernels": len(small)},
     )
+
+
+def _is_in_fp32(operation: Operation) -> bool:
+    return product_dtype(operation.name) is not None
 
 
 def _is_attention(own: Sequence[Operation]) -> bool:
@@ -244,8 +252,8 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
         if not is_reducing
         else {
             "least": 1.0,
-            "expected": 1.6,
-            "most": 3.0,
+            "expected": 2.2,
+            "most": 4.0,
         }
     )
 
