@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from recipes.common.recipe import NOT_RUN
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-KEPT = sorted(path for path in (RECIPES / "results").iterdir() if path.is_dir())
+PREDICTIONS = RECIPES / "results" / "predictions"
+"""What profkit predicted and what came of it: made by no recipe."""
+KEPT = sorted(path for path in (RECIPES / "results").iterdir() if path.is_dir() and path != PREDICTIONS)
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MEASURED = re.compile(r"_(ms|MiB|GiB|us)$|^(speedup|mfu|tokens_per_s)$|peak_bytes$")
 _FORESEEN = re.compile("^predicted_")
@@ -58,3 +61,17 @@ def test_the_pictures_of_the_readme_exist() -> None:
     pictures = re.findall(r"\]\((results/[^)]+)\)", (RECIPES / "README.md").read_text(encoding="utf-8"))
     assert pictures
     assert all((RECIPES / picture).exists() for picture in pictures)
+
+
+def test_the_table_of_predictions_holds_every_answer_and_counts_those_that_held() -> None:
+    answers = json.loads((PREDICTIONS / "intervals.json").read_text())["answers"]
+    times = json.loads((PREDICTIONS / "truth.json").read_text())["times"]
+    inside = 0
+    for answer in answers:
+        later = [turn["step_ns"] for turn in times[f"{answer['program']}|{answer['by_hand']}"]][1:]
+        after = answer["time"]["after_ns"]
+        if answer["time"]["refusal"] is None:
+            inside += after["low"] <= statistics.median(later) <= after["high"]
+    text = (PREDICTIONS / "predictions.md").read_text(encoding="utf-8")
+    assert f"The true step lies inside {inside} of {len(answers)} intervals" in text
+    assert all(f"| {answer['program']} | `{' '.join(answer['edits'])}` |" in text for answer in answers)
