@@ -64,6 +64,22 @@ def test_a_path_skips_no_ancestor(opened: OpenedTrace) -> None:
         opened.kernels("forward/attention")
 
 
+def test_a_path_from_the_root_begins_at_the_top(opened: OpenedTrace) -> None:
+    assert opened.kernels("/step 1/forward").instances == 1
+    assert opened.kernels("attention").instances == 9
+    with pytest.raises(UsageError, match="no range '/attention'"):
+        opened.kernels("/attention")
+
+
+def test_a_glob_with_one_numbered_match_takes_all_that_it_matches(tmp_path: Path) -> None:
+    """``conv2`` alone is no kind: the tree shows no ``conv*``."""
+    builder = NsysBuilder()
+    for at, name in enumerate(("conv2", "convert", "linear")):
+        builder.range(name, 20 * at, 20 * at + 10)
+        builder.kernel(20 * at + 5, 10**at)
+    assert read_trace(builder.write(tmp_path / "t.sqlite")).kernels("conv*").kernel_time_ns == 11
+
+
 def test_an_existing_name_is_exact_even_if_it_looks_like_a_glob(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("layer *", 0, 10)
