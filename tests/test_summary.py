@@ -20,6 +20,7 @@ from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
+from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
@@ -368,3 +369,17 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
         *("costs", "evidence", "proof", "measured"),
     }
     assert said["advice_together"] == (None if advice.together_ns is None else {"after_ns": vars(advice.together_ns)})
+
+
+def test_an_older_run_says_what_it_lacks_and_the_command_that_records_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_small_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text()) | {"argv": ["python", "train.py", "--lr", "1"]}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    said = "lines of source and unprofiled step times: `profkit run -- python train.py --lr 1` records them"
+    assert _lines(_summary(run), monkeypatch, 120)["Lacks"] == said
+    looked = ({"step_ns": 1_000_000},) * 3
+    write_lines(run / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
+    (run / "manifest.json").write_text(json.dumps(manifest | {"clean": {"steps": list(looked)}}))
+    assert "Lacks" not in _lines(_summary(run), monkeypatch, 120)

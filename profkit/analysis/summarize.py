@@ -64,6 +64,10 @@ _TF32 = ("high", "medium", True, "tf32")
 """What torch's settings of fp32 products are where they allow TF32."""
 
 
+_SCRUBBED = ("(scrubbed)",)
+"""The command in a copy that an earlier profkit made to share."""
+
+
 def summarize_capture(capture: OpenedCapture) -> Summary:
     """Return what a run, a trace or a snapshot says.
 
@@ -85,7 +89,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     findings += find_compilations(capture.run)
     if capture.run is not None and capture.run.lines() is not None:
         summary = replace(summary, lines=choose_lines(find_lines(capture.run)))
-    summary = replace(summary, compilations=read_run_compilations(capture.run))
+    summary = replace(summary, compilations=read_run_compilations(capture.run), missing=tuple(_missing(capture)))
     # That the unprofiled time is unknown stands in the line of the step time.
     kept = {
         finding.message: finding
@@ -94,6 +98,18 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     }
     summary = replace(summary, findings=tuple(kept.values()))
     return summary if capture.trace is None else _add_tree(summary, capture.trace.account)
+
+
+def _missing(capture: OpenedCapture) -> Iterator[str]:
+    """Yield what recording a run's command again would add to its steps."""
+    if capture.run is None or capture.trace is None or not len(capture.trace.account.steps):
+        return
+    if capture.run.manifest.argv in ((), _SCRUBBED):
+        return
+    if capture.run.lines() is None:
+        yield "lines of source"
+    if capture.run.manifest.unprofiled is None:
+        yield "unprofiled step times"
 
 
 def _head(capture: OpenedCapture, manifest: Manifest) -> Head:

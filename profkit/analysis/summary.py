@@ -237,6 +237,8 @@ class Summary:
     has_trace: bool = False
     ledger: Ledger | None = None
     findings: tuple[Finding, ...] = ()
+    missing: tuple[str, ...] = ()
+    """What a run of steps could hold and does not: an older profkit recorded it, or it was left out."""
     compilations: RunCompilations | None = None
     """What torch.compile did, None if that is not known."""
 

@@ -73,6 +73,7 @@ def build_summary_document(
         *_tries(summary, advice, with_proof=with_all),
         *(("Tried", f"{name_trial(trial)}: {describe_trial(trial)}") for trial in advice.trials[:_MOST_TRIALS]),
         *(("Care", message) for message in (cares if with_all else _first_care(cares))),
+        *_missing(summary),
         *_closed(summary),
         *(_more(summary) if with_all and not for_run else []),
     ]
@@ -416,6 +417,12 @@ def _try_parts(summary: Summary, advice: Advice) -> Iterator[str]:
         yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
     if advice.costs is not None:
         yield f"costs {advice.costs}"
+
+
+def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.missing:
+        command = shlex.join(_words(summary.head))
+        yield "Lacks", f"{' and '.join(summary.missing)}: `profkit run -- {command}` records them"
 
 
 def _closed(summary: Summary) -> Iterator[tuple[str, str]]:
