@@ -53,8 +53,8 @@ _PARTS: dict[str, str] = {
 }
 """A part of a step, or a phase without a GPU → its colour (`profkit.report.colours.STEP`)."""
 
-_ELSEWHERE = ("Care", "More", "Try")
-"""Lines that stand at the head of the page."""
+_ELSEWHERE = ("Care", "Lacks", "More", "Try")
+"""Lines that stand at the head of the page, or under what was not recorded."""
 
 
 def build_answer(
