@@ -17,7 +17,7 @@ from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
 
 _ALIGNED: By = {"least": 0.2, "expected": 0.45, "most": 0.8}
-_MISALIGNED = re.compile(r"tensorop.*_align[12](?!\d)")
+_MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
@@ -74,7 +74,8 @@ def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _is_misaligned(operation: Operation) -> bool:
-    return operation.category == "gemm" and _MISALIGNED.search(operation.name) is not None
+    _, _, after = operation.name.partition("tensorop")
+    return operation.category == "gemm" and _MISALIGNED.search(after) is not None
 
 
 def _written_attention(evidence: Evidence) -> Iterator[Cause]:

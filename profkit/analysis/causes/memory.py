@@ -12,10 +12,10 @@ from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import EXPANDABLE
 
+_LINE_NUMBER = re.compile(r":(\d{1,9}) ")
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
 _MANY_STEPS = 10_000
-_FRAME = re.compile(r"(.*):(\d+) (.*)")
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
 
@@ -156,8 +156,8 @@ def _steps_left(evidence: Evidence, grown: int) -> int | None:
 
 def _find_own_line(stack: Sequence[str]) -> SourceLine | None:
     """Return the first line of a stack, which begins with those of the user's own."""
-    match = _FRAME.fullmatch(stack[0]) if stack else None
-    return None if match is None else SourceLine(match[1], int(match[2]), match[3])
+    match = _LINE_NUMBER.search(stack[0]) if stack else None
+    return None if match is None else SourceLine(stack[0][: match.start()], int(match[1]), stack[0][match.end() :])
 
 
 def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:
