@@ -248,6 +248,19 @@ def test_a_session_records_so_many_steps_more(tmp_path: Path, made: int, counted
     assert (process.loading.needed_steps, process.loading.queue_batches) == (4, 4)
 
 
+def test_one_process_reads_the_times_of_its_steps_when_a_part_ends_and_waits_for_no_gpu_before(tmp_path: Path) -> None:
+    session = Session(Order(str(tmp_path), "kineto", 5, 2, annotate=False))
+    for number in range(5):
+        session.boundary(number)
+    assert session._samples.steps == {"attached": [], "profiled": []}
+    for number in range(5, 8):
+        session.boundary(number)
+    session.end()
+    (process,) = take_processes(tmp_path)
+    assert process.attached
+    assert len(process.profiled) == 2
+
+
 def test_a_trace_begins_where_the_first_counted_step_does(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("epoch", 0, 500)

@@ -154,6 +154,11 @@ class LightRecorder:
         self._harmless(self._begin_step, number, is_recorded, is_left_out)
         return self._keeps
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there are several ranks: of each of them a record is kept."""
+        return self._path is not None
+
     def end(self) -> None:
         """The process ends."""
         self._harmless(self._settle)

@@ -415,7 +415,8 @@ class Session:
         context = {} if self.context is None else {"context": self.context}
         self._samples.note(UnreadStep(context, spans, self._step_began, ended))
         if self._light is not None:
-            self._samples.read()  # the light record has events that it has read recorded anew
+            if self._light.is_kept:
+                self._samples.read()  # the light record has events that it has read recorded anew
             self._light.step_ended(spans)
 
     def _note_in_memory(self, number: int) -> None:
