@@ -260,6 +260,12 @@ def test_what_a_recording_does_not_show_is_refused_in_a_sentence(edit: str, why:
     assert (answer.low_ns, answer.expected_ns, answer.high_ns) == (None, None, None)
 
 
+def test_a_refused_replay_names_all_edits_that_it_was_asked_for() -> None:
+    refused = replace(recorded(PROGRAM), refusal="why")
+    answer = predict_time(refused, parse_edits(["checkpoint:h.*", "tf32"]), ProgramFacts())
+    assert (set(answer.edits), answer.refusal) == ({"checkpoint:h.*", "tf32"}, "why")
+
+
 def test_a_pageable_copy_is_not_captured_in_a_graph() -> None:
     copy = Doing(2_000, 0, COPY, durations_ns=(4_000,), inside_ns=1_000, tail_ns=1_000)
     assert "pageable" in (predicted([*FORWARD, copy, *OPTIMIZER], "graphs").refusal or "")

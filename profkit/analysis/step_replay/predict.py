@@ -175,12 +175,14 @@ class StepChange:
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
     """Return how long the step would take after some edits, in the order in which they are given."""
     unknown = [edit.text for edit in edits if edit.spec.name not in CHANGES]
-    if unknown and replay.refusal is None:
+    refusal = replay.refusal
+    if refusal is None and unknown:
         refusal = (
             f"what {', '.join(unknown)} would do to the time is not known: only a run of the edited program shows it"
         )
+    if refusal is not None:
         return _refuse(replay, [edit.text for edit in edits], refusal)
-    return predict_changes(replay, [change_of(edit) for edit in edits if edit.spec.name in CHANGES], facts)
+    return predict_changes(replay, [change_of(edit) for edit in edits], facts)
 
 
 def change_of(edit: Edit) -> StepChange:
