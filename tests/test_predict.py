@@ -260,6 +260,19 @@ def test_what_a_recording_does_not_show_is_refused_in_a_sentence(edit: str, why:
     assert (answer.low_ns, answer.expected_ns, answer.high_ns) == (None, None, None)
 
 
+def test_without_an_unprofiled_step_what_the_profilers_slow_host_may_explain_is_not_sold() -> None:
+    kernels = [*(Doing(9_000, 4_000, LAUNCH, durations_ns=(12_000,)) for _ in range(600)), *OPTIMIZER]
+    answer = predict_time(recorded(kernels, unprofiled=False), parse_edits(["graphs"]), ProgramFacts())
+    assert answer.now_ns is not None
+    assert answer.high_ns is not None
+    assert answer.high_ns > 0.9 * answer.now_ns
+    known = predicted(kernels, "graphs")
+    assert known.high_ns is not None
+    assert known.now_ns is not None
+    assert known.high_ns < known.now_ns
+    assert any("the profiler may have slowed Python" in text for text in answer.assumptions)
+
+
 def test_a_refused_replay_names_all_edits_that_it_was_asked_for() -> None:
     refused = replace(recorded(PROGRAM), refusal="why")
     answer = predict_time(refused, parse_edits(["checkpoint:h.*", "tf32"]), ProgramFacts())

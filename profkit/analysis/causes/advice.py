@@ -17,7 +17,7 @@ from profkit.analysis.causes.host import HOST
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, share_saved_on_fast_host
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.edits import parse_edits
@@ -190,7 +190,11 @@ def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
     if without is None or after is None:
         return 0.0
     share = (without - after) / replay.now_ns
-    return share if share > max(WORTH, replay.spread_ns / replay.now_ns) else 0.0
+    if share <= max(WORTH, replay.spread_ns / replay.now_ns):
+        return 0.0
+    if replay.unprofiled_ns is None and share_saved_on_fast_host(replay, cause.changes, evidence.facts) <= WORTH:
+        return 0.0
+    return share
 
 
 def _memory_share(evidence: Evidence, cause: Cause) -> float:
@@ -259,10 +263,10 @@ def _say_nothing(evidence: Evidence) -> str:
         return "Nothing found that would save more than 2 %."
     if limits.refusal is not None:
         return f"Nothing is predicted: {limits.refusal}."
-    parts = list(_compose(evidence, limits.limited_by, limits.step_ns))
-    return f"Nothing found that would save more than {WORTH:.0%}: the step is {' and '.join(parts)}.".replace(
-        "2%", "2 %"
-    )
+    parts = " and ".join(_compose(evidence, limits.limited_by, limits.step_ns))
+    if limits.unprofiled_ns is None:
+        parts += ", as recorded; without a profiler, of which no step was timed, Python is faster"
+    return f"Nothing found that would save more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
 
 
 def _compose(evidence: Evidence, limited_by: Mapping[str, int], step_ns: int) -> Iterator[str]:
