@@ -61,8 +61,8 @@ TIME = (
     ("check", "--max-idle", "50%", "--max-share", "category:gemm=60%"),
 )
 MEMORY = (("memory", "--by", "module"), ("summary",), ("whatif", "--edit", "zero-grad:none"))
-OF_LINES = ("stack", "label", "lines", "line", "code")
-"""Keys under which a command shows lines of a program, which a copy does not hold."""
+OF_LINES = ("stack", "label", "lines", "line", "code", "missing")
+"""Keys under which a command shows lines of a program, which a copy does not hold, or says that it lacks them."""
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:

@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _replace_with_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     """Return what stands for characters that an encoding lacks: the nearest of ASCII, else ``?``."""
     if not isinstance(error, UnicodeEncodeError):
-        raise error
+        return codecs.replace_errors(error)
     return error.object[error.start : error.end].translate(_ASCII_FOR).encode("ascii", "replace").decode(), error.end
 
 

@@ -225,7 +225,7 @@ class Classifier:
         events = self._history.device.events
         is_alloc = events.action == ALLOC
         frames = map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames"))
-        has_frames = np.fromiter(map(bool, frames), np.bool_)
+        has_frames = np.fromiter((type(stack) is list and bool(stack) for stack in frames), np.bool_)
         if not has_frames.any():
             return np.full(len(events), _UNKNOWN, dtype=np.int8)
         by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)
