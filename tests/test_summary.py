@@ -206,7 +206,7 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
 ) -> None:
     lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
     assert list(lines) == ["", "STEP", "LIMIT", "GPU", "WORK", "MODULE", "Try", "Closed", "More"]
-    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown); ")
+    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown): for 97.60 ms ")
     assert lines[""].endswith("1 × H200 · fp32, TF32 off in matrix products · 2 steps recorded (0–1)")
     assert lines["STEP"].startswith("105.8 ms as recorded; the unprofiled time is unknown")
     assert "idle 71.7% = 75.8" in lines["GPU"]
