@@ -17,7 +17,7 @@ from profkit.analysis.causes.host import HOST
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, expect_after, share_saved_on_fast_host
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.edits import parse_edits
@@ -185,14 +185,14 @@ def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
     replay = evidence.replay
     if not cause.changes or replay is None or not replay.now_ns:
         return 0.0
-    without = expect_after(replay, before.changes, evidence.facts) if before.causes else replay.now_ns
-    after = expect_after(replay, [*before.changes, *cause.changes], evidence.facts)
+    without = evidence.expect_after(before.changes) if before.causes else replay.now_ns
+    after = evidence.expect_after([*before.changes, *cause.changes])
     if without is None or after is None:
         return 0.0
     share = (without - after) / replay.now_ns
     if share <= max(WORTH, replay.spread_ns / replay.now_ns):
         return 0.0
-    if replay.unprofiled_ns is None and share_saved_on_fast_host(replay, cause.changes, evidence.facts) <= WORTH:
+    if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= WORTH:
         return 0.0
     return share
 

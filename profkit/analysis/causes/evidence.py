@@ -9,7 +9,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from profkit.analysis.step_replay.edits import ProgramFacts
-from profkit.analysis.step_replay.predict import StepChange, TimeAnswer, change_of, predict_changes
+from profkit.analysis.step_replay.predict import (
+    StepChange,
+    TimeAnswer,
+    change_of,
+    expect_after,
+    predict_changes,
+    share_saved_on_fast_host,
+)
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import Summary
 from profkit.run.edits import parse_edits
@@ -88,6 +95,8 @@ class Evidence:
         self.manifest = Manifest() if capture.run is None else capture.run.manifest
         self._operations: dict[int, tuple[Operation, ...]] = {}
         self._answers: dict[tuple[int, ...], TimeAnswer] = {}
+        self._expected: dict[tuple[int, ...], int | None] = {}
+        self._fast_shares: dict[tuple[int, ...], float] = {}
 
     @cached_property
     def replay(self) -> StepReplay | None:
@@ -109,6 +118,22 @@ class Evidence:
         if key not in self._answers:
             self._answers[key] = predict_changes(self.replay, changes, self.facts)
         return self._answers[key]
+
+    def expect_after(self, changes: Sequence[StepChange]) -> int | None:
+        """Return the step that is expected after some changes, replayed once; there must be a replay."""
+        assert self.replay is not None
+        key = tuple(map(id, changes))
+        if key not in self._expected:
+            self._expected[key] = expect_after(self.replay, changes, self.facts)
+        return self._expected[key]
+
+    def share_saved_on_fast_host(self, changes: Sequence[StepChange]) -> float:
+        """Return the share of the step that changes save beside a fast host, replayed once; there must be a replay."""
+        assert self.replay is not None
+        key = tuple(map(id, changes))
+        if key not in self._fast_shares:
+            self._fast_shares[key] = share_saved_on_fast_host(self.replay, changes, self.facts)
+        return self._fast_shares[key]
 
     @property
     def step(self) -> ReplayedStep | None:

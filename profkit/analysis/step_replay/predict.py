@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.notebook import NotebookResult
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay, find_phases
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
     WORLDS,
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 FASTER_HOST = 0.65
 """The host's time in another process of one program on one machine: on H200s it differed up to 1.8-fold."""
-
-PROFILED_HOST = 0.4
-"""A profiler leaves at least this part of the host's time without it: of programs on H200s it was 0.31 to 0.82."""
 
 HOST_SPREAD, GPU_SPREAD = 0.05, 0.015
 """By how much the speeds of the host and the GPU are taken to differ between two processes of one program."""
@@ -227,13 +224,11 @@ def share_saved_on_fast_host(replay: StepReplay, changes: Sequence[StepChange], 
 
     For a step whose unprofiled time is unknown: what is saved while Python is slow may be nothing when it is not.
     """
-    step = replay.typical
-    if step is None:
+    step, columns = replay.typical, replay.typical_on_fast_host
+    if step is None or columns is None:
         return 0.0
-    whole = find_phases(step.columns, {"step": [(0, step.columns.recorded_ns)]})
-    columns = whole.scale_host(step.columns, PROFILED_HOST)
     changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
-    before_ns = replay.run(columns).step_ns
+    before_ns = replay.fast_ns
     return (before_ns - replay.run(changed).step_ns) / max(before_ns, 1)
 
 

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
@@ -14,7 +15,7 @@ import numpy as np
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, Phases, find_phases, fit_host
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, PROFILED_HOST, Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import NONE, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import (
     OUTSIDE,
@@ -153,6 +154,20 @@ class StepReplay:
         """The step of the median length, at its unprofiled speed."""
         ordered = sorted(self.steps, key=lambda step: step.proof.recorded_ns)
         return ordered[len(ordered) // 2] if ordered else None
+
+    @cached_property
+    def typical_on_fast_host(self) -> StepColumns | None:
+        """The typical step as it would be if the profiler slowed the host as much as profilers do."""
+        if self.typical is None:
+            return None
+        columns = self.typical.columns
+        whole = find_phases(columns, {STEP: [(0, columns.recorded_ns)]})
+        return whole.scale_host(columns, PROFILED_HOST)
+
+    @cached_property
+    def fast_ns(self) -> int:
+        """How long `typical_on_fast_host` takes; 0 where there is none."""
+        return 0 if self.typical_on_fast_host is None else self.run(self.typical_on_fast_host).step_ns
 
     def run(self, step: StepColumns) -> Steady:
         """Run one of the steps, or a changed form of it, after others like it."""
