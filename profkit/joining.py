@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from profkit.analysis.ranks.comparison import RanksResult, join_ranks
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
-from profkit.errors import CaptureError, RunError, ToolError, UsageError
+from profkit.errors import CaptureError, RunError, UsageError
 from profkit.files import collector_off
 from profkit.reading import open_trace
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run, runs_of_job
@@ -48,23 +48,21 @@ class RankSource:
 
 
 @collector_off()
-def read_ranks(path: str | Path, *, workers: int | None = None, scheduler: str | None = None) -> RanksResult:
+def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
     """Return the comparison of all ranks of a run; the same as ``profkit ranks``.
 
     Args:
         path: a run directory, a directory of one for each node, or a trace that holds several ranks.
         workers: how many processes read at once; by default as many as there are cores.
-        scheduler: the address of a Dask scheduler whose workers see the same files; they read instead.
 
     Raises:
         CaptureError: nothing can be read.
         RunError: it is no run.
         UsageError: it holds fewer than two ranks, two nodes that both have a rank of one number, or different jobs.
-        ToolError: Dask is not installed, or its scheduler does not answer.
     """
     path = Path(path)
     sources = find_sources(path)
-    reads = _read_by_cluster(sources, scheduler) if scheduler else _read_by_processes(sources, workers)
+    reads = _read_by_processes(sources, workers)
     ranks = [rank for read in reads for rank in read.ranks]
     lost = [entry for read in reads for entry in read.lost]
     if not ranks and lost:
@@ -147,20 +145,6 @@ def _read_by_processes(sources: Sequence[RankSource], workers: int | None) -> li
         return [reduce_source(source) for source in sources]
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(reduce_source, sources))
-
-
-def _read_by_cluster(sources: Iterable[RankSource], scheduler: str) -> list[ReadRanks]:
-    try:
-        from distributed import Client
-    except ImportError:
-        raise ToolError("--scheduler needs Dask: pip install 'profkit[cluster]'") from None
-    try:
-        client = Client(scheduler, timeout=10)
-    except (OSError, ValueError) as error:
-        raise ToolError(f"--scheduler {scheduler}: {error}") from None
-    with client:
-        reads: list[ReadRanks] = client.gather(client.map(reduce_source, list(sources), pure=False))
-    return reads
 
 
 @dataclass(frozen=True)

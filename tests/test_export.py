@@ -1,4 +1,4 @@
-"""``profkit export``: the Chrome trace, read as JSON and by profkit."""
+"""``profkit export``: the Chrome trace, read as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
@@ -79,21 +78,6 @@ def exported(profkit: Run, capture: Path, folder: Path, *more: str) -> Path:
     done = profkit("export", capture, "-o", chrome, *more)
     assert done.returncode == 0, done.stderr
     return chrome
-
-
-def tables(path: Path) -> list[Any]:
-    """Return what profkit says of a trace, without its path and what wrote it."""
-    opened = open_trace(path)
-    found = [opened.ranges().to_dict(), [vars(one) for one in opened.self_check.findings]]
-    if len(opened.trace.work):
-        found += [opened.kernels().to_dict(), opened.kernels(by="category").to_dict()]
-        found += [opened.kernels("backward", per_instance=True).to_dict()] if "backward" in opened.trace.names else []
-    if len(opened.trace.work) and opened.trace.measure == "gpu-kernel" and len(opened.trace.ranges):
-        found.append(opened.efficiency().to_dict())
-    for one in found:
-        if isinstance(one, dict):
-            one.pop("trace", None)
-    return found
 
 
 def test_the_durations_on_each_gpu_stream_sum_to_the_kernel_time(profkit: Run, tmp_path: Path) -> None:
@@ -216,12 +200,6 @@ def test_memory_without_times_says_so(profkit: Run, tmp_path: Path) -> None:
     assert max(time for time, _ in read.counters["GPU 0 allocated"]) < 20_000_000
 
 
-@pytest.mark.parametrize("capture", [NSYS, KINETO, CPU, NVTX_ALONE], ids=lambda path: path.name)
-def test_profkit_reads_the_same_tables_from_the_chrome_trace(profkit: Run, tmp_path: Path, capture: Path) -> None:
-    chrome = exported(profkit, capture, tmp_path)
-    assert tables(chrome) == tables(capture)
-
-
 def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -257,8 +235,7 @@ def test_ranks_share_one_clock_and_stay_apart(profkit: Run, tmp_path: Path) -> N
     starts = {one["process"]: one["start"] for one in read.slices if one["name"] == "forward"}
     assert starts["rank 1"] - starts["rank 0"] == 1_000_000
     assert len(read.processes) == 2
-    assert tables(chrome) == tables(folder)
-    assert [open_trace(chrome, rank=rank).kernels().kernel_time_ns for rank in (0, 1)] == [12_000, 12_000]
+    assert read.sums("kernel", "process") == {"rank 0": 12_000, "rank 1": 12_000}
     gemms = [one for one in Read(exported(profkit, folder, tmp_path, "--rank", "1")).slices if one["name"] == "gemm"]
     assert [(one["track"], one["dur"]) for one in gemms] == [("GPU 0 stream 7", 7)]
 
@@ -310,32 +287,20 @@ def odd_capture(path: Path) -> Path:
     return builder.write(path)
 
 
-def test_what_torch_profiler_cannot_say_survives_in_the_chrome_trace(profkit: Run, tmp_path: Path) -> None:
+def test_slices_nest_on_every_track_and_ranges_say_what_else_is_known_of_them(profkit: Run, tmp_path: Path) -> None:
     capture = odd_capture(tmp_path / "odd.sqlite")
-    chrome = exported(profkit, capture, tmp_path)
-    assert tables(chrome) == tables(capture)
-    before, after = open_trace(capture).trace, open_trace(chrome).trace
-    assert after.ranges.payload == before.ranges.payload != {}
-    assert after.ranges.is_open.tolist() == before.ranges.is_open.tolist()
-    assert after.work.is_graph.sum() == 1
-    assert after.diagnostics == before.diagnostics != ()
-    assert (after.ranges.end_thread != after.ranges.thread).sum() == 1
-    assert len(set(after.ranges.thread.tolist())) == len(set(before.ranges.thread.tolist()))
-    read = Read(chrome)
+    read = Read(exported(profkit, capture, tmp_path))
+    said = {one["name"]: one.get("args", {}) for one in read.of("user_annotation")}
+    assert said == {
+        "step": {"payload": 12},
+        "all_reduce": {"domain": "NCCL"},
+        "crosses": {},
+        "unfinished": {"finished": False},
+    }
     assert read.tracks.count("range that crosses others") == 1
     assert_slices_nest(read)
-    assert sum(read.sums("kernel").values()) == int(before.work.duration_ns.sum())
+    assert sum(read.sums("kernel").values()) == int(open_trace(capture).trace.work.duration_ns.sum())
     assert read.tracks.count("GPU 0 stream 7") == 3  # two kernels at once, and another process's
-
-
-def test_a_guessed_rank_stays_a_guess(profkit: Run, tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for pid, device in ((100, 1), (200, 0)):
-        builder.kernel(100, 50, pid=pid, tid=pid, device=device)
-    capture = builder.write(tmp_path / "ranks.sqlite")
-    chrome = exported(profkit, capture, tmp_path)
-    assert open_trace(chrome).ranks.evidence == open_trace(capture).ranks.evidence == "guessed from the GPUs' order"
-    assert [pid for _, pid in open_trace(chrome).ranks.members] == [200, 100]
 
 
 def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path: Path) -> None:

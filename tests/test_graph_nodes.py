@@ -17,7 +17,6 @@ from profkit.analysis.tree.selection import KernelFilter
 from profkit.names import LaunchPlace, graph_range, launch_range
 from profkit.reading import open_trace
 from profkit.report.commands.ranges import build_ranges_document
-from profkit.report.export.chrome_trace import write_chrome_trace
 from profkit.run.compiled_code import CapturedGraph, NodeRun, append_records
 from profkit.sharing import share
 from profkit.trace.columns import Trace
@@ -237,17 +236,6 @@ def test_a_graph_with_branches_is_said_to_have_them_beside_one_whose_nodes_are_k
     assert time_under(trace, "inference") == 8000
     assert ["the graph has branches" in note for note in trace.notes] == [True]
     assert "record with --nsys" in trace.notes[0]
-
-
-def test_what_a_replay_ran_keeps_its_module_in_an_exported_trace(tmp_path: Path) -> None:
-    before = OpenedTrace(placed(two_steps(), tmp_path, GRAPH))
-    with (tmp_path / "exported.json.gz").open("wb") as file:
-        write_chrome_trace(file, before, ())
-    after = open_trace(tmp_path / "exported.json.gz")
-    assert tree(after.trace) == tree(before.trace)
-    assert after.kernels("optimizer").kernel_time_ns == 2 * 70
-    members = np.arange(len(before.trace.ranges))
-    assert sorted(after.attribution.copies.count(members)) == sorted(before.attribution.copies.count(members))
 
 
 def test_the_nodes_of_a_real_capture_are_numbered_from_0_each_once_in_the_order_in_which_they_ran() -> None:

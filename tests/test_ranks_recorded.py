@@ -1,8 +1,7 @@
-"""Four ranks on the CPU with gloo, recorded once: a delay is named from traces and from light records; Dask."""
+"""Four ranks on the CPU with gloo, recorded once: a delay is named from traces and from light records."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.cli import cli
-from profkit.errors import ToolError
 from profkit.joining import read_ranks
 from profkit.run.directory import NSYS_EXPORT, Run, name_of_rank
 from profkit.run.light_columns import read_light
@@ -22,7 +20,6 @@ from tests.rank_builder import (
     Timeline,
     light_records,
     simulate,
-    write_kineto_run,
     write_light_run,
     write_nsys,
 )
@@ -178,26 +175,3 @@ def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_p
     exchanged = rows["ep", "all_to_all"]
     assert exchanged.byte_count == exchanged.count * 5 * 8 * 4, "the most that a rank receives"
     assert {row.group for row in rows.values()} == {"shard", "replicate", "tp", "ep", "dp", "dp_tp"}
-
-
-def test_a_cluster_prints_the_same_bytes_as_one_process(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
-    lines = simulate(3, 3, [Delay(2, "forward", 9 * MS)])
-    run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp"
-    ) as cluster:
-        outputs = [
-            CliRunner().invoke(cli, ["ranks", str(run), "--format", "json", *how])
-            for how in (["--workers", "1"], ["--scheduler", cluster.scheduler_address])
-        ]
-    assert [one.exit_code for one in outputs] == [0, 0], outputs[1].output
-    assert outputs[0].stdout == outputs[1].stdout
-    assert json.loads(outputs[0].stdout)["culprit"]["rank"] == 2
-
-
-def test_a_scheduler_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("distributed")
-    run = write_kineto_run(tmp_path / "run", simulate(2, 2))
-    with pytest.raises(ToolError, match="--scheduler nonsense"):
-        read_ranks(run, scheduler="nonsense")

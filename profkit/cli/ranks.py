@@ -20,7 +20,6 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
 @capture_argument("run")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
-@click.option("--scheduler", metavar="ADDRESS", help="Read on the workers of this Dask scheduler, which see RUN too.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw who waits for whom as a matrix."
 )
@@ -29,7 +28,6 @@ def ranks(
     run: Path,
     top: int | None,
     workers: int | None,
-    scheduler: str | None,
     plot: Path | None,
     style: Format,
     output: Path | None,
@@ -43,7 +41,7 @@ def ranks(
     require_png(plot)
     refuse_overwriting([run], [output, plot])
     with shown_after_a_second(f"reading {run.name}"):
-        result = read_ranks(run, workers=workers, scheduler=scheduler)
+        result = read_ranks(run, workers=workers)
     if top is None and style in _FOR_PEOPLE:
         top = _DEFAULT_TOP
     if plot is not None:

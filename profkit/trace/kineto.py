@@ -18,7 +18,6 @@ import numpy as np
 from profkit.errors import TraceError
 from profkit.names import COMPILED_KERNEL, read_launch_range
 from profkit.trace.columns import Calls, Ints, Origins, Ranges, Trace, Work, empty_ints, rows_by_value
-from profkit.trace.exported import complete_ranges, read_exported
 from profkit.trace.kineto_events import (
     Event,
     HostRows,
@@ -52,20 +51,13 @@ def read_kineto(path: Path) -> Trace:
         raise TraceError(f"{path}: a Chrome trace, but it holds no operator, kernel or annotation of torch.profiler")
     copied = bool(rows["memcpy"] or rows["memset"])
     has_kernels = any(parse_interval(event) is not None for event in rows["kernel"])
-    exported = read_exported(header)
     on_gpu = has_kernels or bool(not rows["operator"] and (copied or rows["kernel"]))
-    if exported is not None:
-        on_gpu = exported.measure == "gpu-kernel"
     reading = Reading()
     operators = reading.host_rows(rows["operator"], work="" if on_gpu else "CPU operators")
     call_rows = reading.host_rows(rows["call"])
     annotations = reading.host_rows(rows["annotation"])
-    ranges = _read_ranges(reading, annotations)
-    if exported is None:
-        ranges = _end_with_capture(ranges, (operators, call_rows))
-    else:
-        ranges = complete_ranges(ranges, annotations, reading)
-    if not on_gpu and exported is None:
+    ranges = _end_with_capture(_read_ranges(reading, annotations), (operators, call_rows))
+    if not on_gpu:
         operators = _with_compiled_kernels(reading, operators, annotations)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
     collectives = CollectiveArguments(header)
@@ -80,10 +72,9 @@ def read_kineto(path: Path) -> Trace:
         work = replace(work, sequence=sequence, operator=np.append(operators.name, -1)[launched_in])
     elif not on_gpu:
         work = _cpu_work(operators, forest.self_ns)
-        if exported is None:
-            _note_missing_gpu(reading, call_rows, len(copies))
-    of_autograd = set() if exported else _threads_of_nodes_alone(reading, operators, forest.parent)
-    trace = Trace(
+        _note_missing_gpu(reading, call_rows, len(copies))
+    of_autograd = _threads_of_nodes_alone(reading, operators, forest.parent)
+    return Trace(
         path=str(path),
         source="kineto",
         product=_product(header),
@@ -106,7 +97,6 @@ def read_kineto(path: Path) -> Trace:
         syncs=gpu.syncs(rows["sync"]),
         clock_base_ns=parse_integer(header.get("baseTimeNanoseconds")) or 0,
     )
-    return trace if exported is None else exported.complete(trace)
 
 
 def _read_ranges(reading: Reading, rows: HostRows) -> Ranges:

@@ -17,15 +17,12 @@ from profkit.text_kinds import (
     KERNEL,
     LEFT_OUT,
     OPERATOR,
-    PRODUCT,
-    PROFILER,
     RANGE,
     THREAD,
     WORD,
     Keeper,
     Kind,
 )
-from profkit.trace.exported import EXPORTED, Exported, read_exported
 from profkit.trace.kineto import THREAD_NAME
 from profkit.trace.kineto_events import Event, RowKind, Rows, load_chrome_trace, parse_integer, parse_microseconds
 
@@ -47,9 +44,6 @@ ARGUMENTS: dict[str, Kind | None] = {
     **dict.fromkeys(("Collective name", "dtype", "Process Group Description"), WORD),
     "Process Group Name": GROUP,
     "Process Group Ranks": Kind("ranks", r"\[[\d, ]*\]"),
-    # Of traces that profkit exported.
-    **dict.fromkeys(("is_graph", "end_tid", "thread", "node_ns", "replayed", "payload"), None),
-    "domain": RANGE,
 }
 _STREAM = re.compile(r"stream \d{1,9}")
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
@@ -90,9 +84,6 @@ class _KinetoCopy:
         if isinstance(distributed, dict):
             groups = [self._group(group) for group in _objects(distributed.get("pg_config"))]
             copy["distributedInfo"] = {**_integers(distributed, "rank", "world_size"), "pg_config": groups}
-        exported = read_exported(dict(header))
-        if exported is not None:
-            copy[EXPORTED] = self._exported(exported, header[EXPORTED])
         return copy
 
     def rows(self, rows: Rows) -> Iterator[str]:
@@ -142,18 +133,6 @@ class _KinetoCopy:
         listed = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
         name = self.keeper.text(GROUP, str(group.get("pg_name")))
         return {"pg_name": name, "ranks": listed, **_integers(group, "pg_size")}
-
-    def _exported(self, exported: Exported, said: Mapping[str, Any]) -> dict[str, Any]:
-        messages = ((one.severity, one.text, one.silent_pid) for one in exported.diagnostics)
-        return {
-            "version": self.keeper.text_or_none(WORD, said.get("version")),
-            "source": self.keeper.text_or_none(PRODUCT, said.get("source")),
-            "measure": exported.measure,
-            "has_kernel_table": exported.has_kernel_table,
-            "ranks": {str(pid): rank for pid, rank in exported.ranks.items()},
-            "diagnostics": [[severity, self.keeper.text(PROFILER, text), pid] for severity, text, pid in messages],
-            "notes": [self.keeper.text(PROFILER, note) for note in exported.notes],
-        }
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

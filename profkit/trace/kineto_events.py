@@ -67,8 +67,6 @@ _ARGUMENTS = frozenset(
         # Of collectives (`profkit.trace.kineto_gpu`).
         *("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq"),
         *("Process Group Name", "Process Group Description", "Process Group Ranks"),
-        # In exported traces alone (`profkit.trace.exported`).
-        *("is_graph", "domain", "payload", "end_tid", "thread", "node_ns", "replayed"),
     }
 )
 _CALL_SUFFIXES = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, xpu_runtime, privateuse1_driver, …

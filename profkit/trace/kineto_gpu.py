@@ -134,9 +134,8 @@ class GpuReader:
             process=process,
             launch_ns=launch_ns,
             launch_thread=launch_thread,
-            is_graph=np.array([parse_argument(event, "is_graph") == 1 for event in rows], dtype=np.bool_),
+            is_graph=np.zeros(len(rows), dtype=np.bool_),
             graph_node=_nodes(rows),
-            node_ns=_node_ns(rows, launch_ns),
             collective=integers([self._collectives.add(event) for event in rows]),
         )
 
@@ -158,7 +157,6 @@ class GpuReader:
             byte_count=integers([parse_argument(event, "bytes") or 0 for event in rows]),
             stream=integers([_stream(event) for event in rows]),
             graph_node=_nodes(rows),
-            node_ns=_node_ns(rows, launch_ns),
         )
 
     def syncs(self, events: list[Event]) -> Syncs | None:
@@ -220,12 +218,6 @@ class GpuReader:
             found.append((own, 0, NO_LAUNCH))
         columns = np.array(found, dtype=np.int64).reshape(-1, 3)
         return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
-
-
-def _node_ns(rows: list[Event], launch_ns: Ints) -> Ints | None:
-    """Return when each row counts as launched, where an exported trace says so of a CUDA graph's nodes."""
-    later = integers([parse_argument(event, "node_ns") or 0 for event in rows])
-    return launch_ns + later if later.any() else None
 
 
 def _nodes(rows: list[Event]) -> Ints:

@@ -240,7 +240,7 @@ def _note_unknown(trace: Trace, known: Container[str]) -> Trace:
         f"{count:,} replays of CUDA graphs lie under no module: the ranges of their captures stand in the run's"
         " compiled.jsonl, not in the trace; open the run directory"
     )
-    return trace if note in trace.notes else replace(trace, notes=(*trace.notes, note))
+    return replace(trace, notes=(*trace.notes, note))
 
 
 def _note_whole(trace: Trace) -> Trace:
@@ -251,5 +251,4 @@ def _note_whole(trace: Trace) -> Trace:
         f"{count:,} replays of CUDA graphs were traced whole: each is one row, without its kernels and their modules;"
         " profkit run --nsys --cuda-graph-trace node records them one by one"
     )
-    # A trace that profkit exported has it already.
-    return trace if note in trace.notes else replace(trace, notes=(*trace.notes, note))
+    return replace(trace, notes=(*trace.notes, note))

@@ -1,11 +1,9 @@
-"""A Chrome trace (``.json.gz``) as torch.profiler writes it, which Perfetto opens too; profkit reads the same figures.
+"""A Chrome trace (``.json.gz``) for timeline viewers, such as Perfetto.
 
 Two kernels that run at once on one stream, or two copies, stand on two tracks of one name, and a range that crosses
 another one of its thread on a track of its own: Perfetto drops slices that overlap on a track.
 
-Rows have the categories and arguments of torch.profiler's. What its format has no place for (domains and payloads of
-ranges, whole CUDA graphs, ranks, what the profiler said of itself) stands in arguments of the rows and under the key
-``profkit`` of the file, where `profkit.trace.kineto` finds it.
+Rows have the categories and arguments of torch.profiler's.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import numpy as np
 
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
-from profkit.analysis.ranks.members import NAMED, PROVED
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.export.layout import (
     Layout,
@@ -36,10 +33,7 @@ from profkit.report.export.layout import (
     place_memory,
 )
 from profkit.report.page.step import EVIDENCE
-from profkit.text_kinds import keep_profilers_words
 from profkit.trace.columns import Copies, Ints, Trace, Work, rows_by_value
-from profkit.trace.exported import EXPORTED
-from profkit.version import __version__
 
 Row = dict[str, Any]
 
@@ -61,7 +55,7 @@ def write_chrome_trace(
 
 def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]) -> None:
     layout = None if opened is None else lay_out(opened.recorded, opened.ranks)
-    header = {} if opened is None or layout is None else _header(opened, layout)
+    header = {} if opened is None or layout is None else _header(opened.recorded, layout)
     target.write(json.dumps({"schemaVersion": 1, **header})[:-1].encode() + b', "traceEvents": [')
     separator = "\n"
     for rows in _batches(_rows(opened, layout, memory)):
@@ -75,26 +69,11 @@ def _batches(rows: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _header(opened: OpenedTrace, layout: Layout) -> Row:
-    trace, ranks = opened.recorded, opened.ranks
-    known = ranks.members if ranks.evidence in (PROVED, NAMED) else ()  # a guess stays one for the next reader
-    ours = {
-        "version": __version__,
-        "source": trace.product,
-        "measure": trace.measure,
-        "has_kernel_table": trace.has_kernel_table,
-        "ranks": {str(layout.pids[process]): number for number, process in known if process in layout.pids},
-        "diagnostics": [
-            [diagnostic.severity, keep_profilers_words(diagnostic.text), diagnostic.silent_pid]
-            for diagnostic in trace.diagnostics
-        ],
-        "notes": list(trace.notes),
-    }
+def _header(trace: Trace, layout: Layout) -> Row:
     return {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": trace.clock_base_ns - layout.shift_ns,
         "deviceProperties": [{"id": number, "name": name} for number, name in enumerate(trace.gpus)],
-        EXPORTED: ours,
     }
 
 
@@ -145,26 +124,18 @@ class _TimeRows:
 
     def _ranges(self) -> Iterator[str]:
         ranges = self._trace.ranges
-        columns = _columns(ranges, "name", "domain", "start_ns", "end_ns", "thread", "end_thread", "is_open")
-        was_open = ranges.was_open.tolist()
+        columns = _columns(ranges, "name", "domain", "start_ns", "end_ns", "thread", "is_open")
         aside = self._tracks_aside()
         yield from (name for _, name in aside.values())
-        for row, (name, domain, start, end, thread, end_thread, is_open) in enumerate(columns):
+        for row, (name, domain, start, end, thread, is_open) in enumerate(columns):
             arguments = []
             if self._trace.names[domain]:
                 arguments.append(f'"domain": {self._names[domain]}')
             if row in ranges.payload:
                 arguments.append(f'"payload": {json.dumps(ranges.payload[row])}')
-            if end_thread != thread:
-                arguments.append(f'"end_tid": {self._layout.tids[end_thread]}')
             if is_open:
                 arguments.append('"finished": false')
-            if not was_open[row]:
-                arguments.append('"replayed": 1')
-            where = self._thread[thread]
-            if row in aside:
-                arguments.append(f'"thread": {self._layout.tids[thread]}')
-                where = aside[row][0]
+            where = aside[row][0] if row in aside else self._thread[thread]
             yield self._slice("user_annotation", self._names[name], (start, end), where, ", ".join(arguments))
 
     def _tracks_aside(self) -> dict[int, tuple[str, str]]:
@@ -189,39 +160,18 @@ class _TimeRows:
 
     def _gpu_work(self) -> Iterator[str]:
         work = self._trace.work
-        yield from self._operators()
         where, names = self._tracks(work, work.stream, "GPU {} stream {}")
         yield from names
         placed = self._placed(self._attribution.work)
-        columns = _columns(work, "name", "start_ns", "end_ns", "device", "stream", "is_graph")
+        columns = _columns(work, "name", "start_ns", "end_ns", "device", "stream")
         calls = launching_calls(self._trace, work).tolist()
-        later = _later(work)
-        for row, (name, start, end, device, stream, is_graph) in enumerate(columns):
-            arguments = f'"device": {device}, "stream": {stream}' + (', "is_graph": 1' if is_graph else "")
-            arguments += placed[row] + self._launched_by(calls[row], later[row])
+        operators = [-1] * len(work) if work.operator is None else work.operator.tolist()
+        for row, (name, start, end, device, stream) in enumerate(columns):
+            arguments = f'"device": {device}, "stream": {stream}{placed[row]}{self._launched_by(calls[row])}'
+            if operators[row] >= 0:
+                arguments += f', "operator": {self._names[operators[row]]}'
             yield self._slice("kernel", self._names[name], (start, end), where[row], arguments)
             yield from self._flow(calls[row], where[row], start)
-
-    def _operators(self) -> Iterator[str]:
-        """Return the operator around each launch, as far as the trace knows it, and its link to a forward operator.
-
-        Of an operator only its name is known, and that the launch lies in it: its row is as long as the launch.
-        """
-        trace, work = self._trace, self._trace.work
-        if work.operator is None or work.sequence is None or trace.origins is None:
-            return
-        calls = launching_calls(trace, work)
-        known = np.flatnonzero((calls >= 0) & (work.operator >= 0))
-        for row in known[np.unique(calls[known], return_index=True)[1]].tolist():
-            thread, start = int(work.launch_thread[row]), int(work.launch_ns[row])
-            end = max(int(trace.calls.end_ns[calls[row]]), start + 1)
-            yield self._slice("cpu_op", self._names[work.operator[row]], (start, end), self._thread[thread])
-            origin = int(work.sequence[row])
-            if origin >= 0 and int(trace.origins.thread[origin]) in self._thread:
-                where = self._thread[int(trace.origins.thread[origin])]
-                began = int(trace.origins.start_ns[origin])
-                yield self._flow_end("s", "fwdbwd", row, where, began)
-                yield self._flow_end("f", "fwdbwd", row, self._thread[thread], start)
 
     def _copies(self) -> Iterator[str]:
         copies = self._trace.copies
@@ -230,12 +180,10 @@ class _TimeRows:
         placed = self._placed(self._attribution.copies)
         columns = _columns(copies, "start_ns", "end_ns", "device", "is_memset", "from_host", "byte_count")
         calls = launching_calls(self._trace, copies).tolist()
-        later = _later(copies)
         for row, (start, end, device, is_memset, from_host, byte_count) in enumerate(columns):
             category = "gpu_memset" if is_memset else "gpu_memcpy"
             name = '"Memset"' if is_memset else '"Memcpy HtoD"' if from_host else '"Memcpy"'
-            arguments = f'"device": {device}, "bytes": {byte_count}'
-            arguments += placed[row] + self._launched_by(calls[row], later[row])
+            arguments = f'"device": {device}, "bytes": {byte_count}{placed[row]}{self._launched_by(calls[row])}'
             yield self._slice(category, name, (start, end), where[row], arguments)
             yield from self._flow(calls[row], where[row], start)
 
@@ -275,9 +223,8 @@ class _TimeRows:
                 for start, end in _columns(stretches, "start_ns", "end_ns"):
                     yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
 
-    def _launched_by(self, call: int, later_ns: int) -> str:
-        node = f', "node_ns": {later_ns}' if later_ns else ""
-        return f', "correlation": {self._correlation[call]}{node}' if call >= 0 else ""
+    def _launched_by(self, call: int) -> str:
+        return f', "correlation": {self._correlation[call]}' if call >= 0 else ""
 
     def _flow(self, call: int, where: str, start_ns: int) -> Iterator[str]:
         if call >= 0:
@@ -337,12 +284,6 @@ def _memory_rows(memory: MemoryTracks, place: MemoryProcess, free: Iterator[int]
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> str:
     return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
-
-
-def _later(rows: Work | Copies) -> list[int]:
-    """Return how much later than its call each row counts as launched: the nodes of a CUDA graph do."""
-    later: list[int] = (rows.placed_ns - rows.launch_ns).tolist()
-    return later
 
 
 def _columns(table: object, *names: str) -> Iterator[tuple[Any, ...]]:
