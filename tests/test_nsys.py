@@ -403,7 +403,7 @@ def test_reading_leaves_file_and_folder_as_they_were(tmp_path: Path) -> None:
 
 
 def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.trace.sqlite._CHUNK_ROWS", 7)
+    monkeypatch.setattr("profkit.trace.sqlite._ROWS_AT_ONCE", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
     with SqliteFile(path) as file:
@@ -414,7 +414,7 @@ def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rows_with_numbers_far_apart_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.trace.sqlite._CHUNK_ROWS", 7)
+    monkeypatch.setattr("profkit.trace.sqlite._ROWS_AT_ONCE", 7)
     path = tmp_path / "t.sqlite"
     _good(path)
     connection = sqlite3.connect(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -97,6 +98,9 @@ class Origins:
 
     start_ns: Ints
     thread: Ints
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,8 +349,11 @@ def array_columns(table: Table) -> list[str]:
 
 
 def take_rows(table: Table, rows: Bools | Ints) -> Table:
-    """Return some rows of a table; what is no column, such as the ranges' payload, stays."""
+    """Return some rows of a table, of ranges with their payloads."""
     taken: dict[str, Any] = {name: getattr(table, name)[rows] for name in array_columns(table)}
+    if isinstance(table, Ranges) and table.payload:
+        kept = np.arange(len(table))[rows].tolist()
+        taken["payload"] = {new: table.payload[old] for new, old in enumerate(kept) if old in table.payload}
     return replace(table, **taken)
 
 
@@ -364,18 +371,23 @@ def take_calls(trace: Trace, rows: Bools | Ints) -> Trace:
 
 
 def join_tables(tables: Sequence[Table]) -> Table:
-    """Return the rows of several tables as one; what is no column is that of the first."""
-    joined: dict[str, Any] = {
-        name: np.concatenate([getattr(table, name) for table in tables]) for name in array_columns(tables[0])
-    }
+    """Return the rows of several tables as one; a column that some of them lack is -1 there."""
+
+    def column(table: Table, name: str) -> Ints | Bools:
+        values: Ints | Bools | None = getattr(table, name)
+        return np.full(len(table), -1) if values is None else values
+
+    names = dict.fromkeys(name for table in tables for name in array_columns(table))
+    joined: dict[str, Any] = {name: np.concatenate([column(table, name) for table in tables]) for name in names}
+    if isinstance(tables[0], Ranges):
+        begun = accumulate(map(len, tables), initial=0)
+        joined["payload"] = {
+            begin + row: number
+            for begin, table in zip(begun, tables, strict=False)
+            if isinstance(table, Ranges)
+            for row, number in table.payload.items()
+        }
     return replace(tables[0], **joined)
-
-
-def exchange_ranges(ranges: Ranges, is_kept: Bools, new: Sequence[Ranges]) -> Ranges:
-    """Return the ranges that are kept, with their payloads, and the new ones after them."""
-    number = np.cumsum(is_kept) - 1
-    payload = {int(number[at]): value for at, value in ranges.payload.items() if is_kept[at]}
-    return replace(join_tables([take_rows(ranges, is_kept), *new]), payload=payload)
 
 
 def distinct_values(values: Ints) -> Ints:

@@ -23,7 +23,9 @@ from profkit.trace.kineto_events import (
     HostRows,
     Reading,
     integers,
+    job_of,
     load_chrome_trace,
+    objects_in,
     parse_integer,
     parse_interval,
     parse_microseconds,
@@ -214,8 +216,7 @@ def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) 
     process_names: dict[int | None, str] = {}
     found: dict[int, str] = {}
     for event in events:
-        arguments = event.get("args")
-        name = arguments.get("name") if isinstance(arguments, dict) else None
+        name = event.get("args", {}).get("name")
         if isinstance(name, str) and event.get("name") == "process_name":
             process_names[parse_integer(event.get("pid"))] = name
         if isinstance(name, str) and event.get("name") == "thread_name":
@@ -240,16 +241,13 @@ def _threads_of_nodes_alone(reading: Reading, operators: HostRows, parent: Ints)
 
 
 def _gpus(header: dict[str, Any]) -> tuple[str, ...]:
-    devices = header.get("deviceProperties")
-    if not isinstance(devices, list):
-        return ()
-    return tuple(str(device.get("name", "unnamed GPU")) for device in devices if isinstance(device, dict))
+    devices = objects_in(header.get("deviceProperties"))
+    return tuple(str(device.get("name", "unnamed GPU")) for device in devices)
 
 
 def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:
     """Return the rank of the process, as torch.profiler writes it once torch.distributed is set up."""
-    distributed, processes = header.get("distributedInfo"), reading.processes()
-    rank = parse_integer(distributed.get("rank")) if isinstance(distributed, dict) else None
+    rank, processes = parse_integer(job_of(header).get("rank")), reading.processes()
     return {processes[0]: rank} if rank is not None and len(processes) == 1 else {}
 
 
@@ -261,11 +259,9 @@ def _product(header: dict[str, Any]) -> str:
         parts.append(f"trace schema {schema}")
     if cuda:
         parts.append(f"CUDA {cuda // 1000}.{cuda % 1000 // 10}")
-    distributed = header.get("distributedInfo")
-    if isinstance(distributed, dict):
-        rank, size = parse_integer(distributed.get("rank")), parse_integer(distributed.get("world_size"))
-        if rank is not None and size is not None:
-            parts.append(f"rank {rank} of {size}")
+    rank, size = (parse_integer(job_of(header).get(key)) for key in ("rank", "world_size"))
+    if rank is not None and size is not None:
+        parts.append(f"rank {rank} of {size}")
     return f"PyTorch Kineto ({', '.join(parts)})" if parts else "PyTorch Kineto"
 
 

@@ -24,7 +24,16 @@ from profkit.text_kinds import (
     Kind,
 )
 from profkit.trace.kineto import THREAD_NAME
-from profkit.trace.kineto_events import Event, RowKind, Rows, load_chrome_trace, parse_integer, parse_microseconds
+from profkit.trace.kineto_events import (
+    Event,
+    RowKind,
+    Rows,
+    job_of,
+    load_chrome_trace,
+    objects_in,
+    parse_integer,
+    parse_microseconds,
+)
 
 # Kind of row → how it is written, and what its name is.
 _ROWS: dict[RowKind, tuple[str, Kind]] = {
@@ -78,12 +87,13 @@ class _KinetoCopy:
     def header(self, header: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the trace says of itself."""
         copy = _integers(header, "schemaVersion", "cuda_runtime_version", "baseTimeNanoseconds")
-        devices = [self.keeper.text_or_none(GPU, one.get("name")) for one in _objects(header.get("deviceProperties"))]
+        devices = [
+            self.keeper.text_or_none(GPU, device.get("name")) for device in objects_in(header.get("deviceProperties"))
+        ]
         copy["deviceProperties"] = [{} if name is None else {"name": name} for name in devices]
-        distributed = header.get("distributedInfo")
-        if isinstance(distributed, dict):
-            groups = [self._group(group) for group in _objects(distributed.get("pg_config"))]
-            copy["distributedInfo"] = {**_integers(distributed, "rank", "world_size"), "pg_config": groups}
+        if job := job_of(header):
+            groups = [self._group(group) for group in objects_in(job.get("pg_config"))]
+            copy["distributedInfo"] = {**_integers(job, "rank", "world_size"), "pg_config": groups}
         return copy
 
     def rows(self, rows: Rows) -> Iterator[str]:
@@ -93,8 +103,7 @@ class _KinetoCopy:
                 name = self.keeper.text_or_none(name_kind, event.get("name"))
                 yield self._row(event, {"ph": event["ph"], "cat": category, "bp": "e", "name": name})
         for event in rows["metadata"]:
-            arguments = event.get("args")
-            name = arguments.get("name") if isinstance(arguments, dict) else None
+            name = event.get("args", {}).get("name")
             if event.get("name") == "thread_name" and isinstance(name, str):
                 inner = THREAD_NAME.match(name.strip())
                 kept = self.keeper.text(THREAD, inner[1] if inner else name.strip())
@@ -104,14 +113,13 @@ class _KinetoCopy:
     def _row(self, event: Event, begin: dict[str, Any], arguments: dict[str, Any] | None = None) -> str:
         row = {key: value for key, value in begin.items() if value is not None} | _integers(event, "pid", "id")
         row["tid"] = self._track(event.get("tid"))
-        row["args"] = self._arguments(event.get("args")) if arguments is None else arguments
+        row["args"] = self._arguments(event.get("args", {})) if arguments is None else arguments
         times = {key: parse_microseconds(event.get(key)) for key in ("ts", "dur")}
         # Decimals as they are counted, in whole nanoseconds: more digits than a double can hold.
         written = (f', "{key}": {_decimal(time_ns)}' for key, time_ns in times.items() if time_ns is not None)
         return json.dumps(row)[:-1] + "".join(written) + "}"
 
-    def _arguments(self, arguments: object) -> dict[str, Any]:
-        given = arguments if isinstance(arguments, dict) else {}
+    def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         kept = {key: self._argument(ARGUMENTS[key], value) for key, value in given.items() if key in ARGUMENTS}
         return {key: value for key, value in kept.items() if value is not None}
 
@@ -133,10 +141,6 @@ class _KinetoCopy:
         listed = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
         name = self.keeper.text(GROUP, str(group.get("pg_name")))
         return {"pg_name": name, "ranks": listed, **_integers(group, "pg_size")}
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _integers(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import gzip
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,8 +230,7 @@ class Reading:
 
     def host_rows(self, events: list[Event], *, work: str = "") -> HostRows:
         """Return rows of host threads as columns; those that cannot be placed are impossible if they are ``work``."""
-        kept: list[tuple[int, int, int, int, bool]] = []
-        rows: list[Event] = []
+        kept: list[tuple[int, int, int, int, bool, Event]] = []
         impossible: list[Event] = []
         for event in events:
             times = parse_interval(event)
@@ -240,16 +240,15 @@ class Reading:
             place = self.thread_of(event) if times else None
             if times is None or place is None:
                 impossible.append(event)
-                continue
-            kept.append((*times, *place, _is_unfinished(event)))
-            rows.append(event)
+            else:
+                kept.append((*times, *place, _is_unfinished(event), event))
         if work:
             self.report_impossible(work, impossible)
-        order = sorted(range(len(kept)), key=lambda index: kept[index][0])
-        start_ns, end_ns, process, thread, is_open = (integers([kept[i][column] for i in order]) for column in range(5))
-        rows = [rows[index] for index in order]
+        kept.sort(key=itemgetter(0))
+        *columns, rows = zip(*kept, strict=True) if kept else ((),) * 6
+        start_ns, end_ns, process, thread, is_open = (np.array(column, dtype=np.int64) for column in columns)
         name = integers([self.intern(name_of(event)) for event in rows])
-        return HostRows(rows, name, start_ns, end_ns, process, thread, is_open.astype(np.bool_))
+        return HostRows(list(rows), name, start_ns, end_ns, process, thread, is_open.astype(np.bool_))
 
 
 def _sort_events(events: Iterable[Any]) -> Rows:
@@ -275,7 +274,10 @@ def _kind_of(event: Event) -> RowKind | None:
 
 
 def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
-    """Return what is asked of an event later; equal names, processes and threads become one object."""
+    """Return what is asked of an event later; equal names, processes and threads become one object.
+
+    If it has ``args``, they are an object.
+    """
     if len(event) > _FEW_KEYS:
         event = {key: event[key] for key in _KEYS if key in event}
     for key in _REPEATED:
@@ -283,13 +285,21 @@ def _kept(event: Event, same: dict[str | int, str | int]) -> Event:
         kind = type(value)
         if kind is str or kind is int:
             event[key] = same.setdefault(value, value)  # type: ignore[arg-type]
-    arguments = event.get("args")
-    if arguments is not None:
-        if isinstance(arguments, dict) and not _ARGUMENTS.isdisjoint(arguments):
-            event["args"] = {key: arguments[key] for key in arguments if key in _ARGUMENTS}
-        else:
-            del event["args"]
+    arguments = event.pop("args", None)
+    if isinstance(arguments, dict) and not _ARGUMENTS.isdisjoint(arguments):
+        event["args"] = {key: arguments[key] for key in arguments if key in _ARGUMENTS}
     return event
+
+
+def job_of(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a trace says of its distributed job; nothing if it was none."""
+    job = header.get("distributedInfo")
+    return job if isinstance(job, dict) else {}
+
+
+def objects_in(value: object) -> list[dict[str, Any]]:
+    """Return the objects in a list; none of anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def name_of(event: Event) -> str:
@@ -314,8 +324,7 @@ def _thread_key(event: Event) -> tuple[int, int | str] | None:
 
 def _is_unfinished(event: Event) -> bool:
     """Whether the profiler stopped inside: some versions give it the duration -1 or none, later ones say so."""
-    arguments = event.get("args")
-    return parse_interval(event) is None or (isinstance(arguments, dict) and arguments.get("finished") is False)
+    return parse_interval(event) is None or event.get("args", {}).get("finished") is False
 
 
 def parse_integer(value: object) -> int | None:
@@ -330,8 +339,7 @@ def parse_integer(value: object) -> int | None:
 
 def parse_argument(event: Event, name: str) -> int | None:
     """Return an integer from the event's ``args``, else ``None``."""
-    arguments = event.get("args")
-    return parse_integer(arguments.get(name)) if isinstance(arguments, dict) else None
+    return parse_integer(event.get("args", {}).get(name))
 
 
 def parse_id(event: Event, name: str) -> int:
@@ -339,8 +347,7 @@ def parse_id(event: Event, name: str) -> int:
 
     Ids from 2⁶³ on come out negative, so that a signed column holds them.
     """
-    arguments = event.get("args")
-    value = arguments.get(name) if isinstance(arguments, dict) else None
+    value = event.get("args", {}).get(name)
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
         value = int(value)
     if not isinstance(value, int) or not -_ID_LIMIT // 2 <= value < _ID_LIMIT:

@@ -6,6 +6,7 @@ What it says of collectives stands in the arguments of NCCL's kernels, and in th
 from __future__ import annotations
 
 import re
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from profkit.trace.kineto_events import (
     HostRows,
     Reading,
     integers,
+    job_of,
     name_of,
+    objects_in,
     parse_argument,
     parse_id,
     parse_integer,
@@ -34,7 +37,6 @@ _DTYPES = {
     **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
     **{"Int": "int32", "Long": "int64", "Byte": "uint8", "Char": "int8", "Bool": "bool", "Short": "int16"},
 }
-_MESH = re.compile(r"^mesh_(.+)$")
 _LONGEST_NUMBER = 6
 _MOST_RANKS = 2**16
 
@@ -46,19 +48,15 @@ class CollectiveArguments:
         """Note the process groups of ``header``: a kernel's list of ranks may be cut short."""
         self.found: list[CollectiveCall] = []
         self._groups: dict[str, tuple[int, ...]] = {}
-        distributed = header.get("distributedInfo")
-        groups = distributed.get("pg_config") if isinstance(distributed, dict) else None
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict) and isinstance(group.get("ranks"), list):
+        for group in objects_in(job_of(header).get("pg_config")):
+            if isinstance(group.get("ranks"), list):
                 ranks = tuple(rank for rank in group["ranks"][:_MOST_RANKS] if isinstance(rank, int))
                 if len(ranks) == parse_integer(group.get("pg_size", len(ranks))):
                     self._groups[str(group.get("pg_name"))] = ranks
 
     def add(self, event: Event) -> int:
         """Return the index in ``found`` of the collective that a kernel runs, or -1."""
-        arguments = event.get("args")
-        if not isinstance(arguments, dict):
-            return -1
+        arguments = event.get("args", {})
         name = arguments.get("Collective name")
         kind = kind_of_collective(name) if isinstance(name, str) else None
         if kind is None:
@@ -71,11 +69,12 @@ class CollectiveArguments:
         counts = [parse_integer(arguments.get(key)) for key in ("In msg nelems", "Out msg nelems")]
         known = [count for count in counts if count is not None]
         size = _ELEMENT_BYTES.get(dtype) if isinstance(dtype, str) else None
+        mesh = re.match(r"mesh_(.+)$", str(arguments.get("Process Group Description")))
         return CollectiveCall(
             kind=kind,
             group=None if group is None else str(group),
             ranks=_ranks(arguments.get("Process Group Ranks")) or self._groups.get(str(group), ()),
-            dimension=_dimension(arguments.get("Process Group Description")),
+            dimension=mesh and mesh[1],  # as a device mesh describes the groups of its dimensions
             dtype=_DTYPES.get(dtype, dtype.lower()) if isinstance(dtype, str) else None,
             byte_count=max(known) * size if known and size is not None else None,
             sequence=parse_integer(arguments.get("Seq")),
@@ -89,12 +88,6 @@ def _ranks(text: object) -> tuple[int, ...]:
     parts = [part.strip() for part in text[1:-1].split(",")]
     whole = all(part.isdecimal() and len(part) <= _LONGEST_NUMBER for part in parts)
     return tuple(map(int, parts)) if whole else ()
-
-
-def _dimension(description: object) -> str | None:
-    """Return ``dp`` of ``mesh_dp``, as a device mesh describes the groups of its dimensions."""
-    match = _MESH.match(description) if isinstance(description, str) else None
-    return match[1] if match else None
 
 
 _FROM_HOST = "HtoD"
@@ -194,12 +187,11 @@ class GpuReader:
             )
 
     def _timed(self, events: list[Event], what: str) -> tuple[list[Event], Ints, Ints]:
-        timed = [(event, times) for event in events if (times := parse_interval(event)) is not None]
-        kept = {id(event) for event, _ in timed}
-        self._reading.report_impossible(what, [event for event in events if id(event) not in kept])
-        timed.sort(key=lambda row: row[1][0])
-        start, end = (integers([times[side] for _, times in timed]) for side in (0, 1))
-        return [event for event, _ in timed], start, end
+        timed = [(event, parse_interval(event)) for event in events]
+        self._reading.report_impossible(what, [event for event, times in timed if times is None])
+        rows = sorted(((*times, event) for event, times in timed if times is not None), key=itemgetter(0))
+        start, end = (integers([row[side] for row in rows]) for side in (0, 1))
+        return [event for *_, event in rows], start, end
 
     def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
         processes = self._reading.processes()
@@ -216,8 +208,8 @@ class GpuReader:
             self._ambiguous_count += len(launches) > 1
             own = processes[0] if len(processes) == 1 else parse_integer(event.get("pid")) or 0
             found.append((own, 0, NO_LAUNCH))
-        columns = np.array(found, dtype=np.int64).reshape(-1, 3)
-        return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()
+        process, launch_ns, launch_thread = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        return process, launch_ns, launch_thread
 
 
 def _nodes(rows: list[Event]) -> Ints:

@@ -25,10 +25,10 @@ from profkit.trace.columns import (
     Work,
     distinct_values,
     empty_ints,
-    exchange_ranges,
     number_in_graph,
     report_left_out,
     rows_by_value,
+    take_rows,
 )
 from profkit.trace.nsys_calls import LaunchIndex, read_syncs
 from profkit.trace.nsys_collectives import read_collectives
@@ -53,17 +53,29 @@ _FROM_HOST = 1
 # ENUM_DIAGNOSTIC_SEVERITY_LEVEL; 4 is verbose. An unknown level is a warning.
 _SEVERITIES: dict[object, Severity] = {0: "info", 1: "info", 2: "warning", 3: "error", 4: "info"}
 
-_PLACE = ("start", "end", "device", "process")
-_OPTIONAL = {"status", "stream", "graph", "node", "bytes", "kind"}
 _LARGEST_ID = 1 << 62
 
 # Half of an export's tables only spell out numbers.
 _ENUMS = "ENUM_"
 
 _GRAPH_NAME = "CUDA graph {}"
+_NO_DEMANGLED = "this export has no demangled kernel names; short names are used, and categories are coarser"
 
 Columns = dict[str, Ints]
 _Wanted = dict[str, tuple[str, int]]
+
+_TIMES: _Wanted = {"start": ("start", NO_TIME), "end": ("end", NO_TIME), "correlation": ("correlationId", 0)}
+_ON_GPU = _TIMES | {"process": ("globalPid", 0), "device": ("deviceId", 0), "stream": ("streamId", -1)}
+_MOVED = _ON_GPU | {"node": ("graphNodeId", -1), "bytes": ("bytes", 0), "kind": ("copyKind", 0)}
+_WANTED = {
+    CALLS: _TIMES | {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)},
+    KERNELS: _ON_GPU | {"name": ("demangledName", -1), "node": ("graphNodeId", -1)},
+    COPIES: _MOVED,
+    SETS: _MOVED,
+    GRAPHS: _ON_GPU | {"graph": ("graphId", -1)},
+}
+"""Table → our name of a column → its name there and our value for NULL."""
+_OPTIONAL = {"status", "stream", "graph", "node", "bytes", "kind"}
 
 
 def read_nsys(path: Path) -> Trace:
@@ -86,8 +98,8 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _refuse_foreign(path: Path, tables: dict[str, frozenset[str]]) -> None:
-    known = {"StringIds", "META_DATA_EXPORT", "ANALYSIS_DETAILS", STARTED}
-    if "StringIds" not in tables or not (tables.keys() & (known - {"StringIds"} | {CALLS, KERNELS, "NVTX_EVENTS"})):
+    known = {"META_DATA_EXPORT", "ANALYSIS_DETAILS", STARTED, CALLS, KERNELS, "NVTX_EVENTS"}
+    if "StringIds" not in tables or not tables.keys() & known:
         raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
 
 
@@ -104,22 +116,31 @@ class _Reader:
         self.left_out: list[Diagnostic] = []
 
     def read(self) -> Trace:
-        requests = {name: self._request(name) for name in (CALLS, KERNELS, COPIES, SETS, GRAPHS) if name in self.tables}
-        found = {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
+        requests = {table: wanted for table, wanted in _WANTED.items() if table in self.tables}
+        if "demangledName" not in self.tables.get(KERNELS, ("demangledName",)):
+            requests[KERNELS] = requests[KERNELS] | {"name": ("shortName", -1)}
+            self.notes.append(_NO_DEMANGLED)
+        found = {table: {name: empty_ints() for name in wanted} for table, wanted in _WANTED.items()}
+        found |= {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
         self._number_gpus(found)
-        calls = _sorted_by_start(found.pop(CALLS, None))
+        calls = _sorted_by_start(found[CALLS])
         process = calls["thread"] >> PID_SHIFT
         launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
         work = self._build_work(found, launches)
         copies = self._build_copies(found, launches)
-        self._note_shared_ids(launches)
+        if launches.shared_count:
+            self.notes.append(
+                f"{launches.shared_count:,} kernels or copies have several launches with their correlation id; each was"
+                " matched with the last launch before it"
+            )
         names = self._intern(work.name, calls["name"])
-        ranges = read_ranges(self.file, self.tables, names, _end_of_capture(work, calls))
+        ends = [int(column.max()) for column in (work.end_ns, calls["end"]) if len(column)]
+        ranges = read_ranges(self.file, self.tables, names, max(ends, default=0))
         is_reversed = ranges.end_ns < ranges.start_ns
         if is_reversed.any():
             first = names.strings[int(ranges.name[np.argmax(is_reversed)])]
             self.left_out.append(report_left_out("ranges", int(is_reversed.sum()), first))
-            ranges = exchange_ranges(ranges, ~is_reversed, [])
+            ranges = take_rows(ranges, ~is_reversed)
         collective, collectives = read_collectives(self.file, self.tables, work, names)
         work = replace(work, collective=collective)
         processes = {*rows_by_value(work.process), *rows_by_value(process), *rows_by_value(ranges.process)}
@@ -155,40 +176,16 @@ class _Reader:
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )
 
-    def _request(self, table: str) -> _Wanted:
-        """Return the columns to read from a table: our name → its name there and our value for NULL."""
-        wanted = {"start": ("start", NO_TIME), "end": ("end", NO_TIME), "correlation": ("correlationId", 0)}
-        if table == CALLS:
-            wanted |= {"thread": ("globalTid", 0), "name": ("nameId", -1), "status": ("returnValue", 0)}
-        else:
-            wanted |= {"process": ("globalPid", 0), "device": ("deviceId", 0)}
-        if table != CALLS:
-            wanted |= {"stream": ("streamId", -1)}
-        if table == KERNELS:
-            wanted |= {"name": (self._kernel_name_column(), -1)}
-        if table == GRAPHS:
-            wanted |= {"graph": ("graphId", -1)}
-        if table in (KERNELS, COPIES, SETS):
-            wanted |= {"node": ("graphNodeId", -1)}
-        if table in (COPIES, SETS):
-            wanted |= {"bytes": ("bytes", 0), "kind": ("copyKind", 0)}
-        return wanted
-
-    def _kernel_name_column(self) -> str:
-        if "demangledName" in self.tables[KERNELS]:
-            return "demangledName"
-        self.notes.append("this export has no demangled kernel names; short names are used, and categories are coarser")
-        return "shortName"
-
     def _read_tables(self, requests: dict[str, _Wanted]) -> dict[str, Columns]:
         """Return the tables' columns under our names; one that only some versions have reads as its NULL."""
         there = {table: self._there(table, wanted) for table, wanted in requests.items()}
         arrays = self.file.columns([ColumnRequest(table, dict(columns.values())) for table, columns in there.items()])
         found = {}
         for (table, wanted), columns in zip(requests.items(), arrays, strict=True):
-            parts = dict(zip(there[table], columns, strict=True))
-            for ours in wanted.keys() - parts.keys():
-                parts[ours] = np.full(len(columns[0]), wanted[ours][1], dtype=np.int64)
+            parts = {
+                ours: np.full(len(columns[0]), null) for ours, (_, null) in wanted.items() if ours not in there[table]
+            }
+            parts |= dict(zip(there[table], columns, strict=True))
             if "process" in parts:
                 parts["process"] = (parts["process"] & POSITIVE) >> PID_SHIFT
             if "thread" in parts:
@@ -247,55 +244,28 @@ class _Reader:
                 for owner, number, gpu in known:
                     columns["device"][(pid == owner) & (device == number)] = gpu
 
-    def _note_shared_ids(self, launches: LaunchIndex) -> None:
-        if launches.shared_count:
-            self.notes.append(
-                f"{launches.shared_count:,} kernels or copies have several launches with their correlation id; each was"
-                " matched with the last launch before it"
-            )
-
     def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
-        kernels, graphs = found.get(KERNELS, {}), found.get(GRAPHS, {})
-        if graphs:
-            none = np.full(len(graphs["start"]), -1, dtype=np.int64)
-            graphs = {**graphs, "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID), "node": none}
-        parts = [part for part in (kernels, graphs) if part]
-        column = {name: _joined(parts, name) for name in ("name", "start", "end", "device", "stream", "process")}
-        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
-        is_graph = np.zeros(len(column["start"]), dtype=np.bool_)
-        is_graph[len(kernels["start"]) if kernels else 0 :] = True
+        kernels, graphs = found[KERNELS], found[GRAPHS]
+        graphs = graphs | {
+            "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID),
+            "node": np.full_like(graphs["end"], -1),
+        }
+        placed = _place([kernels, graphs], launches)
         return Work(
-            name=column["name"],
-            start_ns=column["start"],
-            end_ns=column["end"],
-            duration_ns=column["end"] - column["start"],
-            device=column["device"],
-            stream=column["stream"],
-            process=column["process"],
-            launch_ns=launch_ns,
-            launch_thread=launch_thread,
-            is_graph=is_graph,
-            graph_node=number_in_graph(_joined(parts, "node")),
+            name=_join([kernels, graphs], "name"),
+            duration_ns=placed["end_ns"] - placed["start_ns"],
+            is_graph=np.arange(len(placed["start_ns"])) >= len(kernels["start"]),
+            **placed,
         )
 
     def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
-        parts = [found[table] for table in (COPIES, SETS) if table in found]
-        column = {name: _joined(parts, name) for name in (*_PLACE, "stream", "bytes", "kind")}
-        launch_ns, launch_thread = launches.find(column["process"], _joined(parts, "correlation"), column["start"])
-        is_memset = np.zeros(len(column["start"]), dtype=np.bool_)
-        is_memset[len(found[COPIES]["start"]) if COPIES in found else 0 :] = True
+        parts = [found[COPIES], found[SETS]]
+        placed = _place(parts, launches)
         return Copies(
-            start_ns=column["start"],
-            end_ns=column["end"],
-            device=column["device"],
-            process=column["process"],
-            launch_ns=launch_ns,
-            launch_thread=launch_thread,
-            is_memset=is_memset,
-            from_host=column["kind"] == _FROM_HOST,
-            byte_count=column["bytes"],
-            stream=column["stream"],
-            graph_node=number_in_graph(_joined(parts, "node")),
+            is_memset=np.arange(len(placed["start_ns"])) >= len(parts[0]["start"]),
+            from_host=_join(parts, "kind") == _FROM_HOST,
+            byte_count=_join(parts, "bytes"),
+            **placed,
         )
 
     def _intern(self, *columns: Ints) -> Names:
@@ -351,21 +321,22 @@ class _Reader:
         return tuple(found)
 
 
-def _sorted_by_start(calls: Columns | None) -> Columns:
-    if calls is None:
-        return {name: empty_ints() for name in ("start", "end", "thread", "correlation", "name", "status")}
+def _sorted_by_start(calls: Columns) -> Columns:
     if (calls["start"][1:] >= calls["start"][:-1]).all():
         return calls
     order = np.argsort(calls["start"], kind="stable")
     return {name: column[order] for name, column in calls.items()}
 
 
-def _joined(parts: list[Columns], name: str) -> Ints:
-    if len(parts) == 1:
-        return parts[0][name]
-    return np.concatenate([part[name] for part in parts]) if parts else empty_ints()
+def _place(parts: list[Columns], launches: LaunchIndex) -> Columns:
+    """Return the columns that kernels and copies have alike, and who launched each row and when."""
+    names = {"start_ns": "start", "end_ns": "end", "device": "device", "stream": "stream", "process": "process"}
+    placed = {ours: _join(parts, name) for ours, name in names.items()}
+    launch_ns, launch_thread = launches.find(placed["process"], _join(parts, "correlation"), placed["start_ns"])
+    node = number_in_graph(_join(parts, "node"))
+    return {**placed, "launch_ns": launch_ns, "launch_thread": launch_thread, "graph_node": node}
 
 
-def _end_of_capture(work: Work, calls: Columns) -> int:
-    ends = [int(column.max()) for column in (work.end_ns, calls["end"]) if len(column)]
-    return max(ends, default=0)
+def _join(parts: list[Columns], name: str) -> Ints:
+    filled = [part[name] for part in parts if len(part[name])]
+    return filled[0] if len(filled) == 1 else np.concatenate(filled or [empty_ints()])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +16,6 @@ from profkit.trace.columns import (
     Bools,
     Copies,
     Ints,
-    Syncs,
     Table,
     Trace,
     Work,
@@ -30,21 +31,36 @@ _NCCL = ("ncclKernel", "ncclDevKernel")
 # A process keeps its number within its own trace, and no two traces share one.
 _PER_TRACE = 1 << 40
 
+_COUNTED = {
+    **dict.fromkeys(("start_ns", "end_ns", "launch_ns"), "ns"),
+    "process": "process",
+    **dict.fromkeys(("thread", "end_thread", "launch_thread"), "thread"),
+    "sequence": "origin",
+    "collective": "collective",
+    **dict.fromkeys(("call", "record"), "call"),
+}
+"""Column → what its numbers count: they go on where those of the trace before end."""
+_NAMED = ("name", "domain", "operator")
+
+Item = TypeVar("Item")
+
 
 def only_process(trace: Trace, process: int) -> Trace:
     """Return what one process did; what the profiler said of itself stays, for it concerns all."""
-    mine = trace.ranges.process == process
-    kept = np.cumsum(mine) - 1
+    tables = (trace.calls, trace.work, trace.copies, trace.ranges)
     return replace(
-        take_calls(trace, trace.calls.process == process),
-        work=take_rows(trace.work, trace.work.process == process),
-        copies=take_rows(trace.copies, trace.copies.process == process),
-        ranges=replace(
-            take_rows(trace.ranges, mine),
-            payload={int(kept[index]): number for index, number in trace.ranges.payload.items() if mine[index]},
-        ),
+        _select(trace, *(table.process == process for table in tables)),
         process_ids={process: trace.process_ids[process]},
-        ranks={one: rank for one, rank in trace.ranks.items() if one == process},
+        ranks={other: rank for other, rank in trace.ranks.items() if other == process},
+    )
+
+
+def _select(trace: Trace, calls: Bools, work: Bools, copies: Bools, ranges: Bools) -> Trace:
+    return replace(
+        take_calls(trace, calls),
+        work=take_rows(trace.work, work),
+        copies=take_rows(trace.copies, copies),
+        ranges=take_rows(trace.ranges, ranges),
     )
 
 
@@ -65,34 +81,28 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         )
     names: dict[str, int] = {}
     parts: list[Trace] = []
-    for number, trace in enumerate(traces):
-        threads = sum(_thread_count(part) for part in traces[:number])
-        parts.append(_renumbered(trace, names, number * _PER_TRACE, threads, trace.clock_base_ns - first.clock_base_ns))
-    offsets = np.cumsum([0, *(len(part.origins.thread) if part.origins else 0 for part in parts)]).tolist()
-    called = np.cumsum([0, *(len(part.collectives) for part in parts)]).tolist()
-    works = [
-        _shift_collectives(_shift_origins(part.work, offset), begin)
-        for part, offset, begin in zip(parts, offsets, called, strict=False)
-    ]
+    begun = Counter[str]()
+    for trace in traces:
+        begun["ns"] = trace.clock_base_ns - first.clock_base_ns
+        parts.append(_renumber(trace, names, begun))
+        begun["process"] += _PER_TRACE
+        begun["thread"] += _count_threads(trace)
+        begun["origin"] += len(trace.origins or ())
+        begun["collective"] += len(trace.collectives)
+        begun["call"] += len(trace.calls)
     calls = join_tables([part.calls for part in parts])
-    begun = np.cumsum([0, *(len(part.ranges) for part in parts)]).tolist()
-    payload = {
-        begin + index: number
-        for begin, part in zip(begun, parts, strict=False)
-        for index, number in part.ranges.payload.items()
-    }
-    joined = replace(first, calls=calls, syncs=_join_syncs(parts))
+    syncs = [part.syncs for part in parts if part.syncs is not None]
+    origins = [part.origins for part in parts if part.origins is not None]
+    joined = replace(first, calls=calls, syncs=join_tables(syncs) if syncs else None)
     return replace(
         take_calls(joined, np.argsort(calls.start_ns, kind="stable")),
         path=path,
         product="; ".join(dict.fromkeys(trace.product for trace in traces)),
         names=list(names),
-        work=join_tables(works),
+        work=join_tables([part.work for part in parts]),
         copies=join_tables([part.copies for part in parts]),
-        ranges=replace(join_tables([part.ranges for part in parts]), payload=payload),
-        origins=join_tables([part.origins for part in parts if part.origins])
-        if any(p.origins for p in parts)
-        else None,
+        ranges=join_tables([part.ranges for part in parts]),
+        origins=join_tables(origins) if origins else None,
         thread_names={thread: name for part in parts for thread, name in part.thread_names.items()},
         process_ids={process: pid for part in parts for process, pid in part.process_ids.items()},
         main_threads=frozenset(thread for part in parts for thread in part.main_threads),
@@ -103,6 +113,48 @@ def combine_traces(traces: Sequence[Trace], path: str) -> Trace:
         ranks={process: rank for part in parts for process, rank in part.ranks.items()},
         collectives=tuple(call for part in parts for call in part.collectives),
     )
+
+
+def _each_once(groups: Iterable[tuple[Item, ...]]) -> tuple[Item, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(groups)))
+
+
+def _renumber(trace: Trace, names: dict[str, int], begun: Mapping[str, int]) -> Trace:
+    """Return the trace with names from a common table, and with all that `_COUNTED` names counted on from ``begun``."""
+    name = np.array([names.setdefault(text, len(names)) for text in trace.names] or [0], dtype=np.int64)
+
+    def moved(table: Table) -> Table:
+        columns: dict[str, Any] = {}
+        for column_name in (field.name for field in fields(table)):
+            column = getattr(table, column_name)
+            if column is None or column_name not in (*_COUNTED, *_NAMED):
+                continue
+            new = name[column] if column_name in _NAMED else column + begun[_COUNTED[column_name]]
+            # A negative number, but for a time, stands for nothing.
+            columns[column_name] = new if column_name.endswith("_ns") else np.where(column < 0, column, new)
+        return replace(table, **columns)
+
+    processes, threads = begun["process"], begun["thread"]
+    return replace(
+        trace,
+        work=moved(trace.work),
+        copies=moved(trace.copies),
+        calls=moved(trace.calls),
+        syncs=None if trace.syncs is None else moved(trace.syncs),
+        ranges=moved(trace.ranges),
+        origins=None if trace.origins is None else moved(trace.origins),
+        thread_names={thread + threads: text for thread, text in trace.thread_names.items()},
+        process_ids={process + processes: pid for process, pid in trace.process_ids.items()},
+        main_threads=frozenset(thread + threads for thread in trace.main_threads),
+        ranks={process + processes: rank for process, rank in trace.ranks.items()},
+    )
+
+
+def _count_threads(trace: Trace) -> int:
+    columns = [trace.work.launch_thread, trace.calls.thread, trace.ranges.thread, trace.ranges.end_thread]
+    columns += [] if trace.origins is None else [trace.origins.thread]
+    known = [*trace.thread_names, *trace.main_threads, *(int(column.max()) for column in columns if len(column))]
+    return max(known, default=-1) + 1
 
 
 def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
@@ -119,7 +171,7 @@ def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
         syncs = replace(syncs, device=syncs.device.copy(), record_device=syncs.record_device.copy())
     for device in used[:]:
         processes = distinct_values(work.process[is_nccl & (work.device == device)]).tolist()
-        for process in sorted(processes, key=lambda one: rank_of.get(one, one))[1:]:
+        for process in sorted(processes, key=lambda process: rank_of.get(process, process))[1:]:
             free = next(number for number in range(len(used) + 1) if number not in used)
             used.append(free)
             work_device[(work.process == process) & (work.device == device)] = free
@@ -134,112 +186,32 @@ def separate_gpus(trace: Trace, rank_of: Mapping[int, int]) -> Trace:
     return replace(trace, work=work, copies=copies, syncs=syncs)
 
 
-def _join_syncs(parts: Sequence[Trace]) -> Syncs | None:
-    begun = np.cumsum([0, *(len(part.calls) for part in parts)]).tolist()
-    shifted = [
-        replace(syncs, call=syncs.call + begin, record=np.where(syncs.record < 0, syncs.record, syncs.record + begin))
-        for part, begin in zip(parts, begun, strict=False)
-        if (syncs := part.syncs) is not None
-    ]
-    return join_tables(shifted) if shifted else None
-
-
-Item = TypeVar("Item")
-
-
-def _each_once(groups: Iterable[tuple[Item, ...]]) -> tuple[Item, ...]:
-    return tuple(dict.fromkeys(item for group in groups for item in group))
-
-
-def _renumbered(trace: Trace, names: dict[str, int], processes: int, threads: int, shift_ns: int) -> Trace:
-    """Return the trace with its processes and threads moved up, its times shifted, and names from a common table."""
-    name = np.array([names.setdefault(text, len(names)) for text in trace.names] or [0], dtype=np.int64)
-
-    def moved(table: Table) -> Table:
-        columns: dict[str, Any] = {}
-        for field in fields(table):
-            column = getattr(table, field.name)
-            if field.name in ("start_ns", "end_ns", "launch_ns", "node_ns") and column is not None:
-                columns[field.name] = column + shift_ns
-            elif field.name == "process":
-                columns[field.name] = column + processes
-            elif field.name in ("thread", "end_thread", "launch_thread"):
-                columns[field.name] = np.where(column < 0, column, column + threads)
-            elif field.name in ("name", "domain"):
-                columns[field.name] = name[column]
-            elif field.name == "operator" and column is not None:
-                columns[field.name] = np.where(column < 0, column, name[column])
-        return replace(table, **columns)
-
-    return replace(
-        trace,
-        work=moved(trace.work),
-        copies=moved(trace.copies),
-        calls=moved(trace.calls),
-        ranges=moved(trace.ranges),
-        origins=None if trace.origins is None else moved(trace.origins),
-        thread_names={thread + threads: text for thread, text in trace.thread_names.items()},
-        process_ids={process + processes: pid for process, pid in trace.process_ids.items()},
-        main_threads=frozenset(thread + threads for thread in trace.main_threads),
-        ranks={process + processes: rank for process, rank in trace.ranks.items()},
-    )
-
-
-def _thread_count(trace: Trace) -> int:
-    columns = (trace.work.launch_thread, trace.calls.thread, trace.ranges.thread, trace.ranges.end_thread)
-    known = [*trace.thread_names, *trace.main_threads, *(int(column.max()) for column in columns if len(column))]
-    if trace.origins is not None and len(trace.origins.thread):
-        known.append(int(trace.origins.thread.max()))
-    return max(known, default=-1) + 1
-
-
-def _shift_origins(work: Work, offset: int) -> Work:
-    sequence = np.full(len(work), -1, dtype=np.int64) if work.sequence is None else work.sequence
-    return replace(work, sequence=np.where(sequence < 0, sequence, sequence + offset))
-
-
-def _shift_collectives(work: Work, offset: int) -> Work:
-    collective = np.full(len(work), -1, dtype=np.int64) if work.collective is None else work.collective
-    return replace(work, collective=np.where(collective < 0, collective, collective + offset))
-
-
 def begin_at(trace: Trace, name: str) -> Trace:
     """Return what each process did from where its first range ``name`` opened.
 
     Work counts by its launch. A range that was open then begins there. A process without such a range stays as it is.
     """
-    ranges = trace.ranges
+    ranges, calls = trace.ranges, trace.calls
     opened = np.flatnonzero(np.array([text == name for text in trace.names] or [False], dtype=np.bool_)[ranges.name])
-    begin = {process: int(ranges.start_ns[opened[rows]].min()) for process, rows in _by_process(ranges.process, opened)}
+    begin = {
+        process: int(ranges.start_ns[opened[rows]].min())
+        for process, rows in rows_by_value(ranges.process[opened]).items()
+    }
     if not begin:
         return trace
-    kept = ranges.end_ns > _moments(begin, ranges.process)
-    number = np.cumsum(kept) - 1
-    left = take_rows(ranges, kept)
-    return replace(
-        take_calls(trace, trace.calls.start_ns >= _moments(begin, trace.calls.process)),
-        work=take_rows(trace.work, _launched_from(trace.work, begin)),
-        copies=take_rows(trace.copies, _launched_from(trace.copies, begin)),
-        ranges=replace(
-            left,
-            start_ns=np.maximum(left.start_ns, _moments(begin, left.process)),
-            payload={int(number[index]): value for index, value in ranges.payload.items() if kept[index]},
-        ),
-    )
 
+    def moments(process: Ints) -> Ints:
+        moment = np.full(len(process), np.iinfo(np.int64).min)
+        for number, begin_ns in begin.items():
+            moment[process == number] = begin_ns
+        return moment
 
-def _by_process(process: Ints, rows: Ints) -> list[tuple[int, Ints]]:
-    return list(rows_by_value(process[rows]).items())
+    def is_launched_later(rows: Work | Copies) -> Bools:
+        launched_ns = np.where(rows.launch_thread == NO_LAUNCH, rows.start_ns, rows.launch_ns)
+        is_later: Bools = launched_ns >= moments(rows.process)
+        return is_later
 
-
-def _moments(begin: dict[int, int], process: Ints) -> Ints:
-    found = np.full(len(process), np.iinfo(np.int64).min, dtype=np.int64)
-    for number, moment in begin.items():
-        found[process == number] = moment
-    return found
-
-
-def _launched_from(rows: Work | Copies, begin: dict[int, int]) -> Bools:
-    launched_ns = np.where(rows.launch_thread == NO_LAUNCH, rows.start_ns, rows.launch_ns)
-    kept: Bools = launched_ns >= _moments(begin, rows.process)
-    return kept
+    later = (is_launched_later(trace.work), is_launched_later(trace.copies))
+    left = _select(trace, calls.start_ns >= moments(calls.process), *later, ranges.end_ns > moments(ranges.process))
+    start_ns = np.maximum(left.ranges.start_ns, moments(left.ranges.process))
+    return replace(left, ranges=replace(left.ranges, start_ns=start_ns))

@@ -16,8 +16,10 @@ import os
 import re
 import sqlite3
 import stat
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Ints, empty_ints
+from profkit.trace.columns import Ints
 
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
@@ -38,8 +40,8 @@ _STEPS_AT_A_TIME = 1_000_000
 # The longest values of an export are the environments of processes, which the kernel limits to 6 MiB.
 _LONGEST_VALUE_BYTES = 2**26
 
-# One aggregate string of this many rows stays far below SQLite's limit of 10⁹ bytes, and small in memory.
-_CHUNK_ROWS = 1 << 15
+# As Python's objects rows take ten times the memory of their columns.
+_ROWS_AT_ONCE = 1 << 13
 
 # What SQLite says → what that means here.
 _COMPLAINTS = (
@@ -176,8 +178,7 @@ class SqliteFile:
     def columns(self, requests: Sequence[ColumnRequest]) -> list[list[Ints]]:
         """Return the requested integer columns, one list of arrays per request, rows in the order of their rowids.
 
-        Tables of plain integers are decoded from the file's pages. Of any other table SQLite concatenates each column
-        into one string, which NumPy parses: still many times faster than Python integers.
+        Tables of plain integers are decoded from the file's pages, any other by SQLite.
         """
         return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
 
@@ -201,50 +202,18 @@ class SqliteFile:
         return [found[order.index(name)] for name in request.columns]
 
     def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
-        size = self.rows(f'SELECT count(*) FROM "{request.table}"')[0][0]
-        expressions = [f'coalesce("{name}", {null})' for name, null in request.columns.items()]
-        # A text of spaces would be parsed as a 0.
-        joined = ", ".join(
-            f"""CASE WHEN max(typeof("{name}") NOT IN ('integer', 'null')) THEN NULL
-            ELSE CAST(group_concat({expression}) AS BLOB) END"""
-            for name, expression in zip(request.columns, expressions, strict=True)
-        )
-        where = f" AND {request.where}" if request.where else ""
-        sql = f'SELECT count(*), {joined} FROM "{request.table}" WHERE rowid BETWEEN ? AND ?{where}'
-        columns = [np.empty(size, dtype=np.int64) for _ in expressions]
-        done = 0
-        for low, high in self._chunks(request.table, size):
-            count, *texts = self.rows(sql, (low, high))[0]
-            if count:
-                for column, text, name in zip(columns, texts, request.columns, strict=True):
-                    column[done : done + count] = self._parse(text, count, f"{request.table}.{name}")
-            done += count
-        return [column[:done] for column in columns]
-
-    def _chunks(self, table: str, size: int) -> Iterator[tuple[int, int]]:
-        if not size:
-            return
-        first, last = self.rows(f'SELECT min(rowid), max(rowid) FROM "{table}"')[0]
-        # Rows may have been deleted or numbered by hand: the numbers may be as far apart as they like.
-        sql = (
-            f'SELECT max(rowid) FROM (SELECT rowid FROM "{table}" WHERE rowid >= ? ORDER BY rowid LIMIT {_CHUNK_ROWS})'
-        )
-        low = first
-        while low <= last:
-            high = self.rows(sql, (low,))[0][0]
-            if high is None:
-                raise TraceError(f"{self.path}: damaged: the rows of {table} are out of order; export it again")
-            yield low, high
-            low = high + 1
-
-    def _parse(self, text: bytes | None, count: int, what: str) -> Ints:
-        try:
-            numbers = np.fromstring(text or b"", dtype=np.int64, sep=",")
-        except ValueError:
-            numbers = empty_ints()
-        if len(numbers) != count:
-            raise TraceError(f"{self.path}: damaged: {what} holds values that are not integers")
-        return numbers
+        cells = ", ".join(f'coalesce("{name}", {null})' for name, null in request.columns.items())
+        where = f" WHERE {request.where}" if request.where else ""
+        rows = self.each_row(f'SELECT {cells} FROM "{request.table}"{where} ORDER BY rowid')
+        columns = [array("q") for _ in request.columns]
+        while some := list(islice(rows, _ROWS_AT_ONCE)):
+            for name, column, values in zip(request.columns, columns, zip(*some, strict=True), strict=True):
+                try:
+                    column.extend(values)
+                except TypeError:
+                    what = f"{request.table}.{name} holds values that are not integers"
+                    raise TraceError(f"{self.path}: damaged: {what}") from None
+        return [np.frombuffer(column, dtype=np.int64) for column in columns]
 
 
 def _refuse_unfit(path: Path) -> bytes:
@@ -351,9 +320,9 @@ class PageReader:
         cells = page[12 : 12 + 2 * count].view(">u2").astype(np.int64)
         if len(cells) != count or (cells + 4 > self._page_bytes).any():
             raise NotPlain
-        left = [_big_endian(page, cells + i) << (24 - 8 * i) for i in range(4)]
-        right = int.from_bytes(page[8:12].tobytes(), "big")
-        return np.append(left[0] | left[1] | left[2] | left[3], right)
+        # The child to the right of all cells stands in the page's header.
+        children: Ints = page[np.append(cells, 8)[:, None] + np.arange(4)].view(">u4").ravel().astype(np.int64)
+        return children
 
     def _pages(self, numbers: Ints) -> Bytes:
         """Return the pages, one a row, neighbours in the file read at once."""
@@ -448,7 +417,3 @@ def _skip_varint(data: Bytes, at: Ints) -> Ints:
         at = at + more
         more = more & following
     return at
-
-
-def _big_endian(page: Bytes, at: Ints) -> Ints:
-    return page[at].astype(np.int64)

@@ -34,7 +34,7 @@ from profkit.trace.columns import (
     Ranges,
     Trace,
     Work,
-    exchange_ranges,
+    join_tables,
     rows_by_value,
     take_rows,
 )
@@ -75,7 +75,8 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     path, paths = _paths_below(ranges, lead, parent, places, names)
     _refuse_deep(trace, paths)
     new = list(_nested(ranges, lead, joined, path, paths))
-    return replace(trace, names=names.strings, work=work, ranges=exchange_ranges(ranges, ~is_launch, new))
+    ranges = join_tables([take_rows(ranges, ~is_launch), *new])
+    return replace(trace, names=names.strings, work=work, ranges=ranges)
 
 
 def explain_no_modules(run: Run, trace: Trace) -> str | None:

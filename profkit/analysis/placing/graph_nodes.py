@@ -28,7 +28,7 @@ from profkit.trace.columns import (
     Trace,
     Work,
     empty_ints,
-    exchange_ranges,
+    join_tables,
     rows_by_value,
     take_rows,
 )
@@ -86,7 +86,7 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
             names=names.strings,
             work=replace(trace.work, node_ns=work_ns),
             copies=replace(trace.copies, node_ns=copies_ns),
-            ranges=exchange_ranges(marked, is_kept, new),
+            ranges=join_tables([take_rows(marked, is_kept), *new]),
             notes=tuple(notes),
         )
     )
