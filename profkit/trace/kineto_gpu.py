@@ -6,7 +6,6 @@ What it says of collectives stands in the arguments of NCCL's kernels, and in th
 from __future__ import annotations
 
 import re
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -189,9 +188,9 @@ class GpuReader:
     def _timed(self, events: list[Event], what: str) -> tuple[list[Event], Ints, Ints]:
         timed = [(event, parse_interval(event)) for event in events]
         self._reading.report_impossible(what, [event for event, times in timed if times is None])
-        rows = sorted(((*times, event) for event, times in timed if times is not None), key=itemgetter(0))
-        start, end = (integers([row[side] for row in rows]) for side in (0, 1))
-        return [event for *_, event in rows], start, end
+        rows = sorted([(times, event) for event, times in timed if times is not None], key=lambda row: row[0][0])
+        start, end = (integers([times[side] for times, _ in rows]) for side in (0, 1))
+        return [event for _, event in rows], start, end
 
     def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
         processes = self._reading.processes()
@@ -208,8 +207,8 @@ class GpuReader:
             self._ambiguous_count += len(launches) > 1
             own = processes[0] if len(processes) == 1 else parse_integer(event.get("pid")) or 0
             found.append((own, 0, NO_LAUNCH))
-        process, launch_ns, launch_thread = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
-        return process, launch_ns, launch_thread
+        columns = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        return columns[0], columns[1], columns[2]
 
 
 def _nodes(rows: list[Event]) -> Ints:
