@@ -65,6 +65,9 @@ MODEL = "model"
 COMPILING = "compiling"
 """The range around torch.compile's own work begins so: kernels in it were run to choose among them."""
 
+COLLECTING = "collecting garbage"
+"""The range around a full collection of Python's garbage, in which nothing else runs on its thread."""
+
 _COMPILED = "compiled "
 _BETWEEN = " / "
 # What separates names, and what torch.profiler writes no name with: it would be "unknown".

@@ -78,6 +78,21 @@ print(read_conditions().compiled)
     assert _tell(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
 
 
+def test_full_collections_are_counted_and_launches_that_wait_are_known() -> None:
+    pytest.importorskip("torch")
+    code = """
+import gc, os
+gc.disable()
+before = read_counters()
+gc.collect(1)
+print(counted_since(before)["full_collections"], read_conditions().launch_blocking)
+gc.collect()
+os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+print(counted_since(before)["full_collections"], read_conditions().launch_blocking)
+"""
+    assert _tell(code) == ["0 False", "1 True"]
+
+
 def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces() -> None:
     pytest.importorskip("torch")
     code = """

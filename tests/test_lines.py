@@ -508,13 +508,16 @@ def test_workers_time_without_a_line_of_the_users_is_no_others() -> None:
     content = {
         "batches": 2,
         "batch_ns": 2000,
+        "batch_cpu_ns": 3000,
         "lines": [
             (None, 0, "", None, 30, 750),
             ("data.py", 3, "get", "open", 6, 150),
             ("data.py", 3, "get", None, 4, 100),
         ],
     }
-    nobodys, own = _join([content]).lines
+    found = _join([content])
+    assert (found.batch_ns, found.batch_cpu_ns) == (1000, 1500)
+    nobodys, own = found.lines
     assert (nobodys.file, nobodys.time_ns) == (None, 750)
     assert (own.called, own.samples, own.time_ns, own.error_ns) == ("open", 10, 250, 68)
 

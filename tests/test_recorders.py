@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
@@ -26,7 +27,9 @@ from profkit.capture.recorders import kineto, nsys, recorded_steps  # noqa: E402
 from profkit.capture.recorders.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
 from profkit.capture.recorders.nsys import LocalRanks, recorded_by_nsys  # noqa: E402
 from profkit.capture.recorders.recorded_steps import StepsRecorder  # noqa: E402
+from profkit.names import COLLECTING  # noqa: E402
 from profkit.run.range_log import (  # noqa: E402
+    LEFT,
     log_beside,
     plain_beside,
     read_range_log,
@@ -249,6 +252,24 @@ def test_a_recording_that_was_warmed_up_leaves_a_trace_and_the_log_of_ranges(
     path = tmp_path / "trace.json.gz"
     assert sorted(tmp_path.iterdir()) == sorted([plain_beside(path), log_beside(path)])
     assert len(read_range_log(log_beside(path)).readings) == 2
+
+
+def test_a_full_collection_is_a_range_and_a_younger_one_is_none(recorder: StepsRecorder, tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        gc.collect()
+        recorder.start(None, lambda: None)
+        gc.collect(1)
+        gc.collect()
+        recorder.stop()
+        gc.collect()
+    finally:
+        gc.enable()
+    log = read_range_log(log_beside(tmp_path / "trace.json.gz"))
+    assert log.names == [COLLECTING]
+    (entries,) = (thread.entries for thread in log.threads if thread.entries)
+    assert entries[::2] == [0, LEFT]
+    assert entries[1] < entries[3]
 
 
 def test_a_profiler_that_warms_up_makes_way_for_the_scripts(recorder: StepsRecorder, tmp_path: Path) -> None:

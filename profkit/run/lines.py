@@ -39,8 +39,9 @@ class LineSteps:
     """How the lines of one process were looked for.
 
     ``steps`` are the times of each step and its phases, as those of unprofiled steps are written
-    (`profkit.run.samples`). ``batches`` were made by workers of data loaders meanwhile, each in ``batch_ns`` (mean).
-    ``no_waits`` says why synchronizing calls are not known, None if they are.
+    (`profkit.run.samples`). ``batches`` were made by workers of data loaders meanwhile, each in ``batch_ns`` (mean);
+    all threads of the worker together ran on CPUs for ``batch_cpu_ns`` of it. ``no_waits`` says why synchronizing calls
+    are not known, None if they are.
     """
 
     period_ns: int
@@ -49,6 +50,7 @@ class LineSteps:
     batch_ns: int = 0
     no_waits: Message | None = None
     version: int = VERSION
+    batch_cpu_ns: int | None = None
 
 
 @dataclass(frozen=True)

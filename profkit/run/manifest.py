@@ -92,7 +92,7 @@ class Samples:
     ``<phase>_event_ns``.)
 
     ``during`` counts what happened within them that makes a step slow: compiled graphs, allocator retries,
-    out-of-memory errors. ``losses`` are those of a built-in model's or a callable's steps.
+    out-of-memory errors, full collections of garbage. ``losses`` are those of a built-in model's or a callable's steps.
     """
 
     steps: tuple[dict[Word, int], ...] = ()
@@ -196,7 +196,7 @@ class Conditions:
     """How a process multiplied matrices, what it compiled and optimized with, and its GPU; None if unknown.
 
     ``reserved_peak_bytes`` is the most that PyTorch held of the GPU's ``gpu_memory_bytes``. ``cpu_count`` is how many
-    CPUs the process may use.
+    CPUs the process may use. ``launch_blocking``: each launch waits until its kernel has run (CUDA_LAUNCH_BLOCKING).
     """
 
     float32_matmul_precision: Word | None = None
@@ -215,6 +215,7 @@ class Conditions:
     cpu_count: int | None = None
     reserved_peak_bytes: int | None = None
     gpu_memory_bytes: int | None = None
+    launch_blocking: bool | None = None
 
 
 @dataclass(frozen=True)

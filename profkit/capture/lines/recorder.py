@@ -20,7 +20,7 @@ from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines.own_code import Place, describe, find_place
 from profkit.capture.lines.samples import PERIOD_NS, StackSampler
-from profkit.capture.lines.workers import WorkerLines
+from profkit.capture.lines.workers import OfWorkers, WorkerLines
 from profkit.capture.steps.times import Span, sum_times, wait_for_device
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, write_lines
 
@@ -201,12 +201,18 @@ class LineRecorder:
         if not self._steps:
             return None
         rows = _merge(self._sampler, self._waits, len(self._steps))
-        batches, batch_ns = 0, 0
-        if of_workers is not None:
-            batches, batch_ns = of_workers.batches, of_workers.batch_ns
-            rows += of_workers.lines
+        of_workers = of_workers or OfWorkers()
+        rows += of_workers.lines
         rows.sort(key=lambda row: (-row.time_ns, -row.waits))
-        return RunLines(LineSteps(PERIOD_NS, tuple(self._steps), batches, batch_ns, self._waits.unknown), tuple(rows))
+        steps = LineSteps(
+            PERIOD_NS,
+            tuple(self._steps),
+            of_workers.batches,
+            of_workers.batch_ns,
+            self._waits.unknown,
+            batch_cpu_ns=of_workers.batch_cpu_ns or None,
+        )
+        return RunLines(steps, tuple(rows))
 
 
 class LineSearch:

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter_ns, sleep
+from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any, NamedTuple
 
 from torch.utils.data._utils import fetch, worker
@@ -39,10 +39,11 @@ _DORMANT, _LOOKING, _OVER = range(3)
 
 @dataclass
 class OfWorkers:
-    """What workers found: how many batches they made, the mean time of one, and its lines."""
+    """What workers found: how many batches they made, the mean time of one, that of its CPUs, and its lines."""
 
     batches: int = 0
     batch_ns: int = 0
+    batch_cpu_ns: int = 0
     lines: list[LineTime] = field(default_factory=list)
 
 
@@ -124,7 +125,7 @@ def _join(contents: list[dict[str, Any]]) -> OfWorkers:
     batch_ns = sum(content["batch_ns"] for content in contents) // batches
     sampled_ns = sum(called.total() for called in times.values())
     lines = [_of_batch(row, times[row], samples, sampled_ns, batch_ns) for row in times]
-    return OfWorkers(batches, batch_ns, lines)
+    return OfWorkers(batches, batch_ns, sum(content["batch_cpu_ns"] for content in contents) // batches, lines)
 
 
 def _of_batch(
@@ -181,7 +182,7 @@ class _Dormant:
         self._flag = flag
         self._shared = _map(flag, mmap.PROT_READ)
         self._thread = threading.get_ident()
-        self._batches = self._batch_ns = 0
+        self._batches = self._batch_ns = self._batch_cpu_ns = 0
         self._ends = threading.Event()
         self._sampler = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
 
@@ -196,10 +197,11 @@ class _Dormant:
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def fetch_timed(*args: Any, **kwargs: Any) -> Any:
-            began_ns = perf_counter_ns()
+            began_ns, began_cpu_ns = perf_counter_ns(), process_time_ns()
             batch = original(*args, **kwargs)
             self._batches += 1
             self._batch_ns += perf_counter_ns() - began_ns
+            self._batch_cpu_ns += process_time_ns() - began_cpu_ns
             return batch
 
         return fetch_timed
@@ -237,5 +239,10 @@ class _Dormant:
             (*(Line(None, 0, "") if key[0] is None else describe(key[0])), sampler.samples[key], times[0])
             for key, times in sampler.times.items()
         ]
-        content = {"batches": self._batches, "batch_ns": self._batch_ns, "lines": lines}
+        content = {
+            "batches": self._batches,
+            "batch_ns": self._batch_ns,
+            "batch_cpu_ns": self._batch_cpu_ns,
+            "lines": lines,
+        }
         write_whole(self._flag.with_name(f"{self._flag.name}-done-{os.getpid()}"), json.dumps(content).encode())

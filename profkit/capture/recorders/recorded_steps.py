@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import get_ident
+from time import time_ns
+from typing import Any
 
 import torch
 from torch.profiler import profile
 
+from profkit.annotation import Range
 from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.recorders.kineto import (
     ScriptsProfiler,
     drop_profiler,
@@ -21,7 +27,9 @@ from profkit.capture.recorders.kineto import (
 )
 from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
 from profkit.capture.steps.times import wait_for_device
+from profkit.names import COLLECTING
 from profkit.run.directory import KINETO_TRACE, LOG, name_of_rank
+from profkit.run.range_log import LEFT
 from profkit.run.recording import RANK_NSYS, Order
 
 _NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
@@ -104,6 +112,7 @@ class StepsRecorder:
             self._hooks.start_log()
         if self._order.annotate and self._order.recorder != "memory":
             self._hooks.start()
+            self._recording.enter_context(_collections_as_ranges(log))
         return failure
 
     def stop(self) -> str | None:
@@ -144,3 +153,36 @@ class StepsRecorder:
         profiler, self._warmed_up = self._warmed_up, None
         if profiler is not None:
             drop_profiler(profiler)
+
+
+_FULL = 2
+"""The generation of Python's objects that a full collection looks at, and all younger ones with it."""
+
+
+@contextmanager
+def _collections_as_ranges(log: LiveLog | None) -> Iterator[None]:
+    """Record a range around each full collection of garbage: in the log, or without one in what records ranges.
+
+    The hooks are not shown it: a collection may begin in the middle of their work.
+    """
+    marker, opened = Range(COLLECTING, None), {}
+    entries: dict[int, list[int]] = {}
+
+    def note(phase: str, collection: dict[str, Any]) -> None:
+        if collection["generation"] < _FULL:
+            return
+        thread = get_ident()
+        if log is not None:
+            if thread not in entries:
+                entries[thread] = log.begin_thread()
+            entries[thread] += (log.number_of[COLLECTING] if phase == "start" else LEFT, time_ns())
+        elif phase == "start":
+            opened[thread] = marker.open(())
+        elif thread in opened:
+            marker.close(opened.pop(thread), ())
+
+    gc.callbacks.append(note)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(note)

@@ -6,6 +6,7 @@ Everything is read from torch as it stands; nothing is imported, initialised or 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -57,6 +58,7 @@ def read_conditions(
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         reserved_peak_bytes=reserved_peak_bytes,
         gpu_memory_bytes=gpu_memory_bytes,
+        launch_blocking=os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
     )
 
 
@@ -119,7 +121,7 @@ def read_counters() -> dict[str, int]:
     ``compiled_graphs`` counts each graph that Dynamo handed to a compiler, those of recompilations too
     (``torch._dynamo.utils.counters``); the others are the caching allocator's own on the current device: cudaMalloc
     calls that failed and were tried again after its cache was freed, out-of-memory errors, and the bytes that are
-    allocated, whose difference is by how much memory has grown.
+    allocated, whose difference is by how much memory has grown. ``full_collections`` are those of Python's garbage.
     """
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     allocator = torch.cuda.memory_stats() if on_gpu else {}
@@ -128,6 +130,7 @@ def read_counters() -> dict[str, int]:
         "allocator_retries": allocator.get("num_alloc_retries", 0),
         "out_of_memory_errors": allocator.get("num_ooms", 0),
         "allocated_bytes": allocator.get("allocated_bytes.all.current", 0),
+        "full_collections": gc.get_stats()[-1]["collections"],
     }
 
 

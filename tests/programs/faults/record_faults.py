@@ -33,8 +33,8 @@ class Fault:
     """A program with faults, and what must be said of it.
 
     ``codes`` are the causes that are right, ``marker`` is the mark of the line, ``module`` a part of the module's name;
-    a clean program has none of these. ``without`` are the faults that stay when the first one is mended. ``fits``: it
-    was looked at while rows were written; the others are a test.
+    a clean program has none of these. ``without`` are the faults that stay when the first one is mended; a step without
+    does the work of ``samples`` with it. ``fits``: it was looked at while rows were written; the others are a test.
     """
 
     name: str
@@ -44,13 +44,22 @@ class Fault:
     marker: str | None = None
     module: str | None = None
     without: tuple[str, ...] = ()
+    samples: int = 1
     steps: int = 190
     options: tuple[str, ...] = ()
     fits: bool = True
 
 
+_AT_START = frozenset({"launch-blocking"})
+"""Faults that a process has from its start or never: no variant of it is measured."""
+
 FAULTS = (
     Fault("clean transformer", "transformer", ()),
+    Fault("collection every step", "transformer", ("collect",), ("garbage",), "collect", steps=120),
+    Fault("records in cycles", "transformer", ("records",), ("garbage", "python"), module="", steps=120),
+    Fault("small batch", "transformer", ("small-batch",), ("batch",), module="", samples=8),
+    Fault("launches that block", "transformer", ("launch-blocking",), ("launch-blocking",), module="", steps=120),
+    Fault("compiles every step", "transformer", ("recompiles",), ("recompile",), "recompiles", steps=80),
     Fault("waits in blocks", "transformer", ("item",), ("waits",), "item"),
     Fault("attention by hand", "transformer", ("attention",), ("attention",), module="attention"),
     Fault("loop optimizer", "transformer", ("for-loop",), ("optimizer",), module="optimizer"),
@@ -84,6 +93,9 @@ FAULTS = (
     Fault("kept results", "transformer", ("keep",), ("growth", "allocations"), "keep", options=("--memory",)),
     Fault("three at once", "transformer", ("random", "item", "for-loop"), ("made-on-cpu",), "random", steps=60),
     Fault("layout of images", "vision", ("layout",), ("channels-last",), module=""),
+    Fault("deterministic algorithms", "transformer", ("deterministic",)),
+    Fault("benchmark off", "vision", (), without=("benchmark",)),
+    Fault("workers of many threads", "vision", ("threads",), steps=60),
     Fault("HF, fp32", "hf_trainer", ("fp32",), ("tf32",), module="", steps=120, fits=False),
     Fault(
         "Lightning, loop optimizer", "lightning_module", ("for-loop",), ("optimizer",), module="optimizer", fits=False
@@ -224,6 +236,7 @@ def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) 
     for program in dict.fromkeys(fault.program for fault in faults):
         mine = [fault for fault in faults if fault.program == program and fault.name in recorded]
         variants = dict.fromkeys([(), *(fault.without for fault in mine), *(fault.faults for fault in mine)])
+        variants = {variant: None for variant in variants if not _AT_START.intersection(variant)}
         if time.monotonic() - began < budget_s:
             truths[program] = measure_apart(program, variants, tiny=tiny)
         print("measured", program, round(time.monotonic() - began), "s", flush=True)
@@ -231,8 +244,8 @@ def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) 
         fault = row["fault"]
         times = truths.get(fault["program"], {})
         row["truth_ms"] = {
-            key: median(times["+".join(fault[variant])]) if times.get("+".join(fault[variant])) else None
-            for key, variant in (("now", "faults"), ("after", "without"))
+            key: median(times["+".join(fault[variant])]) / samples if times.get("+".join(fault[variant])) else None
+            for key, variant, samples in (("now", "faults", 1), ("after", "without", fault["samples"]))
         }
     (out / "results.json").write_text(json.dumps({"rows": rows, "truths": truths}, indent=1))
 

@@ -28,6 +28,8 @@ def read_settings() -> Settings:
     parser.add_argument("--tiny", action="store_true", default=bool(os.environ.get("FAULTS_TINY")))
     parser.add_argument("--steps", type=int, default=200)
     words = parser.parse_args()
+    if "launch-blocking" in words.fault:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # CUDA reads it once, so that variants in one process cannot have it
     return Settings(frozenset(words.fault), words.tiny, words.steps)
 
 

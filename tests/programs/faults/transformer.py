@@ -3,6 +3,7 @@
 The line of a fault is marked ``# fault: NAME``.
 """
 
+import gc
 import math
 
 import torch
@@ -114,12 +115,32 @@ def python_batch(sizes, number):
     return torch.tensor(rows)
 
 
+class Record:
+    """Refers to its neighbour, which refers to it: nothing but the garbage collector frees them."""
+
+    def __init__(self):
+        self.other = None
+
+
+def make_records(count):
+    records = [Record() for _ in range(count)]
+    for record, other in zip(records, reversed(records), strict=True):
+        record.other = other
+    return records
+
+
+def scale(loss, name):
+    return loss * (1 if name else 2)
+
+
 def make_step(settings: Settings):
     """Return a function that makes one training step."""
     faults, device = settings.faults, settings.device
     sizes = {"vocabulary": 8192, "width": 768, "heads": 12, "blocks": 8, "batch": 8, "length": 512}
     if settings.tiny:
         sizes = {"vocabulary": 2048, "width": 32, "heads": 2, "blocks": 2, "batch": 2, "length": 16}
+    if "small-batch" in faults:
+        sizes["batch"] //= 8 if not settings.tiny else 2
     torch.manual_seed(0)
     model = Model(sizes, faults).to(device)
     kind = {"for-loop": {"foreach": False}, "foreach": {}}
@@ -127,13 +148,18 @@ def make_step(settings: Settings):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **chosen)
     tokens = torch.randint(0, 1000, (sizes["batch"], sizes["length"] + 1), device=device)
     noise_size = 1 << (10 if settings.tiny else 24)
-    kept, count = [], 0
+    kept, records, count = [], [], 0
+    compiled_scale = scale
+    if "recompiles" in faults:
+        torch._dynamo.config.recompile_limit = 1000
+        compiled_scale = torch.compile(scale, backend="eager", dynamic=False)
 
     def step():
-        nonlocal count
+        nonlocal count, records
         count += 1
         torch.set_float32_matmul_precision("highest" if "fp32" in faults else "high")
         torch.autograd.set_detect_anomaly("anomaly" in faults)
+        torch.use_deterministic_algorithms("deterministic" in faults, warn_only=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
         if "python-batch" in faults:
             inputs = python_batch(sizes, count).to(device)
@@ -142,7 +168,13 @@ def make_step(settings: Settings):
             inputs = inputs + (noise.to(device)[: sizes["length"]] > 9).long()
         logits = model(inputs).flatten(0, 1)
         loss = (written_cross_entropy if "cross-entropy" in faults else F.cross_entropy)(logits, targets)
+        if "recompiles" in faults:
+            loss = compiled_scale(loss, f"step {count}")  # fault: recompiles
         loss.backward()
+        if "records" in faults:
+            records = make_records(100_000)
+        if "collect" in faults:
+            gc.collect()  # fault: collect
         if "clip" in faults or "clip-on-gpu" in faults:
             norms = [parameter.grad.norm() for parameter in model.parameters()]
             if "clip" in faults:

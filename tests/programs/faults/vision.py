@@ -1,6 +1,7 @@
 """A convolutional network that reads images from a DataLoader, with faults: ``vision.py --fault no-workers``."""
 
 import itertools
+import os
 
 import torch
 from settings import Settings, main
@@ -47,6 +48,10 @@ class Network(nn.Module):
         return self.head(self.stages(x).mean((2, 3)))
 
 
+def use_all_threads(_):
+    torch.set_num_threads(os.cpu_count())
+
+
 def make_step(settings: Settings):
     """Return a function that makes one training step."""
     faults, device = settings.faults, settings.device
@@ -62,6 +67,7 @@ def make_step(settings: Settings):
         num_workers=workers,
         pin_memory=device == "cuda" and "pageable" not in faults,
         persistent_workers=workers > 0,
+        worker_init_fn=use_all_threads if "threads" in faults else None,
         prefetch_factor=4 if workers else None,
     )
     batches = iter(loader)
@@ -70,6 +76,7 @@ def make_step(settings: Settings):
     def step():
         nonlocal total
         torch.autograd.set_detect_anomaly("anomaly" in faults)
+        torch.backends.cudnn.benchmark = "benchmark" in faults
         images, labels = next(batches)
         images = images.to(device, memory_format=layout, non_blocking="pageable" not in faults)  # fault: pageable
         labels = labels.to(device, non_blocking=True)
