@@ -32,8 +32,7 @@ from profkit.run.trials import RunTrials, read_trials, write_trials
 from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work, write_ceilings, write_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper
-from profkit.trace.kineto_copy import write_shared_kineto
-from profkit.trace.nsys_copy import write_shared_export
+from profkit.trace.shared_copies import write_shared_export, write_shared_kineto
 
 _WRITERS: dict[Kind, Callable[[Path, Path, Keeper], None]] = {
     "export": write_shared_export,

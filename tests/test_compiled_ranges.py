@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
+from profkit.analysis.placing.expanded_ranges import nest_compiled_launches
 from profkit.errors import TraceError
 from profkit.names import SHARED, LaunchPlace, kind_of, launch_range, read_launch_range
 from profkit.trace.columns import Trace

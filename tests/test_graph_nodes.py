@@ -10,8 +10,7 @@ import pytest
 from profkit.analysis.kernels.summary import summarize_kernels
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
-from profkit.analysis.placing.compiled_ranges import nest_compiled_launches
-from profkit.analysis.placing.graph_nodes import place_graph_nodes
+from profkit.analysis.placing.expanded_ranges import nest_compiled_launches, place_graph_nodes
 from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.names import LaunchPlace, graph_range, launch_range

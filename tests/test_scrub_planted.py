@@ -27,8 +27,8 @@ from profkit.errors import ProfkitError
 from profkit.run.directory import FILES, KINETO_TRACE, LINES, LOG, NSYS_EXPORT, NSYS_REPORT, SNAPSHOT
 from profkit.sharing import RUN_FILES, share
 from profkit.text_kinds import Kind
-from profkit.trace.kineto_copy import _ROWS, ARGUMENTS
 from profkit.trace.kineto_events import _ARGUMENTS, RowKind
+from profkit.trace.shared_copies import _ROWS, ARGUMENTS
 from tests.fuzz.mutants import _chrome, _export, _snapshots
 from tests.kineto_builder import row
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from profkit.allocator.recorded_heap import find_regions
 from profkit.allocator.replay import History
 from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
-from profkit.allocator.start import find_regions
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Device, Ints
 
 

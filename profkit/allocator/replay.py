@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.recorded_heap import RecordedHeap
+from profkit.allocator.recorded_heap import RecordedHeap, find_expandable_ranges, find_start
 from profkit.allocator.rules import (
     MIN_LARGE_SEGMENT_REQUEST_BYTES,
     NEVER,
@@ -29,7 +29,6 @@ from profkit.allocator.rules import (
     segment_size_bytes,
     smallest_rests,
 )
-from profkit.allocator.start import find_expandable_ranges, find_start
 from profkit.snapshot.columns import (
     ALLOC,
     ALLOCATED,

@@ -40,7 +40,7 @@ class Work:
     that use them call them. ``is_graph`` marks CUDA graphs traced whole. ``sequence`` is the index in `Trace.origins`
     of the forward operator that a backward operator belongs to, or -1; ``operator`` the name of the innermost operator
     in which a kernel was launched, or -1. Kineto alone knows these two. ``compiled_launch`` is the name of the range
-    around the launch in compiled code, or -1 (`analysis.placing.compiled_ranges`). ``graph_node`` numbers the nodes of
+    around the launch in compiled code, or -1 (`analysis.placing.expanded_ranges`). ``graph_node`` numbers the nodes of
     the CUDA graph that a launch replayed, in the order in which they were captured, from 0; -1 for what is no node.
     """
 
@@ -67,7 +67,7 @@ class Work:
         """When the row counts as launched, for the ranges that it lies under.
 
         That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and each
-        has a moment of its own there (`profkit.analysis.placing.graph_nodes`).
+        has a moment of its own there (`profkit.analysis.placing.expanded_ranges`).
         """
         return self.launch_ns if self.node_ns is None else self.node_ns
 

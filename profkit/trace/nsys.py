@@ -30,9 +30,17 @@ from profkit.trace.columns import (
     rows_by_value,
     take_rows,
 )
-from profkit.trace.nsys_calls import LaunchIndex, read_syncs
 from profkit.trace.nsys_collectives import read_collectives
-from profkit.trace.nsys_ranges import NO_TIME, PID_SHIFT, POSITIVE, Names, has_invisible_ranges, read_ranges
+from profkit.trace.nsys_rows import (
+    NO_TIME,
+    PID_SHIFT,
+    POSITIVE,
+    LaunchIndex,
+    Names,
+    has_invisible_ranges,
+    read_ranges,
+    read_syncs,
+)
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"

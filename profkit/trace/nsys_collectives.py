@@ -16,7 +16,7 @@ import numpy as np
 
 from profkit.names import kind_of_collective
 from profkit.trace.columns import NO_LAUNCH, CollectiveCall, Ints, Work
-from profkit.trace.nsys_ranges import POSITIVE, TABLE, Names
+from profkit.trace.nsys_rows import POSITIVE, TABLE, Names
 from profkit.trace.sqlite import SqliteFile
 
 ENTRIES = "NVTX_PAYLOAD_SCHEMA_ENTRIES"

@@ -5,7 +5,7 @@ phase of these calls is opened around the code. One graph serves all modules of 
 the variables of the function's frame, and a backward pass is known by the parameters that the forward pass was given.
 
 A launch's range names its modules (`profkit.run.compiled_code`), and they become instances of the account of work by
-the rule of a trace's reader (`analysis.placing.compiled_ranges`).
+the rule of a trace's reader (`analysis.placing.expanded_ranges`).
 """
 
 from __future__ import annotations
