@@ -33,8 +33,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.capture.work.account import Path, Work, summarize_work
-from profkit.models.flops import flops_by_path
-from profkit.models.options import TrainingOptions
+from profkit.models.flops import backward_flops, forward_flops
+from profkit.models.options import Preset, TrainingOptions
 from profkit.names import (
     ATTENTION,
     BACKWARD,
@@ -51,6 +51,29 @@ from profkit.names import (
     layer_range,
 )
 from profkit.run.work import RunWork
+
+
+def flops_by_path(preset: Preset, batch: int, context: int) -> dict[str, int]:
+    """Return range path → FLOPs of one instance; ``/`` joins a path, ``layer N`` stands for each layer by number."""
+    tokens, attention = batch * context, f"{ATTENTION}/{SCALED_DOT_PRODUCT}"
+    scores = 2 * tokens * context * preset.d_model
+    projections, wide = 8 * tokens * preset.d_model**2, 6 * tokens * preset.d_model * preset.d_ff
+    inside_layer = {
+        "": projections + 2 * scores + wide,
+        f"/{ATTENTION}": projections + 2 * scores,
+        f"/{attention}": 2 * scores,
+        f"/{attention}/{SCORES}": scores,
+        f"/{attention}/{VALUE_PRODUCT}": scores,
+        f"/{FFN}": wide,
+    }
+    layers = (f"{FORWARD}/{layer_range(number)}" for number in range(preset.num_layers))
+    return {
+        FORWARD: forward_flops(preset, batch, context),
+        **{layer + path: flops for layer in layers for path, flops in inside_layer.items()},
+        f"{FORWARD}/{HEAD}": 2 * tokens * preset.d_model * preset.vocab_size,
+        BACKWARD: backward_flops(preset, batch, context),
+    }
+
 
 _INDEX_BYTES = 8
 _ADAMW_FLOPS = 14

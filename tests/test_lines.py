@@ -133,7 +133,7 @@ def test_a_call_on_a_long_expression_keeps_the_end_of_its_name(tmp_path: Path) -
         (threading.__file__, False),
         ("/tmp/torchinductor_me/ab/cab.py", False),
         (workers.__file__, False),
-        (str(Path(workers.__file__).parents[2] / "models" / "training.py"), True),
+        (str(Path(workers.__file__).parents[2] / "models" / "__main__.py"), True),
     ],
 )
 def test_the_users_own_code_is_neither_installed_nor_generated(file: str, owned: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from profkit.models.flops import backward_flops, flops_by_path, forward_flops
+from profkit.models.flops import backward_flops, forward_flops
 from profkit.models.options import PRESETS, Preset
 
 torch = pytest.importorskip("torch")
@@ -22,6 +22,7 @@ from profkit.models.transformer import (  # noqa: E402
     masked_softmax,
     scaled_dot_product_attention,
 )
+from tests.step_work import flops_by_path  # noqa: E402
 
 TINY = PRESETS["tiny"]
 EVERY_PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
@@ -70,19 +71,7 @@ def test_flops_equal_torchs_counter(preset: Preset) -> None:
     assert backward_flops(preset, 3, 64) == backward.get_total_flops()
 
 
-def test_flops_of_a_range_are_those_of_the_ranges_inside_it() -> None:
-    paths = flops_by_path(TINY, batch=2, context=32)
-    layer, attention = "forward/layer 1", "forward/layer 1/attention"
-    product = f"{attention}/scaled dot product attention"
-    assert paths["forward/head"] == 2 * 2 * 32 * TINY.d_model * TINY.vocab_size
-    assert paths["forward"] == paths["forward/layer 0"] + paths[layer] + paths["forward/head"]
-    assert paths[layer] == paths[attention] + paths[f"{layer}/ffn"]
-    assert paths[product] == paths[f"{product}/computing attention scores"] + paths[f"{product}/final matmul"]
-    assert paths[attention] - paths[product] == 4 * 2 * 2 * 32 * TINY.d_model**2
-    assert f"{product}/computing softmax" not in paths
-
-
-def test_payloads_of_ranges_equal_the_flops_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_of_ranges_are_the_flops_of_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
     from profkit import annotation as ranges
 
     stack: list[str] = []

@@ -19,8 +19,7 @@ from profkit.models.options import PRESETS, Passes, TrainingOptions, parse_optio
 
 torch = pytest.importorskip("torch")
 
-from profkit.models.__main__ import choose_device, explain, train  # noqa: E402
-from profkit.models.training import Training  # noqa: E402
+from profkit.models.__main__ import Training, choose_device, explain, train  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -152,7 +151,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_ranks_train_the_same_parameters_on_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.models.training.DistributedDataParallel", lambda module: module)
+    monkeypatch.setattr("profkit.models.__main__.DistributedDataParallel", lambda module: module)
     first, second = (Training(_options(), 16, CPU, rank=rank, ranks=2) for rank in (0, 1))
     for mine, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(mine, other)

@@ -115,7 +115,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.rotate = rotate
 
-    @annotate(ATTENTION, flops=lambda self, hidden, _mask: flops.attention_flops(hidden, self.num_heads))
+    @annotate(ATTENTION, flops=lambda _self, hidden, _mask: flops.attention_flops(hidden))
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
             project(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, p, c)
