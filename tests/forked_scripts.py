@@ -91,6 +91,7 @@ class Forks:
 
         with (
             mock.patch("profkit.launch.record.run_child", start),
+            mock.patch("profkit.launch.gpu_state.run_child", start),
             mock.patch("profkit.launch.trials.run_child", start),
         ):
             return run_profkit(*arguments, cwd=cwd, **variables)

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,9 @@ from profkit.analysis.efficiency.work import find_datasheet
 from profkit.report.commands.ceilings import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.work import read_ceilings
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 CEILINGS: dict[str, Any] = {
     "version": 1,
@@ -152,10 +155,10 @@ def test_a_slow_product_runs_unmeasured_once(monkeypatch: pytest.MonkeyPatch) ->
         assert len(ran) == times
 
 
-def test_the_command_measures_and_keeps_what_it_measured(profkit: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_measures_and_keeps_what_it_measured(forks: Forks, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "manifest.json").write_text("{}")
-    done = profkit("ceilings", "--device", "cpu", "-o", tmp_path)
+    done = forks.run_profkit("ceilings", "--device", "cpu", "-o", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     ceilings = read_ceilings(tmp_path / "ceilings.json")
     assert ceilings.torch == torch.__version__

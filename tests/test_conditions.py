@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from profkit.launch.gpu_state import GpuState, describe_gpus, warn_of_used_gpus
 from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_run
 from profkit.run import manifest
 from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
+from tests.forked_scripts import Forks
 
 IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
@@ -55,15 +57,24 @@ def test_the_times_of_either_kind_of_run_are_judged() -> None:
     assert warn_of_run(Manifest()) == []
 
 
-def _tell(code: str) -> list[str]:
-    start = "import torch\nfrom profkit.capture.steps.conditions import *\n"
-    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+Printed = Callable[[str], list[str]]
 
 
-def test_compilations_are_counted_and_named() -> None:
-    torch = pytest.importorskip("torch")
-    assert torch.compiler is not None
+@pytest.fixture
+def printed(forks: Forks, tmp_path: Path) -> Printed:
+    """What code prints in a process of its own."""
+
+    def run(code: str) -> list[str]:
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nfrom profkit.capture.steps.conditions import *\n" + code)
+        done = forks.run([sys.executable, str(script)], tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_compilations_are_counted_and_named(printed: Printed) -> None:
     code = """
 print(read_counters()["compiled_graphs"], read_conditions().compiled)
 layer = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
@@ -75,11 +86,10 @@ layer(torch.ones(3, 2))
 print(counted_since(before)["compiled_graphs"])
 print(read_conditions().compiled)
 """
-    assert _tell(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
+    assert printed(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
 
 
-def test_full_collections_are_counted_and_launches_that_wait_are_known() -> None:
-    pytest.importorskip("torch")
+def test_full_collections_are_counted_and_launches_that_wait_are_known(printed: Printed) -> None:
     code = """
 import gc, os
 gc.disable()
@@ -90,11 +100,10 @@ gc.collect()
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 print(counted_since(before)["full_collections"], read_conditions().launch_blocking)
 """
-    assert _tell(code) == ["0 False", "1 True"]
+    assert printed(code) == ["0 False", "1 True"]
 
 
-def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces() -> None:
-    pytest.importorskip("torch")
+def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces(printed: Printed) -> None:
     code = """
 print(sorted(autocast_dtypes()))
 with torch.autocast("cpu", torch.bfloat16):
@@ -110,11 +119,10 @@ else:
     print("None tf32")
 print(torch.cuda.is_initialized())
 """
-    assert _tell(code) == ["[]", "['bfloat16']", "high True", "None tf32", "False"]
+    assert printed(code) == ["[]", "['bfloat16']", "high True", "None tf32", "False"]
 
 
-def test_an_optimizer_is_described_by_its_class_its_flags_and_its_bytes() -> None:
-    pytest.importorskip("torch")
+def test_an_optimizer_is_described_by_its_class_its_flags_and_its_bytes(printed: Printed) -> None:
     code = """
 import torch
 class AdamW(torch.optim.AdamW):
@@ -132,7 +140,7 @@ for one in read_conditions((), used.described).optimizers:
     print(one.name, one.is_torchs, one.fused, one.foreach, one.parameter_bytes, one.state_bytes)
 print(read_conditions().optimizers)
 """
-    assert _tell(code) == [
+    assert printed(code) == [
         "AdamW True None None 64 132",
         "AdamW False None True 64 132",
         "SGD True False None 64 0",

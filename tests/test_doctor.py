@@ -344,6 +344,11 @@ def _fake(path: Path, ranges: int) -> Nsys:
 
 
 class TestTrial:
+    @pytest.fixture(autouse=True)
+    def _short_program(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+        if "nsys" not in request.keywords:
+            monkeypatch.setattr(doctor, "_PROGRAM", "pass")
+
     @pytest.mark.parametrize(("ranges", "state"), [(10, "ok"), (9, "failed"), (0, "failed")])
     def test_counts_the_ranges(self, tmp_path: Path, ranges: int, state: str) -> None:
         finding = doctor.try_nsys(_fake(tmp_path / "nsys", ranges))

@@ -35,6 +35,7 @@ from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
+from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
 from tests.test_compare_unprofiled import manifest
 
@@ -631,16 +632,15 @@ for number in range(STEPS):
 """
 
 
-def record(place: Path, steps: int, *options: str) -> Path:
-    (place / "train.py").write_text(LOOPING.replace("STEPS", str(steps)))
-    python = ["--", sys.executable, "train.py"]
-    done = run_profkit("run", "-o", "run", "--warmup", "3", "--steps", "1", *options, *python, cwd=place)
+COMMAND = ("run", "-o", "run", "--warmup", "3", "--steps", "1")
+SCRIPT = ("--", sys.executable, "train.py")
+
+
+def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "train.py").write_text(LOOPING.replace("STEPS", "45"))
+    done = forks.run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return place / "run"
-
-
-def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path) -> None:
-    result = find_lines(Run(record(tmp_path, 45)))
+    result = find_lines(Run(tmp_path / "run"))
     longest = result.lines[0]
     assert (Path(longest.file or "").name, longest.function, longest.phase) == ("train.py", "make_batch", None)
     assert longest.line in (8, 9)
@@ -648,9 +648,14 @@ def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path) -
     assert not list((tmp_path / "run").glob("partial.*"))
 
 
-def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps(tmp_path: Path) -> None:
-    result = find_lines(Run(record(tmp_path, 9)))
-    assert 1 <= result.steps <= 5
+@pytest.mark.parametrize(("option", "is_looked_for"), [("--lines", True), ("--no-lines", False)])
+def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps_if_they_are_looked_for(
+    tmp_path: Path, forks: Forks, option: str, is_looked_for: bool
+) -> None:
+    (tmp_path / "train.py").write_text(LOOPING.replace("STEPS", "9"))
+    assert forks.run_profkit(*COMMAND, option, *SCRIPT, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "run" / "lines.jsonl").exists() == is_looked_for
+    assert not is_looked_for or 1 <= find_lines(Run(tmp_path / "run")).steps <= 5
 
 
 SPAWNING = """
@@ -682,29 +687,20 @@ if __name__ == "__main__":
 
 def test_spawned_workers_show_their_lines_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNING)
-    done = run_profkit(
-        "run", "-o", "run", "--warmup", "3", "--steps", "1", "--", sys.executable, "train.py", cwd=tmp_path
-    )
+    done = run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = find_lines(Run(tmp_path / "run")).lines
     assert {line.function for line in lines if line.thread == "worker"} == {"Numbers.__getitem__"}
     assert not list((tmp_path / "run").glob("partial.*"))
 
 
-def test_lines_that_fail_leave_the_recording(tmp_path: Path) -> None:
+def test_lines_that_fail_leave_the_recording(tmp_path: Path, forks: Forks) -> None:
     failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
     (tmp_path / "train.py").write_text(failing + LOOPING.replace("STEPS", "9"))
-    done = run_profkit(
-        "run", "-o", "run", "--warmup", "3", "--steps", "1", "--", sys.executable, "train.py", cwd=tmp_path
-    )
+    done = forks.run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the lines could not be saved: KeyError" in done.stderr
     assert Run(tmp_path / "run").traces
-
-
-def test_without_lines_none_are_looked_for(tmp_path: Path) -> None:
-    run = record(tmp_path, 9, "--no-lines")
-    assert not (run / "lines.jsonl").exists()
 
 
 def test_a_shared_copy_has_lines_only_if_frames_are_kept(run_with_lines: Path, tmp_path: Path) -> None:

@@ -30,10 +30,9 @@ from profkit.launch.manifest import warn_of_full_queue, warn_of_gain, warn_of_ti
 from profkit.run.manifest import Loading  # noqa: E402
 from profkit.run.recording import Order, take_processes  # noqa: E402
 from profkit.trace.parts import begin_at  # noqa: E402
-from tests.in_process import run_command, run_profkit  # noqa: E402
+from tests.forked_scripts import Forks  # noqa: E402
+from tests.in_process import run_command  # noqa: E402
 from tests.nsys_builder import NsysBuilder  # noqa: E402
-
-ROOT = Path(__file__).parent.parent
 
 # The recorder takes as long to start as the workers need to fill their queue.
 SLOW_START = """
@@ -282,11 +281,11 @@ def test_a_trace_begins_where_the_first_counted_step_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("length", "counted"), [(30, 3), (9, 4)])
-def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, length: int, counted: int) -> None:
+def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, forks: Forks, length: int, counted: int) -> None:
     """Of 30 steps 5 warm up, 4 empty the queue, 3 count; of 9 the 4 that would empty it are all that was recorded."""
     (tmp_path / "train.py").write_text(SLOW_START)
     words = ("--warmup", "5", "--steps", "3", "--", sys.executable, "train.py", str(length))
-    done = run_profkit("run", "-o", "run", *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = forks.run_profkit("run", "-o", "run", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     loading = manifest["processes"][0]["loading"]

@@ -45,7 +45,6 @@ distributed.barrier()
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     (tmp_path / "ddp.py").write_text(DDP)
-    (tmp_path / "fails.py").write_text(FAILS)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -78,8 +77,10 @@ def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, pro
         assert "communication" in {kernel.category for kernel in alone.kernels().kernels}
 
 
-def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: Path, run: Run) -> None:
-    done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "fails.py")
+def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    options = ("-o", "run", "--nproc-per-node", "2", "--warmup", "1", "--steps", "9")
+    done = forks.run_profkit("run", *options, "--", sys.executable, "fails.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "(rank 1: ValueError: the data of this rank are bad" in done.stderr.splitlines()[-1]
     manifest = _manifest(tmp_path)
@@ -89,8 +90,7 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path, run: Run) -> None:
-    killed = FAILS.replace('raise ValueError("the data of this rank are bad")', "os.kill(os.getpid(), 9)")
-    (tmp_path / "killed.py").write_text(killed)
+    (tmp_path / "killed.py").write_text("import os\nos.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\n")
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "killed.py")
     assert done.returncode == 1
     assert "(rank 1: ended by SIGKILL, perhaps because the memory was full" in done.stderr.splitlines()[-1]

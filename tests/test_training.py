@@ -19,7 +19,7 @@ from profkit.models.options import PRESETS, Passes, TrainingOptions, parse_optio
 
 torch = pytest.importorskip("torch")
 
-from profkit.models.__main__ import Training, choose_device, explain, train  # noqa: E402
+from profkit.models.__main__ import Training, choose_device, explain, main, train  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -239,13 +239,21 @@ def test_an_unknown_failure_is_not_explained_away() -> None:
     assert explain(KeyError("x"), _options()) is None
 
 
-@pytest.mark.parametrize("failure", ["UsageError('not so')", "__import__('torch').cuda.OutOfMemoryError('full')"])
-def test_a_failure_ends_the_script_with_one_line(failure: str) -> None:
-    code = (
-        "import sys\nfrom profkit.errors import UsageError\nimport profkit.models.__main__ as script\n"
-        f"def fail(options): raise {failure}\nscript.train = fail\nscript.main(['tiny'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == (2 if "Usage" in failure else 1)
-    assert done.stderr.startswith("profkit: ")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(UsageError("not so"), 2), (torch.cuda.OutOfMemoryError("full"), 1)],
+    ids=["usage", "memory"],
+)
+def test_a_failure_ends_the_script_with_one_line(
+    failure: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: TrainingOptions) -> None:
+        raise failure
+
+    monkeypatch.setattr("profkit.models.__main__.train", fail)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["tiny"])
+    assert ended.value.code == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("profkit: ")
