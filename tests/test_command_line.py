@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from profkit.cli import main, outputs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import SMALL
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -234,6 +234,12 @@ def test_of_a_tree_and_a_table_an_ascii_terminal_gets_the_nearest_characters(pro
     assert "?" not in done.stdout
 
 
+def test_a_shell_is_offered_commands_and_options() -> None:
+    for words, offered in ((["ke"], "kernels"), (["kernels", "--ra"], "--range")):
+        asked = {"COMP_WORDS": "\n".join(["profkit", *words]), "COMP_CWORD": str(len(words))}
+        assert f",{offered}\n" in call_main([], {"_PROFKIT_COMPLETE": "bash_complete", **asked}).stdout
+
+
 def _in_bash(command: str) -> subprocess.CompletedProcess[str]:
     program = f"{sys.executable} -m profkit"
     return subprocess.run(
@@ -308,10 +314,7 @@ def test_progress_shows_after_a_second_and_not_before(monkeypatch: pytest.Monkey
         assert ("reading [t].sqlite …" in terminal.getvalue()) is shown
 
 
-@pytest.mark.parametrize("command", ["kernels", "ranges"])
-def test_reading_shows_progress(
-    command: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reading_shows_progress(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
 
     @contextmanager
@@ -319,10 +322,10 @@ def test_reading_shows_progress(
         shown.append(doing)
         yield
 
-    monkeypatch.setattr(f"profkit.cli.{command}.shown_after_a_second", record)
-    with pytest.raises(SystemExit):
-        main([command, str(trace)])
-    assert shown == ["reading t.sqlite"]
+    monkeypatch.setattr("profkit.cli.kernels.shown_after_a_second", record)
+    for command in ("kernels", "ranges"):
+        assert call_main([command, str(trace)]).returncode == 0
+    assert shown == ["reading t.sqlite"] * 2
 
 
 def test_kernels_loads_no_heavy_package_it_does_not_need(trace: Path) -> None:
@@ -334,9 +337,7 @@ def test_kernels_loads_no_heavy_package_it_does_not_need(trace: Path) -> None:
 
 
 def test_a_closed_pipe_is_no_error(trace: Path) -> None:
-    command = f"{sys.executable} -m profkit kernels {trace} | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    assert _in_bash(f"set -o pipefail; profkit kernels {trace} | head -n 1").stderr == ""
 
 
 def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:

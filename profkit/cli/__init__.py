@@ -1,4 +1,4 @@
-"""The command line: one file a command; each parses, calls and prints.
+"""The command line: each command parses, calls and prints.
 
 A command's module is imported only when that command runs, so that ``profkit --help`` loads neither pandas nor torch.
 """
@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from keyword import iskeyword
 from typing import Any, NoReturn
@@ -21,28 +22,27 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.version import __version__
 
 _COMMANDS = {
-    "run": ("profkit.cli.run", "Record a program: its time, its memory, or both."),
-    "summary": ("profkit.cli.summary", "Say what a run spent its time and memory on, and what to try."),
-    "kernels": ("profkit.cli.kernels", "Show which kernels took the time, in all or in a range."),
-    "ranges": ("profkit.cli.ranges", "Show the tree of ranges: the names that --range accepts."),
-    "efficiency": ("profkit.cli.efficiency", "Show how well the GPUs were used and what limits each range."),
-    "ranks": ("profkit.cli.ranks", "Show which rank the others wait for, why, and what communication costs."),
-    "memory": ("profkit.cli.memory", "Show the peak of memory and who held it."),
-    "report": ("profkit.cli.report", "Write one HTML page of a run, for a browser."),
-    "whatif": ("profkit.cli.whatif", "Predict time and memory of a changed program, or the peak under other settings."),
-    "try": ("profkit.cli.try_edits", "Make edits in runs of a program, unchanged, and measure them."),
-    "compare": ("profkit.cli.compare", "Show what changed between two captures."),
-    "check": ("profkit.cli.check", "Check a run against budgets; exit 3 if one fails."),
-    "ceilings": ("profkit.cli.ceilings", "Measure the peaks of this machine's GPU."),
-    "doctor": ("profkit.cli.doctor", "Show what this machine can record, and how to fix what it cannot."),
-    "export": ("profkit.cli.copies", "Write a timeline for Perfetto or chrome://tracing."),
-    "gather": ("profkit.cli.copies", "Put the runs of several machines into one directory."),
-    "scrub": ("profkit.cli.copies", "Copy a capture or a run without private data."),
-    "help": ("profkit.cli.help", "Show a guide; `profkit help start` takes five minutes."),
+    "run": ("run", "Record a program: its time, its memory, or both."),
+    "summary": ("summary", "Say what a run spent its time and memory on, and what to try."),
+    "kernels": ("kernels", "Show which kernels took the time, in all or in a range."),
+    "ranges": ("kernels", "Show the tree of ranges: the names that --range accepts."),
+    "efficiency": ("efficiency", "Show how well the GPUs were used and what limits each range."),
+    "ranks": ("ranks", "Show which rank the others wait for, why, and what communication costs."),
+    "memory": ("memory", "Show the peak of memory and who held it."),
+    "report": ("summary", "Write one HTML page of a run, for a browser."),
+    "whatif": ("whatif", "Predict time and memory of a changed program, or the peak under other settings."),
+    "try": ("try_edits", "Make edits in runs of a program, unchanged, and measure them."),
+    "compare": ("compare", "Show what changed between two captures."),
+    "check": ("compare", "Check a run against budgets; exit 3 if one fails."),
+    "ceilings": ("machine", "Measure the peaks of this machine's GPU."),
+    "doctor": ("machine", "Show what this machine can record, and how to fix what it cannot."),
+    "export": ("copies", "Write a timeline for Perfetto or chrome://tracing."),
+    "gather": ("copies", "Put the runs of several machines into one directory."),
+    "scrub": ("copies", "Copy a capture or a run without private data."),
+    "help": ("", "Show a guide; `profkit help start` takes five minutes."),
 }
 
 _KEPT_BYTES = 1 << 24
-
 
 _NEAREST_ASCII = "profkit-nearest-ascii"
 _ASCII_FOR = str.maketrans(
@@ -58,9 +58,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(
-            import_module(_COMMANDS[cmd_name][0]), f"{cmd_name}{'_' * iskeyword(cmd_name)}"
-        )
+        module = import_module(f"{__name__}.{_COMMANDS[cmd_name][0]}".rstrip("."))
+        command: click.Command = getattr(module, f"{cmd_name}{'_' * iskeyword(cmd_name)}")
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -74,7 +73,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # While a shell completes a word, nobody reads an error.
         if args and args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            raise UsageError(f"no command {args[0]!r}{_suggest(args[0])}")
+            hint = _suggest(args[0], _COMMANDS) or "`profkit --help` lists the commands"
+            raise UsageError(f"no command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -82,11 +82,11 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
-def _suggest(name: str) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches
 
-    near = get_close_matches(name, _COMMANDS, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; `profkit --help` lists the commands"
+    near = get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -99,6 +99,28 @@ def cli(ctx: click.Context, debug: bool) -> None:
     Commands that show a run take the newest complete one here, or in runs/, if none is named.
     """
     ctx.obj = {"debug": debug}
+
+
+@click.command()
+@click.argument("topic", required=False)
+def help(topic: str | None) -> None:
+    """Show a guide or the help of a command; without a TOPIC, list the guides."""
+    from profkit.guides import TOPICS, read_guide, title_of
+
+    if topic is None:
+        click.echo("Guides (profkit help TOPIC):\n")
+        for name in TOPICS:
+            click.echo(f"  {name:<12} {title_of(name)}")
+        click.echo("\nEach command: profkit COMMAND --help")
+    elif topic in TOPICS:
+        click.echo_via_pager(read_guide(topic))
+    else:
+        root = click.get_current_context().find_root()
+        command = cli.get_command(root, topic)
+        if command is None:
+            hint = _suggest(topic, [*TOPICS, *_COMMANDS]) or f"the guides are {', '.join(TOPICS)}"
+            raise UsageError(f"no guide and no command {topic!r}; {hint}")
+        click.echo(command.get_help(click.Context(command, info_name=topic, parent=root)))
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

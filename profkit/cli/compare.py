@@ -1,36 +1,34 @@
-"""``profkit compare``: what changed between two captures."""
+"""``profkit compare`` and ``profkit check``: what changed between two captures, and whether budgets hold."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
-from profkit.cli.options import complete_ranges, output_options
-from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second, write_warnings
+from profkit.analysis.ranks.comparison import RanksResult, compare_opened
+from profkit.cli.options import FILE, LIMIT, MILLISECONDS, PERCENT, POSITIVE, SHARE, range_option
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second, write_warnings
+from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
+from profkit.report.commands.answer import answer_capture
+from profkit.report.commands.check import budget_label, build_check_document
 from profkit.report.commands.compare import TOP, VIEWS, View, build_compare_document, describe_difference
-from profkit.report.document import Format
-
-if TYPE_CHECKING:
-    from profkit.analysis.ranks.comparison import RanksResult
 
 
 @click.command()
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
-@click.option(
-    "--range", "name", metavar="RANGE", shell_complete=complete_ranges, help="Only the kernel time under this range."
-)
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+@range_option("Only the kernel time under this range.")
 @click.option("--by", type=click.Choice(VIEWS), help="Show one view only  [default: phase, category and kernel]")
 @click.option(
     "--top",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     metavar="N",
     help=f"Show at most N lines of a table (default {TOP}); CSV and JSON hold all.",
 )
@@ -43,9 +41,7 @@ def compare(
     by: View | None,
     top: int | None,
     force: bool,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Show what changed between two captures, per kernel, category and range, and whether it is more than noise.
 
@@ -56,10 +52,10 @@ def compare(
     Captures that differ in profiler, GPU, driver, torch, workload or precision, or that lost events, need --force;
     without it the command exits 2.
     """
-    refuse_overwriting([before, after], [output])
+    refuse_overwriting([before, after], [output.path])
     old, new = _open(before), _open(after)
     refuse_other_measure(old, new)
-    if not force or style == "csv":
+    if not force or output.style == "csv":
         disturbances = compare_provenance(old, new).disturbances
         write_warnings(f"changed: {describe_difference(difference)}" for difference in disturbances)
     with shown_after_a_second("comparing"):
@@ -73,7 +69,7 @@ def compare(
             groups, lines, data = compare_groups(_compare_ranks(old), _compare_ranks(new))
         csv = document.csv if document.csv.rows else groups
         document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
-    print_document(document, style, output, full_names=full_names)
+    output.print(document)
 
 
 def _has_ranks(capture: OpenedCapture) -> bool:
@@ -83,10 +79,91 @@ def _has_ranks(capture: OpenedCapture) -> bool:
 
 def _compare_ranks(capture: OpenedCapture) -> RanksResult:
     """Compare the ranks from what is opened already; of ranks that are lost, `read_ranks` says why."""
-    from profkit.analysis.ranks.comparison import compare_opened
     from profkit.joining import read_ranks
 
     return compare_opened(capture.trace, capture.run) or read_ranks(capture.path)
+
+
+@click.command()
+@click.argument("run", type=FILE)
+@click.option("--max-step-ms", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
+@click.option("--max-peak", type=LIMIT, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB.")
+@click.option(
+    "--max-idle",
+    type=PERCENT,
+    help="Largest idle share of the GPUs in the steps, such as 10%; scaled to the unprofiled steps if timed.",
+)
+@click.option("--min-mfu", type=PERCENT, help="Smallest model FLOPs utilization, such as 30%.")
+@click.option(
+    "--max-share",
+    "max_shares",
+    type=SHARE,
+    multiple=True,
+    help="Largest share of the steps' kernel time for a category or a range, such as softmax=15%; write category:NAME "
+    "or range:NAME if a capture has both. May be given several times.",
+)
+@click.option(
+    "--max-wait",
+    type=PERCENT,
+    help="Largest share of a step that ranks may wait for each other in collectives, hidden behind computing or not.",
+)
+@click.option("--max-skew", type=PERCENT, help="Largest share of a step that the latest rank may cost the others.")
+@click.option(
+    "--baseline",
+    type=FILE,
+    metavar="RUN0",
+    help="Allow no measurable slowdown against this run, and no higher peak of requested memory.",
+)
+@click.option("--max-slowdown", type=PERCENT, help="Allow this much slowdown against the baseline  [default: 0%]")
+@click.option("--force", is_flag=True, help="Accept a baseline of different origin (GPU, driver, precision, …).")
+@output_options
+def check(
+    run: Path,
+    max_step_ms: int | None,
+    max_peak: int | None,
+    max_idle: float | None,
+    min_mfu: float | None,
+    max_shares: tuple[tuple[str, float], ...],
+    max_wait: float | None,
+    max_skew: float | None,
+    baseline: Path | None,
+    max_slowdown: float | None,
+    force: bool,
+    output: Output,
+) -> None:
+    """Check a run against budgets: exit 0 if all held, 3 if any did not.
+
+    RUN is a run directory; fewer budgets can be judged with a trace or a snapshot alone. A budget that cannot be judged
+    counts as failed, and the reason is printed.
+    """
+    if baseline is None and (force or max_slowdown is not None):
+        raise UsageError(f"{'--force' if force else '--max-slowdown'} needs a baseline: give --baseline RUN0")
+    refuse_overwriting([run, baseline], [output.path])
+    budgets = Budgets(max_step_ms, max_peak, max_idle, min_mfu, max_shares, max_wait, max_skew)
+    if budgets == Budgets() and baseline is None:
+        raise UsageError("nothing to check: give a budget such as --max-step-ms 120, or --baseline RUN0")
+    # A directory of several nodes holds nothing that one capture could be: its ranks alone are compared.
+    only_ranks = budgets == Budgets(max_wait=max_wait, max_skew=max_skew) and baseline is None
+    opened = OpenedCapture(run, None, None, None) if only_ranks else _open(run)
+    earlier = None if baseline is None else _open(baseline)
+    with shown_after_a_second("judging"):
+        ranks = _compare_ranks_of(run) if budgets.of_ranks else ""
+        result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
+        answer = answer_capture(opened)
+    document = build_check_document(result, None if isinstance(ranks, str) else ranks, answer)
+    output.print(document)
+    failed = [budget_label(line) for line in result.lines if not line.held]
+    if failed:
+        raise CheckError(f"{run}: {len(failed)} of {len(result.lines)} budgets failed: {', '.join(failed)}")
+
+
+def _compare_ranks_of(run: Path) -> RanksResult | str:
+    from profkit.joining import read_ranks
+
+    try:
+        return read_ranks(run)
+    except UsageError as error:
+        return str(error).removeprefix(f"{run}: ").partition(";")[0]
 
 
 def _open(path: Path) -> OpenedCapture:

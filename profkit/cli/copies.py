@@ -8,9 +8,10 @@ import click
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedTrace
-from profkit.cli.options import capture_argument, format_option, rank_option
+from profkit.cli.options import FILE, capture_argument, rank_option
 from profkit.cli.outputs import (
-    print_document,
+    Output,
+    format_option,
     print_line,
     quote_path,
     refuse_overwriting,
@@ -32,9 +33,7 @@ from profkit.sharing import share
 
 @click.command()
 @capture_argument("capture")
-@click.option(
-    "-o", "--chrome", "output", type=click.Path(path_type=Path), metavar="FILE.json.gz", help="The trace to write."
-)
+@click.option("-o", "--chrome", "output", type=FILE, metavar="FILE.json.gz", help="The trace to write.")
 @rank_option
 @format_option
 def export(capture: Path, output: Path | None, rank: int | None, style: Format) -> None:
@@ -55,7 +54,7 @@ def export(capture: Path, output: Path | None, rank: int | None, style: Format) 
         check = None if opened is None else opened.self_check
     with shown_after_a_second(f"writing {output.name}"), whole_file(output) as partial, partial.open("xb") as file:
         write_chrome_trace(file, opened, memory, zipped=output.suffix == ".gz")
-    print_document(build_export_document(capture, output, opened, memory, check), style, None)
+    Output(style).print(build_export_document(capture, output, opened, memory, check))
 
 
 def _open(capture: Path, rank: int | None) -> tuple[OpenedTrace | None, dict[int | None, OpenedSnapshot]]:
@@ -71,8 +70,8 @@ def _open(capture: Path, rank: int | None) -> tuple[OpenedTrace | None, dict[int
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The directory to make.")
+@click.argument("sources", nargs=-1, required=True, type=FILE)
+@click.option("-o", "--output", required=True, type=FILE, help="The directory to make.")
 def gather(sources: tuple[Path, ...], output: Path) -> None:
     """Put the runs of several machines, copied from their disks, into one directory.
 
@@ -95,8 +94,8 @@ _REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The copy to write.")
+@click.argument("source", type=FILE)
+@click.option("-o", "--output", required=True, type=FILE, help="The copy to write.")
 @click.option("--force", is_flag=True, help="Replace the copy if it exists and is a file.")
 @click.option("--keep-frames", is_flag=True, help="Keep the file's name, line and function of source lines.")
 @click.option("--rename-ranges", is_flag=True, help="Number the words in names of ranges, modules and tensors.")
@@ -119,4 +118,4 @@ def scrub(source: Path, output: Path, force: bool, keep_frames: bool, rename_ran
         raise UsageError(f"{output}: exists; name another file with -o, or replace a file with --force")
     with shown_after_a_second(f"scrubbing {source.name}"):
         copy = share(source, output, keep_frames=keep_frames, rename_ranges=rename_ranges)
-    print_document(build_scrub_document(copy), style, None)
+    Output(style).print(build_scrub_document(copy))

@@ -10,20 +10,20 @@ from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import (
+    FILE,
     capture_argument,
-    complete_ranges,
     obey_strict,
-    output_options,
+    plot_option,
+    range_option,
     rank_option,
     trace_options,
 )
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.answer import answer_capture
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.lines import build_lines_document
-from profkit.report.document import Format
 from profkit.run.directory import Run, choose_run, find_run
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -31,20 +31,14 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 @click.command()
 @capture_argument("trace")
-@click.option(
-    "--range",
-    "name",
-    metavar="RANGE",
-    shell_complete=complete_ranges,
-    help="Only these ranges and those within: a name, glob or path.",
-)
+@range_option("Only these ranges and those within: a name, glob or path.")
 @rank_option
 @click.option("--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
-@click.option("--ceilings", type=click.Path(path_type=Path), metavar="FILE", help="Peaks measured by profkit ceilings.")
+@click.option("--ceilings", type=FILE, metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--by", type=click.Choice(["range", "line"]), default="range", help="What to show (default: range).")
 @click.option("--explain", is_flag=True, help="Explain each verdict with its numbers.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the ranges on a roofline.")
+@plot_option("Draw the ranges on a roofline.")
 @trace_options
 @output_options
 def efficiency(
@@ -60,9 +54,7 @@ def efficiency(
     plot: Path | None,
     thread_only: bool,
     strict: bool,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Show how well the GPUs' time was used under each range, and what limits it.
 
@@ -73,12 +65,12 @@ def efficiency(
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
     computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
-    if explain and style == "csv":
+    if explain and output.style == "csv":
         raise UsageError("--explain: CSV has no place for sentences; choose another --format (CSV has the rules)")
     require_png(plot)
-    refuse_overwriting([path for path in (trace, ceilings) if path is not None], [output, plot])
+    refuse_overwriting([trace, ceilings], [output.path, plot])
     if by == "line":
-        print_document(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)), style, output)
+        output.print(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)))
         return
     with shown_after_a_second(f"reading {trace.name}"):
         is_run = trace.is_dir() and rank is None and not thread_only
@@ -95,7 +87,7 @@ def efficiency(
             check.findings,
             evidence,
             totals=totals,
-            full_names=full_names,
+            full_names=output.full_names,
             compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
             limits=opened.step_limits,
             answer=answer,
@@ -106,7 +98,7 @@ def efficiency(
             # A picture with a point for each layer and step would be unreadable.
             folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
             plot_roofline(folded, plot, untrusted=check.failed)
-    print_document(document, style, output, full_names=full_names)
+    output.print(document)
     obey_strict(trace, check, strict=strict)
 
 

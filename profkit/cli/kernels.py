@@ -1,4 +1,4 @@
-"""``profkit kernels``: which kernels spent the time."""
+"""``profkit kernels`` and ``profkit ranges``: which kernels spent the time, and what ``--range`` accepts."""
 
 from __future__ import annotations
 
@@ -12,42 +12,38 @@ from profkit.analysis.kernels.summary import Grouping, KernelsResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.cli.options import (
+    POSITIVE,
     capture_argument,
-    complete_ranges,
     obey_strict,
-    output_options,
+    plot_option,
+    range_option,
     rank_option,
     trace_options,
 )
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second, write_warnings
+from profkit.cli.outputs import (
+    Output,
+    output_options,
+    refuse_overwriting,
+    require_png,
+    shown_after_a_second,
+    write_warnings,
+)
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
 from profkit.report.commands.kernels import SORTS, build_kernels_document
-from profkit.report.document import Format
+from profkit.report.commands.ranges import build_ranges_document
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
 
 _DEFAULT_TOP = 20
-_FOR_PEOPLE = ("table", "markdown", "latex")
 
 
 @click.command()
 @capture_argument("trace")
-@click.option(
-    "--range",
-    "name",
-    metavar="RANGE",
-    shell_complete=complete_ranges,
-    help="A range's name, a glob ('layer *') or a path (forward/ffn).",
-)
-@click.option(
-    "--exclude",
-    metavar="RANGE",
-    shell_complete=complete_ranges,
-    help="Leave out what ran under this range, such as warmup.",
-)
+@range_option("A range's name, a glob ('layer *') or a path (forward/ffn).")
+@click.option("--exclude", metavar="RANGE", help="Leave out what ran under this range, such as warmup.")
 @click.option("--instance", type=int, metavar="N", help="Only the N-th instance of the range, counted from 0.")
 @click.option(
     "--per-instance", is_flag=True, help="Also show one line per instance of the range (CSV holds only these)."
@@ -59,9 +55,9 @@ _FOR_PEOPLE = ("table", "markdown", "latex")
     "--by", type=click.Choice(get_args(Grouping)), default="kernel", show_default=True, help="What one line stands for."
 )
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
+@click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
 @click.option("--explain", is_flag=True, help="Show the rule behind each category, and what compiled kernels compute.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the table as a bar chart.")
+@plot_option("Draw the table as a bar chart.")
 @trace_options
 @output_options
 def kernels(
@@ -81,9 +77,7 @@ def kernels(
     totals: bool,
     plot: Path | None,
     strict: bool,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Show which kernels took the GPU's time, in the capture or inside a range.
 
@@ -97,7 +91,7 @@ def kernels(
     if explain and by != "kernel":
         raise UsageError(f"--explain: rules are for kernels, not --by {by}")
     require_png(plot)
-    refuse_overwriting([trace], [output, plot])
+    refuse_overwriting([trace], [output.path, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         result = opened.kernels(
@@ -111,18 +105,18 @@ def kernels(
             explain=explain,
         )
         check = opened.self_check
-    if top is None and style in _FOR_PEOPLE:
+    if top is None and output.is_for_people:
         top = _DEFAULT_TOP
     # Next to a part of the capture the phases of the whole would mislead.
     whole = result.filters == KernelFilter(rank=opened.rank) and result.by == "kernel"
-    is_shown = whole and style in _FOR_PEOPLE
+    is_shown = whole and output.is_for_people
     document = build_kernels_document(
         result,
         check.findings,
         sort=sort,
         top=top,
         totals=totals,
-        full_names=full_names,
+        full_names=output.full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
         compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
@@ -136,9 +130,9 @@ def kernels(
 
         with shown_after_a_second(f"drawing {plot.name}"):
             plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)
-    if style == "csv" and not per_instance and top is not None and top < len(result.kernels):
+    if output.style == "csv" and not per_instance and top is not None and top < len(result.kernels):
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
-    print_document(document, style, output, full_names=full_names)
+    output.print(document)
     obey_strict(trace, check, strict=strict)
 
 
@@ -154,3 +148,35 @@ def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
     within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
     phases = {title: opened.phases(path) for title, path in within.items()}
     return {title: results for title, results in phases.items() if results} or None
+
+
+@click.command()
+@capture_argument("trace")
+@rank_option
+@click.option(
+    "--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines (JSON and CSV always do)."
+)
+@trace_options
+@output_options
+def ranges(
+    trace: Path,
+    rank: int | None,
+    numbered: bool,
+    totals: bool,
+    thread_only: bool,
+    strict: bool,
+    output: Output,
+) -> None:
+    """Show the tree of ranges: how often each was open, its Python time, kernel time, GPU busy time and share.
+
+    TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory.
+    """
+    refuse_overwriting([trace], [output.path])
+    with shown_after_a_second(f"reading {trace.name}"):
+        opened = open_trace(trace, rank=rank, thread_only=thread_only)
+        numbered = numbered or not output.is_for_people
+        result = opened.ranges(numbered=numbered)
+        check = opened.self_check
+    document = build_ranges_document(result, check.findings, numbered=numbered, totals=totals)
+    output.print(document)
+    obey_strict(trace, check, strict=strict)

@@ -12,12 +12,11 @@ from profkit.analysis.memory.bins import STACKINGS, Stacking
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
 from profkit.analysis.memory.result import MemoryResult
-from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
-from profkit.cli.outputs import print_document, refuse_overwriting, shown_after_a_second
+from profkit.cli.options import FILE, POSITIVE, SIZE, capture_argument, peak_options
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import BY, TOP_MODULES, TOP_STACKS, By, build_memory_document
-from profkit.report.document import Format
 from profkit.run.directory import Run, find_run
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
 @click.option("--min-size", type=SIZE, default=0, help="Show only allocations of at least this size, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
 @click.option("--capacity", type=SIZE, help="The GPU's memory, to explain an out-of-memory error.")
-@click.option(
-    "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Draw memory over time: FILE.html or FILE.png."
-)
+@click.option("--timeline", type=FILE, metavar="FILE", help="Draw memory over time: FILE.html or FILE.png.")
 @click.option(
     "--timeline-by",
     type=click.Choice(STACKINGS),
@@ -55,13 +52,13 @@ _OF_ONE_SNAPSHOT = ("at", "by", "stack", "min_size", "capacity", "timeline", "ti
 @click.option("--leaks", is_flag=True, help="Also show what each step left behind, and from which lines.")
 @click.option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="AFTER",
     help="Explain how the peak of AFTER, a snapshot or run, differs.",
 )
 @click.option(
     "--top",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     metavar="N",
     help=f"Show at most N stacks (default {TOP_STACKS}) or modules (default {TOP_MODULES}).",
 )
@@ -81,9 +78,7 @@ def memory(
     leaks: bool,
     against: Path | None,
     top: int | None,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Say how much memory was allocated, when it peaked, what the peak was made of and which lines asked for it.
 
@@ -92,7 +87,7 @@ def memory(
     the byte; if the history does not prove that, a bound is printed.
     """
     _check_timeline(timeline, timeline_by)
-    refuse_overwriting([snapshot, *([against] if against is not None else [])], [output, timeline])
+    refuse_overwriting([snapshot, against], [output.path, timeline])
     opened = _open(snapshot, phases, rank)
     if against is not None:
         from profkit.report.commands.memory_compare import TOP_PARTS, build_peaks_document
@@ -100,7 +95,7 @@ def memory(
         _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
         document = build_peaks_document(comparison, top=top or TOP_PARTS)
-        print_document(document, style, output, full_names=full_names)
+        output.print(document)
         return
     with shown_after_a_second(f"analysing {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
@@ -108,7 +103,7 @@ def memory(
         with shown_after_a_second(f"drawing {timeline.name}"):
             _draw(timeline, _capture(snapshot, opened), result, timeline_by, Filter(stack, min_size))
     document = build_memory_document(result, by=by, top=top, leaks=leaks)
-    print_document(document, style, output, full_names=full_names)
+    output.print(document)
 
 
 def _check_timeline(path: Path | None, by: Stacking) -> None:

@@ -1,10 +1,8 @@
-"""Options that commands share, the quantities that options accept, and the ranges that a shell offers."""
+"""Options that commands share, and the quantities that options accept."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -12,9 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from profkit.errors import CheckError, ProfkitError, UsageError
-from profkit.names import kind_of
-from profkit.report.document import FORMATS
+from profkit.errors import CheckError, UsageError
 from profkit.report.text import make_visible
 from profkit.run.directory import find_newest_run
 
@@ -23,17 +19,27 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_CSV_SAFE = "profkit.csv_safe"
-_SPECIAL_IN_BASH = re.compile(r"([^\w./:@%+=-])")
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _PERCENT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<sign>%?)", re.ASCII)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
-format_option = click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
+FILE = click.Path(path_type=Path)
+POSITIVE = click.IntRange(min=1)
+
 rank_option = click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Only this rank of a distributed run."
 )
+
+
+def plot_option(text: str) -> Callable[[Command], Command]:
+    """Add ``--plot``, the name of a picture; `require_png` refuses others."""
+    return click.option("--plot", type=FILE, metavar="FILE.png", help=text)
+
+
+def range_option(text: str) -> Callable[[Command], Command]:
+    """Add ``--range``, as the parameter ``name``."""
+    return click.option("--range", "name", metavar="RANGE", help=text)
 
 
 def capture_argument(name: str, shown: str | None = None) -> Callable[[Command], Command]:
@@ -42,8 +48,7 @@ def capture_argument(name: str, shown: str | None = None) -> Callable[[Command],
     The line on standard error says which that is. Commands that judge or copy a run do without: theirs is named.
     """
     metavar = f"[{shown or name.upper()}]"
-    kind = click.Path(path_type=Path)
-    return click.argument(name, type=kind, metavar=metavar, required=False, callback=_capture_or_newest_run)
+    return click.argument(name, type=FILE, metavar=metavar, required=False, callback=_capture_or_newest_run)
 
 
 def _capture_or_newest_run(context: click.Context, parameter: click.Parameter, capture: Path | None) -> Path | None:
@@ -89,59 +94,6 @@ def peak_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
-
-
-def output_options(command: Command) -> Command:
-    """Add ``--format``, ``-o``, ``--full-names`` and ``--csv-safe`` (which `wants_safe_csv` tells)."""
-    for option in (
-        click.option(
-            "--csv-safe",
-            is_flag=True,
-            expose_value=False,
-            callback=_note_safe_csv,
-            help="In CSV, put ' before text that a spreadsheet would take for a formula.",
-        ),
-        click.option("--full-names", is_flag=True, help="Do not shorten names, or paths in JSON."),
-        click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the result to this file."),
-        format_option,
-    ):
-        command = option(command)
-    return command
-
-
-def wants_safe_csv() -> bool:
-    """Return whether the command that runs was given ``--csv-safe``."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(_CSV_SAFE))
-
-
-def _note_safe_csv(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.meta[_CSV_SAFE] = value
-
-
-def complete_ranges(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names, and kinds such as ``layer *``, that begin with ``incomplete``, in the order of first opening.
-
-    A capture that cannot be read offers nothing: what is wrong with it is said when the command runs.
-    """
-    # An option without its value, which is being typed, ends click's parsing: the arguments before it are left over.
-    said = [*context.args, *(str(value) for value in context.params.values() if isinstance(value, Path))]
-    capture = next((text for text in said if Path(text).exists()), None)
-    if capture is None:
-        return []
-    from profkit.reading import open_trace
-
-    try:
-        trace = open_trace(Path(capture)).trace
-    except (ProfkitError, OSError):
-        return []
-    names = [trace.names[name] for name in trace.ranges.name[trace.ranges.start_ns.argsort(kind="stable")].tolist()]
-    members = Counter(kind_of(name) for name in dict.fromkeys(names))
-    kinds = [kind for kind, count in members.items() if count > 1]  # as in the tree: a single conv2 is no conv*
-    offered = [name for name in dict.fromkeys([*kinds, *names]) if name.startswith(incomplete) and name.isprintable()]
-    # Other shells escape what they insert.
-    is_bash = os.environ.get("_PROFKIT_COMPLETE", "").startswith("bash")
-    return [_SPECIAL_IN_BASH.sub(r"\\\1", name) for name in offered] if is_bash else offered
 
 
 def parse_bytes(text: str) -> int:

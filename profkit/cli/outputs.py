@@ -7,18 +7,18 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
-from profkit.cli.options import wants_safe_csv
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
-from profkit.report.document import Document, Format, Role, plainly, render, without_formulas
+from profkit.report.document import FORMATS, Document, Format, Role, plainly, render, without_formulas
 from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run, find_run
 
@@ -31,8 +31,70 @@ _STYLES: dict[Role, dict[str, Any]] = {
     "wrong": {"fg": "red"},
 }
 
+format_option = click.option("--format", "style", type=click.Choice(FORMATS), default="table", show_default=True)
 
-def refuse_overwriting(captures: Sequence[Path], outputs: Iterable[Path | None]) -> None:
+
+@dataclass(frozen=True)
+class Output:
+    """Where a command's result goes, and in which form."""
+
+    style: Format
+    path: Path | None = None
+    full_names: bool = False
+    is_csv_safe: bool = False
+
+    @property
+    def is_for_people(self) -> bool:
+        """Whether it is rounded and may be cut; CSV and JSON hold all that there is."""
+        return self.style not in ("csv", "json")
+
+    def print(self, document: Document) -> None:
+        """Print a result, or write it to the file; its warnings go to standard error too.
+
+        Raises:
+            ProfkitError: there is no file, and standard output is closed.
+            UsageError: ``--csv-safe`` was given for another format.
+            OSError: it cannot be written.
+        """
+        if self.is_csv_safe:
+            if self.style != "csv":
+                raise UsageError("--csv-safe is about cells of CSV; add --format csv")
+            document = replace(document, csv=without_formulas(document.csv))
+        has_file = self.path is not None
+        paint = _colour if not has_file and self.style == "table" and has_colours(sys.stdout) else plainly
+        text = render(document, self.style, full_names=self.full_names, with_warnings=has_file, paint=paint)
+        # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
+        shown = document.warnings if self.is_for_people else [*document.failures, *document.warnings]
+        write_warnings(finding.message for finding in shown)
+        if paint is _colour:
+            print(text)  # every name in it is visible already, and the colours must stay
+        else:
+            write_result(text, self.path)
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--format``, ``-o``, ``--full-names`` and ``--csv-safe``, as the parameter ``output`` (an `Output`)."""
+
+    @wraps(command)
+    def with_output(*, style: Format, path: Path | None, full_names: bool, is_csv_safe: bool, **options: Any) -> Any:
+        return command(output=Output(style, path, full_names, is_csv_safe), **options)
+
+    for option in (
+        click.option(
+            "--csv-safe",
+            "is_csv_safe",
+            is_flag=True,
+            help="In CSV, put ' before text that a spreadsheet would take for a formula.",
+        ),
+        click.option("--full-names", is_flag=True, help="Do not shorten names, or paths in JSON."),
+        click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="Write the result to this file."),
+        format_option,
+    ):
+        with_output = option(with_output)
+    return with_output
+
+
+def refuse_overwriting(captures: Iterable[Path | None], outputs: Iterable[Path | None]) -> None:
     """Refuse outputs that would overwrite a capture that is read, a file of its run, or another output.
 
     Every analyzer calls this before it reads or writes anything; links to the same file count as that file. Of a
@@ -41,14 +103,17 @@ def refuse_overwriting(captures: Sequence[Path], outputs: Iterable[Path | None])
     Raises:
         UsageError: an output would.
     """
+    read = [capture for capture in captures if capture is not None]
     named = [output for output in outputs if output is not None]
-    for capture, output in itertools.product(captures, named):
-        if any(_is_same(output, path) for path in _files_of(capture)):
+    for capture, output in itertools.product(read, named):
+        folder = capture if capture.is_dir() else capture.parent
+        files = Run(folder).files if (folder / MANIFEST).exists() else []
+        if any(_is_same(output, path) for path in (capture, *files)):
             raise UsageError(f"{output}: this file is being read, or belongs to the run that is; write to another file")
     for first, second in itertools.combinations(named, 2):
         if _is_same(first, second):
             raise UsageError(f"{second}: two results would be written to this file")
-    write_warnings(filter(None, map(_how_cut_off, captures)))
+    write_warnings(filter(None, map(_how_cut_off, read)))
 
 
 def require_png(plot: Path | None) -> None:
@@ -88,29 +153,6 @@ def write_result(text: str, output: Path | None) -> None:
     else:
         # click.echo would remove what looks like a colour from names.
         print(text)
-
-
-def print_document(document: Document, style: Format, output: Path | None, *, full_names: bool = False) -> None:
-    """Print a result, or write it to a file; its warnings go to standard error too.
-
-    Raises:
-        ProfkitError: there is no file, and standard output is closed.
-        UsageError: ``--csv-safe`` was given for another format.
-        OSError: it cannot be written.
-    """
-    if wants_safe_csv():
-        if style != "csv":
-            raise UsageError("--csv-safe is about cells of CSV; add --format csv")
-        document = replace(document, csv=without_formulas(document.csv))
-    paint = _colour if output is None and style == "table" and has_colours(sys.stdout) else plainly
-    text = render(document, style, full_names=full_names, with_warnings=output is not None, paint=paint)
-    # Failures stand at the top of a table, but nobody reads the top of a CSV or JSON.
-    shown = [*document.failures, *document.warnings] if style in ("csv", "json") else document.warnings
-    write_warnings(finding.message for finding in shown)
-    if paint is _colour:
-        print(text)  # every name in it is visible already, and the colours must stay
-    else:
-        write_result(text, output)
 
 
 @contextmanager
@@ -205,11 +247,6 @@ def _how_cut_off(capture: Path) -> str | None:
         return None
     there = ", ".join(path.name for path in (*run.traces, *run.snapshots.values()))
     return there and f"{run.path}: it holds what was written by then ({there}): {run.ending}"
-
-
-def _files_of(capture: Path) -> list[Path]:
-    folder = capture if capture.is_dir() else capture.parent
-    return [capture, *(Run(folder).files if (folder / MANIFEST).exists() else [])]
 
 
 def _is_same(path: Path, other: Path) -> bool:

@@ -6,32 +6,26 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.options import capture_argument, output_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
+from profkit.cli.options import POSITIVE, capture_argument, plot_option
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import build_ranks_document
-from profkit.report.document import Format
 
 _DEFAULT_TOP = 16
-_FOR_PEOPLE = ("table", "markdown", "latex")
 
 
 @click.command()
 @capture_argument("run")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
+@click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw who waits for whom as a matrix."
-)
+@plot_option("Draw who waits for whom as a matrix.")
 @output_options
 def ranks(
     run: Path,
     top: int | None,
     workers: int | None,
     plot: Path | None,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Say which rank the others wait for, why, and what each group's communication costs.
 
@@ -39,14 +33,13 @@ def ranks(
     Each rank is read by itself: from its trace, else from the light record that it left.
     """
     require_png(plot)
-    refuse_overwriting([run], [output, plot])
+    refuse_overwriting([run], [output.path, plot])
     with shown_after_a_second(f"reading {run.name}"):
         result = read_ranks(run, workers=workers)
-    if top is None and style in _FOR_PEOPLE:
+    if top is None and output.is_for_people:
         top = _DEFAULT_TOP
     if plot is not None:
         from profkit.report.plots.wait_plot import plot_waits
 
         plot_waits(result, plot)
-    document = build_ranks_document(result, str(run), top=top)
-    print_document(document, style, output, full_names=full_names)
+    output.print(build_ranks_document(result, str(run), top=top))

@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from profkit.analysis.trials import latest_trials, summarize_trials
-from profkit.cli.options import output_options
-from profkit.cli.outputs import print_document, quote_path, refuse_overwriting, say, shown_after_a_second
+from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
 from profkit.cli.run import run as run_command
 from profkit.cli.run_options import AT_LEAST_ONE, RunCommand
 from profkit.errors import ProfkitError, RunError, UsageError
@@ -22,7 +21,7 @@ from profkit.launch.passes import Pass, Target, command_name, target_kind
 from profkit.launch.trials import TrialOptions, TrialRunner
 from profkit.reading import open_capture
 from profkit.report.commands.trials import build_held_document, build_trials_document
-from profkit.report.document import Document, Format
+from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
 from profkit.run.edits import EDITS, parse_edits
 from profkit.run.manifest import Workload, write_manifest
@@ -75,9 +74,7 @@ def try_(
     step_on: str | None,
     directory: Path | None,
     report: bool,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> int:
     """Make edits in runs of a program, without changing it, and measure what each does to a step.
 
@@ -86,10 +83,10 @@ def try_(
     Nothing is recorded meanwhile. An edit that was not made, or that took no effect, is shown with the reason.
     """
     if report:
-        print_document(_report(list(map(Path, target))), style, output, full_names=full_names)
+        output.print(_report(list(map(Path, target))))
         return 0
     run, argv = _read_target(target)
-    refuse_overwriting([run] if run is not None else [], [output])
+    refuse_overwriting([run], [output.path])
     if run is None and not edits:
         run = _record(argv, directory)
     wanted = edits or (_find_tries(run) if run is not None else ())
@@ -102,7 +99,7 @@ def try_(
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
         document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)
-        print_document(document, style, output, full_names=full_names)
+        output.print(document)
     else:
         say("; ".join(dict.fromkeys(process.reason or "" for process in trials.processes)) or "nothing was measured")
         status = status or 1

@@ -9,12 +9,11 @@ import click
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
-from profkit.cli.options import SIZE, capture_argument, output_options, peak_options
-from profkit.cli.outputs import print_document, refuse_overwriting, require_png, shown_after_a_second
+from profkit.cli.options import FILE, SIZE, capture_argument, peak_options, plot_option
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
 from profkit.reading import open_capture, open_snapshot, open_trace
 from profkit.report.commands.whatif import build_prediction_document
-from profkit.report.document import Format
 from profkit.run.edits import FORMS, parse_edits
 
 
@@ -40,7 +39,7 @@ from profkit.run.edits import FORMS, parse_edits
     "--scale-from",
     "others",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="OTHER",
     help="The program recorded with another batch or sequence, for batch:×F and sequence:×F.",
 )
@@ -50,12 +49,7 @@ from profkit.run.edits import FORMS, parse_edits
     type=SIZE,
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    metavar="FILE.png",
-    help="Draw memory today and after, or without a snapshot the step's lanes.",
-)
+@plot_option("Draw memory today and after, or without a snapshot the step's lanes.")
 @peak_options
 @output_options
 def whatif(
@@ -68,9 +62,7 @@ def whatif(
     plot: Path | None,
     device: int | None,
     rank: int | None,
-    style: Format,
-    output: Path | None,
-    full_names: bool,
+    output: Output,
 ) -> None:
     """Predict a step's time and the peak of memory after changes of the program, or under other allocator settings.
 
@@ -81,7 +73,7 @@ def whatif(
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
     require_png(plot)
-    refuse_overwriting([capture, *others], [output, plot])
+    refuse_overwriting([capture, *others], [output.path, plot])
     with shown_after_a_second(f"reading {capture.name}"):
         scale_from = [open_snapshot(other) for other in others]
         opened = open_capture(capture, rank=rank) if edits else None
@@ -103,7 +95,7 @@ def whatif(
             predicted = Prediction(None, memory)
     if plot is not None:
         _draw(predicted, opened, edits, plot)
-    print_document(build_prediction_document(predicted), style, output, full_names=full_names)
+    output.print(build_prediction_document(predicted))
 
 
 def _draw(predicted: Prediction, opened: OpenedCapture | None, edits: tuple[str, ...], path: Path) -> None:
