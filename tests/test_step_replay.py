@@ -16,9 +16,11 @@ from profkit.analysis.step_replay.calibrate import Fit, Phases, find_phases, fit
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import QUEUE_DEPTH, Constants, Replayed, measure_constants, prepare, prove, run
+from profkit.analysis.step_replay.steps import StepReplay, replay_steps
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import STEP
 from tests.captures import CAPTURES
+from tests.nsys_builder import NsysBuilder
 from tests.step_machine import Doing, Machine, programs
 
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700)
@@ -308,3 +310,46 @@ def test_nothing_fits_a_step_that_the_hosts_speed_does_not_explain() -> None:
     for wrong_ns in (whole_ns // 2, whole_ns * 2):
         assert fit_host(step, CONSTANTS, phases, {"forward": wrong_ns}, spread_ns=100) is None
     assert fit_host(step, CONSTANTS, phases, {"optimizer": whole_ns}, spread_ns=100) is None
+
+
+STEP_NS = 400_000
+
+
+def record_steps(path: Path, *, after_the_last: int) -> StepReplay:
+    """Write three steps that wait for an event after the first of two kernels, and waits after the last of them."""
+    builder = NsysBuilder()
+    for number in range(3):
+        begin = number * STEP_NS
+        builder.range(f"step {number}", begin, begin + STEP_NS - 1_000)
+        builder.kernel(begin + 10_000, 50_000, start=begin + 20_000)
+        builder.kernel(begin + 30_000, 200_000, start=begin + 71_000)
+        builder.call(begin + 40_000, name="cudaEventSynchronize_v3020", duration=35_000)
+        builder.call(begin + STEP_NS - 500, name="cudaEventQuery_v3020")
+    for number in range(after_the_last):
+        builder.call(3 * STEP_NS + number * 90_000, name="cudaDeviceSynchronize_v3020", duration=80_000)
+    opened = read_trace(builder.write(path))
+    return replay_steps(opened.account)
+
+
+@pytest.mark.parametrize("after_the_last", [0, 5])
+def test_what_a_recorder_calls_after_the_last_step_is_no_part_of_it(tmp_path: Path, after_the_last: int) -> None:
+    steps = record_steps(tmp_path / "t.sqlite", after_the_last=after_the_last).steps
+    assert [step.columns.recorded_ns for step in steps] == [STEP_NS, STEP_NS, STEP_NS - 499]
+    assert [step.columns.kind.count(WAIT) for step in steps] == [1, 1, 1]
+
+
+def test_a_wait_for_an_event_is_for_nothing_that_ran_on_when_it_ended(tmp_path: Path) -> None:
+    for step in record_steps(tmp_path / "t.sqlite", after_the_last=0).steps:
+        assert list(step.columns.targets[2]) == [0]
+        assert step.columns.wake_ns == {2: 5_000}
+        assert step.proof.error == pytest.approx(0, abs=1e-4)
+
+
+def test_two_operations_in_the_queue_keep_what_passed_between_them() -> None:
+    step = Machine([Doing(1_000, 1_000, LAUNCH, durations_ns=(90_000,)) for _ in range(4)], CONSTANTS).run().columns()
+    later = [0, 0, 3_000, 3_000]
+    for column in (step.start_ns, step.end_ns):
+        column[:] = [time_ns + late_ns for time_ns, late_ns in zip(column, later, strict=True)]
+    ready = prepare(step, CONSTANTS)
+    assert ready.between_ns[2:] == [CONSTANTS.gap_ns + 3_000, CONSTANTS.gap_ns]
+    assert run(ready, CONSTANTS).end_ns == step.end_ns

@@ -8,7 +8,7 @@ the last one of its own thread. An operation on the GPU follows the one before i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -252,7 +252,8 @@ class ProcessCalls:
             begin, end = step.launches[at]
             if _WAITS.match(name):
                 step.kind[at] = WAIT
-                step.targets[at] = _targets(sync, last, recorded)
+                is_of_event = "Event" in name and (sync is None or sync.record == NONE)
+                step.targets[at] = _ended_before(step, at, last) if is_of_event else _targets(sync, last, recorded)
             elif _STREAM_WAITS.match(name):
                 target = None if sync is None else recorded.get(sync.record, {}).get(sync.recorded_on)
                 if sync is None or sync.record == NONE:
@@ -307,6 +308,20 @@ def _targets(sync: _Sync | None, last: dict[int, int], recorded: dict[int, dict[
     if sync is not None and sync.names_stream:
         return [last[sync.stream]] if sync.stream in last else []
     return sorted(last.values())
+
+
+def _ended_before(step: StepColumns, call: int, last: Mapping[int, int]) -> list[int]:
+    """Return what a wait for an event waited for, if it is unknown where that was recorded.
+
+    Nothing that ran on when the call ended; so it is the operation that ended last before.
+    """
+    ended = []
+    for row in last.values():
+        while row != NONE and step.end_ns[row] > step.call_end_ns[call]:
+            row = step.previous[row]  # noqa: PLW2901  back to the first one that had ended
+        if row != NONE:
+            ended.append(row)
+    return [max(ended, key=step.end_ns.__getitem__)] if ended else []
 
 
 def _gaps(starts: list[int], ends: list[int], threads: list[int]) -> tuple[list[int], list[int]]:

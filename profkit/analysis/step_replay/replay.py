@@ -9,8 +9,8 @@
 - A launch into a queue that holds `QUEUE_DEPTH` operations ends when the first of them has begun.
 
 The constants are medians and means of the recording itself. An operation that began more than `STALL_NS` after the
-rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so). Latencies and
-wake-up times that the recording shows are its own; the constants stand where it hides them.
+rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so). Latencies,
+gaps between operations and wake-up times that the recording shows are its own; the constants stand where it hides them.
 """
 
 from __future__ import annotations
@@ -139,19 +139,14 @@ class Replayed:
 def prepare(step: StepColumns, constants: Constants) -> StepColumns:
     """Return a recorded step that is ready to run.
 
-    Its calls' own times are less what the recording's waits and full queues cost; the times between its operations are
-    the constants', but within a CUDA graph, where no host takes part, the recorded ones; stalls are known.
+    Its calls' own times are less what the recording's waits and full queues cost; stalls are known.
     """
-    known = constants.gaps_ns
-    between = [
-        0
-        if at == NONE
-        else step.start_ns[row] - step.end_ns[at]
-        if step.operation[row] == NODE
-        else known.get((step.operation[at], step.operation[row]), constants.gap_ns)
-        for row, at in enumerate(step.previous)
-    ]
-    ready = replace(step, own_ns=_own_times(step, constants), between_ns=between, wake_ns=_find_wakes(step))
+    ready = replace(
+        step,
+        own_ns=_own_times(step, constants),
+        between_ns=_find_gaps(step, constants),
+        wake_ns=_find_wakes(step),
+    )
     ready = replace(ready, graph_share=_graph_shares(ready), latency_ns=_find_latencies(ready, constants))
     return replace(ready, stall_ns=_find_stalls(ready, constants))
 
@@ -303,6 +298,24 @@ def _find_wakes(step: StepColumns) -> dict[int, int]:
         if step.kind[call] == WAIT and ended_ns > step.call_start_ns[call]:
             wakes[call] = max(0, step.call_end_ns[call] - ended_ns)
     return wakes
+
+
+def _find_gaps(step: StepColumns, constants: Constants) -> list[int]:
+    """Return what passes between each operation and the one before it on its stream.
+
+    It is the recorded time where no host took part: within a CUDA graph, and where it was in its queue by then.
+    """
+    gaps = []
+    for row, at in enumerate(step.previous):
+        usual_ns = (
+            0 if at == NONE else constants.gaps_ns.get((step.operation[at], step.operation[row]), constants.gap_ns)
+        )
+        recorded_ns = 0 if at == NONE else step.start_ns[row] - step.end_ns[at]
+        call = step.launcher[row]
+        is_queued = at != NONE and step.end_ns[at] > step.call_end_ns[call] + constants.latency_ns
+        is_seen = is_queued and recorded_ns < STALL_NS and row not in step.awaited and step.kind[call] != COPY
+        gaps.append(recorded_ns if is_seen or step.operation[row] == NODE else usual_ns)
+    return gaps
 
 
 def _find_latencies(step: StepColumns, constants: Constants) -> list[int]:

@@ -212,7 +212,7 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     if refusal is not None:
         return StepReplay(Constants(), (), None, 0, refusal)
     ((process, rows),) = processes.items()
-    windows = _windows(trace, account.steps[rows])
+    windows = _windows(trace, process, account.steps[rows])
     calls = ProcessCalls(trace, process)
     recorded = [calls.step(*window) for window in windows]
     constants = measure_constants(recorded)
@@ -280,18 +280,24 @@ def _why_doubtful(found: StepReplay, *, has_times: bool) -> str | None:
     return None
 
 
-def _windows(trace: Trace, steps: Ints) -> list[tuple[int, int, int]]:
+def _windows(trace: Trace, process: int, steps: Ints) -> list[tuple[int, int, int]]:
     """Return when the last steps begin, until when they make calls, and when their Python ends.
 
-    Each lasts to the start of the next one. The last one's Python ends with its range; calls may follow it for as long
-    as the steps usually take, because some programs wait for the GPU after their step.
+    Each lasts to the start of the next one. The last one's Python ends with its range, and as many calls follow that as
+    follow the others': some programs wait for the GPU after their step, and a recorder makes calls of its own at its
+    end.
     """
-    starts = np.sort(trace.ranges.start_ns[steps])
-    lengths = np.diff(starts)
-    end = int(trace.ranges.end_ns[steps].max())
-    last = starts[-1] + int(np.median(lengths)) if len(lengths) else end
-    calls_end = [*starts[1:].tolist(), max(int(last), end)]
-    windows = zip(starts.tolist(), calls_end, [*starts[1:].tolist(), end], strict=True)
+    order = np.argsort(trace.ranges.start_ns[steps])
+    starts, ends = trace.ranges.start_ns[steps][order], trace.ranges.end_ns[steps][order]
+    calls_ns = np.sort(trace.calls.start_ns[trace.calls.process == process])
+    first = np.searchsorted(calls_ns, ends)
+    following = np.searchsorted(calls_ns, starts[1:]) - first[:-1]
+    count = int(np.median(following)) if len(following) else 0
+    beyond = np.append(calls_ns, np.iinfo(np.int64).max)
+    last_ns = beyond[min(first[-1] + max(count, 0), len(calls_ns))]
+    windows = zip(
+        starts.tolist(), [*starts[1:].tolist(), int(last_ns)], [*starts[1:].tolist(), int(ends[-1])], strict=True
+    )
     return list(windows)[-MOST_STEPS:]
 
 
