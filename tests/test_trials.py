@@ -96,7 +96,7 @@ def test_one_process_has_no_interval_and_is_never_the_best() -> None:
         ("optimizer:fused", (1.0, 0.5, 0.2500001), False, 4e-7),
         ("autocast:bf16", (1.0, 0.5, 0.252), False, 0.00794),
         ("autocast:bf16", (1.0, 0.5, 0.3), True, 0.1667),
-        ("autocast:bf16", (1.0, 0.5, None), True, math.inf),
+        ("autocast:bf16", (1.0, 0.5, None), True, 1.0),
         ("batch:×2", (9.0, 9.0, 9.0), False, 0.972),
     ],
 )

@@ -47,6 +47,27 @@ for _ in range(300):
 """
 
 
+DIVERGES = """
+import torch
+from torch import nn
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Conv2d(3, 3, 1)
+    def to(self, *args, **kwargs):
+        torch.empty(0).to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+    def forward(self, images):
+        return self.model(images).square().mean()
+task = Task()
+optimizer = torch.optim.SGD(task.parameters(), lr=1e6)
+for _ in range(40):
+    optimizer.zero_grad()
+    task(torch.ones(2, 3, 4, 4)).backward()
+    optimizer.step()
+"""
+
+
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "_ENOUGH_S", 0.0)
@@ -138,6 +159,29 @@ def test_a_script_that_trains_in_a_way_of_its_own_gets_the_reason(forks: Forks, 
     assert "makes no DataLoader" in trials["pin-memory"]["reason"]
 
 
+def test_a_program_that_diverges_and_a_task_that_knows_no_memory_formats_are_tried(
+    forks: Forks, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(DIVERGES)
+    trial = try_edits(forks, tmp_path, "channels-last")["channels-last"]
+    assert trial["evidence"][0]["text"] == "1 convolutions and 20 inputs were channels last"
+    (call,) = Run(tmp_path / "run").trials.calls
+    losses = [process.measured.losses for process in call.processes if process.measured is not None]
+    assert losses[0][0] is not None
+    assert losses[0][-1] is None
+
+
+def test_each_edit_alone_is_tried_without_those_that_help_together(forks: Forks, tmp_path: Path) -> None:
+    make_script(tmp_path)
+    edits = ["--edit", "zero-grad:none", "--edit", "threads:2"]
+    words = ["try", "--alone", "--processes", "1", "--run", "run", *edits, "--", sys.executable, "script.py"]
+    done = forks.run_profkit(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3 processes of about" in done.stderr
+    (call,) = Run(tmp_path / "run").trials.calls
+    assert {process.edits for process in call.processes} == {(), ("zero-grad:none",), ("threads:2",)}
+
+
 def test_an_edit_that_fails_is_a_row_with_its_reason(forks: Forks, tmp_path: Path) -> None:
     before = "import torch\nif torch.get_num_threads() == 2: raise ValueError('two')\n"
     after_threads = "threads = torch.set_num_threads\ndef refuse(count): raise ValueError(f'{count} threads')\n"
@@ -200,6 +244,7 @@ def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, mo
         (["--edit", "gpu:×2", "script.py"], "profkit does not make this edit"),
         (["--edit", "nothing", "script.py"], "no edit 'nothing'"),
         (["--report", "."], "no profkit run"),
+        (["--alone", "--together", "script.py"], "give one of them"),
     ],
 )
 def test_wrong_use_says_what_to_write(forks: Forks, tmp_path: Path, words: list[str], why: str) -> None:

@@ -30,8 +30,8 @@ _LOSSES = 20
 class LossChange:
     """How far the losses of ``steps`` steps depart, as a share of the loss: the most of any step.
 
-    ``spread`` is the same between processes of the program as it is. ``allowed`` is what the edits' precision explains,
-    None where they change what is learned.
+    It is 1 where one of two losses is no number. ``spread`` is the same between processes of the program as it is.
+    ``allowed`` is what the edits' precision explains, None where they change what is learned.
     """
 
     steps: int
@@ -234,7 +234,7 @@ def _compare(losses: Sequence[float | None], before: Sequence[float | None]) -> 
 
 def _share(loss: float | None, before: float | None) -> float:
     if loss is None or before is None:
-        return 0.0 if loss is before else math.inf
+        return 0.0 if loss is before else 1.0
     scale = max(abs(loss), abs(before))
     return abs(loss - before) / scale if scale else 0.0
 

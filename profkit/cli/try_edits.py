@@ -53,6 +53,7 @@ class TryCommand(RunCommand):
     help=f"Try this; given several times, each alone and then those that help together: {', '.join(FORMS)}.",
 )
 @click.option("--together", is_flag=True, help="Try all edits together only, not each alone.")
+@click.option("--alone", is_flag=True, help="Try each edit alone only, not those together that help.")
 @click.option(
     "--processes", type=AT_LEAST_ONE, default=3, show_default=True, help="Processes of each that are measured."
 )
@@ -69,6 +70,7 @@ def try_(
     target: tuple[str, ...],
     edits: tuple[str, ...],
     together: bool,
+    alone: bool,
     processes: int,
     anyway: bool,
     step_on: str | None,
@@ -82,6 +84,8 @@ def try_(
     Each edit gets processes of its own, in turns with the program as it is, which are stopped after some timed steps.
     Nothing is recorded meanwhile. An edit that was not made, or that took no effect, is shown with the reason.
     """
+    if together and alone:
+        raise UsageError("--together tries all edits in one process, --alone each in its own; give one of them")
     if report:
         output.print(_report(list(map(Path, target))))
         return 0
@@ -95,7 +99,7 @@ def try_(
     parsed = parse_each(wanted)
     variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
     step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
-    options = TrialOptions(processes, step_on, combines=not together, may_write=anyway)
+    options = TrialOptions(processes, step_on, combines=not (together or alone), may_write=anyway)
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
         document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)

@@ -100,8 +100,8 @@ class TrialRunner:
         if wrote is not None and not self._options.may_write:
             raise UsageError(f"{wrote}: each trial would do so again; --anyway tries all the same")
         self._choose_steps(scout)
-        # The first turn may lead to a combination of edits.
-        often = self._options.processes * (count + 1 + (count > 1)) + (count > 1)
+        may_combine = self._options.combines and count > 1
+        often = self._options.processes * (count + 1 + may_combine) + may_combine
         assert scout.measured is not None
         step_s = (scout.measured.step_ns or 0) / 1e9
         each_s = scout.wall_s + step_s * (self._warmup + self._steps - _SCOUT_WARMUP - _SCOUT_STEPS)

@@ -39,8 +39,8 @@ class Measured:
 
     ``steps`` steps took ``step_ns`` each (mean), the GPU waited for before the first and after the last; None if the
     process did not get there: ``reason`` says why, if it knows. ``first_ns`` is what the steps before those took
-    together. ``losses`` are the means of the losses of each step, from the first on; None where one is no finite
-    number. ``steps_seen`` counts all steps. Peaks are of the whole process, None without a GPU.
+    together. ``losses`` are the means of the losses of each step, from the first on; None where one is not finite, or
+    larger than any that is kept. ``steps_seen`` counts all steps. Peaks are of the whole process, None without a GPU.
     """
 
     steps: int = 0

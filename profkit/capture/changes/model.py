@@ -71,7 +71,8 @@ class ChannelsLast(_ModelChange):
         if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
             self.refuse("the model has no convolution of two dimensions")
             return
-        module.to(memory_format=torch.channels_last)
+        # A class may have a `to` of its own that knows no memory formats.
+        nn.Module.to(module, memory_format=torch.channels_last)
         module.register_forward_pre_hook(self._convert, with_kwargs=True)
 
     def _convert(

@@ -237,5 +237,5 @@ class Batch(_LoaderChange):
 
     def prove(self) -> str:
         super().prove()
-        sizes = ", ".join(f"{new} for {old}" for (_, new), old in self._sizes.items())
-        return f"batches of {sizes}"
+        sizes = dict.fromkeys(f"{new} for {old}" for (_, new), old in self._sizes.items())
+        return f"batches of {', '.join(sizes)}"

@@ -6,7 +6,6 @@ are kept where they are until then.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from profkit.capture.steps.times import wait_for_device
 from profkit.run.edits import parse_edits
 from profkit.run.job import rank_of_command
 from profkit.run.recording import Order, count_left, leave_failure, leave_measured
+from profkit.run.records import LARGEST_NUMBER
 from profkit.run.trials import Evidence, Measured
 
 MAKERS: dict[str, Callable[[str], Change]] = {
@@ -88,9 +88,9 @@ class _Losses(Watcher):
                 self._steps[-1].append(tensor.detach().clone())
 
     def read(self) -> tuple[float | None, ...]:
-        """Return the mean loss of each step that has ended and has some; None where it is no finite number."""
-        means = [math.fsum(float(loss) for loss in step) / len(step) for step in self._steps[:-1] if step]
-        return tuple(mean if math.isfinite(mean) else None for mean in means)
+        """Return the mean loss of each step that has ended and has some; None where it has grown beyond all use."""
+        means = [sum(float(loss) for loss in step) / len(step) for step in self._steps[:-1] if step]
+        return tuple(mean if abs(mean) < LARGEST_NUMBER else None for mean in means)
 
 
 class _All(Watcher):
