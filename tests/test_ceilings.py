@@ -13,7 +13,7 @@ import pytest
 
 import profkit.analysis.efficiency.work as datasheets
 from profkit.analysis.efficiency.work import find_datasheet
-from profkit.report.commands.ceilings import build_ceilings_document
+from profkit.report.commands.machine import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.work import read_ceilings
 

@@ -33,7 +33,7 @@ from profkit.launch.doctor import (
 )
 from profkit.launch.gpu_state import cuda_of_driver
 from profkit.launch.nsys import Nsys, cupti_of, is_before
-from profkit.report.commands.doctor import build_doctor_document
+from profkit.report.commands.machine import build_doctor_document
 from profkit.report.document import render
 
 OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"

@@ -16,8 +16,8 @@ import numpy as np
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
-from profkit.report.export.chrome_trace import write_chrome_trace
-from profkit.report.export.layout import Counter, MemoryTracks, _numbered, assign_lanes
+from profkit.report.chrome_layout import Counter, MemoryTracks, _numbered, assign_lanes
+from profkit.report.chrome_trace import write_chrome_trace
 from profkit.snapshot.unpickler import load_data
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of

@@ -22,10 +22,10 @@ from profkit.errors import UsageError
 from profkit.files import whole_file
 from profkit.joining import gather as gather_to
 from profkit.reading import kind_of, open_snapshot, open_trace
+from profkit.report.chrome_layout import find_memory
+from profkit.report.chrome_trace import write_chrome_trace
 from profkit.report.commands.copies import build_export_document, build_scrub_document
 from profkit.report.document import Format
-from profkit.report.export.chrome_trace import write_chrome_trace
-from profkit.report.export.layout import find_memory
 from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.sharing import share

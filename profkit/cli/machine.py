@@ -16,7 +16,7 @@ from profkit.launch.gpu_state import measure_ceilings
 from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.record import require_torch
 from profkit.models.options import Device
-from profkit.report.commands.doctor import build_doctor_document
+from profkit.report.commands.machine import build_ceilings_document, build_doctor_document
 from profkit.report.document import Format
 from profkit.run.directory import CEILINGS, Run
 from profkit.run.work import Ceilings, write_ceilings
@@ -81,8 +81,6 @@ def ceilings(device: Device, output: Path | None, style: Format) -> None:
 
     It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
     """
-    from profkit.report.commands.ceilings import build_ceilings_document  # loads numpy, which doctor does without
-
     require_torch()
     if output is not None and output.is_dir():
         Run(output)

@@ -39,7 +39,7 @@ def ranks(
     if top is None and output.is_for_people:
         top = _DEFAULT_TOP
     if plot is not None:
-        from profkit.report.plots.wait_plot import plot_waits
+        from profkit.report.plots.time_plots import plot_waits
 
         plot_waits(result, plot)
     output.print(build_ranks_document(result, str(run), top=top))

@@ -109,7 +109,7 @@ def _draw(predicted: Prediction, opened: OpenedCapture | None, edits: tuple[str,
     lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
     if lanes is None:
         raise UsageError("--plot draws memory or a step's lanes, and neither is predicted")
-    from profkit.report.plots.lanes_plot import plot_lanes  # loads Matplotlib
+    from profkit.report.plots.time_plots import plot_lanes  # loads Matplotlib
 
     plot_lanes(*lanes, edits, path)
 

@@ -13,8 +13,8 @@ import numpy as np
 from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.opened import OpenedTrace
 from profkit.names import kind_of
+from profkit.report.chrome_layout import MemoryTracks
 from profkit.report.document import Column, Document, Lines, Table
-from profkit.report.export.layout import MemoryTracks
 from profkit.report.units import BYTES, TEXT, format_count
 from profkit.sharing import SharedCopy
 from profkit.text_kinds import KERNEL, OPERATOR

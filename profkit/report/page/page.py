@@ -32,8 +32,7 @@ from profkit.report.page.answer import build_answer, build_lines
 from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
-from profkit.report.page.ranks import build_ranks
-from profkit.report.page.results import Results, build_comparison, compare_runs
+from profkit.report.page.results import Results, build_comparison, build_ranks, compare_runs
 from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
 from profkit.report.text import make_visible
 from profkit.report.units import format_count, format_ns

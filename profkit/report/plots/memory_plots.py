@@ -18,7 +18,7 @@ from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.whatif.answers import CaseCurve, WhatIf
 from profkit.report import colours
 from profkit.report.commands.whatif import changed_cases, name_case
-from profkit.report.plots.pictures import draw_png
+from profkit.report.plots import draw_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_bytes
 

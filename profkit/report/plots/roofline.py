@@ -23,7 +23,7 @@ from profkit.errors import TraceError
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report.commands.step_replay import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.plots.pictures import draw_png
+from profkit.report.plots import draw_png
 from profkit.report.text import make_visible, shorten
 from profkit.report.units import format_ns, four_digits
 from profkit.run.directory import find_run

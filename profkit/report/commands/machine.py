@@ -1,13 +1,59 @@
-"""The document of ``profkit ceilings``: what a device does at most, beside what a datasheet says."""
+"""The documents of ``profkit doctor`` and ``ceilings``: what a machine can record, and what its device does at most."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING, Any, Protocol
 
-from profkit.analysis.efficiency.work import Datasheet, find_datasheet
-from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.text import screen_width
 from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.work import Ceilings
+
+if TYPE_CHECKING:
+    from profkit.analysis.efficiency.work import Datasheet
+
+
+class Checked(Protocol):
+    """What a check of `profkit.launch.doctor` found; this layer may not import it."""
+
+    @property
+    def check(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def found(self) -> str: ...
+    @property
+    def advice(self) -> str | None: ...
+
+
+_CHECK, _STATE = Column("check", "check", TEXT), Column("state", "state", TEXT)
+_FOUND, _ADVICE = Column("found", "found", TEXT), Column("advice", "to do", TEXT)
+_BESIDE_FOUND = len("temporary directory") + 2 + len("warning") + 2
+
+
+def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_screen: bool) -> Document:
+    """Return the checks; ``on_screen`` what to do stands below what was found, after an arrow, and both are wrapped."""
+    keys = ("check", "state", "found", "advice")
+    rows: list[Row] = [{key: getattr(check, key) for key in keys} for check in checks]
+    exact = Table((_CHECK, _STATE, _FOUND, _ADVICE), rows)
+    lines = [line for row in rows for line in _lines(row)]
+    shown = (
+        Table((_CHECK, _STATE, _FOUND), lines, is_wrong=lambda row: row["state"] == "failed") if on_screen else exact
+    )
+    answer = "this machine can record" if can_record else "this machine can record nothing"
+    return Document("doctor", {"can_record": can_record, "findings": rows}, (shown, Lines([answer])), exact)
+
+
+def _lines(row: Row) -> list[Row]:
+    text = TextWrapper(screen_width() - _BESIDE_FOUND, break_long_words=False, break_on_hyphens=False)
+    wrapped = text.wrap(row["found"])
+    if row["advice"] is not None:
+        text.initial_indent, text.subsequent_indent = "→ ", "  "
+        wrapped += text.wrap(row["advice"])
+    first = {"check": row["check"], "state": row["state"], "found": wrapped[0]}
+    return [first, *({"check": "", "state": "", "found": line} for line in wrapped[1:])]
 
 
 def _rate(value: float) -> str:
@@ -33,8 +79,10 @@ _COLUMNS = (
 
 def build_ceilings_document(ceilings: Ceilings) -> Document:
     """Return the table of matrix products by type and of the copy; what a datasheet does not say is null."""
-    sheet = find_datasheet(ceilings.device.name)
+    from profkit.analysis.efficiency.work import find_datasheet  # loads numpy, which doctor does without
+
     device = ceilings.device
+    sheet = find_datasheet(device.name)
     table = Table(_COLUMNS, _rows(ceilings, sheet))
     facts = {
         "name": device.name,

@@ -1,10 +1,11 @@
-"""Draw the share table as a horizontal bar chart, fit for a report."""
+"""Time as pictures, fit for a report: the share table as bars, a step's lanes before and after, who waits for whom."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,12 +14,18 @@ from matplotlib.text import Annotation
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.step_replay.lanes import StepLanes
+from profkit.analysis.step_replay.limits import Limit
 from profkit.report import colours
+from profkit.report.colours import LIMITS, STEP
+from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.document import UNTRUSTED
-from profkit.report.plots.pictures import draw_png
+from profkit.report.plots import draw_png
 from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
-from profkit.report.units import format_share, ns_over
+from profkit.report.units import format_ns, format_share, ns_over
 from profkit.trace.columns import distinct_values
 
 MOST_BARS = 60
@@ -158,3 +165,72 @@ def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
         handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
     columns = min(len(handles), 7)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+
+
+def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
+    """Write the lanes of both steps, on one scale, to a PNG file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rows = [
+        (f"{name}, {lane}", spans)
+        for name, step in (("now", before), ("after", after))
+        for lane, spans in step.lanes.items()
+    ]
+    with draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
+        for number, (_, spans) in enumerate(rows):
+            axes.broken_barh(
+                [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
+                (number - 0.4, 0.8),
+                facecolors=[STEP[LIMITS[span.kind]] for span in spans],
+            )
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(before.step_ns, after.step_ns) / 1e6)
+        axes.set_xlabel("ms")
+        axes.set_title(
+            f"A step: {format_ns(before.step_ns)} now, {format_ns(after.step_ns)} with {', '.join(edits)}",
+            fontsize="medium",
+        )
+        _add_key(axes, [before, after])
+
+
+def _add_key(axes: Axes, steps: list[StepLanes]) -> None:
+    kinds = dict.fromkeys(span.kind for step in steps for spans in step.lanes.values() for span in spans)
+    patches = [Patch(color=STEP[LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+
+
+_MOST_WRITTEN = 8
+"""A matrix of up to this many ranks has room for figures."""
+_VERDICT_WIDTH = 80
+
+
+def plot_waits(result: RanksResult, path: Path) -> None:
+    """Write the matrix of waits per step to a PNG file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with draw_png(path, 7.5, 6.5) as (figure, axes):
+        _draw(figure, axes, result)
+
+
+def _draw(figure: Figure, axes: Axes, result: RanksResult) -> None:
+    axes.spines[:].set_visible(True)
+    waits = result.waits_ns / max(result.step_count, 1) / 1e6
+    picture = axes.imshow(waits, cmap="Reds", vmin=0.0, interpolation="nearest")
+    numbers = [rank.rank for rank in result.ranks]
+    every = max(1, -(-len(numbers) // 16))
+    where = list(range(0, len(numbers), every))
+    axes.set_xticks(where, [str(numbers[at]) for at in where])
+    axes.set_yticks(where, [str(numbers[at]) for at in where])
+    if len(numbers) <= _MOST_WRITTEN:
+        for at, to in zip(*waits.nonzero(), strict=True):
+            color = "white" if waits[at, to] * 2 > waits.max() else "black"
+            axes.text(to, at, format_ns(round(waits[at, to] * 1e6)), ha="center", va="center", color=color)
+    axes.set_xlabel("waits for rank")
+    axes.set_ylabel("rank")
+    axes.set_title("\n".join(wrap(describe_verdict(result)[0], _VERDICT_WIDTH)), fontsize="medium")
+    figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")

@@ -20,7 +20,7 @@ import numpy as np
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
 from profkit.analysis.tree.range_tree import kind_paths
-from profkit.report.export.layout import (
+from profkit.report.chrome_layout import (
     Layout,
     MemoryProcess,
     MemoryTracks,
@@ -33,12 +33,9 @@ from profkit.report.export.layout import (
     place_memory,
 )
 from profkit.report.page.step import EVIDENCE
-from profkit.trace.columns import Copies, Ints, Trace, Work, rows_by_value
-
-Row = dict[str, Any]
+from profkit.trace.columns import Copies, Ints, Work, rows_by_value
 
 _ROWS_AT_ONCE = 8192
-_LARGEST_ID = 1 << 62
 
 
 def write_chrome_trace(
@@ -55,26 +52,13 @@ def write_chrome_trace(
 
 def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]) -> None:
     layout = None if opened is None else lay_out(opened.recorded, opened.ranks)
-    header = {} if opened is None or layout is None else _header(opened.recorded, layout)
-    target.write(json.dumps({"schemaVersion": 1, **header})[:-1].encode() + b', "traceEvents": [')
+    target.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"
-    for rows in _batches(_rows(opened, layout, memory)):
-        target.write((separator + ",\n".join(rows)).encode("utf-8", "replace"))
+    rows = _rows(opened, layout, memory)
+    while batch := list(islice(rows, _ROWS_AT_ONCE)):
+        target.write((separator + ",\n".join(batch)).encode("utf-8", "replace"))
         separator = ",\n"
     target.write(b"\n]}\n")
-
-
-def _batches(rows: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(rows, _ROWS_AT_ONCE)):
-        yield batch
-
-
-def _header(trace: Trace, layout: Layout) -> Row:
-    return {
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": trace.clock_base_ns - layout.shift_ns,
-        "deviceProperties": [{"id": number, "name": name} for number, name in enumerate(trace.gpus)],
-    }
 
 
 def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[MemoryTracks]) -> Iterator[str]:
@@ -95,7 +79,6 @@ class _TimeRows:
             thread: f'"pid": {layout.pids[process]}, "tid": {layout.tids[thread]}'
             for thread, process in layout.owners.items()
         }
-        self._correlation = _own_correlations(trace)
         self._free_tids = free
         self._flows = count(1)
 
@@ -152,8 +135,8 @@ class _TimeRows:
         return aside
 
     def _calls(self) -> Iterator[str]:
-        columns = _columns(self._trace.calls, "name", "start_ns", "end_ns", "thread")
-        for (name, start, end, thread), correlation in zip(columns, self._correlation.tolist(), strict=True):
+        columns = _columns(self._trace.calls, "name", "start_ns", "end_ns", "thread", "correlation")
+        for name, start, end, thread, correlation in columns:
             category = "cuda_runtime" if self._trace.names[name].startswith("cuda") else "cuda_driver"
             correlated = f'"correlation": {correlation}'
             yield self._slice(category, self._names[name], (start, end), self._thread[thread], correlated)
@@ -224,20 +207,18 @@ class _TimeRows:
                     yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
 
     def _launched_by(self, call: int) -> str:
-        return f', "correlation": {self._correlation[call]}' if call >= 0 else ""
+        return f', "correlation": {self._trace.calls.correlation[call]}' if call >= 0 else ""
 
     def _flow(self, call: int, where: str, start_ns: int) -> Iterator[str]:
         if call >= 0:
             flow, calls = next(self._flows), self._trace.calls
-            yield self._flow_end("s", "ac2g", flow, self._thread[int(calls.thread[call])], int(calls.start_ns[call]))
-            yield self._flow_end("f", "ac2g", flow, where, start_ns)
+            yield self._flow_end("s", flow, self._thread[int(calls.thread[call])], int(calls.start_ns[call]))
+            yield self._flow_end("f", flow, where, start_ns)
 
-    def _flow_end(self, side: str, category: str, flow: int, where: str, time_ns: int) -> str:
+    def _flow_end(self, side: str, flow: int, where: str, time_ns: int) -> str:
         at = _microseconds(time_ns + self._layout.shift_ns)
         bound = ', "bp": "e"' if side == "f" else ""
-        return (
-            f'{{"ph": "{side}", "cat": "{category}", "name": "{category}", "id": {flow}, {where}, "ts": {at}{bound}}}'
-        )
+        return f'{{"ph": "{side}", "cat": "ac2g", "name": "ac2g", "id": {flow}, {where}, "ts": {at}{bound}}}'
 
     def _slice(self, category: str, name: str, times: tuple[int, int], where: str, arguments: str = "") -> str:
         start_ns, end_ns = times
@@ -245,21 +226,6 @@ class _TimeRows:
         said = f', "args": {{{arguments}}}' if arguments else ""
         duration = _microseconds(end_ns - start_ns)
         return f'{{"ph": "X", "cat": "{category}", "name": {name}, {where}, "ts": {start}, "dur": {duration}{said}}}'
-
-
-def _own_correlations(trace: Trace) -> Ints:
-    """Return the calls' correlation ids so that no two processes share one, as a reader of Kineto's format expects."""
-    calls = trace.calls
-    processes, number = np.unique(calls.process, return_inverse=True)
-    if len(processes) < 2:
-        return calls.correlation
-    span = int(calls.correlation.max()) + 1
-    if int(calls.correlation.min()) < 0 or span * len(processes) > _LARGEST_ID:
-        pairs = np.stack([number, calls.correlation])
-        own = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1) + 1
-    else:
-        own = calls.correlation + number * span
-    return np.where(calls.correlation == 0, 0, own)
 
 
 def _memory_rows(memory: MemoryTracks, place: MemoryProcess, free: Iterator[int]) -> Iterator[str]:

@@ -1,1 +1,0 @@
-"""A capture as a file for a timeline viewer."""
