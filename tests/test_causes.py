@@ -254,7 +254,7 @@ def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Pat
         return found(program.write(folder, [line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)]))
 
     advice = write(tmp_path / "late", 60_000)["waits"]
-    assert advice.cause == "y.mean().item waits for the GPU, 8 times a step"
+    assert advice.cause == "y.mean().item() waits for the GPU, 8 times a step"
     assert advice.edit == "no-wait:/work/train.py:30"
     assert advice.evidence["waits"] == 8
     program = Program()

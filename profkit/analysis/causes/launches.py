@@ -35,13 +35,18 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         edit = f"no-wait:{line.file}:{line.line}"
         yield Cause(
             code="waits",
-            cause=f"{line.called or 'a call'} waits for the GPU, {count:.3g} times a step",
+            cause=f"{_name_call(line.called)} waits for the GPU, {count:.3g} times a step",
             line=source_line(line),
             change="keep the value on the GPU, and read it every 50 steps or so",
             changes=edits(edit),
             edit=edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
+
+
+def _name_call(called: str | None) -> str:
+    """Return a call as it is written: ``x.sum().item``, whose name is ``….item``, is ``.item()``."""
+    return "a call" if called is None else f"{called.removeprefix('…')}()"
 
 
 def _optimizer(evidence: Evidence) -> Iterator[Cause]:
