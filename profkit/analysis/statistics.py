@@ -69,9 +69,11 @@ def _resample(samples: npt.NDArray[Any], sequences: tuple[int, int], largest: in
     There are as many as the side with the ``largest`` number of samples allows.
     """
     count, size = min(max(_MOST_DRAWS // largest, _FEWEST_RESAMPLES), _RESAMPLES), len(samples)
-    drawn = np.concatenate([np.random.default_rng(seed).integers(0, size, (count // 2, size)) for seed in sequences])
-    times: Floats = np.median(samples[drawn, 0], axis=1) + samples[drawn, 1].mean(axis=1)
-    return times
+    halves = []
+    for seed in sequences:
+        drawn = np.random.default_rng(seed).integers(0, size, (count // 2, size))
+        halves.append(np.median(samples[drawn, 0], axis=1, overwrite_input=True) + samples[drawn, 1].mean(axis=1))
+    return np.concatenate(halves)
 
 
 def judge_change(change: Fraction, low: int | None, high: int | None) -> Verdict:
