@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.kernels.summary import Grouping, KernelsResult
     from profkit.analysis.lines import LinesResult
-    from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-    from profkit.analysis.memory.result import MemoryResult
+    from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
     from profkit.analysis.opened import OpenedCapture, OpenedTrace
     from profkit.analysis.ranks.comparison import RanksResult
     from profkit.analysis.step_replay.predict import Prediction

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from profkit.analysis.checks.self_check import LOSS_IN_LOG
+from profkit.analysis.self_check import LOSS_IN_LOG
 from profkit.errors import CaptureError, UsageError
 from profkit.files import write_json
 from profkit.reading import Kind, kind_of, read_trace_file

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 

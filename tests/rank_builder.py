@@ -11,11 +11,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
+from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
+from profkit.cli import cli
 from profkit.reading import open_trace
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.run.light_columns import columns_of
@@ -198,6 +202,23 @@ def compare_records(records: Sequence[LightRecord]) -> RanksResult:
 def compare_traced(trace: Path) -> RanksResult:
     """Return the comparison of the ranks of a trace, without light records."""
     return compare_records(reduce_ranks(open_trace(trace), {}))
+
+
+def late_rank(result: RanksResult) -> Culprit:
+    """Return the rank that is named as late."""
+    assert result.verdict.culprit is not None
+    return result.verdict.culprit
+
+
+def said(*words: object) -> str:
+    """Return what a command prints, in one line."""
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    return " ".join((done.stderr + done.stdout).split())
+
+
+def data_of(*words: object) -> Any:
+    """Return what a command prints as JSON."""
+    return json.loads(CliRunner().invoke(cli, [*map(str, words), "--format", "json"]).stdout)
 
 
 def plain_columns(value: object) -> object:

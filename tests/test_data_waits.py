@@ -11,8 +11,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.time_account.account import IdleCauses, divide_idle
-from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.waits import DataWait
+from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.report.commands.efficiency import build_efficiency_document, limit_words
 from profkit.report.document import render
 from tests.efficiency_runs import rows_by_path

@@ -29,6 +29,7 @@ from tests.rank_builder import (
     Timeline,
     compare_records,
     compare_traced,
+    late_rank,
     light_records,
     simulate,
     write_kineto_run,
@@ -94,8 +95,7 @@ def test_a_rank_that_is_late_every_fourth_step_is_named_with_its_share(tmp_path:
     random = np.random.default_rng(4)
     noise = _noise(ranks, 24, lambda *_: random.exponential(0.2))
     for result in _compare(tmp_path, ranks, 24, [*noise, Delay(0, place, 40 * MS, every=4, first=3)]):
-        found = result.verdict.culprit
-        assert found is not None
+        found = late_rank(result)
         # The last delay of the optimizer comes after the last collective.
         assert (found.rank, found.late_steps, found.is_always) == (0, 5 if place == "optimizer" else 6, False)
         assert found.cause == {"data": "data", "kernels": "kernels"}.get(place, "python")
@@ -109,9 +109,8 @@ def test_a_constant_delay_is_named_among_heavy_tails(tmp_path: Path, place: str)
     random = np.random.default_rng(5)
     noise = _noise(4, 16, lambda *_: random.lognormal(-1, 1))
     for result in _compare(tmp_path, 4, 16, [*noise, Delay(3, place, 18 * MS)]):
-        assert result.verdict.culprit is not None
-        assert result.verdict.culprit.rank == 3
-        assert result.verdict.culprit.is_always
+        assert late_rank(result).rank == 3
+        assert late_rank(result).is_always
 
 
 def test_what_people_read_of_a_rank_that_saves_every_fourth_step(tmp_path: Path) -> None:
@@ -228,8 +227,7 @@ def test_what_hosts_do_in_steps_that_no_profiler_recorded_tells_whether_it_slowe
 def test_a_step_whose_collectives_one_rank_lost_does_not_count() -> None:
     records = light_records(simulate(4, 10, [Delay(1, "data", 9 * MS)]))
     steps = [replace(one, collectives=Collectives()) if at == 7 else one for at, one in enumerate(records[3].steps)]
-    found = compare_records([*records[:3], replace(records[3], steps=tuple(steps))]).verdict.culprit
-    assert found is not None
+    found = late_rank(compare_records([*records[:3], replace(records[3], steps=tuple(steps))]))
     assert (found.rank, found.late_steps, found.steps) == (1, 8, 8)
 
 
@@ -241,8 +239,7 @@ def test_ranks_that_drift_in_a_trace_name_nobody_and_it_is_said(tmp_path: Path) 
 
 
 def test_many_ranks_that_are_alike_show_a_small_delay_in_few_steps() -> None:
-    found = compare_records(light_records(simulate(64, 5, [Delay(1, "data", 3 * MS)]))).verdict.culprit
-    assert found is not None
+    found = late_rank(compare_records(light_records(simulate(64, 5, [Delay(1, "data", 3 * MS)]))))
     assert (found.rank, found.cause) == (1, "data")
     assert compare_records(light_records(simulate(8, 5, [Delay(1, "data", 3 * MS)]))).verdict.doubt == "few"
     assert found_delays(2, "white", 0.02, 64, 8, 10, delay=0.1) == 10

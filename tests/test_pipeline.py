@@ -1,20 +1,32 @@
-"""Pipelines: what stages spend in send and recv, which group that is, and which rank needs most memory."""
+"""Pipelines and links: what stages send and spend in send and recv, bandwidths, and which rank needs most memory."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from profkit.analysis.ranks.comparison import RanksResult
-from profkit.cli import cli
+from profkit.analysis.ranks.groups import bus_factor
 from profkit.joining import read_ranks
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from tests.rank_builder import MS, NCCL, Timeline, light_records, simulate, write_kineto_run, write_light_run
+from profkit.run.manifest import GpuLink, describe_links
+from tests.rank_builder import (
+    BYTES,
+    MS,
+    NCCL,
+    WIRE_NS,
+    Timeline,
+    compare_records,
+    light_records,
+    said,
+    simulate,
+    write_kineto_run,
+    write_light_run,
+)
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<(unsigned long)4096>)"
 TRANSFER_NS = 100_000
@@ -74,12 +86,6 @@ def _light(
     return LightRecord(rank, len(lines), groups=groups, steps=tuple(steps))
 
 
-def _said(run: Path) -> str:
-    done = CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1"])
-    assert done.exit_code == 0, done.output
-    return " ".join(done.output.split())
-
-
 @pytest.mark.parametrize("batches", [2, 4, 8])
 def test_the_bubble_of_even_stages_is_the_one_of_gpipe(tmp_path: Path, batches: int) -> None:
     """(stages − 1) / (micro-batches + stages − 1) of a step, and the transfers."""
@@ -97,9 +103,9 @@ def test_the_stages_that_compute_less_also_wait_for_the_one_that_computes_most(t
     assert one.longest == 1
     assert one.uneven_ns == pytest.approx(2 * 4 * 4 * MS, rel=0.05)
     assert one.between_ns[0] - one.between_ns[1] == pytest.approx(one.uneven_ns, abs=MS)
-    said = _said(run)
-    assert "rank 1 (stage 1) works longest" in said
-    assert "bubble of pipeline pp" in said
+    text = said("ranks", run, "--workers", 1)
+    assert "rank 1 (stage 1) works longest" in text
+    assert "bubble of pipeline pp" in text
 
 
 def test_what_ranks_do_and_spend_between_stages_is_their_step(tmp_path: Path) -> None:
@@ -148,20 +154,15 @@ def test_two_pipelines_side_by_side_are_told_apart_by_the_light_records(tmp_path
     assert {one.bubble_ns for one in result.pipelines} == {result.pipelines[0].bubble_ns}
 
 
-def test_without_the_group_no_pipeline_is_judged(tmp_path: Path) -> None:
+def test_without_the_group_no_pipeline_is_judged_and_nobody_is_held_against_another(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
-    assert read_ranks(run, workers=1).pipelines == ()
-    said = _said(run)
-    assert "no pipeline is judged" in said
-    assert "bubble" not in said
-
-
-def test_where_ranks_only_send_and_receive_nobody_is_held_against_another(tmp_path: Path) -> None:
-    run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
-    assert read_ranks(run, workers=1).verdict.most_rank is None
-    said = _said(run)
-    assert "Who is late is unknown" in said
-    assert "for rank 0" not in said  # the matrix of waits
+    result = read_ranks(run, workers=1)
+    assert (result.pipelines, result.verdict.most_rank) == ((), None)
+    text = said("ranks", run, "--workers", 1)
+    assert "no pipeline is judged" in text
+    assert "bubble" not in text
+    assert "Who is late is unknown" in text
+    assert "for rank 0" not in text  # the matrix of waits
 
 
 def test_a_rank_without_a_trace_leaves_its_pipeline_unjudged(tmp_path: Path) -> None:
@@ -178,23 +179,104 @@ def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path:
     assert row.group == "dp"
 
 
-class TestPeaks:
-    def _of(self, tmp_path: Path) -> tuple[Path, RanksResult]:
-        run = _run(tmp_path / "run", _pipeline([10 * MS] * 3, 2), [(0, 1, 2)])
-        return run, read_ranks(run, workers=1)
+def test_the_highest_peak_is_held_against_that_of_the_median_rank(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", _pipeline([10 * MS] * 3, 2), [(0, 1, 2)])
+    peaks = read_ranks(run, workers=1).peaks
+    assert peaks is not None
+    assert (peaks.rank, peaks.median_rank) == (2, 1)
+    assert (peaks.peak_bytes, peaks.median_bytes) == (3 << 30, 2 << 30)
+    sentence = (
+        "peak memory is highest on rank 2 (stage 2): 3.000 GiB, 1.000 GiB (50.0%) more than on rank 1, the median"
+    )
+    assert sentence in said("ranks", run)
+    for rank in (1, 2):
+        shutil.copy(run / "light.jsonl", run / f"light.rank{rank}.jsonl")
+    assert read_ranks(run, workers=1).peaks is None, "all need the same"
 
-    def test_the_highest_is_held_against_the_median_rank(self, tmp_path: Path) -> None:
-        run, result = self._of(tmp_path)
-        assert result.peaks is not None
-        assert (result.peaks.rank, result.peaks.median_rank) == (2, 1)
-        assert (result.peaks.peak_bytes, result.peaks.median_bytes) == (3 << 30, 2 << 30)
-        said = (
-            "peak memory is highest on rank 2 (stage 2): 3.000 GiB, 1.000 GiB (50.0%) more than on rank 1, the median"
-        )
-        assert said in _said(run)
 
-    def test_ranks_that_need_the_same_are_not_compared(self, tmp_path: Path) -> None:
-        run, _ = self._of(tmp_path)
-        shutil.copy(run / "light.jsonl", run / "light.rank1.jsonl")
-        shutil.copy(run / "light.jsonl", run / "light.rank2.jsonl")
-        assert read_ranks(run, workers=1).peaks is None
+NVLINK = GpuLink((0, 1), "nvlink", 18, 4, 478_116_000_000)
+
+
+def test_links_of_one_kind_are_said_once_and_others_with_their_gpus() -> None:
+    far = GpuLink((0, 2), "system", 16, 5, 63_015_384_616)
+    assert describe_links([NVLINK, replace(NVLINK, gpus=(2, 3))]) == "18 × NVLink 4 (478 GB/s each way)"
+    assert describe_links([NVLINK, far]) == (
+        "0–1: 18 × NVLink 4 (478 GB/s each way);"
+        " 0–2: PCIe and the link between two CPUs, PCIe 5.0 x16 (63 GB/s each way)"
+    )
+    assert describe_links([]) == ""
+
+
+def test_the_bus_bandwidth_is_that_of_nccl_tests(tmp_path: Path) -> None:
+    (row,) = read_ranks(write_light_run(tmp_path / "run", light_records(simulate(4, 3)))).groups
+    assert row.algorithm_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9)
+    assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 2 * 3 / 4)
+    factors = [
+        bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    ]
+    assert factors == [1.75, 0.875, 0.875, 0.875, 1.0]
+
+
+def _sending(rank: int, ranks: int, sends_ns: int, node: int = 0) -> LightRecord:
+    """Return a stage of a pipeline: in each of three steps two sends to each neighbour, and what they send back."""
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]
+    calls = [(kind, sends_ns if kind == "send" else 7) for _ in neighbours for kind in ("send", "recv") * 2]
+    count = len(calls)
+    columns = Collectives(
+        *([0] * count, [], [kind for kind, _ in calls], ["float32"] * count, [BYTES] * count),
+        *(list(range(count)), [0] * count, [time_ns for _, time_ns in calls], [0] * count, [None] * count),
+    )
+    numbered = [replace(columns, sequence=list(range(at * count, (at + 1) * count))) for at in range(3)]
+    steps = tuple(
+        StepRecord(f"step {at}", at * MS, (at + 1) * MS, collectives=mine) for at, mine in enumerate(numbered)
+    )
+    return LightRecord(rank, ranks, node, 0, groups=(Group(0, "7", tuple(range(ranks)), "pp", "nccl"),), steps=steps)
+
+
+def test_what_stages_send_is_counted_at_each_sender(tmp_path: Path) -> None:
+    """Of four stages the inner ones send twice as much: their calls have no numbers in common with the outer ones'."""
+    run = write_light_run(tmp_path / "run", [_sending(rank, 4, 2 * WIRE_NS) for rank in range(4)])
+    sent, received = read_ranks(run).groups
+    assert (sent.kind, received.kind) == ("send", "recv")
+    assert sent.count == received.count == 3 * 2 * (1 + 2 + 2 + 1)
+    assert sent.byte_count == received.byte_count == sent.count * BYTES
+    assert sent.wire_ns == sent.count * 2 * WIRE_NS
+    assert sent.bus_bandwidth == sent.algorithm_bandwidth == pytest.approx(BYTES / (2 * WIRE_NS) * 1e9)
+    assert received.wire_ns is None
+
+
+def _reducing(record: LightRecord) -> LightRecord:
+    """Return the record with an all-reduce at the end of each step."""
+    steps = []
+    for step in record.steps:
+        both = {name: [*column, column[0]] for name, column in vars(step.collectives).items()}
+        both["kind"][-1] = "all_reduce"
+        steps.append(replace(step, collectives=Collectives(**both)))
+    return replace(record, steps=tuple(steps))
+
+
+def test_a_group_that_sends_and_reduces_counts_both(tmp_path: Path) -> None:
+    """NCCL numbers both from 1, each for itself."""
+    records = [_reducing(_sending(rank, 2, WIRE_NS)) for rank in range(2)]
+    kinds = {row.kind: row.count for row in read_ranks(write_light_run(tmp_path / "run", records)).groups}
+    assert kinds == {"all_reduce": 3, "send": 12, "recv": 12}
+
+
+def test_of_a_record_that_was_cut_only_what_was_sent_in_the_steps_that_all_have_counts() -> None:
+    whole, cut = (_reducing(_sending(rank, 2, WIRE_NS)) for rank in range(2))
+    result = compare_records([whole, replace(cut, steps=cut.steps[:2])])
+    assert result.step_count == 2
+    assert {row.kind: row.count for row in result.groups} == {"all_reduce": 2, "send": 8, "recv": 8}
+
+
+def test_where_one_rank_was_recorded_in_full_only_what_the_others_sent_in_its_steps_counts() -> None:
+    full, light = (_sending(rank, 2, WIRE_NS) for rank in range(2))
+    full = replace(full, source="kineto", steps=full.steps[1:2])
+    assert {row.kind: row.count for row in compare_records([full, light]).groups} == {"send": 4, "recv": 4}
+
+
+def test_the_links_stand_under_the_bandwidths_that_they_carry(tmp_path: Path) -> None:
+    run = write_light_run(tmp_path / "run", light_records(simulate(2, 3)))
+    link = {"gpus": [0, 1], "way": "nvlink", "count": 18, "version": 4, "bytes_per_s": 478_116_000_000}
+    (run / "manifest.json").write_text(json.dumps({"status": "complete", "gpus": {"links": [link]}}))
+    assert "the GPUs are linked by 18 × NVLink 4 (478 GB/s each way)" in said("ranks", run)

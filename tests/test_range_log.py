@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.checks.self_check import check_capture
+from profkit.analysis.self_check import check_capture
 from profkit.errors import UsageError
 from profkit.run.range_log import (
     LEFT,

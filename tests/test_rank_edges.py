@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from profkit.cli import cli
 from profkit.errors import UsageError
@@ -17,6 +17,7 @@ from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.units import format_gigabytes
 from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.light_record import Group, LightRecord
+from tests.in_process import run_command
 from tests.kineto_builder import row, written
 from tests.rank_builder import (
     MS,
@@ -24,21 +25,15 @@ from tests.rank_builder import (
     Delay,
     Timeline,
     compare_records,
+    late_rank,
     light_records,
+    said,
     simulate,
     start_run,
     write_kineto_run,
     write_light_run,
     write_nsys,
 )
-
-
-def _ranks(run: Path, *words: str) -> Result:
-    return CliRunner().invoke(cli, ["ranks", str(run), "--workers", "1", *words])
-
-
-def _said(done: Result) -> str:
-    return " ".join((done.stderr + done.stdout).split())
 
 
 def _gloo(records: list[LightRecord]) -> list[LightRecord]:
@@ -70,10 +65,10 @@ def _without(lines: list[Timeline], *, steps: bool = False, collectives: bool = 
 
 def test_ranks_whose_steps_nobody_recorded_are_shown_over_the_whole_recording(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", _without(simulate(2, 4, [Delay(1, "data", 9 * MS)]), steps=True))
-    said = _said(_ranks(run))
-    assert "2 ranks, no recorded steps: times are those of the whole recording; waiting in collectives: 18." in said
-    assert "Who is late is unknown: no step was recorded" in said
-    assert "per step" not in said
+    text = said("ranks", run)
+    assert "2 ranks, no recorded steps: times are those of the whole recording; waiting in collectives: 18." in text
+    assert "Who is late is unknown: no step was recorded" in text
+    assert "per step" not in text
     budget = CliRunner().invoke(cli, ["check", str(run), "--max-wait", "5%"])
     assert "NOT JUDGED (counts as failed): no step was recorded" in budget.stdout
 
@@ -85,14 +80,13 @@ def test_full_traces_without_collectives_add_up_and_are_called_full(tmp_path: Pa
     for one in result.ranks:
         assert sum(one.parts.values()) == one.step_ns
         assert one.parts["kernels"] == pytest.approx(25 * MS, rel=0.01)
-    assert "step = computing + copying + data" in _said(_ranks(run))
+    assert "step = computing + copying + data" in said("ranks", run)
 
 
 def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None:
     lines = simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(3, "data", 60 * MS)])
     lines[3] = _without(simulate(1, 6, [Delay(0, "data", 60 * MS)]), collectives=True)[0]
-    culprit = read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1).verdict.culprit
-    assert culprit is not None
+    culprit = late_rank(read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1))
     assert (culprit.rank, culprit.cause) == (1, "data")
 
 
@@ -102,8 +96,8 @@ def test_waits_that_rest_on_the_clocks_of_several_machines_are_said_to(tmp_path:
     ahead = [replace(one, node=one.rank % nodes, clock_base_ns=one.rank % nodes * 50 * MS) for one in records]
     result = compare_records(ahead)
     assert result.by_clocks == (nodes == 2)
-    said = _said(_ranks(write_light_run(tmp_path / "run", ahead)))
-    assert ("a rank whose clock is ahead looks late" in said) == (nodes == 2)
+    text = said("ranks", write_light_run(tmp_path / "run", ahead))
+    assert ("a rank whose clock is ahead looks late" in text) == (nodes == 2)
 
 
 def test_waits_in_nccls_collectives_rest_on_no_clock() -> None:
@@ -134,9 +128,9 @@ def test_a_trace_under_another_ranks_name_is_named_with_whose_it_is(tmp_path: Pa
     assert result.lost[2] == (
         f"{path}: holds rank 1, not 2: a copy, or renamed; its light record stands in for the trace"
     )
-    said = _said(_ranks(run))
-    assert "communication not hidden behind computing" in said
-    assert "(of 2 ranks recorded in full)" in said
+    text = said("ranks", run)
+    assert "communication not hidden behind computing" in text
+    assert "(of 2 ranks recorded in full)" in text
 
 
 def test_what_reads_all_ranks_says_how_to_read_the_others_of_a_damaged_one(tmp_path: Path) -> None:
@@ -169,14 +163,13 @@ def test_a_record_that_was_cut_is_named_and_its_unknown_waits_do_not_count(tmp_p
     run = write_light_run(tmp_path / "run", records)
     with (run / "light.rank2.jsonl").open("a") as cut:
         cut.write('{"kind":"steps","name":["step 1')
-    said = _said(_ranks(run))
-    assert "warning: rank 2: the record holds 1 step, others up to 14; too few to compare" in said
+    text = said("ranks", run)
+    assert "warning: rank 2: the record holds 1 step, others up to 14; too few to compare" in text
     result = read_ranks(run, workers=1)
     assert [one.waiting_ns is None for one in result.ranks] == [False, False, True, False]
     (row,) = result.groups
     assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.001)
-    assert result.verdict.culprit is not None
-    assert result.verdict.culprit.rank == 1
+    assert late_rank(result).rank == 1
 
 
 def test_runs_of_different_jobs_are_not_compared_as_one(tmp_path: Path) -> None:
@@ -206,7 +199,7 @@ def test_gather_refuses_to_copy_a_run_into_itself_and_what_is_no_directory(tmp_p
 def test_the_late_rank_heads_the_ranks_also_where_the_hosts_of_the_others_wait(tmp_path: Path) -> None:
     # The hosts of the ranks that wait are held up before their optimizer: all do as much between two steps.
     run = write_light_run(tmp_path / "run", light_records(simulate(40, 6, [Delay(31, "data", 9 * MS)])))
-    shown = _ranks(run, "--top", "3").stdout.partition("the most unusual first")[2].splitlines()
+    shown = run_command("ranks", run, "--top", "3").stdout.partition("the most unusual first")[2].splitlines()
     assert shown[3].split()[0] == "31"
 
 
@@ -230,8 +223,7 @@ def test_what_a_function_of_python_does_by_itself_is_python_and_what_it_calls_co
             ]
         facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
         written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
-    found = read_ranks(tmp_path, workers=1).verdict.culprit
-    assert found is not None
+    found = late_rank(read_ranks(tmp_path, workers=1))
     assert (found.rank, found.cause, found.phase, found.extra_ns) == (1, cause, "backward", 30 * MS)
 
 
@@ -244,24 +236,24 @@ def test_runs_of_different_numbers_of_ranks_say_so_in_each_group(tmp_path: Path)
 
 def test_which_steps_the_ranks_own_times_are_of_is_said(tmp_path: Path) -> None:
     lines = simulate(2, 4)
-    said = _said(_ranks(write_kineto_run(tmp_path / "full", lines)))
-    assert "to that of the next, without the first step" in said
-    assert "without the first step" not in _said(_ranks(write_light_run(tmp_path / "light", light_records(lines))))
+    text = said("ranks", write_kineto_run(tmp_path / "full", lines))
+    assert "to that of the next, without the first step" in text
+    assert "without the first step" not in said("ranks", write_light_run(tmp_path / "light", light_records(lines)))
 
 
 def test_many_lost_ranks_are_named_in_one_line(tmp_path: Path) -> None:
     records = light_records(simulate(40, 3))
     run = write_light_run(tmp_path / "run", [one for one in records if one.rank not in {3, *range(8, 30)}])
-    done = _ranks(run)
+    done = run_command("ranks", run, "--format", "json")
     assert "warning: ranks 3, 8-29: it left no record" in done.stderr
-    assert len(json.loads(_ranks(run, "--format", "json").stdout)["lost"]) == 23
+    assert len(json.loads(done.stdout)["lost"]) == 23
 
 
 def test_where_ranks_take_turns_nobody_is_said_to_cost_nothing(tmp_path: Path) -> None:
     delays = [Delay(rank, "forward", 6 * MS, every=4, first=rank) for rank in range(4)]
-    said = _said(_ranks(write_light_run(tmp_path / "run", light_records(simulate(4, 12, delays)))))
-    assert "No rank is late: none costs the others any time in the median step; a rank is called late from 5.0%" in said
-    assert "costs the others most, 0 ns" not in said
+    text = said("ranks", write_light_run(tmp_path / "run", light_records(simulate(4, 12, delays))))
+    assert "No rank is late: none costs the others any time in the median step; a rank is called late from 5.0%" in text
+    assert "costs the others most, 0 ns" not in text
 
 
 def test_one_rank_of_several_is_said_to_be_alone(tmp_path: Path) -> None:
@@ -291,9 +283,9 @@ def test_a_rank_of_several_groups_is_said_to_be_last_in_all_its_collectives_and_
             for at, step in enumerate(one.steps)
         ]
         records.append(replace(one, groups=groups, steps=tuple(steps)))
-    said = describe_ranks(compare_records(records))[1]
-    assert said.startswith("Rank 3 is late: it arrives last in 100.0% of its collectives in which anybody waits, by ")
-    assert said.endswith(" a step; the others wait for it longest in group dp")
+    text = describe_ranks(compare_records(records))[1]
+    assert text.startswith("Rank 3 is late: it arrives last in 100.0% of its collectives in which anybody waits, by ")
+    assert text.endswith(" a step; the others wait for it longest in group dp")
 
 
 def test_a_rank_that_crashed_after_some_collectives_is_compared_in_the_steps_that_it_has() -> None:
@@ -302,9 +294,8 @@ def test_a_rank_that_crashed_after_some_collectives_is_compared_in_the_steps_tha
     result = compare_records(records)
     assert result.step_count == 7
     assert result.short == {3: 7}
-    assert result.verdict.culprit is not None
-    assert result.verdict.culprit.rank == 1
-    assert result.verdict.culprit.late_ns == pytest.approx(9 * MS, rel=0.02)
+    assert late_rank(result).rank == 1
+    assert late_rank(result).late_ns == pytest.approx(9 * MS, rel=0.02)
 
 
 def test_a_report_of_one_rank_names_the_command_for_it(tmp_path: Path) -> None:
@@ -315,7 +306,7 @@ def test_a_report_of_one_rank_names_the_command_for_it(tmp_path: Path) -> None:
 
 def test_where_no_record_says_which_ranks_share_a_collective_the_assumption_is_said(tmp_path: Path) -> None:
     lines = simulate(4, 4)
-    said = _said(_ranks(write_nsys(tmp_path / "trace.sqlite", lines)))
-    assert "which ranks share the collectives of stream 7 is not recorded: all 4 are assumed to" in said
-    assert "is not recorded" not in _said(_ranks(write_nsys(tmp_path / "two.sqlite", simulate(2, 4))))
-    assert "is not recorded" not in _said(_ranks(write_light_run(tmp_path / "light", light_records(lines))))
+    text = said("ranks", write_nsys(tmp_path / "trace.sqlite", lines))
+    assert "which ranks share the collectives of stream 7 is not recorded: all 4 are assumed to" in text
+    assert "is not recorded" not in said("ranks", write_nsys(tmp_path / "two.sqlite", simulate(2, 4)))
+    assert "is not recorded" not in said("ranks", write_light_run(tmp_path / "light", light_records(lines)))

@@ -18,6 +18,7 @@ from tests.rank_builder import (
     MS,
     Delay,
     Timeline,
+    late_rank,
     light_records,
     simulate,
     write_light_run,
@@ -77,8 +78,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 @pytest.mark.slow
 def test_a_delay_in_a_forward_is_named_with_its_module(recorded: Path) -> None:
     result = read_ranks(recorded)
-    found = result.verdict.culprit
-    assert found is not None
+    found = late_rank(result)
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
     assert found.module.endswith("1")
     assert found.extra_ns == pytest.approx(DELAY_MS * MS, rel=0.35)
@@ -89,8 +89,7 @@ def test_a_delay_in_a_forward_is_named_with_its_module(recorded: Path) -> None:
 def test_light_records_alone_name_the_same_rank_and_phase(recorded: Path, tmp_path: Path) -> None:
     for path in (recorded / "manifest.json", *recorded.glob("light*.jsonl")):
         shutil.copy(path, tmp_path)
-    found = read_ranks(tmp_path).verdict.culprit
-    assert found is not None
+    found = late_rank(read_ranks(tmp_path))
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
 
 
@@ -120,8 +119,7 @@ def test_a_trace_of_one_rank_is_compared_with_light_records_of_more_steps(tmp_pa
     )
     write_nsys(run / name_of_rank(NSYS_EXPORT, traced), [recorded])
     result = read_ranks(run)
-    found = result.verdict.culprit
-    assert found is not None
+    found = late_rank(result)
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
     assert found.extra_ns == pytest.approx(9 * MS, rel=0.1)
     assert (result.step_count, found.steps) == (6, 5)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.checks.run_check import UNKNOWN_RUN, know_run, products_per_forward
-from profkit.analysis.checks.self_check import SelfCheck
+from profkit.analysis.run_check import UNKNOWN_RUN, know_run, products_per_forward
+from profkit.analysis.self_check import SelfCheck
 from profkit.models.options import PRESETS
 from profkit.run.manifest import Manifest
 from profkit.run.records import decode

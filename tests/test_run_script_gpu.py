@@ -20,9 +20,8 @@ pytest.importorskip("torch")
 import torch
 
 from profkit import read_snapshot
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import NO_MODULE_KNOWN
-from profkit.analysis.memory.result import MemoryResult
 
 pytestmark = pytest.mark.gpu
 

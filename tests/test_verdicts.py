@@ -14,8 +14,7 @@ from profkit.analysis.efficiency.summary import count_launches
 from profkit.analysis.efficiency.work import Amount, Peaks
 from profkit.analysis.kernels.categories import CATEGORIES
 from profkit.analysis.time_account.account import recorded_idle, unprofiled_idle
-from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.time_account.waits import DataWait
+from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.tree.range_tree import build_nodes
 from tests.nsys_builder import NsysBuilder
 

@@ -10,11 +10,11 @@ import pytest
 
 from profkit.allocator import recorded_heap
 from profkit.allocator.replay import replay_history
-from profkit.analysis.checks.self_check import _in_stream_capture
 from profkit.analysis.memory import places, stacks
 from profkit.analysis.memory.owners import match_owners
 from profkit.analysis.memory.phases import find_timeline
 from profkit.analysis.placing import attribution, backward_links
+from profkit.analysis.self_check import _in_stream_capture
 from profkit.analysis.statistics import interval_of_step_times
 from profkit.analysis.tree import range_tree
 from profkit.reading import open_trace

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun
-from profkit.analysis.checks.self_check import SelfCheck, check_capture
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun
+from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter

@@ -11,10 +11,9 @@ from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.lines import choose_lines, find_lines
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.places import fold
-from profkit.analysis.memory.result import MemoryResult
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
@@ -33,7 +32,7 @@ from profkit.analysis.summary import (
     WorkUse,
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
-from profkit.analysis.time_account.gpu_time import communication_rows
+from profkit.analysis.time_account.gpu_time import DataWait, communication_rows
 from profkit.analysis.time_account.step_times import (
     StepTimes,
     find_timing_doubts,
@@ -41,7 +40,6 @@ from profkit.analysis.time_account.step_times import (
     summarize_step_times,
 )
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
-from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import ProfkitError
@@ -79,13 +77,13 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
-        summary, told = _add_time(summary, capture.trace)
-        findings += told
+        summary, doubts = _add_time(summary, capture.trace)
+        findings += doubts
     else:
         summary = replace(summary, steps=tuple(_steps(summarize_step_times(manifest))))
     if capture.snapshot is not None:
-        summary, told = _add_memory(summary, capture.snapshot, manifest)
-        findings += told
+        summary, doubts = _add_memory(summary, capture.snapshot, manifest)
+        findings += doubts
     findings += find_compilations(capture.run)
     if capture.run is not None and capture.run.lines() is not None:
         summary = replace(summary, lines=choose_lines(find_lines(capture.run)))
@@ -97,7 +95,11 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         if finding.verdict != "note" and finding.code != "no-clean-twin"
     }
     summary = replace(summary, findings=tuple(kept.values()))
-    return summary if capture.trace is None else _add_tree(summary, capture.trace.account)
+    # Steps of several contexts have no step in common.
+    if capture.trace is None or summary.step_ns is None or len(summary.steps) != 1 or summary.has_failed:
+        return summary
+    tree = divide_step(capture.trace.account, summary.limits, summary.lines, summary.step_ns)
+    return replace(summary, tree=tree)
 
 
 def _missing(capture: OpenedCapture) -> Iterator[str]:
@@ -182,6 +184,7 @@ def _say_tf32(in_products: bool, convolutions: object) -> str:
 def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Finding]]:
     attribution, account = opened.attribution, opened.account
     measured = measured_ranges(attribution)
+    passes = measured.get(BACKWARD, measured.get(FORWARD, empty_ints()))
     rows = mark_work_of_steps(attribution)
     has_work = opened.trace.measure == "gpu-kernel" and len(opened.trace.work)
     result = opened.efficiency() if has_work else None
@@ -199,18 +202,11 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         optimizer=None if result is None else _optimizer(account, result),
         modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
-        passes=_passes(measured, account.steps),
+        passes=len(passes) / len(account.steps) if len(account.steps) and len(passes) else None,
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
     summary = _add_costliest_module(summary, attribution)
     return _add_ranks(summary, opened, rows), [*opened.self_check.findings, *doubts]
-
-
-def _add_tree(summary: Summary, account: TimeAccount) -> Summary:
-    """Return the summary with its one step divided; steps of several contexts have no common one."""
-    if summary.step_ns is None or len(summary.steps) != 1 or summary.has_failed:
-        return summary
-    return replace(summary, tree=divide_step(account, summary.limits, summary.lines, summary.step_ns))
 
 
 def _add_costliest_module(summary: Summary, attribution: Attribution) -> Summary:
@@ -222,12 +218,6 @@ def _add_costliest_module(summary: Summary, attribution: Attribution) -> Summary
         kind = categorize(name, attribution.trace.measure).name
         kinds[kind] = kinds.get(kind, 0) + kernel.total_ns
     return replace(summary, costliest_module=module, costliest_kinds=kinds)
-
-
-def _passes(measured: dict[str, Ints], steps: Ints) -> float | None:
-    """Return how many backward passes a step has on average; None if that is unknown."""
-    passes = measured.get(BACKWARD, measured.get(FORWARD, empty_ints()))
-    return len(passes) / len(steps) if len(steps) and len(passes) else None
 
 
 def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iterator[StepUse]:
@@ -300,11 +290,12 @@ def _is_inductors(name: str) -> bool:
 
 def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse | None:
     attribution = account.attribution
-    rows = [
-        row
-        for row in result.ranges
-        if phase_of(row.name) == OPTIMIZER and row.gpu is not None and _is_measured(row.path)
-    ]
+    rows = []
+    for row in result.ranges:
+        parts = split_path(row.path)
+        is_measured = any(map(is_step, parts)) and not any(map(is_warmup, parts))
+        if is_measured and phase_of(row.name) == OPTIMIZER and row.gpu is not None:
+            rows.append(row)
     members = measured_ranges(attribution).get(OPTIMIZER, empty_ints())
     if not rows or not len(members):
         return None
@@ -320,11 +311,6 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse |
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
     )
-
-
-def _is_measured(path: str) -> bool:
-    parts = split_path(path)
-    return any(map(is_step, parts)) and not any(map(is_warmup, parts))
 
 
 def _add_ranks(summary: Summary, opened: OpenedTrace, rows: Bools) -> Summary:

@@ -10,8 +10,7 @@ from click.core import ParameterSource
 
 from profkit.analysis.memory.bins import STACKINGS, Stacking
 from profkit.analysis.memory.device import Filter
-from profkit.analysis.memory.opened_snapshot import PEAK, OpenedSnapshot
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import PEAK, MemoryResult, OpenedSnapshot
 from profkit.cli.options import FILE, POSITIVE, SIZE, capture_argument, peak_options
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError

@@ -15,7 +15,7 @@ from profkit.report.text import make_visible
 from profkit.run.directory import find_newest_run
 
 if TYPE_CHECKING:
-    from profkit.analysis.checks.self_check import SelfCheck
+    from profkit.analysis.self_check import SelfCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

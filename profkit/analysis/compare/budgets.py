@@ -74,7 +74,9 @@ def not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subjec
 
 
 MAX_STEP, MAX_PEAK, MAX_IDLE, MIN_MFU, MAX_SHARE = "max-step-ms", "max-peak", "max-idle", "min-mfu", "max-share"
+MAX_WAIT, MAX_SKEW = "max-wait", "max-skew"
 BASELINE = "baseline"
+_NO_STEP_TIMES = "no unprofiled step times; a run directory of `profkit run` has them"
 
 _Kind = Literal["category", "range"]
 
@@ -131,7 +133,7 @@ def check_budgets(
         lines.append(_judge_peak(run, budgets.max_peak_bytes))
     lines += _judge_trace(run.trace, budgets)
     if budgets.of_ranks:
-        lines += judge_ranks(budgets, ranks)
+        lines += _judge_ranks(budgets, ranks)
     if baseline is not None:
         lines += _judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)
     return BudgetCheck(str(run.path), tuple(lines))
@@ -141,9 +143,7 @@ def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
     steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
     times = {} if steps is None else {name: samples for name, samples in steps.samples.items() if is_whole_step(name)}
     if steps is None or not times:
-        yield not_judged(
-            MAX_STEP, "ns", limit_ns, "no unprofiled step times; a run directory of `profkit run` has them"
-        )
+        yield not_judged(MAX_STEP, "ns", limit_ns, _NO_STEP_TIMES)
         return
     for name, samples in times.items():
         how, count = name_statistic(waits=samples.waits), len(samples.rest_ns)
@@ -165,40 +165,26 @@ def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:
 
 def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[BudgetLine]:
     """Yield the budgets that need the trace; none holds if the trace cannot be trusted."""
-    shares = [(MAX_IDLE, None, budgets.max_idle), (MIN_MFU, None, budgets.min_mfu)]
-    asked = [(name, subject, limit) for name, subject, limit in shares if limit is not None]
-    of_kernels = [(MAX_SHARE, name, limit) for name, limit in budgets.max_shares]
-    reason = _why_not(trace)
-    if trace is None or reason is not None:
-        for budget, subject, limit in (*asked, *of_kernels):
-            yield not_judged(budget, "share", limit, reason or "", subject)
+    of_steps = [(MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)]
+    asked = [(budget, None, limit) for budget, limit in of_steps if limit is not None]
+    failed = [] if trace is None else trace.self_check.of("failed")
+    if trace is None or failed:
+        reason = f"the capture failed its self-check: {failed[0].message}" if failed else "no trace was recorded"
+        for budget, subject, limit in (*asked, *((MAX_SHARE, name, limit) for name, limit in budgets.max_shares)):
+            yield not_judged(budget, "share", limit, reason, subject)
         return
-    if asked:
-        yield from _judge_efficiency(trace, budgets)
+    try:
+        efficiency = trace.efficiency() if asked else None
+    except (TraceError, RunError) as error:
+        efficiency = None
+        for budget, _, limit in asked:
+            yield not_judged(budget, "share", limit, str(error).removeprefix(f"{trace.trace.path}: "))
+    if efficiency is not None and budgets.max_idle is not None:
+        yield _judge_idle(trace.account, budgets.max_idle)
+    if efficiency is not None and budgets.min_mfu is not None:
+        yield _judge_mfu(efficiency, budgets.min_mfu)
     for name, limit in budgets.max_shares:
         yield _judge_share(trace.attribution, name, limit)
-
-
-def _why_not(trace: OpenedTrace | None) -> str | None:
-    if trace is None:
-        return "no trace was recorded"
-    failed = trace.self_check.of("failed")
-    return f"the capture failed its self-check: {failed[0].message}" if failed else None
-
-
-def _judge_efficiency(trace: OpenedTrace, budgets: Budgets) -> Iterator[BudgetLine]:
-    try:
-        efficiency = trace.efficiency()
-    except (TraceError, RunError) as error:
-        for budget, limit in ((MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)):
-            if limit is not None:
-                reason = str(error).removeprefix(f"{trace.trace.path}: ")
-                yield not_judged(budget, "share", limit, reason)
-        return
-    if budgets.max_idle is not None:
-        yield _judge_idle(trace.account, budgets.max_idle)
-    if budgets.min_mfu is not None:
-        yield _judge_mfu(efficiency, budgets.min_mfu)
 
 
 def _judge_idle(account: TimeAccount, limit: float) -> BudgetLine:
@@ -225,11 +211,9 @@ def _explain_no_mfu(efficiency: EfficiencyResult) -> str:
     if efficiency.model_flops is None:
         return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models do not need it)"
     if efficiency.twin is None:
-        return "no unprofiled step times; a run directory of `profkit run` has them"
-    gpu = (
-        f"no datasheet peak for {efficiency.gpu or 'this unnamed GPU'} in {efficiency.dtype or 'an unknown precision'}"
-    )
-    return f"{gpu}, or the steps have several contexts"
+        return _NO_STEP_TIMES
+    gpu, dtype = efficiency.gpu or "this unnamed GPU", efficiency.dtype or "an unknown precision"
+    return f"no datasheet peak for {gpu} in {dtype}, or the steps have several contexts"
 
 
 def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLine:
@@ -347,10 +331,6 @@ def _peak_bounds(snapshot: OpenedSnapshot) -> tuple[int, int | None]:
     return max(low for low, _ in bounds), max(highs) if len(highs) == len(bounds) else None
 
 
-def _requested_peak(snapshot: OpenedSnapshot) -> int:
-    return max(int(memory.history.curves.requested.max()) for memory in snapshot.devices.values())
-
-
 def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator[BudgetLine]:
     if compared.clean is not None and compared.clean.changes:
         for change in compared.clean.changes:
@@ -387,7 +367,10 @@ def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> Budget
     if low == high and base_low == base_high:
         # The allocator chooses between free blocks by address, and the driver chooses addresses. So one program may
         # have a higher allocated peak in another process; what it requests does not change.
-        before, after = _requested_peak(baseline), _requested_peak(run)
+        before, after = (
+            max(int(memory.history.curves.requested.max()) for memory in snapshot.devices.values())
+            for snapshot in (baseline, run)
+        )
         detail = (
             f"requested, by replay: {after:,} B, baseline {before:,} B ({after - before:+,} B);"
             f" allocated (depends on addresses too): {high:,} B, baseline {base_low:,} B"
@@ -398,10 +381,7 @@ def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> Budget
     return BudgetLine(BASELINE, "peak", high, base_low, "bytes", high <= base_low, "allocated, by replay")
 
 
-MAX_WAIT, MAX_SKEW = "max-wait", "max-skew"
-
-
-def judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLine]:
+def _judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetLine]:
     """Yield the budgets of ranks that are given; ``ranks`` is the reason if they cannot be compared."""
     asked = [(MAX_WAIT, budgets.max_wait), (MAX_SKEW, budgets.max_skew)]
     for budget, limit in asked:

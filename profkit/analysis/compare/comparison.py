@@ -211,12 +211,19 @@ def compare_captures(
 ) -> CaptureComparison:
     """Return what changed between two opened captures; see `profkit.compare`.
 
-    Where both have nothing of the kind, as light records of ranks alone, that is an error unless it ``may_be_empty``.
+    Raises:
+        UsageError: one measures GPU kernels and the other CPU operators; they differ in something that could be
+            mistaken for a change of the program, without ``force``; or there is nothing to compare, as in light records
+            of ranks alone, unless it ``may_be_empty``.
     """
     refuse_other_measure(before, after)
     provenance = compare_provenance(before, after)
-    if not force:
-        refuse_disturbed(provenance, before, after)
+    if provenance.disturbances and not force:
+        facts = ", ".join(difference.fact for difference in provenance.disturbances)
+        raise UsageError(
+            f"{before.path} and {after.path} differ in {facts}, which may change times by itself; record both under the"
+            " same conditions, or pass --force"
+        )
     traces = [_with_work(capture.trace) for capture in (before, after)]
     runs = (before.run, after.run)
     steps = [None if run is None else read_unprofiled_steps(run.manifest) for run in runs]
@@ -225,7 +232,8 @@ def compare_captures(
         samples = sample_both(traces[0].attribution, traces[1].attribution, range)
         time, modules = compare_times(*samples), compare_modules(*samples)
         if time.unit == "step" and range is None:
-            recorded_step = _compare_recorded_steps(traces[0], traces[1])
+            steps_ns = [trace.account.recorded_steps_ns() for trace in (traces[0], traces[1])]
+            recorded_step = measure_change(*steps_ns) if all(map(len, steps_ns)) else None
     if range is None:
         if steps[0] is not None and steps[1] is not None:
             clean = compare_unprofiled(steps[0], steps[1])
@@ -254,11 +262,6 @@ def compare_captures(
         compilations=(read_run_compilations(before.run), read_run_compilations(after.run)),
         recorded_step=recorded_step,
     )
-
-
-def _compare_recorded_steps(before: OpenedTrace, after: OpenedTrace) -> Change | None:
-    old, new = before.account.recorded_steps_ns(), after.account.recorded_steps_ns()
-    return measure_change(old, new) if len(old) and len(new) else None
 
 
 def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> CleanComparison:
@@ -291,21 +294,6 @@ def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
         first, second = (named[measure] for measure in measures if measure is not None)
         raise UsageError(f"{before.path} measures {first} and {after.path} measures {second}: they cannot be compared")
-
-
-def refuse_disturbed(provenance: Provenance, before: OpenedCapture, after: OpenedCapture) -> None:
-    """Raise if captures differ in something that could be mistaken for a change of the program.
-
-    Raises:
-        UsageError: they do; what differs is named.
-    """
-    disturbances = provenance.disturbances
-    if disturbances:
-        facts = ", ".join(difference.fact for difference in disturbances)
-        raise UsageError(
-            f"{before.path} and {after.path} differ in {facts}, which may change times by itself; record both under the"
-            " same conditions, or pass --force"
-        )
 
 
 def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:

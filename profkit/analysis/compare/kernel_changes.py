@@ -168,12 +168,13 @@ def _measure_changes(before: Ints, after: Ints) -> list[Change]:
     return changes
 
 
-def columns_by(before: StepSamples, after: StepSamples, name_of: Callable[[Key], Name]) -> dict[Name, Sides]:
-    """Return the columns of either side under each name, in the order in which names occur."""
+def columns_by(before: StepSamples, after: StepSamples, names_of: Callable[[Key], Iterable[Name]]) -> dict[Name, Sides]:
+    """Return the columns of either side under each name, in the order in which names occur; a key may have several."""
     groups: dict[Name, Sides] = {}
     for number, side in enumerate((before, after)):
         for column, key in enumerate(side.keys):
-            groups.setdefault(name_of(key), ([], []))[number].append(column)
+            for name in names_of(key):
+                groups.setdefault(name, ([], []))[number].append(column)
     return groups
 
 
@@ -189,7 +190,7 @@ def change_of_columns(before: StepSamples, after: StepSamples, columns: Sequence
 
 
 def _group(before: StepSamples, after: StepSamples, name_of: Callable[[Key], str]) -> tuple[Line, ...]:
-    groups = columns_by(before, after, name_of)
+    groups = columns_by(before, after, lambda key: (name_of(key),))
     changes = change_of_columns(before, after, list(groups.values()))
     lines = [Line(name, change) for name, change in zip(groups, changes, strict=True)]
     return tuple(sorted(lines, key=lambda line: (-abs(line.change.change_ns), line.name)))
@@ -241,7 +242,7 @@ def match_parts(before: StepSamples, after: StepSamples) -> list[Match]:
     """Return the parts of two captures' kernel time, by the rules above."""
     common = common_paths(before, after)
     places: dict[RangePath, dict[str, Sides]] = {}
-    names = columns_by(before, after, lambda key: (nearest(key.path, common), key.category, key.kernel))
+    names = columns_by(before, after, lambda key: ((nearest(key.path, common), key.category, key.kernel),))
     matches = []
     for (path, category, _), sides in names.items():
         if all(sides):

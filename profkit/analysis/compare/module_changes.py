@@ -13,7 +13,7 @@ fusion's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from profkit.analysis.compare.kernel_changes import (
@@ -21,11 +21,12 @@ from profkit.analysis.compare.kernel_changes import (
     KernelTotal,
     Sides,
     change_of_columns,
+    columns_by,
     has_generated,
     is_generated,
     total_kernels,
 )
-from profkit.analysis.compare.samples import StepSamples
+from profkit.analysis.compare.samples import Key, StepSamples
 from profkit.analysis.tree.modules import ModuleTree, Place
 from profkit.names import is_shared, sharing_modules
 
@@ -79,11 +80,7 @@ def compare_modules(before: StepSamples, after: StepSamples) -> ModuleComparison
 
 def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
     tree = ModuleTree(key.place for side in (before, after) for key in side.keys)
-    columns: dict[str, Sides] = {}
-    for number, side in enumerate((before, after)):
-        for column, key in enumerate(side.keys):
-            for name in _rows_of(tree, key.place):
-                columns.setdefault(name, ([], []))[number].append(column)
+    columns = columns_by(before, after, lambda key: _rows_of(tree, key.place))
     changes = dict(zip(columns, change_of_columns(before, after, list(columns.values())), strict=True))
     below: dict[str | None, list[str]] = {}
     for name in columns:
@@ -91,13 +88,14 @@ def _changes(before: StepSamples, after: StepSamples) -> Iterator[ModuleChange]:
 
     def walk(parent: str | None, depth: int) -> Iterator[ModuleChange]:
         for name in sorted(below.get(parent, ()), key=lambda module: (-larger_time(changes[module]), module)):
-            counts = (
-                int(side.kernel_count[columns[name][number]].sum()) for number, side in enumerate((before, after))
-            )
-            yield ModuleChange(name, parent, depth, changes[name], *counts)
+            yield ModuleChange(name, parent, depth, changes[name], *_count_kernels(before, after, columns[name]))
             yield from walk(name, depth + 1)
 
     return walk(None, 0)
+
+
+def _count_kernels(before: StepSamples, after: StepSamples, sides: Sides) -> tuple[int, int]:
+    return int(before.kernel_count[sides[0]].sum()), int(after.kernel_count[sides[1]].sum())
 
 
 def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
@@ -114,67 +112,37 @@ def larger_time(change: Change) -> int:
 
 
 def _fusions(before: StepSamples, after: StepSamples) -> Iterator[Fusion]:
-    groups = _Groups()
-    columns: dict[_Member, Sides] = {}
-    for number, side in enumerate((before, after)):
-        for column, key in enumerate(side.keys):
-            phase, modules = key.place.phase or "", key.place.modules
-            if not modules or key.category in _KEPT:
-                continue
-            first, *others = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
-            for other in others:
-                groups.join((phase, first), (phase, other))
-            columns.setdefault((phase, first), ([], []))[number].append(column)
-    joined: dict[_Member, Sides] = {}
+    groups: dict[_Member, frozenset[_Member]] = {}
+
+    def first_member(key: Key) -> list[_Member]:
+        phase, modules = key.place.phase or "", key.place.modules
+        if not modules or key.category in _KEPT:
+            return []
+        names = sharing_modules(modules[-1]) if is_shared(modules[-1]) else [modules[-1]]
+        members = [(phase, name) for name in names]
+        joined = frozenset[_Member]().union(*(groups.get(member, {member}) for member in members))
+        groups.update(dict.fromkeys(joined, joined))
+        return members[:1]
+
+    columns = columns_by(before, after, first_member)
+    sizes: dict[_Member, int] = {}
+    of_group: dict[frozenset[_Member], Sides] = {}
     for member, sides in columns.items():
-        whole = joined.setdefault(groups.first(member), ([], []))
-        for number in (0, 1):
-            whole[number].extend(sides[number])
+        whole = of_group.setdefault(groups[member], ([], []))
+        sizes[member] = 0
+        for samples, mine, all_columns in zip((before, after), sides, whole, strict=True):
+            all_columns.extend(mine)
+            sizes[member] += int(samples.kernel_ns[:, mine].sum())
     fused = {
-        member: sides
-        for member, sides in joined.items()
+        members: sides
+        for members, sides in of_group.items()
         if has_generated(before, sides[0]) != has_generated(after, sides[1]) and all(sides)
     }
     changes = change_of_columns(before, after, list(fused.values()))
-    sizes = {member: sum(map(_total, (before, after), sides)) for member, sides in columns.items()}
-
-    def name_largest_first(member: _Member) -> tuple[str, ...]:
-        members = sorted(groups.members(member), key=lambda other: (-sizes.get(other, 0), other))
-        return tuple(name for _, name in members)
-
-    fusions = [
-        Fusion(
-            phase=member[0],
-            modules=name_largest_first(member),
-            change=change,
-            before_count=int(before.kernel_count[sides[0]].sum()),
-            after_count=int(after.kernel_count[sides[1]].sum()),
-            before=total_kernels(before, sides[0]),
-            after=total_kernels(after, sides[1]),
-        )
-        for (member, sides), change in zip(fused.items(), changes, strict=True)
-    ]
+    fusions = []
+    for (members, sides), change in zip(fused.items(), changes, strict=True):
+        largest_first = sorted(members, key=lambda member: (-sizes.get(member, 0), member))
+        phase, modules = largest_first[0][0], tuple(name for _, name in largest_first)
+        kernels = total_kernels(before, sides[0]), total_kernels(after, sides[1])
+        fusions.append(Fusion(phase, modules, change, *_count_kernels(before, after, sides), *kernels))
     yield from sorted(fusions, key=lambda fusion: (-abs(fusion.change.change_ns), fusion.phase, fusion.modules))
-
-
-def _total(samples: StepSamples, columns: Sequence[int]) -> int:
-    return int(samples.kernel_ns[:, columns].sum())
-
-
-class _Groups:
-    def __init__(self) -> None:
-        self._above: dict[_Member, _Member] = {}
-
-    def first(self, member: _Member) -> _Member:
-        self._above.setdefault(member, member)
-        while self._above[member] != member:
-            member = self._above[member]
-        return member
-
-    def join(self, member: _Member, other: _Member) -> None:
-        first, second = self.first(member), self.first(other)
-        self._above[second] = first
-
-    def members(self, member: _Member) -> list[_Member]:
-        first = self.first(member)
-        return [other for other in self._above if self.first(other) == first]

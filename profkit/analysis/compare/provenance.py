@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.time_account.step_times import read_unprofiled_steps
-from profkit.run.manifest import Compiled, Manifest, find_condition
+from profkit.run.manifest import Manifest, find_condition
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
 # Facts of a run: the first ones disturb a comparison, the others are only stated.
@@ -36,7 +36,7 @@ _DISTURBING: dict[str, Callable[[Manifest], object]] = {
 }
 _STATED: dict[str, Callable[[Manifest], object]] = {
     "command": lambda run: " ".join(run.argv) or None,
-    "torch.compile": lambda run: run.workload.compile_mode or _compiled_graphs(run),
+    "torch.compile": lambda run: run.workload.compile_mode or getattr(find_condition(run, "compiled"), "graphs", None),
     "which GPU": lambda run: find_condition(run, "gpu_uuid"),
     "cuDNN benchmark": lambda run: find_condition(run, "cudnn_benchmark"),
     "deterministic algorithms": lambda run: find_condition(run, "deterministic_algorithms"),
@@ -160,11 +160,6 @@ def _program(run: Manifest) -> str:
     script = next((word for word in words if word.endswith(".py")), None)
     module = next((after for flag, after in pairwise(words) if flag == "-m"), None)
     return script or module or words[0]
-
-
-def _compiled_graphs(run: Manifest) -> object:
-    compiled = find_condition(run, "compiled")
-    return compiled.graphs if isinstance(compiled, Compiled) else None
 
 
 def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:

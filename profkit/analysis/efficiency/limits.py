@@ -4,7 +4,7 @@ Two questions, in this order.
 
 1. Where does the range's time on the GPU go? Its span (`time_account.gpu_time`) has four parts, and the
    largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU, for data or
-   makes no CUDA calls, or receiving a batch (`time_account.waits`) → *host-bound*; only
+   makes no CUDA calls, or receiving a batch (`time_account.gpu_time`) → *host-bound*; only
    communication runs, or the range launched only communication →
    *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
    unprofiled time of the phase is known, idle time is scaled first (`time_account.account`); waiting for data takes

@@ -24,17 +24,18 @@ from profkit.analysis.time_account.account import (
 )
 from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
+    DataWait,
     GpuParts,
     GpuTime,
     Windows,
     category_rows,
     communication_rows,
+    find_data_waits,
     find_windows,
     sum_parts,
 )
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, count_steps, is_step
-from profkit.analysis.time_account.waits import DataWait, find_data_waits
 from profkit.analysis.tree.range_tree import (
     NodePath,
     RangeNodes,
@@ -70,7 +71,7 @@ class EfficiencyRow(RangeRow):
     unprofiled over the recorded idle time, if the phase around the range was timed without a profiler;
     ``clean_idle_share`` is the idle share that follows. ``waiting_for`` is the rank for which most of the communication
     in its time was waiting; ``data_loading_ns`` is the part of its idle time in which the program waited for data,
-    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran (`profkit.analysis.time_account.waits`);
+    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran (`time_account.gpu_time`);
     ``loads_data`` says whether the two are most of what a *host-bound* range waits for: then data loading limits it.
     """
 
@@ -213,7 +214,10 @@ def measure_efficiency(
     """
     attribution, timed = account.attribution, account.timed
     trace, times = attribution.trace, account.gpu_times
-    _refuse_without_work(trace)
+    if trace.measure != "gpu-kernel":
+        raise TraceError(f"{trace.path}: recorded no GPU work, so efficiency is unknown; see `profkit kernels`")
+    if not len(trace.work):
+        raise TraceError(explain_no_work(trace))
     members = chosen_ranges(attribution, range)
     numbered_nodes = build_nodes(attribution, numbered=True)
     works = RangeWorks(trace, numbered_nodes, facts)
@@ -270,13 +274,6 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
             )
         )
     return [*doubts, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
-
-
-def _refuse_without_work(trace: Trace) -> None:
-    if trace.measure != "gpu-kernel":
-        raise TraceError(f"{trace.path}: recorded no GPU work, so efficiency is unknown; see `profkit kernels`")
-    if not len(trace.work):
-        raise TraceError(explain_no_work(trace))
 
 
 def _sum_columns(

@@ -117,9 +117,12 @@ def read_run_facts(
     """
     manifest = Manifest() if run is None else run.manifest
     work = None if run is None else run.work
-    gpu = _gpu_name(trace, manifest)
+    names = set(trace.gpus)
+    gpu = manifest.gpu or (names.pop() if len(names) == 1 else None)
     sheet = find_datasheet(gpu)
-    measured = _measured(run, ceilings)
+    measured = None if run is None else run.ceilings
+    if ceilings is not None:
+        measured = Run(ceilings).ceilings if ceilings.is_dir() else read_ceilings(ceilings)
     if measured is not None and gpu is not None and _bare(measured.device.name) != _bare(gpu):
         raise UsageError(
             f"{ceilings or trace.path}: the ceilings were measured on {measured.device.name}, the capture on {gpu};"
@@ -139,12 +142,6 @@ def read_run_facts(
     )
 
 
-def _measured(run: Run | None, ceilings: Path | None) -> Ceilings | None:
-    if ceilings is None:
-        return None if run is None else run.ceilings
-    return Run(ceilings).ceilings if ceilings.is_dir() else read_ceilings(ceilings)
-
-
 def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
     if measured is not None:
         products = {product.dtype: product.best_flops_per_s for product in measured.gemm}
@@ -156,12 +153,6 @@ def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
     used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
     measured_uuid = None if measured is None else measured.device.uuid
     return measured_uuid if None not in (used, measured_uuid) and used != measured_uuid else None
-
-
-def _gpu_name(trace: Trace, manifest: Manifest) -> str | None:
-    """Return the GPUs' name; None if the capture has GPUs of several names and the manifest names none."""
-    names = set(trace.gpus)
-    return manifest.gpu or (names.pop() if len(names) == 1 else None)
 
 
 def _dtype_of(manifest: Manifest) -> str | None:
@@ -193,7 +184,7 @@ def find_datasheet(gpu: str | None) -> Datasheet | None:
 
     Names are compared whole: an "RTX 4090 D" is not an "RTX 4090".
     """
-    return None if gpu is None else _datasheets().get(gpu.removeprefix("NVIDIA ").strip())
+    return None if gpu is None else _datasheets().get(_bare(gpu))
 
 
 @cache
@@ -229,7 +220,10 @@ class RangeWorks:
         """Look up the path of every node; ``nodes`` must be numbered: ``layer 0`` and ``layer 1`` may differ."""
         self._dtype = facts.dtype or _UNKNOWN_DTYPE
         self._node = nodes.of_range
-        self._known = _by_node(nodes, facts)
+        self._known: list[RangeWork | None] = [None] * len(nodes)
+        if facts.work is not None:
+            by_path = {work.path: work for work in facts.work.ranges}
+            self._known = [_look_up(by_path, names) for names in nodes.names_above()]
         self._source = facts.work.source if facts.work is not None else ""
         self._payload = np.full(len(trace.ranges), -1, dtype=np.int64)
         for index, value in trace.ranges.payload.items():
@@ -273,13 +267,6 @@ def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
         flops_by_dtype=by_dtype,
         sources=frozenset({source}),
     )
-
-
-def _by_node(nodes: RangeNodes, facts: RunFacts) -> list[RangeWork | None]:
-    if facts.work is None:
-        return [None] * len(nodes)
-    by_path = {work.path: work for work in facts.work.ranges}
-    return [_look_up(by_path, names) for names in nodes.names_above()]
 
 
 def _look_up(by_path: dict[tuple[str, ...], RangeWork], names: tuple[str, ...]) -> RangeWork | None:

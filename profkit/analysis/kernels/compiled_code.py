@@ -150,7 +150,8 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
             yield Finding("compiled", message)
     if known.breaks:
         places = [f"{compilation.line}: {compilation.reason}" for compilation in known.breaks]
-        message = f"graphs break at {_count(len(places), 'place')}, where Python runs instead: {_some(places)}"
+        count = f"{len(places)} place" + ("s" if len(places) != 1 else "")
+        message = f"graphs break at {count}, where Python runs instead: {_some(places)}"
         yield Finding("graph-break", message)
     for compilation in known.not_compiled:
         at = compilation.line or compilation.failed_line or "a function"
@@ -168,7 +169,7 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
 
 def _why_again(compilations: Sequence[Compilation]) -> str:
     """Return what was compiled again and why: what one change of the inputs caused is said once."""
-    reasons = list(dict.fromkeys(one.reason for one in compilations if one.reason is not None))
+    reasons = list(dict.fromkeys(item.reason for item in compilations if item.reason is not None))
     because = f" ({_some(reasons)})" if reasons else ""
     is_size = any(mark in reason for reason in reasons for mark in _SIZES)
     cure = "; with torch.compile(dynamic=True), or inputs of one size, it compiles once" if is_size else ""
@@ -182,10 +183,6 @@ def _lines(compilations: Sequence[Compilation]) -> str:
 def _some(texts: Sequence[str]) -> str:
     more = len(texts) - _SHOWN
     return "; ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,11 @@ def summarize_kernels(
     total_ns = int(work.duration_ns[rows].sum())
     graphs = rows & work.is_graph
     outermost_count = None if instances is None else len(instances.outermost)
-    compared = compare_ranks(trace, ranks, chosen)
+    sources = None
+    if compiled_code is not None:
+        from profkit.analysis.kernels.compiled_code import find_kernel_sources  # few captures have such code
+
+        sources = find_kernel_sources(attribution, rows, compiled_code)
     return KernelsResult(
         trace=trace.path,
         measure=trace.measure,
@@ -207,11 +211,11 @@ def summarize_kernels(
         filters=wanted,
         first_ns=first_ns,
         outermost_instances=outermost_count,
-        ranks=compared,
+        ranks=compare_ranks(trace, ranks, chosen),
         rank_evidence=ranks.evidence,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),
-        sources=None if compiled_code is None else _find_sources(attribution, rows, compiled_code),
+        sources=sources,
     )
 
 
@@ -225,14 +229,6 @@ def _find_shared(attribution: Attribution, wanted: KernelFilter, chosen: Chosen)
 
     others = choose_work(attribution, replace(wanted, range=None)).rows & ~chosen.rows
     return find_shared(attribution, wanted.range, chosen.instances.members, others)
-
-
-def _find_sources(
-    attribution: Attribution, rows: Bools, compiled_code: Mapping[str, CompiledGraph]
-) -> tuple[KernelSource, ...]:
-    from profkit.analysis.kernels.compiled_code import find_kernel_sources
-
-    return find_kernel_sources(attribution, rows, compiled_code)
 
 
 def explain_no_work(trace: Trace) -> str:

@@ -8,8 +8,10 @@ kept one by one.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import Literal, get_args
 
 import numpy as np
@@ -126,25 +128,15 @@ class _Grouping:
         self._first = np.searchsorted(moments, replay.birth + 1, "left")
         self._end = np.searchsorted(moments, replay.freed, "right")
         self._count = len(moments)
-        self._rows = np.flatnonzero(self._first < self._end)
-        is_wanted = memory.selects(self._rows.tolist(), wanted)
+        self._rows: list[int] = np.flatnonzero(self._first < self._end).tolist()
         self._sizes = memory.history.replay.size_bytes
-        self._claims = {
-            row: memory.classifier.claim_of(row)
-            for row, chosen in zip(self._rows.tolist(), is_wanted, strict=True)
-            if chosen
-        }
+        wanted_rows = compress(self._rows, memory.selects(self._rows, wanted))
+        self._claims = {row: memory.classifier.claim_of(row) for row in wanted_rows}
 
     def by_category(self) -> tuple[Series, ...]:
         """Return the series of the categories that occur, in the order of `CATEGORIES`."""
-        names = [*CATEGORIES, NOT_SELECTED]
-        place = {name: number for number, name in enumerate(names)}
-        groups = [
-            place[self._claims[row].category if row in self._claims else NOT_SELECTED] for row in self._rows.tolist()
-        ]
-        sums = self._sum(np.array(groups, dtype=np.int64), len(names))
-        present = set(groups)
-        return tuple(Series(name, sums[number]) for number, name in enumerate(names) if number in present)
+        groups = [self._claims[row].category if row in self._claims else NOT_SELECTED for row in self._rows]
+        return self._sum(groups, [name for name in (*CATEGORIES, NOT_SELECTED) if name in set(groups)])
 
     def by_stack(self) -> tuple[Series, ...]:
         """Return the series of the stacks with the most bytes over all samples, then of all others together.
@@ -153,13 +145,13 @@ class _Grouping:
         has only the frames that they share.
         """
         groups = []
-        stacks: dict[str, dict[tuple[str, ...], None]] = {}
-        for row in self._rows.tolist():
+        stacks = defaultdict[str, set[tuple[str, ...]]](set)
+        for row in self._rows:
             facts = self._memory.stacks.of(row)
             groups.append(facts.label if row in self._claims else NOT_SELECTED)
-            stacks.setdefault(groups[-1], {})[facts.user_first if row in self._claims else ()] = None
+            stacks[groups[-1]].add(facts.user_first if row in self._claims else ())
         return tuple(
-            replace(series, stack=_shared(list(stacks[series.name])), stack_count=len(stacks[series.name]))
+            replace(series, stack=_shared(stacks[series.name]), stack_count=len(stacks[series.name]))
             if series.name in stacks
             else series
             for series in self._largest(groups, OTHER_STACKS)
@@ -167,7 +159,7 @@ class _Grouping:
 
     def by_module(self) -> tuple[Series, ...]:
         """Return the series of the modules with the most bytes over all samples, then of all others together."""
-        groups = [self._module_of(row) if row in self._claims else NOT_SELECTED for row in self._rows.tolist()]
+        groups = [self._module_of(row) if row in self._claims else NOT_SELECTED for row in self._rows]
         is_known = set(groups) - {NO_MODULE_KNOWN, OUTSIDE_MODULES, NOT_SELECTED}
         return self._largest(groups, OTHER_MODULES) if is_known else ()
 
@@ -182,16 +174,14 @@ class _Grouping:
 
     def _largest(self, groups: list[str], others: str) -> tuple[Series, ...]:
         """Return a series for each of the `STACK_COUNT` names that hold most over all samples, then the others'."""
-        names = list(dict.fromkeys(groups))
-        number = {name: at for at, name in enumerate(names)}
-        column = np.array([number[name] for name in groups], dtype=np.int64)
-        held = self._sizes[self._rows] * (self._end - self._first)[self._rows].astype(np.float64)
-        best = np.argsort(-np.bincount(column, held, len(names)), kind="stable")[:STACK_COUNT].tolist()
-        place = np.full(len(names), len(best), dtype=np.int64)
-        place[best] = np.arange(len(best))
-        sums = self._sum(place[column], len(best) + 1)
-        series = [Series(names[number], sums[order]) for order, number in enumerate(best)]
-        return (*series, Series(others, sums[-1])) if len(names) > len(best) else tuple(series)
+        held = Counter[str]()
+        sample_counts = (self._end - self._first)[self._rows].tolist()
+        for name, size, sample_count in zip(groups, self._sizes[self._rows].tolist(), sample_counts, strict=True):
+            held[name] += size * sample_count
+        best = [name for name, _ in held.most_common(STACK_COUNT)]
+        if len(held) == len(best):
+            return self._sum(groups, best)
+        return self._sum([name if name in best else others for name in groups], [*best, others])
 
     def shapes(self) -> tuple[Shape, ...]:
         """Return the largest allocations, of equal ones the longest-lived, in the order of their birth."""
@@ -223,14 +213,17 @@ class _Grouping:
             freed_event=freed if is_freed else None,
         )
 
-    def _sum(self, groups: Ints, count: int) -> Ints:
-        changes = np.zeros((count, self._count + 1), dtype=np.int64)
-        np.add.at(changes, (groups, self._first[self._rows]), self._sizes[self._rows])
-        np.subtract.at(changes, (groups, self._end[self._rows]), self._sizes[self._rows])
-        return changes[:, :-1].cumsum(axis=1)
+    def _sum(self, groups: list[str], names: Sequence[str]) -> tuple[Series, ...]:
+        """Return a series for each name; ``groups`` has that of each row."""
+        place = {name: number for number, name in enumerate(names)}
+        column = np.array([place[name] for name in groups], dtype=np.int64)
+        changes = np.zeros((len(names), self._count + 1), dtype=np.int64)
+        np.add.at(changes, (column, self._first[self._rows]), self._sizes[self._rows])
+        np.subtract.at(changes, (column, self._end[self._rows]), self._sizes[self._rows])
+        return tuple(map(Series, names, changes[:, :-1].cumsum(axis=1)))
 
 
-def _shared(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _shared(stacks: set[tuple[str, ...]]) -> tuple[str, ...]:
     same = takewhile(lambda frames: len(set(frames)) == 1, zip(*stacks, strict=False))
     return tuple(frames[0] for frames in same)
 

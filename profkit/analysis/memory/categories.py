@@ -94,14 +94,13 @@ class Classifier:
             return Claim(ROLES[owner.role], "identity", owner.name or text)
         name = text or (owner.name if owner else None)
         number = self._stacks.number_of(row)
-        category = self._category_of_stack(number)
-        category = category or self._category_of_code(row)
+        if number not in self._by_stack:
+            self._by_stack[number] = category_of_stack(self._stacks.facts[number])
+        category = self._by_stack[number] or self._category_of_code(row)
         if category is not None:
             return Claim(category, "stack", name)
         category = self._category_of_life(row, self._stacks.facts[number])
-        if category is None:
-            return Claim("unknown", "none", name)
-        return Claim(category, "lifetime", name)
+        return Claim("unknown", "none", name) if category is None else Claim(category, "lifetime", name)
 
     def named(self, row: int) -> Named | None:
         """Return which tensor an allocation is, as the run recorded; None if unknown, or if several share the name."""
@@ -124,11 +123,6 @@ class Classifier:
             return "workspace" if is_kept else "temporaries"
         return "temporaries" if held.is_freed_in_call else None
 
-    def _category_of_stack(self, number: int) -> str | None:
-        if number not in self._by_stack:
-            self._by_stack[number] = category_of_stack(self._stacks.facts[number])
-        return self._by_stack[number]
-
     def _category_of_life(self, row: int, stack: StackFacts) -> str | None:
         replay = self._history.replay
         birth, freed = int(replay.birth[row]), int(replay.freed[row])
@@ -138,7 +132,8 @@ class Classifier:
         likely = self._category_of_kept(row, stack) if is_kept else None
         if likely is not None:
             return likely
-        regime = _OPTIMIZER if _has_file(stack, "torch/optim/") else int(self._regimes[birth])
+        is_in_optimizer = any("torch/optim/" in file for _, file, _ in stack.frames)
+        regime = _OPTIMIZER if is_in_optimizer else int(self._regimes[birth])
         stays = freed >= int(self._regime_ends[birth])
         if regime == _BACKWARD:
             return self._category_of_backward(birth, freed, stays=stays)
@@ -160,7 +155,9 @@ class Classifier:
         is_in_product = stack.is_compiled or (
             row > self._history.replay.start_count and self._stacks.number_of(row - 1) == number
         )
-        if row in self._first_and_only_kept and is_in_product and _is_in_library(stack):
+        # User code never allocates a workspace directly.
+        is_in_library = not stack.python or stack.python[0] not in stack.user
+        if row in self._first_and_only_kept and is_in_product and is_in_library:
             return "workspace"
         return _category_by(_LIKELY_SIGNS, stack)
 
@@ -170,7 +167,9 @@ class Classifier:
         again = self._timeline.recomputation_at(birth)
         if again is not None and freed >= self._timeline.moment_at(again.end_us):
             return "activations"
-        return "gradients" if stays and int(self._regime_ends[birth]) < never else _temporary(freed == never)
+        if stays and int(self._regime_ends[birth]) < never:
+            return "gradients"
+        return None if freed == never else "temporaries"
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
         """Return the category of memory allocated on the main thread outside the optimizer: forward pass, data, others.
@@ -224,8 +223,9 @@ class Classifier:
     def _regimes_by_frames(self) -> Codes:
         events = self._history.device.events
         is_alloc = events.action == ALLOC
-        frames = map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames"))
-        has_frames = np.fromiter((type(stack) is list and bool(stack) for stack in frames), np.bool_)
+        frames = list(map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames")))
+        is_list = np.fromiter(map(isinstance, frames, repeat(list)), np.bool_, len(frames))
+        has_frames = is_list & np.fromiter(map(bool, frames), np.bool_, len(frames))
         if not has_frames.any():
             return np.full(len(events), _UNKNOWN, dtype=np.int8)
         by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)
@@ -290,16 +290,3 @@ _LIKELY_SIGNS = (
     ("parameters", "_apply", "torch/nn/modules/module"),
 )
 """Signs of what is kept, as good as a guess from its lifetime."""
-
-
-def _temporary(is_kept: bool) -> str | None:
-    return None if is_kept else "temporaries"
-
-
-def _has_file(stack: StackFacts, mark: str) -> bool:
-    return any(mark in file for _, file, _ in stack.frames)
-
-
-def _is_in_library(stack: StackFacts) -> bool:
-    """Whether the innermost frame is a library's, or there is none: user code never allocates a workspace directly."""
-    return not stack.python or stack.python[0] not in stack.user

@@ -6,20 +6,19 @@ modules at the top of their tree. Sizes are what the allocator charged, with the
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import compress
 
 from profkit.allocator.layout import lay_out, sum_releasable
 from profkit.allocator.replay import History
-from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Claim
+from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.places import (
     BEFORE_RECORDING,
     IN_NO_PHASE,
     PartRow,
     Piece,
-    other_row,
     sum_by_module,
     sum_by_phase,
 )
@@ -119,19 +118,21 @@ class Fragmentation:
 
 def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
     """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
-    wanted = wanted or Filter()
     curves, replay = memory.history.curves, memory.history.replay
-    rows = memory.live_rows(moment)
-    chosen = [
-        (row, memory.classifier.claim_of(row))
-        for row, is_wanted in zip(rows, memory.selects(rows, wanted), strict=True)
-        if is_wanted
-    ]
+    live = memory.live_rows(moment)
+    rows = list(compress(live, memory.selects(live, wanted or Filter())))
     total = int(curves.allocated[moment])
-    rest = total - sum(int(replay.size_bytes[row]) for row, _ in chosen), len(rows) - len(chosen)
-    live = np.array(rows, dtype=np.int64)
-    by_module, by_phase = _by_place(memory, moment, chosen, total, rest)
-    ordered = sorted(chosen, key=lambda claimed: (-int(replay.size_bytes[claimed[0]]), claimed[0]))
+    rest_bytes, rest_count = total - int(replay.size_bytes[rows].sum()), len(live) - len(rows)
+    rest_share = _share(rest_bytes, total)
+    pieces = [piece_of(memory, row, moment) for row in rows]
+    by_category, by_stack = _by_category(pieces, total), _by_stack(memory, moment, rows, total)
+    by_module, by_phase = sum_by_module(pieces, total, memory.places.modules), sum_by_phase(pieces, total)
+    if rest_count:
+        by_category.append(CategoryRow(NOT_SELECTED, rest_bytes, rest_share, rest_count, {}))
+        by_stack.append(StackRow(rest_bytes, rest_share, rest_count, (), NOT_SELECTED))
+        other = PartRow(NOT_SELECTED, (NOT_SELECTED,), rest_bytes, rest_share, rest_count, rest_bytes, {}, {})
+        by_module, by_phase = (*by_module, other), (*by_phase, other)
+    ordered = sorted(rows, key=lambda row: (-int(replay.size_bytes[row]), row))
     return Composition(
         what=what,
         moment=moment,
@@ -140,70 +141,48 @@ def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None 
         allocated_bytes=total,
         requested_bytes=int(replay.requested_bytes[live].sum()),
         reserved_bytes=int(curves.reserved[moment]),
-        by_category=_by_category(memory, chosen, total, rest),
-        by_stack=_by_stack(memory, moment, chosen, total, rest),
+        by_category=tuple(by_category),
+        by_stack=tuple(by_stack),
         by_module=by_module,
         by_phase=by_phase,
-        largest=tuple(_large_row(memory, moment, *claimed) for claimed in ordered[:LARGEST_COUNT]),
+        largest=tuple(_large_row(memory, moment, row) for row in ordered[:LARGEST_COUNT]),
         largest_groups=_largest_groups(memory, moment, ordered),
-        evidence=_by_evidence(memory, chosen),
+        evidence={kind: sum(row.evidence.get(kind, 0) for row in by_category) for kind in EVIDENCE},
     )
 
 
-def _by_category(
-    memory: DeviceMemory, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
-) -> tuple[CategoryRow, ...]:
-    sizes: dict[str, dict[str, int]] = {}
-    counts: dict[str, int] = {}
-    for row, claim in chosen:
-        evidence = sizes.setdefault(claim.category, {})
-        evidence[claim.evidence] = evidence.get(claim.evidence, 0) + int(memory.history.replay.size_bytes[row])
-        counts[claim.category] = counts.get(claim.category, 0) + 1
+def _by_category(pieces: list[Piece], total: int) -> list[CategoryRow]:
+    sizes, counts = defaultdict[str, Counter[str]](Counter), Counter[str]()
+    for piece in pieces:
+        sizes[piece.category][piece.evidence] += piece.bytes
+        counts[piece.category] += 1
     rows = [
         CategoryRow(
             category,
-            sum(evidence.values()),
-            _share(sum(evidence.values()), total),
+            by_evidence.total(),
+            _share(by_evidence.total(), total),
             counts[category],
-            {kind: evidence[kind] for kind in EVIDENCE if kind in evidence},
+            {kind: by_evidence[kind] for kind in EVIDENCE if kind in by_evidence},
         )
-        for category, evidence in sizes.items()
+        for category, by_evidence in sizes.items()
     ]
-    rows.sort(key=lambda entry: (-entry.bytes, CATEGORIES.index(entry.category)))
-    if rest[1]:
-        rows.append(CategoryRow(NOT_SELECTED, rest[0], _share(rest[0], total), rest[1], {}))
-    return tuple(rows)
+    return sorted(rows, key=lambda row: (-row.bytes, CATEGORIES.index(row.category)))
 
 
-def _by_stack(
-    memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
-) -> tuple[StackRow, ...]:
-    rows = [
-        StackRow(size, _share(size, total), count, stack.user_first, stack.label)
-        for stack, size, count in sum_by_stack(
-            (memory.stack_of(row, moment) for row, _ in chosen),
-            (int(memory.history.replay.size_bytes[row]) for row, _ in chosen),
-        )
+def _by_stack(memory: DeviceMemory, moment: int, rows: list[int], total: int) -> list[StackRow]:
+    stacks = (memory.stack_of(row, moment) for row in rows)
+    sums = sum_by_stack(stacks, memory.history.replay.size_bytes[rows].tolist())
+    by_stack = [
+        StackRow(size, _share(size, total), count, stack.user_first, stack.label) for stack, size, count in sums
     ]
-    rows.sort(key=lambda entry: (-entry.bytes, entry.label))
-    if rest[1]:
-        rows.append(StackRow(rest[0], _share(rest[0], total), rest[1], (), NOT_SELECTED))
-    return tuple(rows)
-
-
-def _by_place(
-    memory: DeviceMemory, moment: int, chosen: list[tuple[int, Claim]], total: int, rest: tuple[int, int]
-) -> tuple[tuple[PartRow, ...], tuple[PartRow, ...]]:
-    pieces = [piece_of(memory, row, moment) for row, _ in chosen]
-    others = (other_row(NOT_SELECTED, *rest, total),) if rest[1] else ()
-    by_module = sum_by_module(pieces, total, memory.places.modules)
-    return by_module + others, sum_by_phase(pieces, total) + others
+    return sorted(by_stack, key=lambda row: (-row.bytes, row.label))
 
 
 def piece_of(memory: DeviceMemory, row: int, moment: int) -> Piece:
     """Return an allocation (a row of the replay) with its category, its phase and its module at a moment."""
-    size, category = int(memory.history.replay.size_bytes[row]), memory.classifier.claim_of(row).category
-    return Piece(size, category, memory.place_of(row, moment), _phase_of(memory, row))
+    claim = memory.classifier.claim_of(row)
+    size, place = int(memory.history.replay.size_bytes[row]), memory.place_of(row, moment)
+    return Piece(size, claim.category, place, _phase_of(memory, row), claim.evidence)
 
 
 def _phase_of(memory: DeviceMemory, row: int) -> str:
@@ -212,17 +191,17 @@ def _phase_of(memory: DeviceMemory, row: int) -> str:
     if birth < 0:
         return BEFORE_RECORDING
     gap = memory.timeline.gap_at(birth)
-    return memory.phase_of(row) or (IN_NO_PHASE if gap is None else f"({gap})")
+    return memory.places.phase_of(row) or (IN_NO_PHASE if gap is None else f"({gap})")
 
 
-def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[tuple[int, Claim]]) -> tuple[LargeRow, ...]:
+def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[int]) -> tuple[LargeRow, ...]:
     """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first.
 
     Owners that differ only in a number are equal: ``h.*.mlp.weight`` for ``h.0.mlp.weight`` and ``h.1.mlp.weight``.
     """
     groups: dict[LargeRow, list[LargeRow]] = {}
-    for row, claim in ordered:
-        large = _large_row(memory, moment, row, claim)
+    for row in ordered:
+        large = _large_row(memory, moment, row)
         if len(groups) >= LARGEST_COUNT and large.bytes < next(reversed(groups)).bytes:
             break
         kind = replace(large, owner=None if large.owner is None else kind_of(large.owner))
@@ -234,26 +213,18 @@ def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[tuple[int, 
     return tuple(sorted(rows, key=lambda large: (-large.bytes, -large.count))[:LARGEST_COUNT])
 
 
-def _large_row(memory: DeviceMemory, moment: int, row: int, claim: Claim) -> LargeRow:
+def _large_row(memory: DeviceMemory, moment: int, row: int) -> LargeRow:
     replay, stack = memory.history.replay, memory.stack_of(row, moment)
-    birth = int(replay.birth[row])
     return LargeRow(
         bytes=int(replay.size_bytes[row]),
         requested_bytes=int(replay.requested_bytes[row]),
-        category=claim.category,
-        phase=memory.phase_of(row),
+        category=memory.classifier.claim_of(row).category,
+        phase=memory.places.phase_of(row),
         owner=memory.owner_of(row, moment),
         stack=stack.user_first,
         label=stack.label,
-        is_from_before=birth < 0,
+        is_from_before=bool(replay.birth[row] < 0),
     )
-
-
-def _by_evidence(memory: DeviceMemory, chosen: list[tuple[int, Claim]]) -> dict[str, int]:
-    sums = dict.fromkeys(EVIDENCE, 0)
-    for row, claim in chosen:
-        sums[claim.evidence] += int(memory.history.replay.size_bytes[row])
-    return sums
 
 
 def _share(part: int, whole: int) -> float:

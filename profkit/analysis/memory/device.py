@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,7 @@ class DeviceMemory:
         self._is_only_device = is_only_device
         self._compiled = compiled
         self.recorded = recorded
+        self._lines: dict[str, StackFacts] = {}
         self.history: History = replay_history(device, settings)
         steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
         self.timeline: Timeline = find_timeline(device, named, steps)
@@ -82,12 +83,13 @@ class DeviceMemory:
     @cached_property
     def generated(self) -> GeneratedMemory:
         """Finds who holds what compiled code allocated."""
-        return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=self._ends_failing)
+        ends_failing = self.device.events.action[-1:].tolist() == [OOM]
+        return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=ends_failing)
 
     @cached_property
     def classifier(self) -> Classifier:
         """Finds the category of an allocation."""
-        return Classifier(self.history, self.timeline, self.stacks, self._owners[0], self.generated)
+        return Classifier(self.history, self.timeline, self.stacks, self.owners, self.generated)
 
     @cached_property
     def places(self) -> Places:
@@ -96,7 +98,8 @@ class DeviceMemory:
             self.timeline,
             self.device.annotations,
             self.recorded,
-            self.stacks.raw_of,
+            self.owners,
+            self.stacks,
             is_only_device=self._is_only_device,
         )
 
@@ -105,8 +108,7 @@ class DeviceMemory:
 
         Compiled code hands memory on from module to module: it belongs to the one that holds it at the moment.
         """
-        held = self.generated.held(row, moment)
-        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), held)
+        return self.places.place_of(row, self.generated.held(row, moment))
 
     def owner_of(self, row: int, moment: int | None = None) -> str | None:
         """Return the name of an allocation's tensor, or of the module that holds it at a moment; None if unknown."""
@@ -117,7 +119,7 @@ class DeviceMemory:
 
     def running_place_of(self, row: int) -> Place:
         """Return the module that ran when an allocation was made; of compiled code, the one that was compiled."""
-        return self.places.place_of(row, int(self.history.replay.birth[row]), self._owners[0].get(row), None)
+        return self.places.place_of(row, None)
 
     def stack_of(self, row: int, moment: int) -> StackFacts:
         """Return the stack that asked for an allocation; of compiled code the line whose result it holds then."""
@@ -134,16 +136,12 @@ class DeviceMemory:
             held.source, StackFacts((*facts.python[:1], (function, file, int(line) if line.isdecimal() else 0)))
         )
 
-    def phase_of(self, row: int) -> str | None:
-        """Return the phase in which an allocation was made; None outside all phases and before the first event."""
-        return self.places.phase_of(row, int(self.history.replay.birth[row]))
-
     @property
     def owners(self) -> dict[int, Owner]:
         """The recorded tensors of each allocation (a row of the replay) that the run knows."""
         return self._owners[0]
 
-    @cached_property
+    @property
     def unmatched_entries(self) -> int:
         """How many recorded owners on this device match no allocation of the history."""
         return self._owners[1]
@@ -160,31 +158,20 @@ class DeviceMemory:
 
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
         """Return each phase's peak, in the order in which they first occur."""
-        peaks: dict[str, PhasePeak] = {}
+        moments: dict[str, list[int]] = {}
         allocated = self.history.curves.allocated
         for phase in self.timeline.phases:
             first, last = self.timeline.moments_of(phase)
-            moment = first + int(allocated[first : last + 1].argmax())
-            peak = PhasePeak(
-                phase.name, 1, int(allocated[moment]), self.history.time_us(moment) or phase.start_us, moment
-            )
-            old = peaks.get(phase.name, peak)
-            higher = peak if peak.peak_bytes > old.peak_bytes else old
-            peaks[phase.name] = replace(higher, instances=old.instances + (phase.name in peaks))
-        return tuple(peaks.values())
+            moments.setdefault(phase.name, []).append(first + int(allocated[first : last + 1].argmax()))
+        peaks = {name: max(highest, key=allocated.__getitem__) for name, highest in moments.items()}
+        return tuple(
+            PhasePeak(name, len(moments[name]), int(allocated[peak]), self.history.time_us(peak) or 0, peak)
+            for name, peak in peaks.items()
+        )
 
     def _mentions(self, row: int, text: str) -> bool:
         owner = self.owner_of(row) or ""
         return text in owner or any(text in frame for frame in self.stacks.of(row).user_first)
-
-    @cached_property
-    def _ends_failing(self) -> bool:
-        actions = self.device.events.action
-        return bool(len(actions)) and int(actions[-1]) == OOM
-
-    @cached_property
-    def _lines(self) -> dict[str, StackFacts]:
-        return {}
 
     @cached_property
     def _owners(self) -> tuple[dict[int, Owner], int]:

@@ -71,19 +71,14 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
         moment = timeline.moment_at(steps[number].end_us)
         first, end = firsts[number - 1], firsts[number]
         rows = np.flatnonzero(replay.freed[first:end] >= moment) + first
-        by_stack = _by_stack(memory, rows.tolist())
-        total = sum(row.bytes for row in by_stack)
-        left_behind.append(LeftBehind(steps[number].name, steps[number - 1].name, total, by_stack))
+        sums = memory.stacks.sum_by_stack(rows.tolist())
+        by_stack = [LeakRow(size, count, stack.user_first, stack.label) for stack, size, count in sums]
+        by_stack.sort(key=lambda leak: (-leak.bytes, leak.label))
+        total = int(replay.size_bytes[rows].sum())
+        left_behind.append(LeftBehind(steps[number].name, steps[number - 1].name, total, tuple(by_stack)))
     ends = [timeline.moments_of(step)[0] for step in steps[1:]] + [timeline.moment_at(steps[-1].end_us)]
     moments = np.array(ends, dtype=np.int64)
     return LeakCheck(tuple(left_behind), _find_suspects(memory, moments, np.array([*firsts, len(replay)])))
-
-
-def _by_stack(memory: DeviceMemory, rows: list[int]) -> tuple[LeakRow, ...]:
-    rows_of_stacks = [
-        LeakRow(size, count, stack.user_first, stack.label) for stack, size, count in memory.stacks.sum_by_stack(rows)
-    ]
-    return tuple(sorted(rows_of_stacks, key=lambda leak: (-leak.bytes, leak.label)))
 
 
 def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[LeakRow, ...]:
@@ -104,7 +99,7 @@ def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[L
         facts = memory.stacks.facts[number]
         by_stack[facts.shown, facts.is_compiled] += of_stack
     judged = [_judge(memory, np.array(sorted(some)), moments, firsts) for some in by_stack.values()]
-    return tuple(sorted((row for row in judged if row), key=lambda one: (-one.bytes, one.label)))
+    return tuple(sorted((leak for leak in judged if leak), key=lambda leak: (-leak.bytes, leak.label)))
 
 
 def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> LeakRow | None:

@@ -191,11 +191,10 @@ def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stre
             "large" if key[0] else "small",
             key[1],
             key == own,
-            tuple(_pin(memory, row) for row in block.pinned_by[:_PINS_SHOWN]),
+            tuple(
+                Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.of(row).label)
+                for row in block.pinned_by[:_PINS_SHOWN]
+            ),
         )
         for key, block in ordered
     )
-
-
-def _pin(memory: DeviceMemory, row: int) -> Pin:
-    return Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.of(row).label)

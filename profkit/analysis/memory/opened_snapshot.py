@@ -1,22 +1,33 @@
-"""Open a memory snapshot and ask it questions: the Python face of the analyses of memory."""
+"""Open a memory snapshot and ask it questions: the Python face of the analyses of memory, and ``profkit memory``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.memory.composition import compose, measure_fragmentation
-from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.leaks import check_leaks
-from profkit.analysis.memory.oom import judge_oom, last_failure
-from profkit.analysis.memory.owners import check_with_allocator, find_capacity
-from profkit.analysis.memory.result import MemoryResult, describe_history, find_warnings, sum_up
+from profkit.allocator.replay import History
+from profkit.analysis.memory.composition import (
+    CategoryRow,
+    Composition,
+    Fragmentation,
+    compose,
+    measure_fragmentation,
+)
+from profkit.analysis.memory.device import DeviceMemory, Filter, PhasePeak
+from profkit.analysis.memory.leaks import LeakCheck, check_leaks
+from profkit.analysis.memory.oom import OomVerdict, judge_oom, last_failure
+from profkit.analysis.memory.owners import AllocatorCheck, check_with_allocator, find_capacity
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import SnapshotError, UsageError
+from profkit.findings import Finding
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Snapshot
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profkit.analysis.memory.compare import Comparison
     from profkit.analysis.whatif.answers import WhatIf
     from profkit.run.compiled_code import CompiledGraph
@@ -26,6 +37,126 @@ FAILURE = "oom"
 _PHASE = "phase:"
 _TIME = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|s|)$")
 _UNITS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
+_MANY_UNKNOWN = 0.05
+"""If the purpose of more than this share of the bytes is unknown, a warning says so."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One device's figures over the recorded window, in bytes; ``bounds`` if the peak is not proven."""
+
+    device: int
+    allocated_peak_bytes: int
+    allocated_end_bytes: int
+    peak_time_us: int | None
+    reserved_peak_bytes: int
+    reserved_end_bytes: int
+    requested_peak_bytes: int
+    exact: bool
+    bounds: tuple[int, int | None] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures in the JSON's shape."""
+        return {
+            "device": self.device,
+            "allocated": {
+                "peak_bytes": self.allocated_peak_bytes,
+                "peak_time_us": self.peak_time_us,
+                "end_bytes": self.allocated_end_bytes,
+            },
+            "reserved": {"peak_bytes": self.reserved_peak_bytes, "end_bytes": self.reserved_end_bytes},
+            "requested": {"peak_bytes": self.requested_peak_bytes},
+            "exact": self.exact,
+            "bounds": None if self.bounds is None else {"allocated_peak_bytes": list(self.bounds)},
+        }
+
+
+@dataclass(frozen=True)
+class HistoryFacts:
+    """What was recorded: ``complete`` if it began with an empty allocator; if not, ``reason`` says how that shows."""
+
+    complete: bool
+    events: int
+    reason: str | None
+    start_allocated_bytes: int
+    start_reserved_bytes: int
+    start_us: int | None
+    end_us: int | None
+    zero_us: int
+    """The first event on any device: moments are printed as times since then."""
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryResult(NotebookResult):
+    """The account of one device's memory: plain data; `to_dict` returns the JSON of ``profkit memory``."""
+
+    snapshot: str
+    totals: Totals
+    history: HistoryFacts
+    composition: Composition
+    phases: tuple[PhasePeak, ...]
+    fragmentation: Fragmentation
+    oom: OomVerdict | None
+    leaks: LeakCheck
+    allocator_check: AllocatorCheck | None
+    others: tuple[Totals, ...]
+    warnings: tuple[Finding, ...]
+
+    def __repr__(self) -> str:
+        """Return the snapshot and its peak in one line."""
+        peak, exact = self.totals.allocated_peak_bytes, self.totals.exact
+        return f"MemoryResult(snapshot={self.snapshot!r}, allocated_peak_bytes={peak}, exact={exact})"
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that were allocated at once in the recorded window."""
+        return self.totals.allocated_peak_bytes
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return what the moment was made of, one row a category; the bytes sum to what was allocated."""
+        return table_of(self.composition.by_category, CategoryRow)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data; ``peak`` describes the moment that was asked for."""
+        at = self.composition
+        left_out = at.allocated_bytes - sum(at.evidence.values())
+        return {
+            "snapshot": self.snapshot,
+            **self.totals.to_dict(),
+            "history": asdict(self.history),
+            "peak": {
+                "at": at.what,
+                "time_us": at.time_us,
+                "phase": at.phase,
+                "allocated_bytes": at.allocated_bytes,
+                "requested_bytes": at.requested_bytes,
+                "reserved_bytes": at.reserved_bytes,
+                "by_category": [asdict(row) for row in at.by_category],
+                "by_stack": [
+                    {"bytes": row.bytes, "share": row.share, "count": row.count, "stack": row.stack or (row.label,)}
+                    for row in at.by_stack
+                ],
+                "by_module": [{"module": row.name, **_without(asdict(row), "name", "number")} for row in at.by_module],
+                "by_phase": [
+                    {"phase": row.name, **_without(asdict(row), "name", "number", "path", "own_bytes", "evidence")}
+                    for row in at.by_phase
+                ],
+                "largest": [_without(asdict(row), "label", "count") for row in at.largest],
+                "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
+                "evidence": at.evidence | ({"not_selected": left_out} if left_out else {}),
+            },
+            "phases": [asdict(phase) for phase in self.phases],
+            "fragmentation": asdict(self.fragmentation),
+            "oom": None if self.oom is None else asdict(self.oom),
+            "leaks": asdict(self.leaks) | {"suspect_bytes": self.leaks.suspect_bytes},
+            "ledger": None if self.allocator_check is None else asdict(self.allocator_check),
+            "devices": [other.to_dict() for other in self.others],
+            "warnings": [vars(warning) for warning in self.warnings],
+        }
+
+
+def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name not in keys}
 
 
 class OpenedSnapshot:
@@ -150,16 +281,16 @@ class OpenedSnapshot:
         capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
         return MemoryResult(
             snapshot=self.snapshot.path,
-            totals=sum_up(memory.history),
-            history=describe_history(memory.history),
+            totals=_sum_up(memory.history),
+            history=_describe_history(memory.history),
             composition=composition,
             phases=memory.phase_peaks(),
             fragmentation=measure_fragmentation(memory.history, moment),
             oom=judge_oom(memory, capacity_bytes),
             leaks=leaks,
             allocator_check=check,
-            others=tuple(sum_up(one.history) for one in self.devices.values() if one is not memory),
-            warnings=find_warnings(self.snapshot, memory, composition, leaks, check),
+            others=tuple(_sum_up(other.history) for other in self.devices.values() if other is not memory),
+            warnings=tuple(_find_warnings(self.snapshot, memory, composition, leaks, check)),
         )
 
 
@@ -198,3 +329,104 @@ def _phase_moment(memory: DeviceMemory, name: str) -> int:
     if name not in peaks:
         raise UsageError(f"no phase {name!r}; the phases are: {', '.join(peaks) or 'none'}")
     return peaks[name]
+
+
+def _sum_up(history: History) -> Totals:
+    """Return the figures of one device."""
+    curves, bounds = history.curves, history.bounds
+    return Totals(
+        device=history.device.index,
+        allocated_peak_bytes=history.allocated_peak_bytes,
+        allocated_end_bytes=history.allocated_end_bytes,
+        peak_time_us=history.time_us(history.peak_moment),
+        reserved_peak_bytes=int(curves.reserved.max()),
+        reserved_end_bytes=int(curves.reserved[-1]),
+        requested_peak_bytes=int(curves.requested.max()),
+        exact=bounds is None,
+        bounds=bounds,
+    )
+
+
+def _describe_history(history: History) -> HistoryFacts:
+    """Return what was recorded and, if that is not everything, how it shows."""
+    replay, events = history.replay, history.device.events
+    reason = None
+    if not len(events):
+        reason = "no history was recorded: only the state at the dump is known"
+    elif replay.start_count:
+        start = int(history.curves.allocated[0])
+        reason = (
+            f"{replay.start_count:,} blocks ({start:,} B) were live before the first event: recording began in the"
+            " middle of the run, or its buffer was too small"
+        )
+    elif replay.start_reserved_bytes:
+        reason = f"{replay.start_reserved_bytes:,} B were reserved but unused before the first event"
+    return HistoryFacts(
+        complete=history.is_complete,
+        events=len(events),
+        reason=reason,
+        start_allocated_bytes=int(history.curves.allocated[0]),
+        start_reserved_bytes=replay.start_reserved_bytes,
+        start_us=history.time_us(1) if len(events) else None,
+        end_us=history.time_us(len(events)) if len(events) else None,
+        zero_us=history.device.zero_us,
+    )
+
+
+def _find_warnings(
+    snapshot: Snapshot,
+    memory: DeviceMemory,
+    composition: Composition,
+    leaks: LeakCheck,
+    check: AllocatorCheck | None,
+) -> Iterator[Finding]:
+    """Yield what a reader must know about one device's account, the gravest first."""
+    yield from _doubt_history(memory.history)
+    if check is not None and not check.agrees:
+        yield Finding(
+            "ledger-disagrees",
+            f"PyTorch itself reported peaks of {check.allocated_peak_bytes:,} B allocated,"
+            f" {check.reserved_peak_bytes:,} B reserved and {check.requested_peak_bytes:,} B requested",
+            "failed",
+        )
+    if check is not None and check.unmatched_entries:
+        yield Finding(
+            "ledger-unmatched",
+            f"{check.unmatched_entries:,} tensor{'s' * (check.unmatched_entries != 1)} could not be matched to an"
+            " allocation (CUDA graphs cause this); sizes are not affected",
+        )
+    for action, count in snapshot.unknown_actions.items():
+        yield Finding("unknown-action", f"{count:,} events of the unknown kind {action!r} were ignored")
+    if not snapshot.settings.is_recorded:
+        yield Finding("no-settings", "the file records no allocator settings (torch before 2.2): defaults are assumed")
+    if len(memory.device.events) and not memory.device.events.has_times:
+        yield Finding(
+            "no-times", "the file records no times (torch before 2.2): phases are unknown, and times are event numbers"
+        )
+    unknown = composition.evidence["none"]
+    # A run with a ledger has recorded what can be known: nothing is left to do about the rest.
+    if memory.recorded is None and unknown > _MANY_UNKNOWN * composition.allocated_bytes:
+        yield Finding(
+            "unattributed",
+            f"the purpose of {unknown / composition.allocated_bytes:.1%} of the bytes is unknown;"
+            " `profkit run --memory` records whose tensors they are",
+        )
+    if leaks.suspects:
+        yield Finding(
+            "leak",
+            f"{leaks.suspect_bytes:,} B that a step allocated are never freed, and so in the steps before;"
+            " --leaks shows the lines",
+        )
+
+
+def _doubt_history(history: History) -> Iterator[Finding]:
+    facts = _describe_history(history)
+    if not facts.events:
+        yield Finding("no-history", f"{facts.reason}; the true peak is unknown")
+        return
+    for what, count in history.contradictions.items():
+        yield Finding("contradiction", f"{count:,} × {what}: the replayed figures are not proven", "failed")
+    if history.bounds is not None:
+        yield Finding("bounded", "the allocated peak lies between {:,} and {:,} B".format(*history.bounds))
+    if not facts.complete:
+        yield Finding("incomplete-history", f"{facts.reason}; peaks are those of the recorded time")

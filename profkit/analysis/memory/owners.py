@@ -26,8 +26,6 @@ _CLOCK_SLACK_US = 500
 _FAR = 2**62
 
 
-# What a storage of several tensors is called, by their role.
-_SHARED = {"gradient": "gradient bucket"}
 _SHOWN_NAMES = 2
 _LONGEST_TEXT = 4096
 # Allocations before and after a moment of which one may be meant; clocks differ by less than one lives.
@@ -64,9 +62,8 @@ class Owner:
         extents = {(part.offset, part.bytes) for part in self.parts}
         if len(extents) == 1 and (None, None) not in extents:
             return f"{listed} (tied)"
-        return (
-            f"{_SHARED.get(self.role, 'shared storage')}: {listed} ({len(names):,} {ROLES.get(self.role, 'tensors')})"
-        )
+        storage = "gradient bucket" if self.role == "gradient" else "shared storage"
+        return f"{storage}: {listed} ({len(names):,} {ROLES.get(self.role, 'tensors')})"
 
 
 def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeline) -> tuple[dict[int, Owner], int]:

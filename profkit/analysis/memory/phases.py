@@ -109,15 +109,19 @@ def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps:
     end = int(times[-1])
     annotations = device.annotations
     phases = _outermost(_phases(annotations, named or {}, end))
-    known_steps = sorted(steps, key=lambda step: step.start_us) or _outermost(
+    named_steps = (
         _span(annotation, annotation.name, end)
         for annotation in annotations
         if annotation.end_us is not None and any(fnmatchcase(annotation.name, glob) for glob in _STEPS)
     )
+    known_steps = sorted(steps, key=lambda step: step.start_us) or list(_outermost(named_steps))
     again = _outermost(
         _span(annotation, annotation.name, end) for annotation in annotations if annotation.name == RECOMPUTE
     )
-    return Timeline(times, phases, tuple(known_steps) or _steps_between(phases, int(times[0])), again)
+    if not known_steps:  # from one optimizer step's end to the next one's; the first starts at the first event
+        borders = [int(times[0]), *(phase.end_us for phase in phases if phase.name == OPTIMIZER)]
+        known_steps = [Phase(f"{STEP} {number}", low, high) for number, (low, high) in enumerate(pairwise(borders))]
+    return Timeline(times, phases, tuple(known_steps), again)
 
 
 def _phases(annotations: Iterable[Annotation], named: Mapping[str, str], end: int) -> Iterable[Phase]:
@@ -139,9 +143,3 @@ def _outermost(phases: Iterable[Phase]) -> tuple[Phase, ...]:
         if not kept or phase.start_us >= kept[-1].end_us:
             kept.append(phase)
     return tuple(kept)
-
-
-def _steps_between(phases: tuple[Phase, ...], start: int) -> tuple[Phase, ...]:
-    """Return the times from one optimizer step's end to the next one's; the first starts at the first event."""
-    borders = [start, *(phase.end_us for phase in phases if phase.name == OPTIMIZER)]
-    return tuple(Phase(f"{STEP} {number}", low, high) for number, (low, high) in enumerate(pairwise(borders)))

@@ -18,16 +18,16 @@ tensors is split where the run recorded whose bytes are where; the rest stands a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import Any
 
 from profkit.analysis.memory.generated_memory import Held
 from profkit.analysis.memory.owners import Owner, Part, read_text, shown_module
 from profkit.analysis.memory.phases import Timeline
+from profkit.analysis.memory.stacks import StackBook
 from profkit.errors import SnapshotError
 from profkit.names import BACKWARD, MODEL, RECOMPUTE, kind_of, name_shared
 from profkit.run.owners import Owners
@@ -67,7 +67,8 @@ class Places:
         timeline: Timeline,
         annotations: tuple[Annotation, ...],
         recorded: Owners | None,
-        raw_at: Callable[[int], dict[str, Any]],
+        owners: Mapping[int, Owner],
+        stacks: StackBook,
         *,
         is_only_device: bool,
     ) -> None:
@@ -76,41 +77,40 @@ class Places:
         Args:
             annotations: the ranges in the snapshot.
             recorded: the run's ledger.
-            raw_at: returns the pickle's own record of an allocation, by its row.
+            owners: whose each allocation is (a row of the replay), as far as the ledger knows.
             is_only_device: whether the process used no other device.
         """
         self._timeline = timeline
         self._annotations = annotations
         self._owned = recorded.owned if recorded else ()
-        self._raw_at = raw_at
+        self._owners, self._stacks = owners, stacks
         self._is_only_device = is_only_device
 
-    def place_of(self, row: int, birth: int, owner: Owner | None, held: Held | None) -> Place:
-        """Return the module of an allocation that the event ``birth`` began and, in compiled code, ``held`` holds."""
+    def place_of(self, row: int, held: Held | None) -> Place:
+        """Return the module of an allocation (a row of the replay) that in compiled code ``held`` holds."""
+        owner = self._owners.get(row)
         if owner is not None and owner.role in _OWN_PARTS:
             return Place(_modules_of(owner.parts, _OWN_PARTS[owner.role]), "identity")
         if owner is not None and owner.role == "input":
             return Place(((OUTSIDE, None),), "identity")
-        module, evidence = self._running_module(row, birth, owner)
-        if module is None:
-            return Place((), "none")
-        if held is not None:
-            return _place_in_code(held, module)
-        return Place(((module, None),), evidence)
-
-    def _running_module(self, row: int, birth: int, owner: Owner | None) -> tuple[str | None, str]:
-        text = read_text(self._raw_at(row))
+        text = read_text(self._stacks.raw_of(row))
         if text is not None:
-            return text.module, "metadata"
-        if owner is not None and owner.role == "saved" and owner.name:
-            return owner.name, "identity"
-        return self._open_module(birth), "range"
+            module, evidence = text.module, "metadata"
+        elif owner is not None and owner.role == "saved" and owner.name:
+            module, evidence = owner.name, "identity"
+        else:
+            opened = self._open_module(self._stacks.birth_of(row))
+            if opened is None:
+                return Place((), "none")
+            module, evidence = opened, "range"
+        return Place(((module, None),), evidence) if held is None else _place_in_code(held, module)
 
-    def phase_of(self, row: int, birth: int) -> str | None:
+    def phase_of(self, row: int) -> str | None:
         """Return the phase in which an allocation was made; None outside all phases and before the first event."""
-        text = read_text(self._raw_at(row))
+        text = read_text(self._stacks.raw_of(row))
         if text is not None and text.phase:
             return text.phase
+        birth = self._stacks.birth_of(row)
         return RECOMPUTE if self._timeline.recomputation_at(birth) else self._timeline.phase_at(birth)
 
     @cached_property
@@ -255,6 +255,8 @@ class Piece:
     category: str
     place: Place
     phase: str
+    evidence: str = "none"
+    """How the category is known (`categories.EVIDENCE`)."""
 
 
 @dataclass
@@ -265,22 +267,22 @@ class _Sum:
     categories: Counter[str] = field(default_factory=Counter)
     evidence: Counter[str] = field(default_factory=Counter)
 
-    def add(self, size: int, count: int, category: str, evidence: str | None = None) -> None:
-        self.bytes += size
-        self.count += count
-        self.categories[category] += size
-        if evidence is not None:
-            self.evidence[evidence] += size
+    def row(self, path: Path, total: int) -> PartRow:
+        share = self.bytes / total if total else 0.0
+        kinds = dict(self.categories), dict(self.evidence)
+        return PartRow(_name(path), path, self.bytes, share, self.count, self.own_bytes, *kinds)
 
 
 def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
     """Return what was allocated in each phase, the most bytes first."""
-    sums: dict[str, _Sum] = {}
+    sums = defaultdict[str, _Sum](_Sum)
     for piece in pieces:
-        sums.setdefault(piece.phase, _Sum()).add(piece.bytes, 1, piece.category)
-    for phase_sum in sums.values():
-        phase_sum.own_bytes = phase_sum.bytes
-    rows = [_row((phase,), phase_sum, total) for phase, phase_sum in sums.items()]
+        phase = sums[piece.phase]
+        phase.bytes += piece.bytes
+        phase.own_bytes += piece.bytes
+        phase.count += 1
+        phase.categories[piece.category] += piece.bytes
+    rows = [phase.row((name,), total) for name, phase in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.name)))
 
 
@@ -298,20 +300,18 @@ def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> 
                     raise SnapshotError(
                         f"the texts of its allocations name more than {_MOST_MODULES:,} modules; that many are not read"
                     )
-                module_sum = sums.setdefault(path[:depth], _Sum())
-                module_sum.add(size, count, piece.category, piece.place.evidence)
+                module = sums.setdefault(path[:depth], _Sum())
+                module.bytes += size
+                module.count += count
+                module.categories[piece.category] += size
+                module.evidence[piece.place.evidence] += size
             sums[path].own_bytes += size
     order: dict[Path, int] = {}
     for path in [*map(path_of, known), *sums]:
         for depth in range(1, len(path) + 1):
             order.setdefault(path[:depth], len(order))
     paths = sorted(sums, key=lambda path: (not _is_module(path), [order[path[: n + 1]] for n in range(len(path))]))
-    return tuple(_row(path, sums[path], total) for path in paths)
-
-
-def other_row(name: str, size: int, count: int, total: int) -> PartRow:
-    """Return a row for allocations that were not looked at."""
-    return PartRow(name, (name,), size, size / total if total else 0.0, count, size, {}, {})
+    return tuple(sums[path].row(path, total) for path in paths)
 
 
 def fold(rows: Iterable[PartRow]) -> tuple[PartRow, ...]:
@@ -378,21 +378,6 @@ def _place(piece: Piece, module: str | None) -> Path:
     return (OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module)
 
 
-def _row(path: Path, total_of_path: _Sum, total: int) -> PartRow:
-    share = total_of_path.bytes / total if total else 0.0
-    categories, evidence = dict(total_of_path.categories), dict(total_of_path.evidence)
-    return PartRow(
-        _name(path),
-        path,
-        total_of_path.bytes,
-        share,
-        total_of_path.count,
-        total_of_path.own_bytes,
-        categories,
-        evidence,
-    )
-
-
 def _name(path: Path) -> str:
     if len(path) == 1 or not _is_module(path):
         return path[-1]
@@ -404,11 +389,9 @@ def _is_module(path: Path) -> bool:
 
 
 def _add(path: Path, rows: list[PartRow]) -> PartRow:
-    first = rows[0]
-    if len(rows) == 1 and path == first.path:
-        return first
-    categories: Counter[str] = Counter()
-    evidence: Counter[str] = Counter()
+    if len(rows) == 1 and path == rows[0].path:
+        return rows[0]
+    categories, evidence = Counter[str](), Counter[str]()
     for row in rows:
         categories.update(row.categories)
         evidence.update(row.evidence)

@@ -61,18 +61,25 @@ class StackFacts:
     @cached_property
     def python(self) -> Stack:
         """Frames of Python code."""
-        return tuple(frame for frame in self.frames if not _is_native(frame))
+        return tuple(
+            frame for frame in self.frames if frame[1] not in ("", "??") and not frame[1].endswith(_NATIVE_ENDINGS)
+        )
 
     @cached_property
     def user(self) -> Stack:
         """Frames of the user's own Python code."""
-        return tuple(frame for frame in self.python if not _is_library(frame))
+        return tuple(frame for frame in self.python if not _stands_in(frame[1], _LIBRARIES))
 
     @cached_property
     def own(self) -> Stack:
         """Frames that name the stack: the user's and those of models' files, or else of packages other than torch."""
-        frames = tuple(frame for frame in self.python if not _is_library(frame) or _MODEL.search(frame[1]))
-        return frames or tuple(frame for frame in self.python if not _is_nobodys(frame))
+        frames = tuple(
+            frame for frame in self.python if not _stands_in(frame[1], _LIBRARIES) or _MODEL.search(frame[1])
+        )
+        nobodys = (*_TORCH, *_PROFKIT)
+        return frames or tuple(
+            frame for frame in self.python if not _stands_in(frame[1], nobodys) and not _STANDARD.search(frame[1])
+        )
 
     @cached_property
     def is_compiled(self) -> bool:
@@ -99,7 +106,7 @@ class StackFacts:
     @cached_property
     def but_compiler(self) -> Stack:
         """The frames without torch.compile's own: an eager run and a compiled one can both have these."""
-        return tuple(frame for frame in self.python or self._native if not _is_compiler(frame))
+        return tuple(frame for frame in self.python or self._native if not _stands_in(frame[1], _COMPILER))
 
     @property
     def _native(self) -> Stack:
@@ -165,9 +172,13 @@ class StackBook:
         """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
         return sum_by_stack(map(self.of, rows), self._replay.size_bytes[rows].tolist())
 
+    def birth_of(self, row: int) -> int:
+        """Return the event that began an allocation; negative where that was before the recording."""
+        return int(self._replay.birth[row])
+
     def raw_of(self, row: int) -> dict[str, Any]:
         """Return the pickle's own record of an allocation: its event, or its block at the dump; empty if neither."""
-        birth = int(self._replay.birth[row])
+        birth = self.birth_of(row)
         if birth >= 0:
             return self._device.events.raw[birth]
         block = int(self._replay.final_block[row])
@@ -221,24 +232,7 @@ def _short(frame: tuple[str, str, int]) -> str:
     return f"{file.rpartition('/')[2] or file}:{line} {name}"
 
 
-def _is_library(frame: tuple[str, str, int]) -> bool:
-    return _stands_in(frame[1], _LIBRARIES)
-
-
-def _is_nobodys(frame: tuple[str, str, int]) -> bool:
-    return _stands_in(frame[1], (*_TORCH, *_PROFKIT)) or _STANDARD.search(frame[1]) is not None
-
-
-def _is_compiler(frame: tuple[str, str, int]) -> bool:
-    return _stands_in(frame[1], _COMPILER)
-
-
 @lru_cache(_MOST_FILES)
 def _stands_in(file: str, places: tuple[str, ...]) -> bool:
     """Return whether a file lies in one of some places, or was written by torch.compile and is nobody's own."""
     return any(place in file for place in places) or _GENERATED.search(file) is not None
-
-
-def _is_native(frame: tuple[str, str, int]) -> bool:
-    file = frame[1]
-    return file in ("", "??") or file.endswith(_NATIVE_ENDINGS)

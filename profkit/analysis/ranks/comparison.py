@@ -19,7 +19,7 @@ from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, make_comparabl
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
-from profkit.run.light_columns import UNKNOWN, StepColumns
+from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Cause, LightRecord
 from profkit.run.manifest import GpuLink
 from profkit.trace.columns import Ints
@@ -192,7 +192,9 @@ def compare_ranks(
     counts = [count_steps(rank.record.rank, rank.steps, matched) for rank in reduced]
     waits = sum_waits(matched, len(records), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
-    short = _short_records(reduced)
+    recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}
+    usual_count = float(np.median(list(recorded.values()))) if recorded else 0.0
+    short = {rank: count for rank, count in recorded.items() if count < usual_count}
     members = {rank for match in matched if len(match.kind) for rank in match.ranks}
     left_out = set(short) - members if members else set()
     rows = tuple(
@@ -207,8 +209,8 @@ def compare_ranks(
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
-        recorded_step_count=max((len(rank.steps.named) for rank in reduced), default=0),
-        peaks=compare_peaks(rows),
+        recorded_step_count=max(recorded.values(), default=0),
+        peaks=_compare_peaks(rows),
         is_untimed=is_untimed and not all(account.is_exact for account in accounts),
         by_clocks=any(
             match.only_called.any() and len({records[index[rank]].node for rank in match.ranks}) > 1
@@ -239,14 +241,10 @@ def join_ranks(reads: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> R
     reasons = {rank: reason for rank, reason in lost if rank is not None}
     written = [rank for read in reads for rank in read.written]
     ranks = [rank for read in reads for rank in read.ranks]
-    return compare_ranks(ranks, reasons, links, written, _recorded_step_ns(reads))
-
-
-def _recorded_step_ns(reads: Sequence[ReadRanks]) -> int | None:
-    """Return the mean recorded step; the n-th steps of all traces are one, which takes as long as the longest."""
-    times = [read.recorded_ns for read in reads if read.recorded_ns]
-    longest = [max(together) for together in zip(*times, strict=False)]
-    return round(sum(longest) / len(longest)) if longest else None
+    # The n-th steps of all traces are one, which takes as long as the longest.
+    recorded_ns = [read.recorded_ns for read in reads if read.recorded_ns]
+    longest = [max(together) for together in zip(*recorded_ns, strict=False)]
+    return compare_ranks(ranks, reasons, links, written, round(sum(longest) / len(longest)) if longest else None)
 
 
 @collector_off()
@@ -265,12 +263,6 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
     return join_ranks([read], () if gpus is None else gpus.links) if len(read.ranks) > 1 else None
 
 
-def _short_records(ranks: Sequence[ReducedRank]) -> dict[int, int]:
-    counts = {rank.record.rank: len(rank.steps.named) for rank in ranks}
-    typical = float(np.median(list(counts.values()))) if counts else 0.0
-    return {rank: count for rank, count in counts.items() if count < typical}
-
-
 def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
     """Return the records, with those ranks in each group that NCCL's communicator alone identifies that used it."""
     users: dict[str, tuple[int, ...]] = {}
@@ -286,7 +278,7 @@ def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
     ]
 
 
-def compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
+def _compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
     """Return by how much the rank with the highest peak exceeds the median rank; None if by nothing."""
     known = sorted((row.peak_bytes, -row.rank) for row in ranks if row.peak_bytes is not None)
     if not known or known[0][0] == known[-1][0]:
@@ -311,7 +303,8 @@ def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step
         by_cause[cause] = by_cause.get(cause, 0.0) + time
     parts = {cause: round(time) for cause, time in sorted(by_cause.items())}
     exposed = round(float(account.exposed_ns.sum()) / count) if count and account.is_exact else None
-    whole = sum(parts.values()) + exposed if exposed is not None else _median_step(steps)
+    times = (steps.end_ns - steps.start_ns)[steps.named]
+    median_step = int(np.median(times)) if len(times) else 0
     throttle = dict.fromkeys(reason for at in steps.named.tolist() for reason in steps.throttle[at])
     peak = int(steps.peak_bytes.max(initial=UNKNOWN))
     return RankSummary(
@@ -320,7 +313,7 @@ def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step
         device=record.device,
         source=record.source,
         step_count=count,
-        step_ns=whole,
+        step_ns=median_step if exposed is None else sum(parts.values()) + exposed,
         parts=parts,
         exposed_ns=exposed,
         waiting_ns=None if waiting_ns is None else round(waiting_ns / max(step_count, 1)),
@@ -328,8 +321,3 @@ def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step
         sm_mhz=None if account.sm_mhz is None else round(account.sm_mhz),
         throttle=tuple(throttle),
     )
-
-
-def _median_step(steps: StepColumns) -> int:
-    times = (steps.end_ns - steps.start_ns)[steps.named]
-    return int(np.median(times)) if len(times) else 0

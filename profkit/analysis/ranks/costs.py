@@ -153,17 +153,10 @@ def clock_of(steps: StepColumns, which: Ints) -> float | None:
     return float(np.median(known)) if len(known) else None
 
 
-def waited_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
-    """Return for each rank how long it waited in the collectives of each measured step."""
-    return _waits_by_step(steps, matched, np.add)
-
-
-def longest_wait_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
-    """Return for each rank the longest time that it waited in one collective of each measured step."""
-    return _waits_by_step(steps, matched, np.maximum)
-
-
-def _waits_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc) -> dict[int, Floats]:
+def waits_by_step(
+    steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc = np.add
+) -> dict[int, Floats]:
+    """Return for each rank how long it waited in the collectives of each measured step: in all, or as ``join`` says."""
     waits = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
     for match in matched:
         for here, rank in enumerate(match.ranks):
@@ -199,19 +192,8 @@ def median_of_parts(parts: Sequence[Parts]) -> Parts:
     return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
 
 
-def longer_on_host(late: StepColumns, usual: StepColumns, phase: str) -> float:
-    """Return how much longer the host of one rank ran without calling CUDA in a phase, per step, hidden or not."""
-    mine, theirs = (_median_time(steps.outside_cuda, steps, phase) for steps in (late, usual))
-    return mine - theirs
-
-
-def longer_phase(late: StepColumns, usual: StepColumns, phase: str) -> float:
-    """Return how much longer a phase of one rank's host took, per step."""
-    mine, theirs = (_median_time(steps.phases, steps, phase) for steps in (late, usual))
-    return mine - theirs
-
-
-def _median_time(phases: Phases, steps: StepColumns, phase: str) -> float:
+def usual_time(phases: Phases, steps: StepColumns, phase: str) -> float:
+    """Return how long a phase takes in the median measured step, by one of the tables of ``steps``."""
     times = phases.times_of(phase, len(steps))[steps.named]
     return float(np.median(times)) if len(times) else 0.0
 
@@ -273,7 +255,7 @@ def cost_by_accounts(accounts: Sequence[Account], steps: Mapping[int, StepColumn
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
-    waited = waited_by_step(steps, matched)
+    waited = waits_by_step(steps, matched)
     # A damaged record may say less of its collectives than of what the rank did.
     count = min(min(len(account.own), len(waited[account.rank])) for account in accounts)
     exposed = np.array([account.exposed_ns[:count] for account in accounts])

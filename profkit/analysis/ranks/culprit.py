@@ -28,9 +28,8 @@ from profkit.analysis.ranks.costs import (
     Parts,
     cost_by_accounts,
     lateness_by_step,
-    longer_on_host,
-    longer_phase,
     median_of_parts,
+    usual_time,
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
 from profkit.analysis.ranks.matching import LATE_NS, Matched
@@ -217,10 +216,17 @@ def _judge(
     for rank, cause, late_ns in find_suspects(cost):
         weighed = _weigh(ranks, matched, cost, written=written, late=rank, cause=cause, late_ns=late_ns)
         if isinstance(weighed, Culprit):
-            return replace(nobody, doubt=None, culprit=_arrives_late(weighed, lateness))
+            if weighed.is_always:
+                arrives_ns = round(float(np.median(lateness[weighed.rank][-weighed.steps :])))
+                weighed = replace(weighed, late_ns=max(weighed.late_ns, arrives_ns))
+            return replace(nobody, doubt=None, culprit=weighed)
         doubts.append(weighed)
-    stalled = _find_stalled(ranks, matched, cost)
-    if stalled is not None:
+    stalls = find_stalls(cost)
+    if stalls is not None:
+        rank, place, steps = stalls
+        cause, phase = cost.places[place]
+        late_ns = cost.of_place(rank, place)
+        stalled = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
         return replace(nobody, doubt=None, culprit=stalled)
     # That a profiler makes one suspect late says nothing of another one: those doubts count last.
     others = [doubt for doubt in doubts if doubt not in _DOUBTS_OF_PROFILER]
@@ -270,23 +276,6 @@ def _weigh(
     return _describe(ranks, matched, cost, late=late, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
 
 
-def _arrives_late(culprit: Culprit, lateness: Mapping[int, Floats]) -> Culprit:
-    if not culprit.is_always:
-        return culprit
-    arrives_ns = round(float(np.median(lateness[culprit.rank][-culprit.steps :])))
-    return replace(culprit, late_ns=max(culprit.late_ns, arrives_ns))
-
-
-def _find_stalled(ranks: Sequence[ReducedRank], matched: Sequence[Matched], cost: Cost) -> Culprit | None:
-    stalls = find_stalls(cost)
-    if stalls is None:
-        return None
-    rank, place, steps = stalls
-    cause, phase = cost.places[place]
-    late_ns = cost.of_place(rank, place)
-    return _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
-
-
 def _doubt_level(cost: Cost, rank: int) -> Doubt:
     """Return why a rank of unknown cause that costs much is not named: that too may be chance."""
     is_rule = late_steps(cost.saved_ns[rank], cost, rank, None) is not None
@@ -334,14 +323,21 @@ def _describe(
     if cause == "kernels" and not cost.is_exact:
         extra_ns = min(extra_ns, late_ns)
     may_hide = is_always and phase and cause in ("data", "python") and cost.is_exact and record.device is not None
-    on_host = longer_on_host(ranks[late].steps, usual.steps, phase) if may_hide else 0.0
+    on_host = 0.0
+    if may_hide:
+        outside_ns, usual_ns = (usual_time(one.steps.outside_cuda, one.steps, phase) for one in (ranks[late], usual))
+        on_host = outside_ns - usual_ns
     gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
     if is_always and phase:  # what its cause costs in other phases is not named
         gain_ns = min(gain_ns, max(extra_ns, on_host))
+    clocks = [other.sm_mhz for other in cost.accounts if other is not account and other.sm_mhz is not None]
+    is_held_down = (
+        account.sm_mhz is not None and bool(clocks) and account.sm_mhz <= float(np.median(clocks)) * (1 - _CLOCK_LOSS)
+    )
     group, share = _arrivals(matched, record.rank)
     return Culprit(
         rank=record.rank,
-        cause="clock" if cause == "kernels" and _is_held_down(cost.accounts, late) else cause,
+        cause="clock" if cause == "kernels" and is_held_down else cause,
         phase=phase,
         module=module,
         late_ns=round(late_ns),
@@ -366,9 +362,9 @@ def _launches_that_others_hid(ranks: Sequence[ReducedRank], cost: Cost, late: in
     hidden = 0.0
     for cause, phase in cost.places:
         if cause == "launch" and longer[cause, phase] > 0:
+            mine_ns, usual_ns = (usual_time(one.steps.phases, one.steps, phase) for one in (ranks[late], usual))
             python = max(longer.get(("python", phase), 0.0), 0.0)
-            on_host = max(longer_phase(ranks[late].steps, usual.steps, phase) - python, 0.0)
-            hidden += max(longer[cause, phase] - on_host, 0.0)
+            hidden += max(longer[cause, phase] - max(mine_ns - usual_ns - python, 0.0), 0.0)
     return hidden
 
 
@@ -421,12 +417,6 @@ def _find_place(extra: Parts) -> tuple[str, str, float]:
         if module and by_module[module] * 2 >= by_phase[phase]:
             return phase, module, by_phase[phase]
     return phase, "", by_phase[phase]
-
-
-def _is_held_down(accounts: Sequence[Account], late: int) -> bool:
-    mine = accounts[late].sm_mhz
-    others = [other.sm_mhz for at, other in enumerate(accounts) if at != late and other.sm_mhz is not None]
-    return mine is not None and bool(others) and mine <= float(np.median(others)) * (1 - _CLOCK_LOSS)
 
 
 def _arrivals(matched: Sequence[Matched], rank: int) -> tuple[Matched, float | None]:

@@ -13,27 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.matching import Matched, steps_between_matches
 from profkit.analysis.ranks.reduce import ReducedRank
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
 from profkit.trace.columns import Ints
 
-_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-}
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather": 1, "scatter": 1}
+"""How often each rank's part passes every other rank."""
 
 
 def bus_factor(kind: str, ranks: int) -> float:
     """Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth."""
-    factor = _FACTORS.get(kind)
-    return 1.0 if factor is None else factor(ranks)
+    return _ROUNDS[kind] * (ranks - 1) / ranks if kind in _ROUNDS else 1.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,6 @@ class GroupRow:
     takes a message into its own buffer, so that a sender need not wait for a receiver that comes late, unless that
     buffer is full. A receive also waits for its sender: it has no ``wire_ns``, nor has a send in one kernel with a
     receive.
-
     """
 
     group: str
@@ -105,14 +96,14 @@ def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_s
         world_size: how many ranks there are.
     """
     parts_of_row: dict[_Key, list[_Part]] = {}
-    for group, kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
-        key = group_label(group, world_size), len(group.ranks), kind, dtype
+    for kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
+        key = group_label(part.group, world_size), len(part.group.ranks), kind, dtype
         parts_of_row.setdefault(key, []).append(part)
     rows = [_sum_one(*key, parts) for key, parts in parts_of_row.items()]
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
 
 
-def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
+def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Part]]:
     for match in matched:
         kinds = list(zip(match.kind, match.dtype, strict=True))
         for kind, dtype in dict.fromkeys(kinds):
@@ -126,10 +117,10 @@ def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | No
                 match.ranks,
                 int(match.wait_ns[:, which].sum()),
             )
-            yield match.group, kind, dtype, part
+            yield kind, dtype, part
 
 
-def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
+def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Part]]:
     sent: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
     for rank in ranks:
         for group in rank.record.groups:
@@ -148,7 +139,7 @@ def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[
         )
         # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
         wire = np.where((kind == "send") & (sizes != UNKNOWN), lengths, UNKNOWN)
-        yield group, kind, dtype, _Part(group, sizes, wire, lengths[None], hidden[None], group.ranks)
+        yield kind, dtype, _Part(group, sizes, wire, lengths[None], hidden[None], group.ranks)
 
 
 def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequence[_Part]) -> GroupRow:
@@ -211,17 +202,18 @@ class Pipeline:
 def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
     """Return the groups whose ranks send to each other, where each of them left a full trace; the first one first."""
     by_group: dict[tuple[str, tuple[int, ...]], tuple[Group, dict[int, tuple[int, int]]]] = {}
+    step_of: dict[int, float] = {}
     for rank in ranks:
         account, record = rank.exact, rank.record
         if account is None or not len(account.own):
             continue
         count = len(account.own)
         own = round(float(account.own.sums().sum()) / count)
+        step_of[record.rank] = float((account.own.sums() + account.exposed_ns).sum()) / count
         for group in record.groups:
             if group.number in rank.between_ns:
                 _, of_ranks = by_group.setdefault((group.name, group.ranks), (group, {}))
                 of_ranks[record.rank] = round(rank.between_ns[group.number] / count), own
-    step_of = {rank.record.rank: _step_ns(rank.exact) for rank in ranks if rank.exact is not None}
     return [
         Pipeline(
             group,
@@ -233,7 +225,3 @@ def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
         for group, of_ranks in (by_group[key] for key in sorted(by_group, key=lambda key: key[1]))
         if len(group.ranks) > 1 and set(group.ranks) <= of_ranks.keys()
     ]
-
-
-def _step_ns(account: Account) -> float:
-    return float((account.own.sums() + account.exposed_ns).sum()) / max(len(account.own), 1)

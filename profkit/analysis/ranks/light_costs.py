@@ -22,12 +22,11 @@ from profkit.analysis.ranks.costs import (
     Floats,
     StepParts,
     clock_of,
-    longest_wait_by_step,
     part_on_host,
     saved_beside,
     step_times,
     sum_cost,
-    waited_by_step,
+    waits_by_step,
 )
 from profkit.analysis.ranks.matching import Matched
 from profkit.analysis.ranks.own_time import BEFORE
@@ -79,7 +78,9 @@ def _host_spans(rank: ReducedRank) -> _Spans:
     start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
     reach = np.maximum.accumulate(np.concatenate([start[:1], end]))
     before = np.flatnonzero(start > reach[:-1])
-    between = subtract(Stretches(reach[before], start[before]), _gpu_phases(rank))
+    gpu_start, gpu_end = _absolute_times(rank, rank.steps.gpu_phases)
+    known = gpu_start <= gpu_end
+    between = subtract(Stretches(reach[before], start[before]), unite(gpu_start[known], gpu_end[known]))
     followed_by = name[before[np.searchsorted(start[before], between.start_ns, side="right")]]
     start = np.concatenate([between.start_ns, np.maximum(start, reach[:-1])])
     end = np.concatenate([between.end_ns, np.maximum(end, reach[:-1])])
@@ -114,12 +115,6 @@ def _absolute_times(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
     """Starts and ends of phases on the rank's own clock, in nanoseconds since the epoch."""
     begin = rank.record.clock_base_ns + rank.steps.start_ns[phases.step]
     return begin + phases.start_ns, begin + phases.end_ns
-
-
-def _gpu_phases(rank: ReducedRank) -> Stretches:
-    start, end = _absolute_times(rank, rank.steps.gpu_phases)
-    known = start <= end
-    return unite(start[known], end[known])
 
 
 def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
@@ -203,7 +198,7 @@ def cost_by_waits(
     steps_of = {rank.record.rank: rank.steps for rank in ranks}
     longest_waits, waits = (
         np.array([of_rank[rank.record.rank][:count] for rank in ranks])
-        for of_rank in (longest_wait_by_step(steps_of, matched), waited_by_step(steps_of, matched))
+        for of_rank in (waits_by_step(steps_of, matched, join) for join in (np.maximum, np.add))
     )
     free, tied = phases.free(step_ns), phases.tied(step_ns)
     longest, total = saved_beside(longest_waits), saved_beside(waits)
@@ -236,8 +231,13 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
     is_first = np.arange(len(evident))[:, None] == evident.argmax(axis=0)
     by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
     held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
-    names = [{name for name, is_here in zip(phases.names, here, strict=True) if is_here} for here in tied.tolist()]
-    freed = [_subtract_hold_up(account, *what) for account, *what in zip(cost.accounts, names, held_up, strict=True)]
+    freed = []
+    for account, here, held_up_ns in zip(cost.accounts, tied, held_up, strict=True):
+        times = account.own.times_ns.copy()
+        for at, (cause, phase, _) in enumerate(account.own.parts):
+            if cause == "python" and phase in phases.names and here[phases.names.index(phase)]:
+                times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
+        freed.append(replace(account, own=replace(account.own, times_ns=times)))
     estimate = sum_cost(freed, cost.saved_ns, cost.step_ns)
     longer = _own_extra_time(estimate, phases, tied, steps)
     for at, (cause, phase) in enumerate(estimate.places):
@@ -248,14 +248,6 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
             not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
             longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
     return replace(estimate, longer_ns=longer)
-
-
-def _subtract_hold_up(account: Account, tied: Set[str], held_up_ns: Floats) -> Account:
-    times = account.own.times_ns.copy()
-    for at, (cause, phase, _) in enumerate(account.own.parts):
-        if cause == "python" and phase in tied:
-            times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
-    return replace(account, own=replace(account.own, times_ns=times))
 
 
 def _own_extra_time(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:

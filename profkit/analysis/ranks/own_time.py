@@ -32,9 +32,9 @@ from profkit.analysis.time_account.gpu_time import (
     build_gpu_times,
     build_host_times,
     communication_rows,
+    is_data_wait,
     threads_by_device,
 )
-from profkit.analysis.time_account.waits import is_data_wait
 from profkit.names import BACKWARD, DATA, phase_of
 from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
@@ -67,8 +67,8 @@ class OwnTime:
     place: Ints
     places: list[Place]
 
-    def sum_between(self, edges_ns: Ints) -> list[tuple[int, Cause, str, str, int]]:
-        """Return the sums between each two edges: which (0 for what lies before the first), cause, place and time.
+    def sum_between(self, edges_ns: Ints) -> dict[int, list[tuple[Cause, str, str, int]]]:
+        """Return the sums between each two edges: which (0 for what lies before the first) → cause, place and time.
 
         ``edges_ns`` are sorted; what lies after the last is left out.
         """
@@ -84,11 +84,11 @@ class OwnTime:
         keys, inverse = np.unique(key[kept], return_inverse=True)
         sums = np.zeros(len(keys), dtype=np.int64)
         np.add.at(sums, inverse, time[kept])
-        rows = []
+        between: dict[int, list[tuple[Cause, str, str, int]]] = {}
         for number, total in zip(keys.tolist(), sums.tolist(), strict=True):
             rest, place = divmod(number, len(self.places))
-            rows.append((rest // len(CAUSES), CAUSES[rest % len(CAUSES)], *self.places[place], total))
-        return rows
+            between.setdefault(rest // len(CAUSES), []).append((CAUSES[rest % len(CAUSES)], *self.places[place], total))
+        return between
 
 
 def collective_ranges(trace: Trace) -> Ints:

@@ -25,7 +25,7 @@ from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
 from profkit.names import STEP, kind_of_collective
 from profkit.run.light_columns import LightColumns, StepColumns, columns_of, read_light, read_light_columns
-from profkit.run.light_record import CAUSES, NO_COLLECTIVE, P2P, Cause, Collectives, Group, LightRecord, StepRecord
+from profkit.run.light_record import CAUSES, NO_COLLECTIVE, P2P, Collectives, Group, LightRecord, StepRecord
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
 
 _NODE = re.compile(r"node(\d+)")
@@ -45,13 +45,12 @@ class _Calls:
         return len(self.called_ns)
 
 
-def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: LightRecord | None = None) -> LightRecord:
+def reduce_rank(opened: OpenedTrace, rank: int, light: LightRecord | None = None) -> LightRecord:
     """Return what a rank's trace says, as a light record.
 
     Args:
         opened: the trace, limited to that rank.
         rank: its number.
-        world_size: how many ranks there are, 0 if unknown.
         light: what the rank wrote itself; it completes what a trace does not say: process groups, bytes, clocks.
 
     Raises:
@@ -65,7 +64,7 @@ def reduce_rank(opened: OpenedTrace, rank: int, world_size: int = 0, light: Ligh
     steps = steps[np.argsort(trace.ranges.start_ns[steps], kind="stable")]
     record = LightRecord(
         rank=rank,
-        world_size=world_size,
+        world_size=0,
         node=0 if light is None else light.node,
         device=None if trace.measure != "gpu-kernel" or not len(trace.work) else int(trace.work.device[0]),
         source=trace.source,
@@ -84,8 +83,8 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightRecord]) -> list[
     """
     if not opened.ranks.members or opened.rank is not None:
         rank = opened.rank or 0
-        return [reduce_rank(opened, rank, light=light.get(rank))]
-    return [reduce_rank(opened.of_rank(rank), rank, light=light.get(rank)) for rank in opened.ranks.numbers]
+        return [reduce_rank(opened, rank, light.get(rank))]
+    return [reduce_rank(opened.of_rank(rank), rank, light.get(rank)) for rank in opened.ranks.numbers]
 
 
 def _find_calls(attribution: Attribution) -> tuple[_Calls, tuple[Group, ...]]:
@@ -139,14 +138,10 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
     edges = [*starts, ends[-1]] if spans else []
     spans = [(None, begin, starts[0]), *spans, (None, ends[-1], end)] if spans else [(None, begin, end)]
     step_of = np.searchsorted(np.array(edges, dtype=np.int64), calls.called_ns, side="right")
-    outside: dict[int, list[tuple[str, str, int]]] = {}
-    for number, _, phase, module, time in host.sum_between(np.array(edges, dtype=np.int64)):
-        outside.setdefault(number, []).append((phase, module, time))
-    since = _since_by_call(own, calls)
-    alone: dict[int, list[tuple[Cause, str, str, int]]] = {}
-    is_alone = len(trace.work) and not len(calls)
-    for number, cause, phase, module, time in own.sum_between(np.array(edges, dtype=np.int64)) if is_alone else ():
-        alone.setdefault(number, []).append((cause, phase, module, time))
+    outside = host.sum_between(np.array(edges, dtype=np.int64))
+    alone = own.sum_between(np.array(edges, dtype=np.int64)) if len(trace.work) and not len(calls) else {}
+    by_end = np.argsort(calls.end_ns, kind="stable")
+    since = {int(by_end[cell]): parts for cell, parts in own.sum_between(calls.end_ns[by_end]).items()}
     sequence = _number_sequences(calls, step_of)
     rows_of = [np.flatnonzero(step_of == number) for number in range(len(spans))]
     records = []
@@ -161,18 +156,10 @@ def _build_steps(attribution: Attribution, own: OwnTime, host: OwnTime, calls: _
                 collectives=_columns(calls, sequence, rows, start),
                 since=tuple((position[row], *rest) for row in rows.tolist() for rest in since.get(row, ()))
                 + tuple((NO_COLLECTIVE, *rest) for rest in alone.get(number, ())),
-                outside_cuda=tuple(outside.get(number, ())),
+                outside_cuda=tuple(part[1:] for part in outside.get(number, ())),
             )
         )
     return records
-
-
-def _since_by_call(own: OwnTime, calls: _Calls) -> dict[int, list[tuple[Cause, str, str, int]]]:
-    order = np.argsort(calls.end_ns, kind="stable")
-    since: dict[int, list[tuple[Cause, str, str, int]]] = {}
-    for cell, cause, phase, module, time in own.sum_between(calls.end_ns[order]):
-        since.setdefault(int(order[cell]), []).append((cause, phase, module, time))
-    return since
 
 
 def _number_sequences(calls: _Calls, step_of: Ints) -> list[int]:
@@ -239,7 +226,12 @@ def _complete(record: LightRecord, light: LightRecord) -> LightRecord:
     mine = {step.name: step.collectives for step in record.steps}
     fits = bool(shared) and all(_kinds_agree(mine[name].kind, written[name].collectives.kind) for name in shared)
     groups, number_of = _join_groups(record, light)
-    sending = {number_of[number] for step in light.steps for number in _groups_with_sends(step)}
+    all_calls = [
+        (group, kind)
+        for step in light.steps
+        for group, kind in zip(step.collectives.group, step.collectives.kind, strict=True)
+    ]
+    sending = {number_of[group] for group, kind in all_calls if kind in P2P}
     unnamed = {group.number for group in record.groups if not group.ranks}
     steps = []
     for step in record.steps:
@@ -295,11 +287,6 @@ def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, 
         if number_of[group.number] == len(groups):
             groups.append(replace(group, number=len(groups)))
     return tuple(groups), number_of
-
-
-def _groups_with_sends(step: StepRecord) -> set[int]:
-    calls = step.collectives
-    return {group for group, kind in zip(calls.group, calls.kind, strict=True) if kind in P2P}
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,10 +19,19 @@ from profkit.analysis.intervals import Stretches
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, Windows, build_gpu_times, find_windows, sum_parts
+from profkit.analysis.time_account.gpu_time import (
+    DataWait,
+    GpuParts,
+    GpuTime,
+    Windows,
+    build_gpu_times,
+    find_data_waits,
+    find_windows,
+    sum_host_waits,
+    sum_parts,
+)
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes
 from profkit.analysis.time_account.steps import context_of, find_contexts, find_steps, is_step, measured_ranges
-from profkit.analysis.time_account.waits import DataWait, find_data_waits, sum_host_waits
 from profkit.analysis.tree.range_tree import RangeNodes
 from profkit.findings import Finding
 from profkit.names import DATA, STEP, phase_of

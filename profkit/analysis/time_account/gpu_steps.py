@@ -10,8 +10,7 @@ import numpy as np
 from profkit.analysis.intervals import Stretches, intersect, subtract, unite
 from profkit.analysis.ranks.matching import Waiting
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.gpu_time import GpuParts, category_rows, communication_rows
-from profkit.analysis.time_account.waits import DataWait, sum_host_waits
+from profkit.analysis.time_account.gpu_time import DataWait, GpuParts, category_rows, communication_rows, sum_host_waits
 from profkit.trace.columns import Bools, Trace, distinct_values
 
 

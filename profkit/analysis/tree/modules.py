@@ -189,7 +189,8 @@ def time_modules(attribution: Attribution) -> tuple[ModuleTime, ...]:
             around.setdefault(module, {}).update(dict.fromkeys(modules[:depth]))
         if modules:
             itself.setdefault(modules[-1], Counter())[place.part] += time_ns
-    numbers = _count_names(attribution)
+    trace = attribution.trace
+    numbers = Counter(kind_of(trace.names[index]) for index in distinct_values(trace.ranges.name).tolist())
     return tuple(
         ModuleTime(
             module=module,
@@ -279,11 +280,6 @@ def _innermost_nodes(attribution: Attribution, nodes: RangeNodes) -> tuple[Ints,
     innermost = attribution.work.innermost
     rows = np.flatnonzero((innermost >= 0) & mark_work_of_steps(attribution))
     return nodes.of_range[innermost[rows]], rows
-
-
-def _count_names(attribution: Attribution) -> Counter[str]:
-    trace = attribution.trace
-    return Counter(kind_of(trace.names[index]) for index in distinct_values(trace.ranges.name).tolist())
 
 
 def _by_pass(sums: Counter[Pass]) -> dict[str, int]:

@@ -235,7 +235,8 @@ def choose_work(attribution: Attribution, wanted: KernelFilter) -> Chosen:
     if without is not None:
         present = ~lies_within(attribution, without)[members]
     if wanted.device is not None:
-        present &= _has_work(attribution, members, rows)
+        each = attribution.work.under(members, np.arange(len(members)))
+        present &= mark_members(len(members), each.member[rows[each.rows]])
     top = outermost(trace.ranges, members[present])
     wall_ns = trace.ranges.sum_open(top)
     first = wanted.instance or 0
@@ -272,11 +273,6 @@ def lies_within(attribution: Attribution, around: Ints) -> Bools:
         reach = np.maximum.accumulate(ranges.end_ns[outer])
         inside[mine] |= (begun >= 0) & (reach[begun] >= ranges.end_ns[mine])
     return inside
-
-
-def _has_work(attribution: Attribution, members: Ints, rows: Bools) -> Bools:
-    under = attribution.work.under(members, np.arange(len(members)))
-    return mark_members(len(members), under.member[rows[under.rows]])
 
 
 def _limit(trace: Trace, rows: Work | Copies, wanted: KernelFilter) -> Bools:

@@ -39,7 +39,7 @@ _MARGIN, _RESERVED_MARGIN = 0.01, 0.1
 and convolutional networks, fp32 and bf16) requested and allocated peaks did by up to 0.8 %, reserved ones by 8.7 %."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """The peaks of one device under some settings, in bytes; None where they cannot be predicted."""
 
@@ -47,18 +47,18 @@ class Case:
     """The settings as torch writes them; empty for the defaults."""
     edits: tuple[str, ...]
     requested_peak_bytes: int
-    allocated_peak_bytes: int | None
-    reserved_peak_bytes: int | None
-    exact: bool
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    exact: bool = False
     requested_range_bytes: Range
     allocated_range_bytes: Range
     reserved_range_bytes: Range
-    phase: str | None
+    phase: str | None = None
     """In which the allocated memory is at its peak."""
-    fits: bool | None
-    unused_bytes: int | None
+    fits: bool | None = None
+    unused_bytes: int | None = None
     """Reserved but not allocated at the allocated peak; None if that is below zero: the history is impossible."""
-    failed_request_bytes: int | None
+    failed_request_bytes: int | None = None
     """Where it does not fit: the request that fails."""
 
 
@@ -228,8 +228,16 @@ def _edited_cases(
         cases = [
             _widen(case, asked, settings, is_proven=is_proven) for case, settings in zip(cases, variants, strict=True)
         ]
-        if any(edit.recomputed for edit in applied):
-            cases = list(map(_add_margins, cases))
+        if any(edit.recomputed for edit in applied):  # as wide as real programs were found to need
+            cases = [
+                replace(
+                    case,
+                    requested_range_bytes=_stretch(case.requested_range_bytes, _MARGIN),
+                    allocated_range_bytes=_stretch(case.allocated_range_bytes, _MARGIN),
+                    reserved_range_bytes=_stretch(case.reserved_range_bytes, _RESERVED_MARGIN),
+                )
+                for case in cases
+            ]
     first = simulations[0] if simulations else None
     return cases, simulations, take_apart(program, stream, applied, first, edits.cost), has_found
 
@@ -241,23 +249,11 @@ def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_prove
     case = replace(case, exact=False, requested_range_bytes=spread)
     if not is_proven:
         return case
-    predictions = [predict(requests, settings) for requests in extremes]
-    allocated = [prediction.allocated_range_bytes for prediction in predictions]
-    reserved = [prediction.reserved_range_bytes for prediction in predictions]
+    both = [predict(requests, settings) for requests in extremes]
     return replace(
         case,
-        allocated_range_bytes=_span(case.allocated_range_bytes, allocated),
-        reserved_range_bytes=_span(case.reserved_range_bytes, reserved),
-    )
-
-
-def _add_margins(case: Case) -> Case:
-    """Return a case of checkpoints with ranges as wide as real programs were found to need."""
-    return replace(
-        case,
-        requested_range_bytes=_stretch(case.requested_range_bytes, _MARGIN),
-        allocated_range_bytes=_stretch(case.allocated_range_bytes, _MARGIN),
-        reserved_range_bytes=_stretch(case.reserved_range_bytes, _RESERVED_MARGIN),
+        allocated_range_bytes=_span(case.allocated_range_bytes, [end.allocated_range_bytes for end in both]),
+        reserved_range_bytes=_span(case.reserved_range_bytes, [end.reserved_range_bytes for end in both]),
     )
 
 
@@ -359,16 +355,9 @@ def _bounded(requests: Requests, settings: Settings, edits: tuple[str, ...]) -> 
         allocator=format_settings(settings),
         edits=edits,
         requested_peak_bytes=requested,
-        allocated_peak_bytes=None,
-        reserved_peak_bytes=None,
-        exact=False,
         requested_range_bytes=(requested, requested),
         allocated_range_bytes=(low, None),
         reserved_range_bytes=(low, None),
-        phase=None,
-        fits=None,
-        unused_bytes=None,
-        failed_request_bytes=None,
     )
 
 

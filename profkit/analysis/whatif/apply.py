@@ -18,10 +18,9 @@ import numpy as np
 
 from profkit.allocator.requests import highest_sum
 from profkit.allocator.simulate import Simulation, predict
-from profkit.analysis.memory.places import Path, Piece, fold, sum_by_module
+from profkit.analysis.memory.places import Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
-from profkit.analysis.whatif.scale import edit_size
 from profkit.analysis.whatif.stream import (
     Applied,
     Bound,
@@ -38,6 +37,7 @@ from profkit.analysis.whatif.tensor_edits import (
     edit_loss,
     edit_optimizer,
     edit_parameters,
+    edit_size,
 )
 from profkit.errors import UsageError
 from profkit.names import BACKWARD
@@ -139,10 +139,7 @@ def _by_module(program: Program, rows: Sequence[tuple[int, int]]) -> dict[str, i
         Piece(size, program.claims[row].category, memory.place_of(row), program.phases[row] or "") for row, size in rows
     ]
     folded = fold(sum_by_module(pieces, sum(size for _, size in rows), memory.places.modules))
-    names: dict[Path, int] = {}
-    for part in folded:
-        names[part.path] = part.bytes
-    return {"/".join(path): size for path, size in names.items()}
+    return {"/".join(part.path): part.bytes for part in folded}
 
 
 def _join(before: dict[str, int], after: dict[str, int]) -> tuple[PartChange, ...]:
@@ -225,7 +222,12 @@ class Rung:
 def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None) -> tuple[Rung, bool]:
     """Return the cheapest set that fits, or else the one that needs least, and whether it fits."""
     streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
-    rungs = sorted(_rungs(program, settings, cost), key=lambda rung: _price(rung, settings))
+
+    def price(rung: Rung) -> tuple[int, float, int]:
+        unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
+        return unknown, rung.added, len(rung.edits) + (rung.settings != settings)
+
+    rungs = sorted(_rungs(program, settings, cost), key=price)
     least, least_bytes = rungs[0], 2**62
     for rung in rungs:
         stream = _stream(program, rung.edits, streams)
@@ -238,11 +240,6 @@ def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost
         if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits:
             return rung, True
     return least, False
-
-
-def _price(rung: Rung, today: Settings) -> tuple[int, float, int]:
-    unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
-    return unknown, rung.added, len(rung.edits) + (rung.settings != today)
 
 
 def _rungs(program: Program, settings: Settings, cost: Cost | None) -> Iterator[Rung]:

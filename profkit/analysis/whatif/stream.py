@@ -109,7 +109,7 @@ class Program:
     @cached_property
     def phases(self) -> list[str | None]:
         """The phase in which each allocation was made."""
-        return [self.memory.phase_of(row) for row in range(len(self.replay))]
+        return [self.memory.places.phase_of(row) for row in range(len(self.replay))]
 
     def is_category(self, *categories: str) -> Bools:
         """Return which allocations are of one of some categories, as far as is known or guessed."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.self_check import SelfCheck
 from profkit.names import kind_of
 from profkit.report.chrome_layout import MemoryTracks
 from profkit.report.document import Column, Document, Lines, Table

@@ -13,9 +13,8 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_steps import sum_steps
-from profkit.analysis.time_account.gpu_time import GpuParts
+from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.step_times import PhaseTimes
-from profkit.analysis.time_account.waits import DataWait
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.findings import Finding
 from profkit.names import STEP

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from profkit.analysis.memory.composition import Composition, LargeRow
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict, last_failure
-from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK
+from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
-from profkit.analysis.memory.result import MemoryResult, Totals
 from profkit.reading import open_snapshot
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table, render
 from profkit.report.text import shorten

@@ -28,7 +28,7 @@ from profkit.allocator.layout import Layout, lay_out, lay_out_end
 from profkit.analysis.memory.bins import Bins, Series, Shape, Stacking, bin_history
 from profkit.analysis.memory.categories import CATEGORIES
 from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.document import Column, Lines, Table

@@ -14,11 +14,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.checks.self_check import SelfCheck
 from profkit.analysis.memory.bins import Stacking
 from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
 from profkit.report import colours

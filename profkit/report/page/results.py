@@ -12,7 +12,7 @@ from profkit.analysis.compare.comparison import CaptureComparison, compare_captu
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels.summary import KernelsResult
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.lanes import StepLanes

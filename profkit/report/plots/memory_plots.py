@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from profkit.allocator.requests import Floats
 from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
-from profkit.analysis.memory.result import MemoryResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.whatif.answers import CaseCurve, WhatIf
 from profkit.report import colours
 from profkit.report.commands.whatif import changed_cases, name_case

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.checks.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members
+from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.tree.selection import explain_no_ranges
 from profkit.findings import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
-from profkit.trace.columns import Bools, Calls, Ints, Trace, distinct_values, rows_by_value
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,8 +92,9 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
     """
     trace = attribution.trace
     of_launches = (_check_lost, _check_unlaunched, _check_density) if trace.measure == "gpu-kernel" else ()
+    loss = LOSS_IN_LOG.search(log)
     findings = [
-        *_check_log(log),
+        *([Finding("log", f"the profiler's log says “{loss[0]}”: events are missing", "failed")] if loss else []),
         *_check_diagnostics(trace, run),
         *_check_values(trace),
         *(finding for check in of_launches for finding in check(trace)),
@@ -105,13 +106,6 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
     ]
     order = {"failed": 0, "warning": 1, "note": 2}
     return SelfCheck(tuple(sorted(findings, key=lambda finding: order[finding.verdict])))
-
-
-def _check_log(log: str) -> list[Finding]:
-    match = LOSS_IN_LOG.search(log)
-    if not match:
-        return []
-    return [Finding("log", f"the profiler's log says “{match[0]}”: events are missing", "failed")]
 
 
 def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
@@ -146,12 +140,13 @@ def _reports_lost_events(text: str) -> bool:
 
 def _check_values(trace: Trace) -> list[Finding]:
     """Look for impossible times: work that outlasts the capture, or starts before its launch."""
-    work, findings = trace.work, []
-    too_long = _count_too_long(trace)
-    if too_long:
-        findings.append(
-            Finding("impossible-duration", f"{too_long:,} kernels last longer than the whole capture", "failed")
-        )
+    work, calls, findings = trace.work, trace.calls, []
+    if len(calls) and len(work):
+        span_ns = int(calls.end_ns.max()) - int(calls.start_ns.min())
+        too_long = int((work.end_ns - work.start_ns > _LONGER_THAN_CALLS * span_ns + _LONGEST_BESIDE_NS).sum())
+        if too_long:
+            message = f"{too_long:,} kernels last longer than the whole capture"
+            findings.append(Finding("impossible-duration", message, "failed"))
     launched = work.launch_thread >= 0
     early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
     if early and trace.measure == "gpu-kernel":
@@ -159,14 +154,6 @@ def _check_values(trace: Trace) -> list[Finding]:
             Finding("before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed")
         )
     return findings
-
-
-def _count_too_long(trace: Trace) -> int:
-    calls, work = trace.calls, trace.work
-    if not len(calls) or not len(work):
-        return 0
-    span_ns = int(calls.end_ns.max()) - int(calls.start_ns.min())
-    return int((work.end_ns - work.start_ns > _LONGER_THAN_CALLS * span_ns + _LONGEST_BESIDE_NS).sum())
 
 
 def _check_ranges(trace: Trace) -> list[Finding]:
@@ -280,7 +267,9 @@ def _check_unlaunched(trace: Trace) -> list[Finding]:
 def _check_density(trace: Trace) -> list[Finding]:
     """Compare the number of recorded calls with the correlation ids used in that time: a hint, never proof."""
     findings = []
-    for process, (count, span) in _call_density(trace.calls).items():
+    for process, rows in rows_by_value(trace.calls.process).items():
+        ids = trace.calls.correlation[rows]
+        count, span = len(ids), int(ids.max()) - int(ids.min()) + 1
         if count >= _FEWEST_CALLS and count < _THIN * span:
             pid = trace.process_ids.get(process, process)
             findings.append(
@@ -292,14 +281,6 @@ def _check_density(trace: Trace) -> list[Finding]:
                 )
             )
     return findings
-
-
-def _call_density(calls: Calls) -> dict[int, tuple[int, int]]:
-    density = {}
-    for process, rows in rows_by_value(calls.process).items():
-        ids = calls.correlation[rows]
-        density[process] = (len(ids), int(ids.max()) - int(ids.min()) + 1)
-    return density
 
 
 def _check_idle_instances(attribution: Attribution) -> list[Finding]:

@@ -16,7 +16,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.findings import Finding
 from profkit.names import FORWARD, STEP
-from profkit.trace.columns import Bools, Ints, distinct_values, rows_by_value
+from profkit.trace.columns import Bools, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
     from profkit.run.manifest import Manifest
@@ -58,7 +58,11 @@ def know_run(manifest: Manifest) -> KnownRun:
         return UNKNOWN_RUN
     pids = _pids_of_whole(manifest)
     if workload.preset_name is None:
-        return KnownRun(_complete_steps(manifest) if workload.annotate else None, None, even=False, pids=pids)
+        steps = workload.steps
+        is_short = len(manifest.processes) == 1 and manifest.processes[0].state == _CUT_SHORT
+        if steps is not None and is_short:
+            steps = min(steps, len(manifest.processes[0].profiled))
+        return KnownRun(steps if workload.annotate else None, None, even=False, pids=pids)
     # The first step makes the optimizer's state; CUDA graphs of compiled code run from the third.
     settled = 3 if workload.compile_mode == "reduce-overhead" else 1
     layers = (manifest.preset or {}).get("num_layers")
@@ -70,23 +74,15 @@ def know_run(manifest: Manifest) -> KnownRun:
     )
 
 
-def _complete_steps(manifest: Manifest) -> int | None:
-    """Return how many steps a script was recorded in: fewer than were asked for, if it ended before."""
-    steps = manifest.workload.steps
-    is_short = len(manifest.processes) == 1 and manifest.processes[0].state == _CUT_SHORT
-    return steps if steps is None or not is_short else min(steps, len(manifest.processes[0].profiled))
-
-
 def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
     """Return the processes that recorded every step, where there were several: not those left out by ``--ranks``."""
     if len(manifest.processes) < 2:
         return ()
-    whole = (
-        process
+    return tuple(
+        process.pid
         for process in manifest.processes
-        if process.state == _COMPLETE and process.is_recorded and not process.failure
+        if process.pid is not None and process.state == _COMPLETE and process.is_recorded and not process.failure
     )
-    return tuple(process.pid for process in whole if process.pid is not None)
 
 
 def products_per_forward(layers: int) -> int:
@@ -133,14 +129,10 @@ def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
         np.bincount(instance[marked[trace.work.name[rows]]], minlength=len(members))
         for marked in (is_product, is_nameless)
     )
-    return _compare_products(made, nameless, products_per_forward(run.layers))
-
-
-def _compare_products(made: Ints, nameless: Ints, due: int) -> list[Finding]:
-    """Compare the products of each forward pass with the number it must have; unknown kernels may be products too."""
+    due = products_per_forward(run.layers)
     said = f"a forward pass of this model makes {due:,} matrix products"
     missing = due - made
-    lost = np.flatnonzero(missing > nameless)
+    lost = np.flatnonzero(missing > nameless)  # kernels of unknown kinds may be products too
     if len(lost):
         worst = int(made[lost].min())
         message = f"{said}; {len(lost):,} of {len(made):,} hold fewer, down to {worst:,}: kernels are missing"

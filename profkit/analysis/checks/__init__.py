@@ -1,1 +1,0 @@
-"""Whether a capture can be trusted."""
