@@ -16,6 +16,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineL
 from profkit.analysis.step_tree import StepPart, StepTree, divide_step
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepUse, Summary
+from profkit.analysis.trials import Trial
 from profkit.joining import read_ranks
 from profkit.names import DATA
 from profkit.reading import open_capture
@@ -147,6 +148,26 @@ def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_
     assert describe_answer(SUMMARY, small) == (
         "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting. "
         "Loss.item waits for the GPU (h.*); without that: about 9.000 ms."
+    )
+
+
+def test_what_was_measured_of_a_change_is_said_in_place_of_what_was_predicted() -> None:
+    (advice,) = _advise(Interval(9 * MS, 9 * MS, 9 * MS), MS).tries
+    trial = Trial(
+        ("optimizer:fused",),
+        processes=3,
+        step_ns=6.5 * MS,
+        change_ns=-4 * MS,
+        change_low_ns=-4.1 * MS,
+        change_high_ns=-3.9 * MS,
+    )
+    assert describe_answer(SUMMARY, AdviceResult((replace(advice, measured=trial),))) == (
+        "A step takes 10.00 ms; 4.000 ms of it is lost: loss.item waits for the GPU (h.*). "
+        "Without that: 6.500 ms (measured ± 100.0 µs; 10.50 ms with it)."
+    )
+    in_vain = replace(trial, step_ns=10.6 * MS, change_ns=0.1 * MS, change_low_ns=None, change_high_ns=None)
+    assert describe_answer(SUMMARY, AdviceResult((replace(advice, measured=in_vain),))).endswith(
+        "Loss.item waits for the GPU (h.*); without that: 10.60 ms (measured; 10.50 ms with it)."
     )
 
 

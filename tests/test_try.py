@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from profkit.analysis.causes.advice import Advice, AdviceResult
 from profkit.cli.try_edits import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
@@ -290,6 +291,23 @@ def test_without_an_edit_a_script_is_recorded_first_and_its_tries_are_taken(fork
     assert done.returncode == 2
     assert "the summary of run proposes nothing that can be tried; --edit takes optimizer:fused|foreach" in done.stderr
     assert Run(tmp_path / "run").traces
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_named"), [("zero-grad:none", True), ("no-wait:script.py:7", False), (None, False)]
+)
+def test_a_recorded_run_with_a_try_that_can_be_made_names_the_command(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str | None, is_named: bool
+) -> None:
+    make_script(tmp_path)
+    advice = Advice("code", "a cause", None, None, "a change", edit, None, None, None, None, {}, "a proof")
+    monkeypatch.setattr("profkit.analysis.causes.advice.find_advice", lambda *_: AdviceResult((advice,)))
+    done = forks.run_profkit(
+        "run", "--stop", "--no-lines", "-o", "run", "--", sys.executable, "script.py", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("Next:\n  profkit try run\n" in done.stdout) == is_named
+    assert "  profkit report run\n" in done.stdout
 
 
 def test_the_tries_of_a_run_are_those_that_can_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

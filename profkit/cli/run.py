@@ -40,6 +40,7 @@ from profkit.models.options import Device, TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
+from profkit.run.edits import can_be_tried
 from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
 from profkit.run.recording import BY_TREE, COMMAND_WARMUP, MemoryOptions, Order, Recorder, Stacks, describe_step
@@ -264,8 +265,8 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
         measure_to(recorded.run, ceilings)
     # srun and mpirun bring what all say into one place: of a job's runs only the first tells what to read next.
     if not is_job or recorded.run.name in FIRST_OF_JOB:
-        _show(recorded)
-        _say_next(recorded, target, where, is_job=is_job)
+        has_tries = _show(recorded) and target.kind == "command"
+        _say_next(recorded, target, where, is_job=is_job, has_tries=has_tries)
     return 1 if recorded.reason is not None and target.kind != "command" else 0
 
 
@@ -302,9 +303,10 @@ def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) 
         say(f"{failures} failed and the target went on; profkit memory {where}{rank} says why the last failed")
 
 
-def _show(recorded: Recorded) -> None:
+def _show(recorded: Recorded) -> bool:
+    """Print the summary; return whether `profkit try` can make one of its Tries in the program."""
     if not (recorded.has_trace or recorded.has_snapshot):
-        return
+        return False
     from profkit.analysis.causes.advice import find_advice
     from profkit.analysis.summarize import summarize_capture
     from profkit.reading import open_capture
@@ -313,10 +315,12 @@ def _show(recorded: Recorded) -> None:
 
     opened = open_capture(recorded.run)
     summary = summarize_capture(opened)
-    print_line(render(build_summary_document(summary, find_advice(opened, summary), for_run=True), "table"))
+    advice = find_advice(opened, summary)
+    print_line(render(build_summary_document(summary, advice, for_run=True), "table"))
+    return any(can_be_tried(proposal.edit) for proposal in advice.tries)
 
 
-def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool) -> None:
+def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool, has_tries: bool) -> None:
     has_ranks = is_job or len(Run(recorded.run).light_records) > 1
     if not (recorded.has_trace or recorded.has_snapshot or has_ranks):
         return
@@ -336,6 +340,8 @@ def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool) -
     print_line(f"\nThe run is {where}. Next:")
     if has_ranks:
         print_line(f"  profkit ranks {quote_path(recorded.run.parent) if is_job else where}")
+    if has_tries:
+        print_line(f"  profkit try {where}")
     if recorded.has_trace or recorded.has_snapshot:
         print_line(f"  profkit report {where}")
     if recorded.has_kernels:

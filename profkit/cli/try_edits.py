@@ -23,7 +23,7 @@ from profkit.reading import open_capture
 from profkit.report.commands.trials import build_held_document, build_trials_document
 from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
-from profkit.run.edits import EDITS, parse_edits
+from profkit.run.edits import EDITS, can_be_tried, parse_edits
 from profkit.run.manifest import Workload, write_manifest
 from profkit.run.recording import Order
 from profkit.run.trials import RunTrials, TrialPrediction, TrialProcess, Trials, write_trials
@@ -168,7 +168,7 @@ def _find_tries(run: Path) -> tuple[str, ...]:
     with shown_after_a_second(f"reading {run.name}"), collector_off():
         opened = open_capture(run)
         proposed = [advice.edit for advice in find_advice(opened, summarize_capture(opened)).tries]
-    return tuple(text for text in proposed if text is not None and parse_edits([text])[0].spec.can_be_tried)
+    return tuple(text for text in proposed if text is not None and can_be_tried(text))
 
 
 def _predict(run: Path, variants: Sequence[tuple[str, ...]]) -> tuple[TrialPrediction, ...]:

@@ -219,6 +219,11 @@ def parse_edits(texts: Iterable[str]) -> tuple[Edit, ...]:
     return tuple(sorted(edits, key=lambda edit: (EDITS.index(edit.spec), edit.text)))
 
 
+def can_be_tried(text: str | None) -> bool:
+    """Return whether `profkit try` makes the edit that is written so; None is one without a name, which it cannot."""
+    return text is not None and parse_edits([text])[0].spec.can_be_tried
+
+
 def _parse(text: str) -> Edit:
     name, _, argument = text.partition(":")
     for spec in sorted(EDITS, key=lambda spec: not spec.choices):

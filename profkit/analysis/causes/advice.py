@@ -20,7 +20,7 @@ from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
-from profkit.run.edits import parse_edits
+from profkit.run.edits import can_be_tried
 from profkit.run.trials import RunTrials
 
 if TYPE_CHECKING:
@@ -244,9 +244,9 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
 def _prove(evidence: Evidence, cause: Cause) -> str:
     """Return the command that proves a change: one that makes it and measures, where `profkit try` can."""
     can_be_run = bool(evidence.manifest.argv) and cause.proof == COMPARE
-    if cause.edit is None or not can_be_run or not parse_edits([cause.edit])[0].spec.can_be_tried:
-        return cause.proof
-    return f"profkit try RUN --edit {shlex.quote(cause.edit)}"
+    if cause.edit is not None and can_be_run and can_be_tried(cause.edit):
+        return f"profkit try RUN --edit {shlex.quote(cause.edit)}"
+    return cause.proof
 
 
 def _saving(evidence: Evidence, after: Interval) -> Interval:

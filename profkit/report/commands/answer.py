@@ -75,9 +75,9 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     best = next(iter(advice.tries), None)
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
-    if best is not None and best.saves_ns is not None and best.saves_ns.expected >= _DECISIVE * summary.step_ns:
-        lost = f"{_time(best.saves_ns.expected)} of it is lost: {_describe_cause(best)}"
-        return f"{step}; {lost}. Without that: about {describe_interval(best.after_ns)}."
+    if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns:
+        lost = f"{_time(best.effect_ns)} of it is lost: {_describe_cause(best)}"
+        return f"{step}; {lost}. Without that: {describe_after(best)}."
     pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
     return pace if best is None else f"{pace} {_describe_best(best)}"
 
@@ -88,9 +88,17 @@ def _describe_cause(advice: Advice) -> str:
 
 
 def _describe_best(advice: Advice) -> str:
-    after = "" if advice.after_ns is None else f"; without that: about {describe_interval(advice.after_ns)}"
-    cause = _describe_cause(advice)
-    return f"{cause[:1].upper()}{cause[1:]}{after}."
+    cause, after = _describe_cause(advice), describe_after(advice)
+    return f"{cause[:1].upper()}{cause[1:]}" + (f"; without that: {after}." if after else ".")
+
+
+def describe_after(advice: Advice) -> str:
+    """Return the step without a cause: as `profkit try` measured it, else as predicted; empty if neither is known."""
+    trial = advice.measured
+    if trial is None or trial.step_ns is None or trial.change_ns is None:
+        return "" if advice.after_ns is None else f"about {describe_interval(advice.after_ns)}"
+    spread = "" if trial.half_ns is None else f" ± {_time(trial.half_ns)}"
+    return f"{_time(trial.step_ns)} (measured{spread}; {_time(trial.step_ns - trial.change_ns)} with it)"
 
 
 def describe_together(summary: Summary, advice: AdviceResult) -> str:

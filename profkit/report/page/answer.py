@@ -14,6 +14,7 @@ from profkit.analysis.summary import Summary
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
+    describe_after,
     describe_answer,
     describe_interval,
     describe_phases,
@@ -93,10 +94,10 @@ def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]
     if summary.memory is not None:
         phase = f", in {summary.memory.phase}" if summary.memory.phase else ""
         yield format_bytes(summary.memory.peak_bytes), f"at the peak of memory{phase}"
-    best = next((proposal.after_ns for proposal in advice.tries if proposal.after_ns is not None), None)
-    if best is not None:
-        middle, _, reach = describe_interval(best).partition(" (")
-        yield f"≈ {middle}", "a step after the best change" + (f" ({reach}" if reach else "")
+    after = next(filter(None, map(describe_after, advice.tries)), "")
+    if after:
+        middle, _, reach = after.replace("about ", "≈ ").partition(" (")
+        yield middle, "a step after the best change" + (f" ({reach}" if reach else "")
 
 
 def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
