@@ -19,6 +19,7 @@ from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture
+from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
 from profkit.run.manifest import Manifest
@@ -449,6 +450,129 @@ def test_at_most_three_causes_are_tried_and_what_they_buy_together_is_no_sum(tmp
 
 
 GIB = 2**30
+
+
+def _write_pauses(
+    folder: Path, name: str, counter: str, *, in_steps: int, counted: int
+) -> tuple[Program, AdviceResult]:
+    """Write a run whose host has a range of 2 ms in the middle of some recorded steps, and so many in all others."""
+    program = Program()
+    for number in range(STEPS):
+        with program.step(), program.range("forward"):
+            program.launch(NVJET, 50_000, 10)
+            began = program.now
+            program.now += 2 * MS
+            if number < in_steps:
+                program.builder.range(name, began, program.now)
+            program.launch(NVJET, 50_000, 10)
+            program.wait()
+    folder.mkdir(exist_ok=True)
+    during = {"steps": [{"step_ns": length} for length in program.lengths], "during": {counter: counted}}
+    lines = [line(2 * MS, "forward", "gc.collect", line=44)]
+    return program, program.write(folder, lines, attached=during, processes=[{"pid": 7}])
+
+
+@pytest.mark.parametrize(("in_steps", "counted"), [(STEPS, STEPS), (STEPS - 1, STEPS), (STEPS, STEPS - 1)])
+def test_garbage_is_a_cause_where_every_step_collects_it(tmp_path: Path, in_steps: int, counted: int) -> None:
+    program, result = _write_pauses(
+        tmp_path, "collecting garbage", "full_collections", in_steps=in_steps, counted=counted
+    )
+    advice = found(result)
+    assert ("garbage" in advice) == (in_steps == counted)
+    if "garbage" in advice:
+        assert advice["garbage"].line == SourceLine("/work/train.py", 44, "main")
+        assert advice["garbage"].evidence["paused_ns"] == 2 * MS
+        low, expected, high = after(advice["garbage"])
+        truth = 20 * 51_000 + 20_000
+        assert low <= truth <= high < program.lengths[0]
+        assert expected == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize("is_again", [True, False])
+def test_a_step_that_compiles_again_every_time_is_named_with_the_function_and_the_reason(
+    tmp_path: Path, *, is_again: bool
+) -> None:
+    compiled = Compilation(
+        id="7-1",
+        pid=7,
+        compile_id="0/3",
+        what="forward",
+        line="loss.py:12 scale",
+        step=2,
+        is_recorded=True,
+        is_again=is_again,
+        duration_ns=2 * MS,
+        reason="name == 'step 1'",
+    )
+    append_records(tmp_path / "compiled.jsonl", [compiled])
+    _, result = _write_pauses(tmp_path, "compiling scale", "compiled_graphs", in_steps=STEPS, counted=STEPS)
+    advice = found(result)
+    assert ("recompile" in advice) == is_again
+    if is_again:
+        assert advice["recompile"].line == SourceLine("loss.py", 12, "scale")
+        assert advice["recompile"].cause.endswith("compiles again in every step: name == 'step 1'")
+
+
+@pytest.mark.parametrize(("is_set", "blocks"), [(True, True), (False, True), (True, False)])
+def test_launches_that_block_are_a_cause_if_the_host_is_late_for_it(
+    tmp_path: Path, *, is_set: bool, blocks: bool
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                for _ in range(200):
+                    program.launch(NVJET, 10_000)
+                    if blocks:
+                        program.builder.rows["CUPTI_ACTIVITY_KIND_RUNTIME"][-1]["end"] = program.free + 4_000
+                        program.now = program.free + 4_000
+            program.wait()
+    advice = found(program.write(tmp_path, conditions={"launch_blocking": is_set}))
+    assert ("launch-blocking" in advice) == (is_set and blocks)
+    if is_set and blocks:
+        low, expected, high = after(advice["launch-blocking"])
+        truth = 200 * 11_000 + 20_000
+        assert low <= truth <= high < program.lengths[0]
+        assert expected == pytest.approx(truth, rel=0.15)
+
+
+def _write_small_passes(
+    folder: Path, passes: int, duration: int, **conditions: int
+) -> tuple[Program, dict[str, Advice]]:
+    """Write steps of passes of 50 kernels, for each of which the host takes 8 µs, and one kernel of the optimizer."""
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            for _ in range(passes):
+                for phase in ("forward", "backward"):
+                    with program.range(phase):
+                        program.launch(NVJET, duration, 50)
+            with program.range("optimizer"):
+                program.launch(ADD, 2_000)
+            program.wait()
+    folder.mkdir()
+    known = {"reserved_peak_bytes": 10 * GIB, "gpu_memory_bytes": 140 * GIB}
+    return program, found(program.write(folder, conditions=known | conditions))
+
+
+def test_a_batch_is_small_where_the_gpu_waits_for_python_and_memory_has_room(tmp_path: Path) -> None:
+    program, advice = _write_small_passes(tmp_path / "small", 1, 3_000)
+    batch = advice["batch"]
+    assert (batch.edit, batch.line) == ("batch:×2", None)
+    assert batch.costs is not None
+    low, expected, high = after(batch)
+    assert low <= program.lengths[0] / 2 <= high
+    assert expected == pytest.approx(program.lengths[0] / 2, rel=0.2)
+    assert "batch" not in _write_small_passes(tmp_path / "busy", 1, 20_000)[1]
+    assert "batch" not in _write_small_passes(tmp_path / "full", 1, 3_000, reserved_peak_bytes=60 * GIB)[1]
+
+
+def test_small_passes_of_one_step_become_fewer_without_another_batch(tmp_path: Path) -> None:
+    _, advice = _write_small_passes(tmp_path / "four", 4, 3_000)
+    batch = advice["batch"]
+    assert batch.change == "passes of 2 times the samples, and 2 times fewer of them"
+    assert (batch.edit, batch.costs) == (None, None)
+    assert "batch" not in _write_small_passes(tmp_path / "three", 3, 3_000)[1]
 
 
 @pytest.mark.parametrize(("held", "is_named"), [(30 * GIB, True), (120 * GIB, False)])

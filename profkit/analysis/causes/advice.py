@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 3
 _MOST_SCREENED = 12
+_COMPILING = ("compile", "launches", "chain")
+"""Causes that compiling removes: it is advised once."""
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
@@ -157,10 +159,7 @@ def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 
 
 def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
-    """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
-
-    A line is named once.
-    """
+    """Return up to three causes: each adds more than any other to those before it, and holds when predicted."""
     chosen, left = _Chosen(), list(causes)
     while left and len(chosen.causes) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
@@ -170,8 +169,14 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
         cause = left.pop(best)
         if _holds(evidence, cause):
             chosen = replace(chosen, causes=(*chosen.causes, cause))
-            left = [other for other in left if other.line is None or other.line != cause.line]
+            left = [other for other in left if not _is_same_waste(cause, other)]
     return chosen
+
+
+def _is_same_waste(cause: Cause, other: Cause) -> bool:
+    """Return whether two causes stand at one line, or compiling removes both."""
+    at_one_line = cause.line is not None and cause.line == other.line
+    return at_one_line or (cause.code in _COMPILING and other.code in _COMPILING)
 
 
 def _weight(evidence: Evidence, cause: Cause, before: _Chosen) -> float:

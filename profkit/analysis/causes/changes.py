@@ -18,9 +18,10 @@ from profkit.analysis.step_replay.edits import (
     drop_operations,
     stop_waiting,
 )
+from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import BACKWARD, FORWARD
+from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
 
 COMPILED_PHASES = (FORWARD, BACKWARD)
 """What compiling a model compiles; a loss outside of it and the optimizer stay as they are."""
@@ -37,6 +38,11 @@ _REPLAY_NS: By = {"least": 80_000, "expected": 180_000, "most": 400_000}
 """Python's time in a phase of compiled code before its graph is launched: guards, copies of inputs."""
 _SMALLEST_NS = 2_500
 """No kernel gets shorter than this by another type of its numbers."""
+_LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
+_LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
+"""How long a launch takes that does not wait, and from its end to the kernel's start."""
+_OF_LARGER_BATCH: By = {"least": 0.8, "expected": 1.0, "most": 1.05}
+"""What kernels take for each sample of a larger batch, of their time now."""
 
 
 def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
@@ -134,6 +140,75 @@ def scale_host(name: str, choose: Choose, factor: By, assumption: str) -> StepCh
     return StepChange(name, apply, assumption)
 
 
+def shorten_gaps(name: str, find_shares: Callable[[ReplayedStep], Mapping[int, float]]) -> StepChange:
+    """Return the change after which Python before some calls takes less, by a share of it."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        gap = list(columns.gap_ns)
+        for call, share in find_shares(setting.step).items():
+            gap[call] = round(gap[call] * (1 - share))
+        return replace(columns, gap_ns=gap)
+
+    return StepChange(name, apply)
+
+
+def launch_without_waiting(name: str) -> StepChange:
+    """Return the change after which launches return before their kernels have run."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        own, latency = list(columns.own_ns), list(columns.latency_ns)
+        for call, kind in enumerate(columns.kind):
+            if kind == LAUNCH:
+                own[call] = min(own[call], round(_LAUNCH_NS[setting.world]))
+                for row in range(*columns.launches[call]):
+                    latency[row] = max(latency[row], round(_LATENCY_NS[setting.world]))
+        return replace(columns, own_ns=own, latency_ns=latency)
+
+    return StepChange(name, apply, "how long launches take that do not wait")
+
+
+def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
+    """Return the change that trains on a larger batch; the step after it stands for as many samples as now.
+
+    Python, launches and the optimizer are shared out among more samples; data, and what else Python does outside of
+    the passes, take as long for each. With ``fewer_passes`` a step has as many samples as now, in fewer passes, and one
+    step of the optimizer as now.
+    """
+    kept = {DATA, OUTSIDE, OPTIMIZER} if fewer_passes else {DATA, OUTSIDE}
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        step = setting.step
+
+        def share_out(time_ns: int, kept_ns: int) -> int:
+            return time_ns if time_ns <= kept_ns else kept_ns + (time_ns - kept_ns) // factor
+
+        kept_ns = [sum(time_ns for phase, time_ns in phases.items() if phase in kept) for phases in step.gap_phases]
+        stays = [kind == COPY or phase in kept for kind, phase in zip(columns.kind, step.phase, strict=True)]
+        own = [time_ns if stays[call] else time_ns // factor for call, time_ns in enumerate(columns.own_ns)]
+        durations = list(columns.duration_ns)
+        for row, call in enumerate(columns.launcher):
+            if step.phase[call] != OPTIMIZER:
+                durations[row] = _in_larger_batch(durations[row], factor, setting.world)
+            elif not fewer_passes:
+                durations[row] //= factor
+        return replace(
+            columns,
+            gap_ns=[share_out(*times) for times in zip(columns.gap_ns, kept_ns, strict=True)],
+            own_ns=own,
+            duration_ns=durations,
+            between_ns=[time_ns // factor for time_ns in columns.between_ns],
+            latency_ns=[time_ns // factor for time_ns in columns.latency_ns],
+        )
+
+    return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
+
+
+def _in_larger_batch(time_ns: int, factor: int, world: World) -> int:
+    """Return a kernel's time for as many samples as now: what the smallest kernel takes is shared out."""
+    fixed_ns = min(time_ns, _SMALLEST_NS)
+    return round(fixed_ns / factor + (time_ns - fixed_ns) * _OF_LARGER_BATCH[world])
+
+
 def without_calls(name: str, choose: Choose) -> StepChange:
     """Return the change after which some calls take no time; the Python before them stays."""
 
@@ -165,15 +240,13 @@ def compile_step(choose: Choose, *, replays: bool) -> StepChange:
 
 
 def _replay_phases(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Return the step in which one call launches each phase."""
-    first = []
-    for phase in COMPILED_PHASES:
-        calls = setting.calls_in({phase})
-        if any(columns.kind[call] in (WAIT, COPY) for call in calls):
-            raise CannotPredictError(f"the host waits for the GPU in {phase}, which no graph can hold")
-        first += calls[:1]
-        columns = drop_calls(columns, calls)
-    own = list(columns.own_ns)
-    for call in first:
-        own[call] = round(_REPLAY_NS[setting.world])
+    """Return the step in which one call launches each pass of a phase."""
+    calls = setting.calls_in(COMPILED_PHASES)
+    if any(columns.kind[call] in (WAIT, COPY) for call in calls):
+        raise CannotPredictError("the host waits for the GPU within a pass, which no graph can hold")
+    columns = drop_calls(columns, calls)
+    own, phases = list(columns.own_ns), setting.step.phase
+    for call in calls:
+        if call == 0 or phases[call - 1] != phases[call]:
+            own[call] = round(_REPLAY_NS[setting.world])
     return replace(columns, own_ns=own)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from profkit.analysis.intervals import unite
 from profkit.analysis.step_replay.edits import ProgramFacts
 from profkit.analysis.step_replay.predict import (
     StepChange,
@@ -19,6 +23,7 @@ from profkit.analysis.step_replay.predict import (
 )
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import Summary
+from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest, find_condition
@@ -26,6 +31,7 @@ from profkit.run.manifest import Manifest, find_condition
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture
 
+_LINE_NUMBER = re.compile(r":(\d{1,9}) ")
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, it is short."""
 COMPARE = "profkit compare RUN NEW"
@@ -165,6 +171,20 @@ class Evidence:
         """The lines of source, scaled to unprofiled steps; empty where none are known."""
         return self.facts.lines or ()
 
+    @cached_property
+    def trainer_lines(self) -> frozenset[tuple[str | None, int]]:
+        """The file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
+        phases: dict[tuple[str | None, int], set[str | None]] = {}
+        for line in self.lines:
+            phases.setdefault((line.file, line.line), set()).add(line.phase)
+        return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a mode that looks for errors makes the step another one than it will be without."""
+        blocks = self.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        return blocks or any(self.condition(name) is True for name in ("anomaly_detection", "launch_blocking"))
+
     def condition(self, *names: str) -> object:
         """Return a condition of the run, None if it is unknown."""
         return find_condition(self.manifest, *names)
@@ -188,6 +208,34 @@ class Evidence:
             )
         return self._operations[id(step)]
 
+    def shares_in_ranges(self, step: ReplayedStep, beginning: str) -> dict[int, float]:
+        """Return call → the share of the Python before it that ran in ranges whose names begin so, if any did."""
+        assert self.capture.trace is not None
+        trace, columns = self.capture.trace.trace, step.columns
+        if not len(columns.call):
+            return {}
+        names = [number for number, name in enumerate(trace.names) if name.startswith(beginning)]
+        ours = np.isin(trace.ranges.name, names) & (trace.ranges.process == trace.calls.process[columns.call[0]])
+        ranges = unite(trace.ranges.start_ns[ours], trace.ranges.end_ns[ours])
+        gaps_ns = np.maximum(columns.gap_ns, 0)
+        ends_ns = trace.calls.start_ns[columns.call]
+        inside_ns = ranges.within(ends_ns - gaps_ns, ends_ns)
+        return {call: float(inside_ns[call] / gaps_ns[call]) for call in np.flatnonzero(inside_ns).tolist()}
+
+    def time_in_every_step(self, beginning: str, counter: str) -> int:
+        """Return for how long at least every recorded step ran Python in ranges whose names begin so.
+
+        0 where the unprofiled steps, by their ``counter``, mostly had nothing of it.
+        """
+        unprofiled = self.manifest.unprofiled
+        if unprofiled is not None and unprofiled.during.get(counter, 0) < len(unprofiled.steps):
+            return 0
+        times = [
+            sum(share * step.columns.gap_ns[call] for call, share in self.shares_in_ranges(step, beginning).items())
+            for step in (() if self.replay is None else self.replay.steps)
+        ]
+        return round(min(times, default=0))
+
     def choose(self, holds: Callable[[Operation], bool]) -> Callable[[ReplayedStep], list[int]]:
         """Return what chooses the operations of any recorded step for which a condition holds."""
         return lambda step: [operation.at for operation in self.operations(step) if holds(operation)]
@@ -204,6 +252,12 @@ def source_line(line: LineTime) -> SourceLine:
     """Return where a line stands."""
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)
+
+
+def find_line(text: str) -> SourceLine | None:
+    """Return the line that ``file:line function`` names."""
+    match = _LINE_NUMBER.search(text)
+    return None if match is None else SourceLine(text[: match.start()], int(match[1]), text[match.end() :])
 
 
 def edits(*texts: str) -> tuple[StepChange, ...]:

@@ -8,18 +8,20 @@ from collections.abc import Iterator, Sequence
 
 from profkit.analysis.causes.changes import (
     By,
+    launch_without_waiting,
     remove_operations,
     scale_host,
+    shorten_gaps,
     stop_chosen_waits,
     without_calls,
     without_copies,
 )
-from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
-from profkit.analysis.step_replay.columns import COPY, WAIT
+from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, source_line
+from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, DATA, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
@@ -74,7 +76,7 @@ def _loads(line: LineTime, *, has_workers: bool) -> bool:
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
     """Lines of the user's own that run Python while the GPU has nothing to do: data, masks, tensors made on the CPU."""
-    if evidence.step is None:
+    if evidence.step is None or evidence.is_debugged:
         return
     for lines in _group_lines(evidence):
         line = max(lines, key=lambda line: line.time_ns - line.waiting_ns)
@@ -147,10 +149,10 @@ def _pauses(evidence: Evidence) -> dict[str, int]:
 
 
 def _launches(line: LineTime) -> bool:
-    """Return whether a line's call is training itself, or waits for it, or is a module's: these prepare kernels."""
+    """Return whether a line's call is training itself, or waits for it, or is an operation: these prepare kernels."""
     called = (line.called or "").rpartition(".")[2]
-    is_module = line.phase is not None and (line.called or "").startswith("self.")
-    return is_module or called in ("backward", "step", "zero_grad", "synchronize", "item", "join")
+    is_operation = line.phase is not None and (line.called or "").startswith(("self.", "F."))
+    return is_operation or called in ("backward", "step", "zero_grad", "synchronize", "item", "join")
 
 
 def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
@@ -256,4 +258,60 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-HOST = (_loader, _python_lines, _copies, _anomaly, _allocations)
+def _collections(evidence: Evidence) -> Iterator[Cause]:
+    """Python collects garbage in every step, and looks at all objects of the process for it."""
+    paused_ns = evidence.time_in_every_step(COLLECTING, "full_collections")
+    if not paused_ns:
+        return
+    lines = [line for line in evidence.lines if line.called == "gc.collect"]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    is_asked_for = line is not None
+    yield Cause(
+        code="garbage",
+        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in every step, and looks at all objects for it",
+        line=source_line(line) if line is not None else None,
+        change="no gc.collect() in the step"
+        if is_asked_for
+        else "gc.freeze() before the first step, then gc.disable()",
+        changes=[shorten_gaps("garbage", lambda step: evidence.shares_in_ranges(step, COLLECTING))],
+        costs=None if is_asked_for else "objects that refer to each other are kept",
+        evidence={"paused_ns": paused_ns},
+    )
+
+
+def _recompilations(evidence: Evidence) -> Iterator[Cause]:
+    """torch.compile compiles in every step, since what it has compiled does not fit the step's inputs."""
+    compiling_ns = evidence.time_in_every_step(COMPILING, "compiled_graphs")
+    known = evidence.summary.compilations
+    again = [] if known is None else [compiled for step in known.steps for compiled in step.again if compiled.line]
+    if not compiling_ns or not again:
+        return
+    longest = max(again, key=lambda compiled: compiled.duration_ns or 0)
+    yield Cause(
+        code="recompile",
+        cause=f"torch.compile compiles again in every step: {longest.reason or 'torch does not say why'}",
+        line=find_line(longest.line or ""),
+        change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
+        changes=[shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING))],
+        evidence={"compiling_ns": compiling_ns},
+    )
+
+
+def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
+    """Each launch waits for its kernel, which is meant for finding errors."""
+    is_set = evidence.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    if evidence.step is None or not (is_set or evidence.condition("launch_blocking") is True):
+        return
+    columns = evidence.step.columns
+    yield Cause(
+        code="launch-blocking",
+        cause="CUDA_LAUNCH_BLOCKING is set: Python waits in each launch until its kernel has run",
+        change="unset CUDA_LAUNCH_BLOCKING",
+        changes=[launch_without_waiting("launch-blocking")],
+        evidence={
+            "launching_ns": sum(own for own, kind in zip(columns.own_ns, columns.kind, strict=True) if kind == LAUNCH)
+        },
+    )
+
+
+HOST = (_collections, _recompilations, _loader, _python_lines, _copies, _anomaly, _blocking_launches, _allocations)

@@ -31,6 +31,8 @@ _MOST_CHAINS = 4
 _LAUNCH_NS = 3_000
 """About what a launch takes: chains are looked at by what they cost the host and the GPU."""
 _TRAINING = ("backward", "step", "zero_grad", "item")
+_FOREACH = "multi_tensor_apply"
+"""A kernel that handles many tensors already."""
 
 Run = tuple[Operation, ...]
 
@@ -159,8 +161,11 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _chains(evidence: Evidence) -> Iterator[Cause]:
-    """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out."""
-    if evidence.step is None:
+    """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out.
+
+    Outside of all modules they may be a trainer's.
+    """
+    if evidence.step is None or evidence.is_debugged:
         return
     skipped = _modules_that(evidence, evidence.step, _is_attention)
     runs = evidence.runs(evidence.step, lambda one: _is_link(one, skipped))
@@ -168,12 +173,14 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     mine = {place: [run for run in runs if _is_link_of(run, place)] for place in places}
     cost = {place: sum(one.duration_ns + _LAUNCH_NS for run in mine[place] for one in run) for place in places}
     for place in sorted(cost, key=lambda place: -cost[place])[:_MOST_CHAINS]:
-        yield _describe_chain(evidence, place, mine[place], skipped)
+        cause = _describe_chain(evidence, place, mine[place], skipped)
+        if cause.module or cause.line or not evidence.trainer_lines:
+            yield cause
 
 
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
     is_moved = operation.category == "copy" and operation.phase == BACKWARD
-    is_small = operation.is_alone and (is_moved or operation.category in _CHAIN)
+    is_small = operation.is_alone and _FOREACH not in operation.name and (is_moved or operation.category in _CHAIN)
     return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 
 
@@ -207,13 +214,14 @@ def _describe_chain(
         return [[one.at for one in run] for run in runs if _is_link_of(run, place)]
 
     is_reducing = any(one.category == "reduction" for one in longest)
+    size = _size_of_loop if code == "loop" else _size_of_fused(is_reducing=is_reducing)
     return Cause(
         code=code,
         cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs))} a step",
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,
-        changes=[fuse(code, choose, _size_of_fused(is_reducing=is_reducing))],
+        changes=[fuse(code, choose, size)],
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
 
@@ -223,7 +231,11 @@ def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
     lines = [
         line for line in evidence.lines if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
     ]
-    own = [line for line in lines if not (line.called or "").endswith(_TRAINING)]
+    own = [
+        line
+        for line in lines
+        if not (line.called or "").endswith(_TRAINING) and (line.file, line.line) not in evidence.trainer_lines
+    ]
     longest = max(own, key=lambda line: line.time_ns - line.waiting_ns, default=None)
     return None if longest is None else source_line(longest)
 
@@ -264,6 +276,13 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
         return min(factors[world] * shortest_ns, sum(durations))
 
     return size
+
+
+def _size_of_loop(world: World, durations: Sequence[int]) -> float:
+    """Return how long one kernel in place of a loop takes: what the loop's kernels take beyond the smallest of them."""
+    smallest_ns, sum_ns = min(durations), sum(durations)
+    work_ns = max(smallest_ns, sum_ns - smallest_ns * len(durations))
+    return {"least": smallest_ns, "expected": work_ns, "most": (work_ns + sum_ns) / 2}[world]
 
 
 def _busiest(operations: Sequence[Operation]) -> str | None:

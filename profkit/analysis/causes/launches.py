@@ -16,6 +16,7 @@ from profkit.names import OPTIMIZER
 from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
+_TRAINING = (".step", ".backward")
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
 _MANY = 4
@@ -23,12 +24,16 @@ _MANY = 4
 
 
 def _waits(evidence: Evidence) -> Iterator[Cause]:
-    """A line whose calls wait for the GPU; if nothing is late for it, the replay says so and it is no cause."""
+    """A line whose calls wait for the GPU; if nothing is late for it, the replay says so and it is no cause.
+
+    What waits within a trainer, an optimizer or a backward pass is no line of the user's own.
+    """
     waits: dict[tuple[str | None, int], list[LineTime]] = {}
     for line in evidence.lines:
-        is_copy = (line.called or "").endswith(_COPIES)
-        if line.file is not None and line.thread != "worker" and line.waits >= 1 and not is_copy:
-            waits.setdefault((line.file, line.line), []).append(line)
+        place, is_others = (line.file, line.line), (line.called or "").endswith((*_COPIES, *_TRAINING))
+        is_own = line.file is not None and line.thread != "worker" and place not in evidence.trainer_lines
+        if is_own and line.waits >= 1 and not is_others:
+            waits.setdefault(place, []).append(line)
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
@@ -94,7 +99,9 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     """A model that is not compiled: where launches limit the step, graphs replay them; else small kernels are fused."""
     summary, step, limits = evidence.summary, evidence.step, evidence.summary.limits
     replays = summary.gpu is not None and summary.gpu.graph_launches
-    if step is None or limits is None or replays or summary.head.is_compiled or summary.recomputes:
+    if step is None or limits is None or replays or evidence.is_debugged:
+        return
+    if summary.head.is_compiled or summary.recomputes:
         return
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
     is_late = preparing_ns > _LATE * limits.step_ns

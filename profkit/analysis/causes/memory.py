@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from profkit.analysis.causes.changes import without_calls
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, SourceLine, edits
+from profkit.analysis.causes.changes import enlarge_batch, without_calls
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line
 from profkit.analysis.memory.leaks import check_leaks
 from profkit.analysis.memory.places import PartRow
+from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.summary import EXPANDABLE
 
-_LINE_NUMBER = re.compile(r":(\d{1,9}) ")
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
+_FULL = 0.8
+_LARGEST_BATCH = 8
 _MANY_STEPS = 10_000
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
@@ -120,7 +122,7 @@ def _growth(evidence: Evidence) -> Iterator[Cause]:
     grown = sum(row.bytes // row.every for row in suspects) or _count_growth(evidence)
     if grown < _LEAST_GROWTH:
         return
-    line = _find_own_line(suspects[0].stack) if suspects else None
+    line = find_line(suspects[0].stack[0]) if suspects and suspects[0].stack else None
     step, left = evidence.step, _steps_left(evidence, grown)
     yield Cause(
         code="growth",
@@ -136,7 +138,38 @@ def _growth(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-MEMORY = (_growth, _needless_checkpoints, _expandable, _gradients_in_forward, _checkpoint)
+def _small_batch(evidence: Evidence) -> Iterator[Cause]:
+    """The GPU waits for Python, and its memory has room for a larger batch, even if all of it grew with the batch.
+
+    A step of several passes has as many samples in fewer of them; any other trains on another batch.
+    """
+    step, limits, passes = evidence.step, evidence.summary.limits, evidence.summary.passes
+    capacity, held = evidence.condition("gpu_memory_bytes"), evidence.condition("reserved_peak_bytes")
+    if step is None or limits is None or not passes or evidence.is_debugged:
+        return
+    if not isinstance(capacity, int) or not isinstance(held, int) or not held:
+        return
+    preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING))
+    busy_ns = sum(step.columns.duration_ns)
+    if preparing_ns < _HALF * limits.step_ns or not busy_ns:
+        return
+    factor = 2 ** int(math.log2(max(1, min(_LARGEST_BATCH, evidence.now_ns / busy_ns, _FULL * capacity / held))))
+    fewer_passes = passes > 1 and passes % factor == 0
+    if factor > 1 and (fewer_passes or passes == 1):
+        yield Cause(
+            code="batch",
+            cause=f"the GPU waits for Python, and {1 - held / capacity:.0%} of its memory is free",
+            change=f"passes of {factor} times the samples, and {factor} times fewer of them"
+            if fewer_passes
+            else f"{factor} times the batch (the step after it: for as many samples as now)",
+            changes=[enlarge_batch(factor, fewer_passes=fewer_passes)],
+            edit=None if fewer_passes else f"batch:×{factor}",
+            costs=None if fewer_passes else "another batch trains otherwise: the learning rate has to follow",
+            evidence={"busy_ns": busy_ns, "reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
+        )
+
+
+MEMORY = (_growth, _needless_checkpoints, _expandable, _gradients_in_forward, _checkpoint, _small_batch)
 
 
 def _count_growth(evidence: Evidence) -> int:
@@ -152,12 +185,6 @@ def _steps_left(evidence: Evidence, grown: int) -> int | None:
         return None
     left = max(0, capacity - held) // grown
     return left if left < _MANY_STEPS else None
-
-
-def _find_own_line(stack: Sequence[str]) -> SourceLine | None:
-    """Return the first line of a stack, which begins with those of the user's own."""
-    match = _LINE_NUMBER.search(stack[0]) if stack else None
-    return None if match is None else SourceLine(stack[0][: match.start()], int(match[1]), stack[0][match.end() :])
 
 
 def repeated_module(modules: tuple[PartRow, ...]) -> PartRow | None:
