@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.errors import TraceError
@@ -316,9 +315,3 @@ def test_an_annotation_in_which_the_profiler_stopped_ends_with_the_capture(
     )  # fmt: skip
     assert trace.ranges.is_open.tolist() == [False, True]
     assert trace.ranges.end_ns.tolist() == [6000, 43_000]
-
-
-values = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4), st.lists(st.none()),
-    st.dictionaries(st.text(max_size=1), st.none()), st.sampled_from([PID, 7, 0, "stream 7", "100", {}]),
-)  # fmt: skip

@@ -20,7 +20,6 @@ from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
-from profkit.run.manifest import Loading
 from profkit.trace.columns import Trace, distinct_values
 from profkit.trace.parts import only_process
 
@@ -214,6 +213,7 @@ class OpenedTrace:
         from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
+        from profkit.run.manifest import Loading
 
         peaks = read_run_facts(self.trace, self.run).peaks
         loading = (None if self.run is None else self.run.manifest.loading) or Loading()
