@@ -52,16 +52,12 @@ class TypedFile:
     write: Callable[[Path, Any], None]
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    write_json(path, asdict(manifest))
-
-
 def _write_compiled(path: Path, code: CompiledCode) -> None:
     append_records(path, [*code.graphs, *code.captured, *code.compilations, *code.breaks])
 
 
 RUN_FILES = {
-    MANIFEST: TypedFile(Manifest, read_manifest, _write_manifest),
+    MANIFEST: TypedFile(Manifest, read_manifest, lambda path, manifest: write_json(path, asdict(manifest))),
     WORK: TypedFile(RunWork, read_work, write_work),
     CEILINGS: TypedFile(Ceilings, read_ceilings, write_ceilings),
     OWNERS: TypedFile(Owners, read_owners, write_owners),

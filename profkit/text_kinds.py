@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -177,8 +177,7 @@ class Keeper:
         return LEFT_OUT if kind is str else None
 
     def _fields(self, kind: Any, value: Any) -> Any:
-        hints = _hints(kind)
-        return kind(**{one.name: self.record(hints[one.name], getattr(value, one.name)) for one in fields(kind)})
+        return kind(**{name: self.record(hint, getattr(value, name)) for name, hint in _hints(kind).items()})
 
     def number_of_line(self, file: str, line: int, name: str) -> int:
         """Return the number that stands for a line of a program in all files of the copy."""
@@ -226,12 +225,13 @@ def base_name(path: str) -> str:
 
 def keep_profilers_words(text: str) -> str:
     """Return a message of nsys with ``…`` for each word that is not the profiler's own: a path, a name, an address."""
-    return _PROFILERS_TOKEN.sub(lambda token: token[0] if _is_profilers(token[0].rstrip(".")) else "…", text)
 
+    def kept(match: re.Match[str]) -> str:
+        token = match[0].rstrip(".")
+        is_number = token.isdecimal() and len(token) <= _LONGEST_NUMBER
+        return match[0] if is_number or all(map(_PROFILERS_WORD.fullmatch, token.split("-"))) else "…"
 
-def _is_profilers(token: str) -> bool:
-    is_number = token.isdecimal() and len(token) <= _LONGEST_NUMBER
-    return is_number or all(map(_PROFILERS_WORD.fullmatch, token.split("-")))
+    return _PROFILERS_TOKEN.sub(kept, text)
 
 
 @cache

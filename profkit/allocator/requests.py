@@ -89,8 +89,9 @@ class Requests:
 
 def requests_of(history: History) -> Requests:
     """Return what the program asked of the allocator, as the replay shows it."""
-    replay = history.replay
+    replay, events = history.replay, history.device.events
     kinds, kind, start = _find_kinds(history)
+    failed = np.flatnonzero(events.action == OOM)
     return Requests(
         requested_bytes=replay.requested_bytes,
         born=replay.birth.astype(np.float64),
@@ -101,7 +102,7 @@ def requests_of(history: History) -> Requests:
         kinds=kinds,
         event_count=replay.event_count,
         releases=_find_releases(history),
-        failures=_find_failures(history),
+        failures=tuple(zip(failed.astype(np.float64).tolist(), events.size_bytes[failed].tolist(), strict=True)),
         start=start,
         addresses=replay.address,
         sizes=replay.size_bytes,
@@ -150,11 +151,6 @@ def highest_sum(requests: Requests, sizes: Ints, ends: Floats) -> int:
     order = np.argsort(position, kind="stable")
     order = order[position[order] < requests.event_count]
     return int(change[order].cumsum().max(initial=0))
-
-
-def _find_failures(history: History) -> tuple[tuple[float, int], ...]:
-    events = history.device.events
-    return tuple((float(event), int(events.size_bytes[event])) for event in np.flatnonzero(events.action == OOM))
 
 
 def _find_bases(history: History) -> dict[int, tuple[int, int]]:

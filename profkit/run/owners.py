@@ -167,7 +167,10 @@ def _owned(entry: dict[str, Any]) -> Owned:
         _number(entry, "bytes"),
         _text(entry, "role"),
         _text(entry, "name"),
-        *(_number_or_none(entry, key) for key in ("step", "offset_bytes", "own_bytes", "element_bytes")),
+        *(
+            None if entry.get(key) is None else _number(entry, key)
+            for key in ("step", "offset_bytes", "own_bytes", "element_bytes")
+        ),
     )
 
 
@@ -176,10 +179,6 @@ def _number(entry: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or not abs(value) < LARGEST_NUMBER:
         raise WrongRecord(f"{key} is no whole number")
     return value
-
-
-def _number_or_none(entry: dict[str, Any], key: str) -> int | None:
-    return None if entry.get(key) is None else _number(entry, key)
 
 
 def _text(entry: dict[str, Any], key: str) -> str:

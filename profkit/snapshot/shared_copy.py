@@ -174,17 +174,11 @@ def _records(declared: Mapping[str, Any]) -> Callable[[_SnapshotCopy, Any], list
     return copy_records
 
 
-def _histories(copy: _SnapshotCopy, traces: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    return [_records(_EVENT)(copy, trace) for trace in traces or ()]
-
-
-def _forward_frames(copy: _SnapshotCopy, value: object) -> list[dict[str, Any]] | None:
-    """Return the frames of the forward pass, which anomaly mode records."""
-    return copy.frames(value) or None
-
-
 # Key → the kind of its text, the type of its number, or what makes the copy of anything else.
-_STACKS: Mapping[str, Any] = {"frames": _SnapshotCopy.frames, "forward_frames": _forward_frames}
+_STACKS: Mapping[str, Any] = {
+    "frames": _SnapshotCopy.frames,
+    "forward_frames": lambda copy, value: copy.frames(value) or None,
+}
 _EVENT: Mapping[str, Any] = {
     "action": WORD,
     **dict.fromkeys(("addr", "device_free", "size", "stream", "time_us"), int),
@@ -221,7 +215,7 @@ _MARK: Mapping[str, Any] = {
 }
 _SNAPSHOT: Mapping[str, Any] = {
     "segments": _records(_SEGMENT),
-    "device_traces": _histories,
+    "device_traces": lambda copy, traces: [_records(_EVENT)(copy, trace) for trace in traces or ()],
     "allocator_settings": lambda copy, value: copy.take(_SETTINGS, value) if isinstance(value, dict) else None,
     "external_annotations": _records(_MARK),
 }

@@ -58,7 +58,7 @@ def read_kineto(path: Path) -> Trace:
     operators = reading.host_rows(rows["operator"], work="" if on_gpu else "CPU operators")
     call_rows = reading.host_rows(rows["call"])
     annotations = reading.host_rows(rows["annotation"])
-    ranges = _end_with_capture(_read_ranges(reading, annotations), (operators, call_rows))
+    ranges = _read_ranges(reading, annotations, (operators, call_rows))
     if not on_gpu:
         operators = _with_compiled_kernels(reading, operators, annotations)
     forest = OperatorForest(operators.start_ns, operators.end_ns, operators.thread)
@@ -101,25 +101,20 @@ def read_kineto(path: Path) -> Trace:
     )
 
 
-def _read_ranges(reading: Reading, rows: HostRows) -> Ranges:
+def _read_ranges(reading: Reading, rows: HostRows, others: tuple[HostRows, ...]) -> Ranges:
+    """Return the ranges, nested in spite of rounding; one in which the profiler stopped ends with the capture."""
+    last = max(int(table.end_ns.max(initial=0)) for table in (rows, *others))
+    end_ns = np.where(rows.is_open, last, rows.end_ns)
     return Ranges(
         name=rows.name,
         domain=np.full(len(rows.events), reading.intern(""), dtype=np.int64),
         start_ns=rows.start_ns,
-        end_ns=rows.end_ns,
+        end_ns=_ends_within_parents(rows.start_ns, end_ns, rows.thread),
         process=rows.process,
         thread=rows.thread,
         end_thread=rows.thread,
         is_open=rows.is_open,
     )
-
-
-def _end_with_capture(ranges: Ranges, others: tuple[HostRows, ...]) -> Ranges:
-    """Return the ranges, nested in spite of rounding; one in which the profiler stopped ends with the capture."""
-    ends = [column for column in (ranges.end_ns, *(table.end_ns for table in others)) if len(column)]
-    last = max((int(column.max()) for column in ends), default=0)
-    end_ns = np.where(ranges.is_open, last, ranges.end_ns)
-    return replace(ranges, end_ns=_ends_within_parents(ranges.start_ns, end_ns, ranges.thread))
 
 
 def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:

@@ -117,7 +117,8 @@ class _Reader:
     def __init__(self, file: SqliteFile, tables: dict[str, frozenset[str]]) -> None:
         self.file = file
         self.tables = tables
-        self.metadata = self._read_metadata()
+        rows = file.rows("SELECT name, value FROM META_DATA_EXPORT") if "META_DATA_EXPORT" in tables else []
+        self.metadata = {str(name): str(value) for name, value in rows}
         self.schema = self.metadata.get("EXPORT_SCHEMA_VERSION", "unknown")
         self.names: list[str] = []
         self.notes: list[str] = []
@@ -283,11 +284,6 @@ class _Reader:
             graphs = {i: _GRAPH_NAME.format(-2 - i) for i in distinct_values(column[column < -1]).tolist()}
             column[:] = names.indices(column, graphs)
         return names
-
-    def _read_metadata(self) -> dict[str, str]:
-        if "META_DATA_EXPORT" not in self.tables:
-            return {}
-        return {str(name): str(value) for name, value in self.file.rows("SELECT name, value FROM META_DATA_EXPORT")}
 
     def _product(self) -> str:
         name = self.metadata.get("EXPORT_PRODUCT_NAME", "Nsight Systems").removeprefix("NVIDIA ")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -79,7 +82,7 @@ def read_collectives(
         for row in rows:
             dtype = _TYPE.search(names.strings[int(work.name[row])])
             index[row] = len(found)
-            found.append(said if dtype is None else _with_type(said, dtype[1]))
+            found.append(said if dtype is None else replace(said, dtype=_TYPES.get(dtype[1])))
     return (index, tuple(found)) if found else (None, ())
 
 
@@ -142,10 +145,7 @@ def _decode(payload: bytes, schemas: Schemas) -> dict[str, int]:
 
 def _count_users(calls: Sequence[_Call]) -> dict[int, int]:
     """Return communicator → how many processes of this report use it."""
-    processes: dict[int, set[int]] = {}
-    for call in calls:
-        processes.setdefault(call.numbers[_ID], set()).add(call.thread >> 24)
-    return {number: len(found) for number, found in processes.items()}
+    return Counter(communicator for communicator, _ in {(call.numbers[_ID], call.thread >> 24) for call in calls})
 
 
 def _count_ranks(calls: Sequence[_Call], users: Mapping[int, int]) -> dict[int, int]:
@@ -172,18 +172,11 @@ def _blocks(calls: Sequence[_Call], work: Work, names: Names) -> Iterator[tuple[
         if thread in events:
             events[thread].append((launch_ns, True, row))
     for of_thread in events.values():
-        some: list[_Call] = []
-        launched: list[int] = []
-        for _, is_kernel, at in sorted(of_thread):
-            if is_kernel:
-                launched.append(at)
-                continue
-            if launched:
-                yield some, launched
-                some, launched = [], []
-            some.append(calls[at])
-        if launched:
-            yield some, launched
+        runs = [list(run) for _, run in groupby(sorted(of_thread), key=itemgetter(1))]
+        # What was launched before the first call belongs to none.
+        first = int(runs[0][0][1])
+        for some, launched in zip(runs[first::2], runs[first + 1 :: 2], strict=False):
+            yield [calls[at] for *_, at in some], [row for *_, row in launched]
 
 
 def _describe(
@@ -197,10 +190,9 @@ def _describe(
     (communicator,), kind = communicators, "send" if len(kinds) > 1 else str(next(iter(kinds)))
     group = f"{COMMUNICATOR}{communicator:016x}"
     ranks = ranks_of.get(communicator)
-    sums, peers = dict.fromkeys(kinds, 0), {name: set[int]() for name in kinds}
-    for call in calls:
-        sums[kind_of_collective(call.name)] += call.numbers[_SIZE]
-        peers[kind_of_collective(call.name)].add(call.numbers.get(_PEER, -1))
+    by_kind = {name: [call.numbers for call in calls if kind_of_collective(call.name) == name] for name in kinds}
+    sums = {name: sum(numbers[_SIZE] for numbers in some) for name, some in by_kind.items()}
+    peers = {name: {numbers.get(_PEER, -1) for numbers in some} for name, some in by_kind.items()}
     is_p2p = kinds == {"send", "recv"}
     if is_p2p and peers["send"] == peers["recv"] and len(peers["send"]) == (ranks or users[communicator]) > 1:
         # With as many as there are ranks, and so with itself too: torch's all-to-all of uneven parts. Its size is the
@@ -212,7 +204,3 @@ def _describe(
         parts = ranks if kind in _PARTS else 1
         total = sums[kind] * parts if parts is not None else _MOST
     return CollectiveCall(kind, group, byte_count=total if total < _MOST and kernels == 1 else None)
-
-
-def _with_type(call: CollectiveCall, name: str) -> CollectiveCall:
-    return CollectiveCall(call.kind, call.group, dtype=_TYPES.get(name), byte_count=call.byte_count)

@@ -42,7 +42,9 @@ def build_timelines(ranges: Ranges) -> tuple[dict[int, ThreadTimeline], Ints]:
     parent = np.full(len(ranges), NO_RANGE, dtype=np.int64)
     timelines = {}
     for thread, members in ranges_by_thread(ranges).items():
-        timelines[thread] = _build_timeline(ranges, members, thread, parent)
+        is_pushed = (ranges.thread[members] == ranges.end_thread[members]).all()
+        nested = _sweep_nested(ranges, members, parent) if is_pushed else None
+        timelines[thread] = nested or _sweep_any(ranges, members, thread, parent)
     return timelines, parent
 
 
@@ -77,17 +79,8 @@ def mark_nested(parent: Ints, marked: Bools) -> Bools:
     return inside
 
 
-def _build_timeline(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:
-    """Return one thread's timeline; fills ``parent`` for the ranges that began on this thread."""
-    if (ranges.thread[members] == ranges.end_thread[members]).all():
-        nested = _sweep_nested(ranges, members, parent)
-        if nested is not None:
-            return nested
-    return _sweep_any(ranges, members, thread, parent)
-
-
 def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline | None:
-    """Sweep ranges that nest, as pushes and pops do, all at once; None if some do not."""
+    """Sweep ranges that nest, as pushes and pops do, all at once, filling their ``parent``; None if some do not."""
     start, end, number = ranges.start_ns[members], ranges.end_ns[members], np.arange(len(members))
     lasts = end > start
     inner_first = len(end) - 1 - np.argsort(end[::-1], kind="stable")
@@ -109,7 +102,10 @@ def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline
 
 
 def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:
-    """Sweep ranges that may cross, and that may have begun or ended on another thread."""
+    """Sweep ranges that may cross, and that may have begun or ended on another thread.
+
+    Fills ``parent`` for those that began on this one.
+    """
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack: list[int] = []  # in order of opening; a range that ended below others stays until it is on top
     ends: list[tuple[int, int]] = []
