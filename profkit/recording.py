@@ -65,8 +65,9 @@ def record(
     Or ``@profkit.record()`` before a function, whose ``run`` is then the recording of its last call. The program is
     not changed and goes on after the recorded steps; when the block is left, nothing of profkit's is in the process any
     more. What ends a step is what ends one for ``profkit run`` (`profkit help scripts`). The first ``warmup`` steps run
-    unprofiled, and ten or eleven of them are timed; then ``steps`` are recorded by torch.profiler; in the next ones (at
-    least 3 and a second) the lines of source are looked for; with ``memory``, as many more as ``steps``, after two,
+    unprofiled, and ten or eleven of them are timed; then ``steps`` are recorded by torch.profiler; in the next one
+    FLOPs are counted, and in those after it (at least 3 and a second) the lines of source are looked for; with
+    ``memory``, as many more as ``steps``, after two,
     have the allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
 
     Args:
@@ -89,7 +90,7 @@ def record(
     if is_whole and memory:
         raise UsageError("memory=True records further steps, and with step_on='whole' there is only one")
     order = Order("", "kineto", 0 if is_whole else warmup, 1 if is_whole else steps, step_on=step_on, within=True)
-    orders = [replace(order, lines=lines and not is_whole)]
+    orders = [replace(order, lines=lines and not is_whole, flops="plain")]
     if memory:
         orders.append(replace(order, recorder="memory", warmup_steps=_MEMORY_WARMUP, memory=MemoryOptions()))
     return Recording(orders, path)

@@ -47,7 +47,7 @@ CACHED = Process(process="python", steps_seen=8, step="optimizer", cached_graphs
 def _outcome(
     process: Process, recorder: Recorder = "kineto", status: int = 0, reason: str | None = None, **order: Any
 ) -> Outcome:
-    ordered = Order("run", recorder, **{"warmup_steps": 5, "steps": 3, "flops": True, **order})
+    ordered = Order("run", recorder, **{"warmup_steps": 5, "steps": 3, "flops": "any", **order})
     return Outcome(ordered, status, (process,), (), (), reason)
 
 
@@ -153,12 +153,12 @@ def test_the_allocators_pass_is_made_anew_with_the_trace_and_both_use_the_other_
         return 0
 
     monkeypatch.setattr("profkit.launch.record.run_child", run)
-    traced = Order("", "kineto", 5, 3, flops=True)
+    traced = Order("", "kineto", 5, 3, flops="any")
     passes = command_passes(["true"], traced, MemoryOptions(), with_memory=True, with_trace=True)
     target = Target("true", "true", "command", tuple(passes), Workload(), argv=("true",))
     done = record_run(target, None, tmp_path / "run", command=[], progress=lambda _: nullcontext(), say=said.append)
     own = str(tmp_path / "home" / "profkit" / KNOWN_CODE / "inductor")
-    assert made == [("memory", False, "users"), ("memory", False, own), ("kineto", True, own)]
+    assert made == [("memory", "no", "users"), ("memory", "no", own), ("kineto", "any", own)]
     assert len(said) == 1
     assert SHOWN in said[0]
     assert done.reason is None

@@ -102,7 +102,7 @@ def test_a_callables_steps_are_timed_and_recorded_apart(tmp_path: Path, run: Cal
 
 
 def test_a_warmup_step_of_the_recorded_process_is_counted(tmp_path: Path, run: Callable[..., Any]) -> None:
-    done = run("--flops", "--steps", "1", "pkg.steps:make_step")
+    done = run("--steps", "1", "pkg.steps:make_step")
     assert done.returncode == 0, done.stderr
     manifest = _manifest(tmp_path)
     assert manifest["clean"]["losses"] == manifest["profiled"]["losses"]

@@ -195,7 +195,7 @@ def train(steps):
     return steps
 
 never = train.run
-returned = train(3), train(4)
+returned = train(3), train(5)
 with profkit.record(steps=1, warmup=2, lines=False) as second:
     loop(3)
 tell(
@@ -206,7 +206,7 @@ tell(
 )
 """
     found, said = run_block(forks, tmp_path, code)
-    assert found == NOTHING_LEFT | {"never": None, "returned": [3, 4], "doc": "Trains.", "kernels": [1, 1]}
+    assert found == NOTHING_LEFT | {"never": None, "returned": [3, 5], "doc": "Trains.", "kernels": [1, 1]}
     assert said.count("no lines of source are known") == 1, said
     assert len(list((tmp_path / "runs").iterdir())) == 3
 

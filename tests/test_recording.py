@@ -27,7 +27,7 @@ from profkit.run.recording import (
 
 @pytest.mark.parametrize("memory", [None, MemoryOptions("all", 5)])
 def test_an_order_survives_the_environment(memory: MemoryOptions | None) -> None:
-    order = Order("/a b", "memory", 1, None, depth=None, flops=True, memory=memory, own_steps=True)
+    order = Order("/a b", "memory", 1, None, depth=None, flops="any", memory=memory, own_steps=True)
     assert Order.from_environment({VARIABLE: order.to_json()}) == order
 
 

@@ -66,7 +66,7 @@ def test_roofs_that_are_close_share_a_label(tmp_path: Path, drawn: list[Figure])
 
 def test_a_trace_without_known_bytes_is_refused(tmp_path: Path) -> None:
     opened = read_trace(SMALL)
-    with pytest.raises(TraceError, match=r"FLOPs and least bytes of its ranges are unknown.*`profkit run --flops`"):
+    with pytest.raises(TraceError, match=r"FLOPs and least bytes of its ranges are unknown.*`profkit run` counts them"):
         plot_roofline(opened.efficiency(dtype="fp32"), tmp_path / "r.png")
     run = make_small_run(tmp_path, ceilings=False)
     manifest = json.loads((run / "manifest.json").read_text()) | {"gpu": "a GPU of no datasheet"}

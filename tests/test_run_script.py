@@ -222,7 +222,8 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: St
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
-    assert sorted(path.name for path in (place / "run").iterdir()) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
+    names = sorted(path.name for path in (place / "run").iterdir())
+    assert names == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
     ranges = _ranges(place / "run" / "trace.json.gz")
     assert [name for name in ranges if name.startswith("step ")] == ["step 3", "step 4"]
     for name, count in {"forward": 2, "backward": 2, "optimizer": 2, "model": 4, "0": 4, "2": 4}.items():
@@ -300,7 +301,7 @@ for _ in range(6):
 def test_what_a_module_computes_beside_its_part_is_not_the_parts_in_backward(place: Path, run: Start) -> None:
     """The gate's backward runs after that of ``inner``, and before that of ``first``, whose output both read."""
     (place / "gated.py").write_text(GATED)
-    assert run("--flops", "--warmup", "2", "--steps", "1", "--", sys.executable, "gated.py").returncode == 0
+    assert run("--warmup", "2", "--steps", "1", "--", sys.executable, "gated.py").returncode == 0
     work = read_work(place / "run" / "work.json")
     flops = {"/".join(one.path): one.flops for one in work.ranges if one.path[:1] == ("backward",)}
     first, product = 2 * 3 * 4 * 4, 2 * 3 * 4 * 5
@@ -331,7 +332,7 @@ for _ in range(6):
 
 def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Path, run: Start) -> None:
     (place / "annotated.py").write_text(ANNOTATED)
-    done = run("--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "annotated.py")
+    done = run("--warmup", "2", "--steps", "2", "--", sys.executable, "annotated.py")
     assert done.returncode == 0, done.stderr
     assert len(_manifest(place)["profiled"]["steps"]) == 2
     ranges = json.loads(run_command("ranges", place / "run", "--format", "json").stdout)["ranges"]
@@ -341,13 +342,14 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
     assert work.model_flops == 2 * (2 * 3 * 4 * 2), "forward, and the weight's gradient"
 
 
-def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: Start, plain: Any) -> None:
-    done = run("--flops", "--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
+def test_the_step_after_the_recorded_ones_is_counted(place: Path, run: Start, plain: Any) -> None:
+    done = run("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
     manifest = _manifest(place)
-    assert len(manifest["attached"]["steps"]) == 1, "of three the first and the counted one are not timed"
+    assert len(manifest["attached"]["steps"]) == 2, "of three the first one is not timed"
     assert len(manifest["profiled"]["steps"]) == 2
+    assert manifest["processes"][0]["uncounted"] is None
     work = read_work(place / "run" / "work.json")
     assert (work.source, work.dtype, work.missing) == ("counted", "fp32", ())
     first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
@@ -374,14 +376,15 @@ def test_a_step_between_the_timed_and_the_recorded_is_counted(place: Path, run: 
 
 def test_without_annotation_the_step_as_a_whole_is_counted(place: Path, run: Start) -> None:
     target = ("--", sys.executable, "train.py", "0.1", "4")
-    assert run("--flops", "--no-annotate", "--warmup", "2", "--steps", "1", *target).returncode == 0
+    assert run("--no-annotate", "--warmup", "2", "--steps", "1", *target).returncode == 0
     work = read_work(place / "run" / "work.json")
     assert [one.path for one in work.ranges] == [()]
 
 
 def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start) -> None:
-    done = run("--flops", "--warmup", "3", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
+    done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "9", "raise", "1")
     assert done.returncode == 1
+    assert not (place / "run" / "work.json").exists()
     assert done.stderr.count("Traceback") == 1
     assert "ValueError: the data are bad" in done.stderr
 
@@ -507,7 +510,7 @@ def test_a_file_that_may_not_grow_does_not_stop_the_script(
 ) -> None:
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
     (place / "limited.py").write_text(limit + TRAIN)
-    done = run("--flops", "--warmup", "5", "--", sys.executable, "limited.py", "0.1", "12")
+    done = run("--warmup", "5", "--", sys.executable, "limited.py", "0.1", "12")
     assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
     assert "Traceback" not in done.stderr
     assert said in done.stderr
@@ -548,7 +551,7 @@ def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: 
     target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
     plain = forks.run(target, place)
     assert plain.returncode == 0, plain.stderr
-    done = run("--flops", "--warmup", "2", "--steps", "2", "--", *target)
+    done = run("--flops", "--warmup", "1", "--steps", "2", "--", *target)
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in (place / "run").iterdir())
     assert names == [
@@ -581,8 +584,8 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
     manifest = _manifest(place)
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
     assert [one["state"] for one in manifest["processes"]] == ["complete" if recorded else "cut short"]
-    left = [*(["lines.jsonl"] if recorded else []), "manifest.json", "trace.json.gz"]
-    assert sorted(path.name for path in (place / "run").iterdir()) == left
+    left = ["manifest.json", "trace.json.gz", *(["lines.jsonl", "work.json"] if recorded else [])]
+    assert {path.name for path in (place / "run").iterdir()} == set(left)
     assert not processes_in(place)
 
 
@@ -595,7 +598,7 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
         (["--stop", "package.module:make_step"], "--stop is for commands (-- python train.py); leave it out"),
         (["--batch", "2", "package.module:make_step"], "--batch is for the built-in models; leave it out"),
         (["--flops", "model.tiny"], "--flops is for callables (package.module:name) and commands"),
-        (["--flops", "--warmup", "1", "--", "python", "train.py"], "--flops needs --warmup 2 or more"),
+        (["--flops", "--warmup", "1", "package.module:make_step"], "--flops needs --warmup 2 or more"),
         (["--no-keep-report", "model.tiny"], "--no-keep-report goes with --nsys"),
         (["package.module:make_step", "extra"], "extra: a callable takes options only"),
         (["model.tiny", "extra"], "extra: a built-in model takes options only"),
@@ -615,11 +618,11 @@ def _nvtx_texts(export: Path) -> list[str]:
 
 @pytest.mark.nsys
 def test_the_counted_step_is_not_among_the_recorded_ones_under_nsys(place: Path, start: Start) -> None:
-    done = start("--nsys", "--flops", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
+    done = start("--nsys", "--warmup", "2", "--steps", "2", "--", sys.executable, "train.py", "0.1", "5")
     assert done.returncode == 0, done.stderr
     tree = read_trace(place / "run").ranges()
     steps = {row.path: row.instances for row in tree.ranges if row.name.startswith("step ")}
-    assert steps == {"warmup/step 1": 1, "step 2": 1, "step 3": 1}
+    assert steps == {"step 2": 1, "step 3": 1, "warmup/step 4": 1}
 
 
 @pytest.mark.nsys

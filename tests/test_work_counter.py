@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  
 
 from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.hooks.backward_nodes import watch_backward_calls  # noqa: E402
+from profkit.capture.hooks.hooks import Hooks  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
 from profkit.capture.work import operators  # noqa: E402
+from profkit.capture.work.counted_step import CountedStep  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
 from profkit.models.options import PRESETS  # noqa: E402
 from profkit.models.transformer import TransformerLM  # noqa: E402
+from profkit.run.recording import Order  # noqa: E402
+from profkit.run.work import read_work  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -360,3 +365,75 @@ def test_a_formula_of_torchs_that_fails_does_not_end_the_script(monkeypatch: pyt
     monkeypatch.setitem(operators.torch_flops.__globals__["flop_registry"], torch.ops.aten.mm, fails)
     content = _count(lambda: torch.ones(2, 2) @ torch.ones(2, 2))[("",)]
     assert content["missing"] == ["aten::mm (AssertionError in torch's formula)"]
+
+
+def _differentiates_a_product() -> Any:
+    x = torch.rand(7, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x.prod(-1).sum().backward()
+    return x.grad
+
+
+def test_a_gradient_that_counting_would_change_is_left_alone_and_nothing_counts() -> None:
+    plain, counter = _differentiates_a_product(), WorkCounter()
+    counter.start()
+    counter.backward_begins()  # nothing has run that forbids it
+    x = torch.rand(7, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = x.prod(-1).sum()
+    counter.backward_begins()
+    y.backward()
+    counter.stop()
+    assert counter.failure == "counting would change the last bits of the gradient of prod"
+    assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
+
+
+def test_an_error_while_counting_is_noted_and_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profkit.capture.work.counter.describe_call", lambda *_: 1 // 0)
+    counter = WorkCounter()
+    counter.start()
+    ones = torch.ones(3)
+    counter.stop()
+    assert ones.sum() == 3
+    assert counter.failure == "counting ones failed (ZeroDivisionError: integer division or modulo by zero)"
+
+
+def _hooks(*, has_captured: bool = False) -> Hooks:
+    hooks = Hooks(None, None)  # type: ignore[arg-type]  # nobody is told of steps here
+    hooks.steps.has_captured = has_captured
+    return hooks
+
+
+@pytest.mark.parametrize(
+    ("forbids", "reason"),
+    [
+        ("several_ranks", "of several ranks one is counted, and only with --flops"),
+        ("has_compiled", "compiled code is counted only with --flops"),
+        ("graphs", "CUDA graphs are counted only with --flops"),
+    ],
+)
+def test_what_forbids_counting_is_said_and_an_option_counts_all_the_same(
+    forbids: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hooks = _hooks(has_captured=forbids == "graphs")
+    if forbids != "graphs":
+        monkeypatch.setattr(f"profkit.capture.work.counted_step.{forbids}", lambda: True)
+    plain = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain"), hooks)
+    plain.begin(None)
+    assert (plain.is_on, plain.why_not) == (False, reason)
+    asked = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="any"), hooks)
+    asked.begin(None)
+    assert asked.is_on
+    torch.ones(2, 3) @ torch.ones(3, 4)
+    asked.end()
+    assert asked.why_not is None
+    assert read_work(tmp_path / "work.json").model_flops == 2 * 2 * 3 * 4
+
+
+def test_a_step_that_never_came_or_did_not_end_is_not_counted(tmp_path: Path) -> None:
+    step = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain"), _hooks())
+    assert step.why_not == "the program ended before the step that is counted, the one after the recorded steps"
+    step.begin(None)
+    torch.ones(2, 3) @ torch.ones(3, 4)
+    step.drop()
+    step.end()
+    assert not list(tmp_path.iterdir())
+    assert step.why_not is not None

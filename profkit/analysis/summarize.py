@@ -77,7 +77,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
-        summary, doubts = _add_time(summary, capture.trace)
+        summary, doubts = _add_time(summary, capture.trace, manifest.uncounted)
         findings += doubts
     else:
         summary = replace(summary, steps=tuple(_steps(summarize_step_times(manifest))))
@@ -181,7 +181,7 @@ def _say_tf32(in_products: bool, convolutions: object) -> str:
     return f"{words} in matrix products, {'on' if in_convolutions else 'off'} in convolutions"
 
 
-def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Finding]]:
+def _add_time(summary: Summary, opened: OpenedTrace, uncounted: str | None) -> tuple[Summary, list[Finding]]:
     attribution, account = opened.attribution, opened.account
     measured = measured_ranges(attribution)
     passes = measured.get(BACKWARD, measured.get(FORWARD, empty_ints()))
@@ -198,7 +198,7 @@ def _add_time(summary: Summary, opened: OpenedTrace) -> tuple[Summary, list[Find
         steps=tuple(_steps(account.timed, account)),
         gpu=use,
         limits=opened.step_limits if has_work else None,
-        work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result),
+        work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result, uncounted),
         optimizer=None if result is None else _optimizer(account, result),
         modules=time_modules(opened.attribution),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
@@ -251,7 +251,9 @@ def _gpu(account: TimeAccount, result: EfficiencyResult) -> GpuUse:
     )
 
 
-def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: EfficiencyResult | None) -> WorkUse | None:
+def _work(
+    attribution: Attribution, rows: Bools, optimizers: Ints, result: EfficiencyResult | None, uncounted: str | None
+) -> WorkUse | None:
     trace = attribution.trace
     work = trace.work
     if not len(work):
@@ -269,6 +271,7 @@ def _work(attribution: Attribution, rows: Bools, optimizers: Ints, result: Effic
         in_optimizer=_by_category(attribution, optimized),
         at_peak_ns=sum(at_peak) if at_peak else None,
         peaks=None if result is None else result.peaks,
+        uncounted=uncounted,
     )
 
 

@@ -107,7 +107,8 @@ class GpuUse:
 class WorkUse:
     """Kernel time (of a CPU trace: operators' self time) by category, that of the optimizer's phase apart.
 
-    ``at_peak_ns`` is what the matrix products would take at their dtype's peak, None if their FLOPs are unknown.
+    ``at_peak_ns`` is what the matrix products would take at their dtype's peak, None if their FLOPs are unknown;
+    ``uncounted`` says why the run counted none, None where nothing was to be counted.
     """
 
     measure: str
@@ -116,6 +117,7 @@ class WorkUse:
     in_optimizer: dict[str, int]
     at_peak_ns: float | None
     peaks: Peaks | None
+    uncounted: str | None = None
 
     @property
     def communication_ns(self) -> int:

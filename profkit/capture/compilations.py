@@ -291,3 +291,9 @@ def _text(value: Any) -> str | None:
 def is_compiling() -> bool:
     """Return whether Dynamo traces on this thread, or what it made is being compiled: that takes gradients of fakes."""
     return torch.compiler.is_compiling() or CompileContext.try_get() is not None
+
+
+def has_compiled() -> bool:
+    """Return whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get(f"{_DYNAMO}.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

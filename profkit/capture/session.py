@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
-from profkit.annotation import annotate, observe_ranges
+from profkit.annotation import observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.errors import describe_error, find_failure, say
@@ -40,9 +40,9 @@ from profkit.capture.steps.times import (
     mark_on_host,
     wait_for_device,
 )
-from profkit.names import WARMUP
+from profkit.capture.work.counted_step import CountedStep
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, WORK, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError, finish_trace, log_beside
@@ -58,11 +58,9 @@ from profkit.run.recording import (
     leave_process,
     leave_unsaved,
 )
-from profkit.run.work import write_work
 
 if TYPE_CHECKING:
     from profkit.capture.changes.trial import Trial
-    from profkit.capture.work.counter import WorkCounter
 
 _MEETS = (
     "the script's own torch.profiler ran in the steps to record, and a process has only one: record other steps "
@@ -120,7 +118,7 @@ class Session:
             self.memory,
             counts_steps=not order.own_steps,
             keep_graph=self._keep_graph if order.annotate and order.recorder in ("nsys", "kineto") else None,
-            counts_work=order.flops and not self._rank,
+            counts_work=order.flops == "any" and not self._rank,
         )
         self.context: int | None = None
         """The context length of the steps that run now, in a target that has several."""
@@ -149,8 +147,7 @@ class Session:
             self._compilations = CompilationRecorder(self._records, lambda: self.hooks.is_recording)
         self._lines: LineSearch | None = None
         self._failure: str | None = None
-        self._warmup_range = ExitStack()
-        self._counter: WorkCounter | None = None
+        self._counted = CountedStep(order, self.hooks)
         self._process: Process | None = None
         # Steps do not matter, and counting them would wait for the device at each.
         self._is_over = order.recorder == "oom"
@@ -186,27 +183,38 @@ class Session:
         if self._begun < 0 and is_loader_worker():
             self.abandon()
         if self._is_over:
-            spans = self.hooks.clock.take()
-            if self._lines is not None and self._lines.step_ended(spans):
-                self._end_lines()
-                if self.order.stop:
-                    raise SystemExit(0)
-            if self._light is not None:
-                self._light.step_ended(spans)
-                self._begin_light_step(number)
-            return
-        self._note_step()
-        self._pass(number)
-        self._begin_light_step(number)
-        self._step_began = self._mark()
+            self._pass_after(number)
+        else:
+            self._note_step()
+            self._pass(number)
+            self._begin_light_step(number)
+            self._step_began = self._mark()
+        is_complete = self._process is not None and self._process.state == COMPLETE
+        if self.order.stop and is_complete and self.is_done:
+            raise SystemExit(0)
+
+    def _pass_after(self, number: int) -> None:
+        """Go on after the recorded steps: with the counted one, then those in which lines are looked for."""
+        spans = self.hooks.clock.take()
+        if self._counted.is_on:
+            self.end_counting()
+            self._begin_lines()
+        elif self._lines is not None and self._lines.step_ended(spans):
+            self._end_lines()
+        if self.is_done:
+            self._remove_hooks()
+        if self._light is not None:
+            self._light.step_ended(spans)
+            self._begin_light_step(number)
 
     def _begin_light_step(self, number: int) -> None:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
+        is_left_out = self._counted.is_on or self._looks_for_lines or self._recorder.is_warming_up
         wants_phases = self._light is not None and self._light.step_begins(
-            number, is_recorded=is_recorded, is_left_out=self._looks_for_lines or self._recorder.is_warming_up
+            number, is_recorded=is_recorded, is_left_out=is_left_out
         )
-        if not self._is_over or self._looks_for_lines:
+        if not self.is_done:
             return
         if wants_phases:
             self.hooks.clock.start()
@@ -228,21 +236,18 @@ class Session:
             self._compilations.step_begins(self._number_in_range(number), is_recorded=is_recorded)
         if number == self._end:
             self._finish(COMPLETE)
-            self._begin_lines()
-            if self.order.stop and not self._looks_for_lines:
-                raise SystemExit(0)
+            if not self.order.own_steps:
+                self.begin_counting()
+            if not self._counted.is_on:
+                self._begin_lines()
         elif number == self._first and self._recorder.meets_the_scripts:
             self._wait_a_step()
         elif number == self._first:
-            if not self.order.own_steps:
-                self.end_counting()
             self._samples.begin("profiled")
             self._drain.look()
             self._begin_recording()
             if self._recorder.is_on or not self._is_chosen:
                 self._leave_out_first_steps()
-        elif number == self._first - 1 and self.order.flops and not self.order.own_steps:
-            self.begin_counting()
         elif number == self._first_timed and not self.order.own_steps:
             self._samples.begin("attached")
         if number == self._first - 1:
@@ -269,6 +274,7 @@ class Session:
     def hooks_failed(self, error: Exception) -> None:
         """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
+        self._counted.drop()
         self._end_lines()
 
     def leave(self) -> None:
@@ -306,9 +312,10 @@ class Session:
     @property
     def is_done(self) -> bool:
         """Whether nothing more is recorded, timed or looked for."""
-        return self._is_over and not self._looks_for_lines
+        return self._is_over and not self._looks_for_lines and not self._counted.is_on
 
     def _end_steps(self) -> None:
+        self._counted.drop()
         self._end_lines()
         if self._light is not None:
             self._light.end()
@@ -360,8 +367,7 @@ class Session:
         self._process = self._lines = None
         if self._light is not None:
             self._light.stop()
-        if self._counter is not None:
-            self._counter.stop()
+        self._counted.drop()
         if self.memory is not None:
             self.memory.forget()
             self.memory = None
@@ -369,34 +375,15 @@ class Session:
         self.hooks.clock.stop()
 
     def begin_counting(self) -> None:
-        """Count the work that runs from now on; with several ranks only one of them counts."""
-        if not self.order.flops or self._rank:
-            return
-        self.hooks.steps.settle()
-        from profkit.capture.work.counter import WorkCounter  # it loads more of torch
-
+        """Count the work that runs from now on, where that is wanted and can be."""
         self._samples.end()
-        if self.order.annotate:
-            self.hooks.start()
-        if not self.order.own_steps:
-            # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
-            self._warmup_range.enter_context(annotate(WARMUP))
-        self._counter = WorkCounter()
-        self._counter.start()
+        self._counted.begin(self._rank)
 
     def end_counting(self) -> None:
-        """Write down the work that was counted."""
-        if self._counter is None:
-            return
-        self._counter.stop()
-        self._warmup_range.close()
-        if self.order.own_steps and not self._recorder.is_on:
-            self.hooks.stop()
-        try:
-            write_work(self.run / WORK, self._counter.content())
-        except OSError as error:
-            self._failure = str(error)
-        self._counter = None
+        """Write down the work that was counted, or why it was not."""
+        self._counted.end(keeps_ranges=self._recorder.is_on)
+        if self._is_over and self._process is not None:
+            self._leave(replace(self._process, uncounted=self._counted.why_not))
 
     def _mark(self) -> Mark:
         """Return this moment: on the GPU where phases are timed there, else once the GPU has done its work."""
@@ -466,7 +453,6 @@ class Session:
     def _wait_a_step(self) -> None:
         """Begin to record a step later: the script's own torch.profiler runs, and a process has only one."""
         self._samples.end()
-        self.end_counting()
         self._failure = _MEETS
         self._first += 1
         if self._end is not None:
@@ -495,9 +481,9 @@ class Session:
         if self.memory is not None:
             self.memory.steps_end()
         self._leave(self._describe(state))
-        if state != COMPLETE or not self._wants_lines:
-            self._remove_hooks()
+        if state != COMPLETE:
             self._end_lines()
+            self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         """Take the hooks away, where nothing is to be seen any more."""
@@ -514,8 +500,10 @@ class Session:
 
     def _begin_lines(self) -> None:
         """Look for the lines behind the time of the steps that follow, in which nothing else is on."""
-        if self._lines is not None and self._wants_lines and not self._lines.begin():
+        if self._lines is not None and not (self._wants_lines and self._lines.begin()):
             self._end_lines()
+        if self.is_done:
+            self._remove_hooks()
 
     def _end_lines(self) -> None:
         """Write down the lines, also where the process ends before there were enough steps."""
@@ -524,7 +512,6 @@ class Session:
             return
         if lines.is_on:
             self.hooks.clock.stop()
-            self._remove_hooks()
         lines.end(self.run / name_of_rank(LINES, self._rank or 0))
 
     def _leave(self, process: Process) -> None:
@@ -577,6 +564,7 @@ class Session:
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,
             cached_graphs=self._compiled.cached_graphs,
+            uncounted=self._counted.why_not,
         )
 
     def _leave_failure(self) -> None:

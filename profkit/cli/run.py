@@ -43,7 +43,16 @@ from profkit.run.directory import Run
 from profkit.run.edits import can_be_tried
 from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
-from profkit.run.recording import BY_TREE, COMMAND_WARMUP, MemoryOptions, Order, Recorder, Stacks, describe_step
+from profkit.run.recording import (
+    BY_TREE,
+    COMMAND_WARMUP,
+    Counted,
+    MemoryOptions,
+    Order,
+    Recorder,
+    Stacks,
+    describe_step,
+)
 
 _WARMUP = 2
 _COUNTABLE_WARMUP = 2
@@ -82,7 +91,7 @@ def run(
     ranks: int,
     depth: int | None,
     annotate: bool,
-    flops: bool,
+    flops: bool | None,
     operators: bool,
     stop: bool,
     step_on: str | None,
@@ -118,18 +127,23 @@ def run(
     if step_on is not None and require_step_choice(step_on).is_whole:
         warmup_steps, steps = 0, 1
         if flops:
-            raise UsageError("--flops counts the step before the recorded ones, and --step-on whole has none")
-    if flops and warmup_steps < _COUNTABLE_WARMUP:
-        raise UsageError(
-            f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the first "
-            "does what later ones do not"
-        )
+            raise UsageError("--flops counts the step after the recorded ones, and --step-on whole has none")
+    counted: Counted = "plain" if flops is None else "any" if flops else "no"
+    if kind == "callable" and warmup_steps < _COUNTABLE_WARMUP:
+        if flops:
+            raise UsageError(
+                f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the "
+                "first does what later ones do not"
+            )
+        counted = "no"
     if operators and with_nsys:
         raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
     if full_ranks is not None:
         require_rank_choice(full_ranks)
     reach = BY_TREE if depth is None else depth
-    order = Order("", recorder, warmup_steps, steps, reach, annotate, stop, step_on, flops, operators, ranks=full_ranks)
+    order = Order(
+        "", recorder, warmup_steps, steps, reach, annotate, stop, step_on, counted, operators, ranks=full_ranks
+    )
     order = replace(order, lines=lines and kind == "command")
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
@@ -225,7 +239,7 @@ def _workload(order: Order) -> Workload:
         warmup_steps=order.warmup_steps,
         annotate=order.annotate,
         depth=None if order.depth == BY_TREE else order.depth,
-        flops=order.flops,
+        flops=order.flops != "no",
         stop=order.stop,
         step_on=order.step_on,
     )

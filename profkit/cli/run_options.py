@@ -165,10 +165,10 @@ _OPTIONS = (
         "block that the model repeats, its parts and their parts]",
     ),
     click.option(
-        "--flops",
-        is_flag=True,
-        help="Count each range's FLOPs and the bytes it must move, in the last step before the measured ones, which is "
-        "slower then and not timed. Built-in models do not need this.",
+        "--flops/--no-flops",
+        default=None,
+        help="Count each range's FLOPs and least bytes in the step after the measured ones: by default of programs "
+        "without compiled code, CUDA graphs and several ranks, with --flops of these too.",
     ),
     click.option(
         "--operators",

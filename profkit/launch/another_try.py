@@ -26,10 +26,9 @@ from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order, StepChoice, Ste
 
 _INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _SHORT_WARMUP = 2
-_LEFT_FOR_LINES = 3
-"""How many steps after the recorded ones the lines of source need, where the program makes enough."""
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
-_NEEDED_TO_COUNT = 2
+_LEFT_AFTER = 4
+"""How many steps follow the recorded ones, where the program makes enough: one is counted, and three show lines."""
 _MOST_CACHED_BYTES = 5 * 2**30
 _IN_USE_S = 24 * 3600
 """A cache of which a file was read or written since may be a running program's."""
@@ -67,10 +66,7 @@ class AnotherTry:
         order, planned = self.order, replace(planned, environment={**planned.environment, **self.caches})
         if order is None:
             return planned
-        flops = order.flops and planned.order.flops
-        order = replace(
-            planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on, flops=flops
-        )
+        order = replace(planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
         return replace(planned, order=order)
 
     def describe(self, workload: Workload) -> Workload:
@@ -166,7 +162,7 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
     if order.step_on is not None:
         return None
     return AnotherTry(
-        replace(order, warmup_steps=0, steps=1, flops=False, step_on=_WHOLE),
+        replace(order, warmup_steps=0, steps=1, step_on=_WHOLE),
         "it showed nothing that makes a step",
         "and is recorded as a whole, from its first use of the GPU",
         f"--step-on {_WHOLE}",
@@ -186,14 +182,13 @@ def _strength(seen: str) -> int:
 
 
 def _shortened(order: Order, made: int) -> AnotherTry:
-    fits = 0 if order.steps is None else made - order.steps - _LEFT_FOR_LINES
+    fits = 0 if order.steps is None else made - order.steps - _LEFT_AFTER
     warmup = min(order.warmup_steps, max(fits, _SHORT_WARMUP), made - 1)
     steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
-    flops = order.flops and warmup >= _NEEDED_TO_COUNT
     options = f"--warmup {warmup} --steps {steps}"
     few = "1 step" if made == 1 else f"{made} steps"
     return AnotherTry(
-        replace(order, warmup_steps=warmup, steps=steps, flops=flops),
+        replace(order, warmup_steps=warmup, steps=steps),
         f"it made {few}, too few for --warmup {order.warmup_steps}",
         f"with {options}",
         options,

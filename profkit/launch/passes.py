@@ -234,11 +234,11 @@ def command_passes(
     watched = replace(order, memory=allocator)
     orders = []
     if with_memory:
-        orders.append(replace(watched, recorder="memory", flops=False, lines=False))
+        orders.append(replace(watched, recorder="memory", flops="no", lines=False))
     if with_trace:
         orders.append(order if with_memory else watched)
     return [
-        Pass(tuple(words), order) for order in orders or [replace(watched, recorder="oom", flops=False, lines=False)]
+        Pass(tuple(words), order) for order in orders or [replace(watched, recorder="oom", flops="no", lines=False)]
     ]
 
 
@@ -254,7 +254,7 @@ def model_passes(
     contexts = len(options.contexts)
     order = Order("", recorder, options.warmup_steps, options.steps * contexts, depth=None, own_steps=True)
     rounds = -(-_ENOUGH_STEPS // options.steps)
-    clean = (replace(options, rounds=rounds, count=True), replace(order, recorder="none", steps=None, flops=True))
+    clean = (replace(options, rounds=rounds, count=True), replace(order, recorder="none", steps=None, flops="any"))
     wanted = [(options, replace(order, recorder="memory", memory=memory))] if memory is not None else []
     recorded = (options, order)
     passes = []
@@ -270,11 +270,11 @@ def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> 
     Each pass calls the callable only as often as asked: its data may run out.
     """
     order = replace(order, own_steps=True)
-    clean = replace(order, recorder="none", annotate=False, flops=False)
-    remembered = replace(order, recorder="memory", memory=memory, flops=False)
+    clean = replace(order, recorder="none", annotate=False, flops="no")
+    remembered = replace(order, recorder="memory", memory=memory, flops="no")
     passes = []
     for asked in (*[remembered] * (memory is not None), clean, order):
-        counts = "count" if asked.flops else "-"
+        counts = "count" if asked.flops != "no" else "-"
         words = (target, str(asked.warmup_steps), str(asked.steps), counts, str(Path("{run}", LOSSES)))
         passes.append(Pass(tuple(_python("profkit.capture.steps.call_steps", *words)), asked))
     return passes

@@ -270,7 +270,7 @@ class Process:
     that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
     of steps began only when the recording had. ``compiled_failure`` says why compiled code, or some of it, has no
     modules, and ``cached_graphs`` how many graphs have none because they came from a cache that was filled without
-    profkit.
+    profkit. ``uncounted`` says why no step's FLOPs were counted, where they were to be.
     """
 
     process: str = ""
@@ -299,6 +299,7 @@ class Process:
     left_out: RangesLeftOut | None = None
     compiled_failure: Message | None = None
     cached_graphs: int = 0
+    uncounted: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -415,6 +416,11 @@ class Manifest:
         """Return the steps that ran without a profiler, None where none was timed."""
         samples = self.clean or self.attached
         return samples if samples is not None and samples.steps else None
+
+    @property
+    def uncounted(self) -> str | None:
+        """Return why no step's FLOPs were counted; None if they were, or were not to be."""
+        return next((process.uncounted for process in self.processes if process.uncounted is not None), None)
 
     @property
     def loading(self) -> Loading | None:

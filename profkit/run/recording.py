@@ -125,6 +125,9 @@ the last torch.profiler warms up."""
 Recorder = Literal["none", "kineto", "nsys", "memory", "oom"]
 Stacks = Literal["python", "all"]
 
+Counted = Literal["no", "plain", "any"]
+"""Whose work is counted: no program's; a program's without compiled code, CUDA graphs and several ranks; any one's."""
+
 COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 """How a process's recording ended: after its last step, with the process, or before it began."""
 
@@ -207,11 +210,12 @@ class Order:
     fails, to the end of the process, is written down; ``oom`` does that alone. ``steps`` None: all that follow.
     ``depth`` of the modules' ranges, `BY_TREE` or None: modules have none; ``annotate`` False opens no range at all;
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
-    (`profkit.run.recording.StepChoice`); ``flops`` counts the work of the step before the recorded ones, or of the
-    range `profkit.names.COUNTED`; ``operators`` records CPU operators on a GPU too. ``ranks`` says which ranks are
-    recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its Nsight Systems.
+    (`profkit.run.recording.StepChoice`); ``flops`` says whether the work of the step after the recorded ones, or of
+    the range `profkit.names.COUNTED`, is counted; ``operators`` records CPU operators on a GPU too. ``ranks`` says
+    which ranks are recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its
+    Nsight Systems.
     ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
-    ``lines``: the lines of source are looked for in the steps after the recorded ones. ``within``: the program asked
+    ``lines``: the lines of source are looked for in the steps after these. ``within``: the program asked
     for it itself (`profkit.record`), and goes on without profkit afterwards. ``trial`` are edits (`profkit.run.edits`)
     that are made in the process: then nothing is recorded, the ``steps`` steps are timed, and the process ends with
     them; empty: the program is timed as it is.
@@ -225,7 +229,7 @@ class Order:
     annotate: bool = True
     stop: bool = False
     step_on: str | None = None
-    flops: bool = False
+    flops: Counted = "no"
     operators: bool = False
     memory: MemoryOptions | None = None
     own_steps: bool = False

@@ -209,7 +209,7 @@ def _judge_mfu(efficiency: EfficiencyResult, limit: float) -> BudgetLine:
 
 def _explain_no_mfu(efficiency: EfficiencyResult) -> str:
     if efficiency.model_flops is None:
-        return "the FLOPs of a step are unknown; `profkit run --flops` counts them (built-in models do not need it)"
+        return f"the FLOPs of a step are unknown: {efficiency.uncounted or 'the counted steps differ'}"
     if efficiency.twin is None:
         return _NO_STEP_TIMES
     gpu, dtype = efficiency.gpu or "this unnamed GPU", efficiency.dtype or "an unknown precision"

@@ -129,14 +129,14 @@ class EfficiencyResult(NotebookResult):
          "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
          "inflation": [{"phase", "context", "clean_ns", "profiled_ns", "cost"}],
          "model_flops", "mfu", "hardware_flops", "hfu",
-         "idle_share", "clean_idle_share", "warnings": [{"code", "message"}]}
+         "idle_share", "clean_idle_share", "uncounted", "warnings": [{"code", "message"}]}
 
     ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of their work ran;
     None if some ran outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were
     timed without a profiler: those of an own process (``clean``), or of the same process before its recording began
     (``attached``). ``model_flops`` are what the model asks for in a step, ``hardware_flops`` all that a step does, with
     what is computed again; ``mfu``, ``hfu`` and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share``
-    is the idle share without a profiler, None if unknown.
+    is the idle share without a profiler, None if unknown. ``uncounted`` says why no FLOPs are known, None if they are.
     """
 
     trace: str
@@ -156,6 +156,7 @@ class EfficiencyResult(NotebookResult):
     hfu: float | None
     idle_share: float | None
     clean_idle_share: float | None
+    uncounted: str | None
     warnings: tuple[Finding, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,6 +259,7 @@ def measure_efficiency(
         hfu=hardware.share,
         idle_share=account.sum_parts()[0].idle_share if len(account) else None,
         clean_idle_share=idle.share if idle.is_unprofiled else None,
+        uncounted=facts.uncounted,
         warnings=(*_find_doubts(account, rows, facts), *find_too_few_steps(account, facts.loading)),
     )
 

@@ -65,7 +65,7 @@ class RunFacts:
     ``dtype`` is the type of matrix products whose range does not name one. ``peaks`` are the measured ones if there are
     any, else the datasheet's; MFU always uses ``datasheet``.
     ``ceilings_uuid`` is the GPU that was measured, if the run is known to have used another one of the same name.
-    ``loading`` is of the data loaders with workers, if there were any.
+    ``loading`` is of the data loaders with workers, if there were any. ``uncounted`` says why ``work`` is unknown.
     """
 
     gpu: str | None
@@ -75,6 +75,7 @@ class RunFacts:
     datasheet: Datasheet | None
     ceilings_uuid: str | None
     loading: Loading | None
+    uncounted: str | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -139,7 +140,14 @@ def read_run_facts(
         datasheet=sheet,
         ceilings_uuid=_other_uuid(measured, manifest),
         loading=manifest.loading,
+        uncounted=_explain_no_work(run) if work is None else None,
     )
+
+
+def _explain_no_work(run: Run | None) -> str:
+    if run is None:
+        return "a trace alone does not hold them; `profkit run` counts them in a step of its own"
+    return run.manifest.uncounted or "this run counted none; `profkit run` does so unless --no-flops is given"
 
 
 def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:

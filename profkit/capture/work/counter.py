@@ -13,7 +13,6 @@ The replay of a CUDA graph does what was captured (`profkit.capture.work.operato
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,10 +20,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture.compilations import has_compiled
 from profkit.capture.compiled.places import CompiledInstances
 from profkit.capture.compiled.watch import launch_at, loaded
+from profkit.capture.errors import describe_error
 from profkit.capture.work.account import Instance, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
     Buffers,
@@ -35,6 +37,7 @@ from profkit.capture.work.operator_work import (
     describe_call,
     replay_observers,
 )
+from profkit.capture.work.operators import base_name, has_other_gradient
 from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP, LaunchPlace, read_graph_range, read_launch_range
 from profkit.run.compiled_code import Launch
 from profkit.run.work import FUSED, RunWork
@@ -69,6 +72,10 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._missing: set[str] = set()
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
+        self._is_entered = False
+        self._differs: str | None = None
+        self.failure: str | None = None
+        """Why counting ended early, and nothing of it counts; None if it did not."""
 
     def start(self) -> None:
         """Count from now on, on this thread and the backward passes that it begins."""
@@ -76,17 +83,29 @@ class WorkCounter(OperatorMode, RangeObserver):
         observe_ranges(self)
         replay_observers.append(self._replayed)
         self.__enter__()
+        self._is_entered = True
+
+    def backward_begins(self) -> None:
+        """A backward pass is about to begin: leave before it, if torch would compute a gradient by another formula."""
+        if self._differs is not None and self._is_entered and _get_current_dispatch_mode() is self:
+            self.failure = f"counting would change the last bits of the gradient of {self._differs}"
+            self._leave()
 
     def stop(self) -> None:
         """Count no more."""
-        self.__exit__(None, None, None)
+        self._leave()
         ignore_ranges(self)
         replay_observers.remove(self._replayed)
         # Where launches are known and none ran, no compiled code did.
-        if _has_compiled() and not loaded and not self._has_seen_launch:
+        if has_compiled() and not loaded and not self._has_seen_launch:
             self._missing.add(_COMPILED)
         self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
         self._buffers.clear()
+
+    def _leave(self) -> None:
+        if self._is_entered:
+            self._is_entered = False
+            self.__exit__(None, None, None)
 
     def content(self) -> RunWork:
         """Return the content of ``work.json``."""
@@ -180,12 +199,17 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._model_flops += flops
 
     def ended(self, _begun: None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], returned: Any) -> None:
-        if _is_capturing():  # it does not run now
+        if self.failure is not None or _is_capturing():  # what is captured does not run now
             return
-        with self._lock:
-            work = describe_call(func, args, kwargs, returned, self._buffers)
-            if work is not None:
-                self._did(work, threading.get_ident())
+        try:
+            if has_other_gradient(func, args):
+                self._differs = base_name(func)
+            with self._lock:
+                work = describe_call(func, args, kwargs, returned, self._buffers)
+                if work is not None:
+                    self._did(work, threading.get_ident())
+        except Exception as error:  # the program goes on
+            self.failure = f"counting {base_name(func)} failed ({describe_error(error)})"
 
     def _innermost(self) -> Instance:
         """Return the innermost open range: of this thread, else of the one whose backward pass this thread runs."""
@@ -215,8 +239,3 @@ class WorkCounter(OperatorMode, RangeObserver):
 
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _has_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -2,8 +2,8 @@
 
 A ``TorchDispatchMode`` sees each operator below autograd, on the autograd threads too: a backward pass takes the modes
 of the thread that began it along (``at::ThreadLocalState``). It computes nothing itself and changes no operator, so
-results are the same to the bit; only the gradient of ``prod`` takes another formula in torch while any mode is on, and
-may differ in the last bit. Other threads of the script are not seen.
+results are the same to the bit, but for the gradients that `profkit.capture.work.operators.has_other_gradient` names.
+Other threads of the script are not seen.
 
 What a CUDA graph computes is noted operator by operator while it is captured, and done again by each replay. A replay
 runs no Python, so nobody sees operators in it. It does what was captured: the operators that made nodes of the graph,

@@ -171,6 +171,15 @@ def product_formula(func: Any) -> Any | None:
     return flop_registry.get(getattr(func, "_overloadpacket", func)) or _FLEX_ATTENTION.get(base_name(func))
 
 
+def has_other_gradient(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether torch computes the gradient of this call by another formula while any mode is on.
+
+    The last bits may differ then. Of all operators in torch's own list of samples these two do.
+    """
+    differentiated = {"prod": args[:1], "masked_fill": args[2:3]}.get(base_name(func), ())
+    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in differentiated)
+
+
 def torch_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """Return the FLOPs of an operator by torch's own formula, None if torch has none for it.
 

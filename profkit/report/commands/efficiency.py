@@ -251,7 +251,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
     if any(row.clean_idle_share is not None for row in result.ranges):
         yield "Idle is scaled to the unprofiled step (estimate); other times are as recorded."
     if result.work_source is None:
-        yield "FLOPs are unknown: pass a run of `profkit run --flops`, or of a built-in model."
+        yield f"FLOPs and % of peak are unknown: {result.uncounted}."
     else:
         yield f"TFLOP/s: per second of GPU busy; FLOPs are {_SOURCES[result.work_source]}."
         yield _peak_words(result)

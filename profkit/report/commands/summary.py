@@ -292,6 +292,8 @@ def _work(summary: Summary) -> Iterator[str]:
     ):
         if time_ns > _PART * whole:
             yield f"{name} {format_share(time_ns / whole)}"
+    if work.uncounted is not None and work.measure == "gpu-kernel":
+        yield f"% of peak unknown: {work.uncounted}"
 
 
 def _of_each(head: Head) -> str:

@@ -81,7 +81,8 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
     points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
     if not points or result.peaks is None:
         if not points:
-            lacking, cure = "FLOPs and least bytes of its ranges", "record it with `profkit run --flops`"
+            lacking = "FLOPs and least bytes of its ranges"
+            cure = result.uncounted or "record it with `profkit run --flops`"
         else:
             lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
         raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
