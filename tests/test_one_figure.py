@@ -21,15 +21,15 @@ from profkit import read_trace
 from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, attribute_work
-from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import PASSES, time_kernels_by_module
 from profkit.analysis.tree.selection import select_ranges
 from profkit.cli import cli
 from profkit.names import WARMUP
 from profkit.reading import open_capture
-from profkit.report.page.step import build_step_bar
+from profkit.report.page.step import build_dots
 from profkit.run.directory import Run
+from profkit.run.manifest import Manifest
 from tests.captures import CAPTURES
 from tests.in_process import run_command, run_profkit
 from tests.test_compiled_ranges import whole_run
@@ -256,17 +256,6 @@ def _check_steps_and_idle_time(path: Path) -> None:
     (step,) = summary["steps"]
     assert headline["before_ns"] == round(step["unprofiled_ns"] or step["recorded_ns"]), headline["what"]
     assert capture.trace.account.steps.tolist() == measured_ranges(capture.trace.attribution)["step"].tolist()
-    _check_bars(capture.trace, idle)
-
-
-def _check_bars(opened: OpenedTrace, idle: IdleTime) -> None:
-    """Compare the bars of the page, each the average of its steps on a GPU, with the idle time of all."""
-    bars = build_step_bar(opened.account, opened.efficiency().steps, None)["bars"]
-    shown = sum(
-        part["ns"] * bar["step_count"] for bar in bars for part in bar["parts"] if part["words"].startswith("idle")
-    )
-    assert shown == pytest.approx(idle.idle_ns)
-    assert sum(bar["whole_ns"] * bar["step_count"] for bar in bars) == pytest.approx(idle.span_ns)
 
 
 STEPPED = [path for path in TRACES if path.name.startswith(("small", "checkpointed", "ddp", "hooks", "two", "graph"))]
@@ -390,7 +379,7 @@ def test_figures_of_several_ranks_say_whether_they_are_of_one_or_of_all() -> Non
     assert "2 steps on 2 GPUs" in said["efficiency"]
     assert "Phases of 2 ranks together, per step (2 steps)" in said["kernels"]
     opened = read_trace(path)
-    (dots,) = build_step_bar(opened.account, opened.efficiency().steps, None)["dots"]
+    (dots,) = build_dots(opened.account, Manifest())
     assert dots["words"] == "2 steps, 43.63 ms to 45.84 ms"
     ranks = " ".join(run_command("ranks", path).stdout.split())
     assert "2 steps of 44.73 ms as recorded; on average over ranks, communication not hidden" in ranks

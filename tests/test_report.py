@@ -24,10 +24,9 @@ from profkit.report.page.markup import view_table, without_folders
 from profkit.report.page.memory import build_segments, merge_blocks
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
-from profkit.report.page.step import MOST_SLICES, build_step_bar, slice_median_step
+from profkit.report.page.step import MOST_SLICES, slice_median_step
 from profkit.report.units import format_bytes, format_ns
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records
-from profkit.run.directory import Run
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.browser import draw_first_screen, open_page, read_table
@@ -215,22 +214,10 @@ def test_the_kernels_are_those_of_the_command(page: Any, run: Path) -> None:
     ]
 
 
-def test_the_parts_of_a_step_add_up_to_the_steps_of_the_command(run: Path) -> None:
-    trace = open_trace(run)
-    steps = trace.efficiency().steps
-    ((bar),) = build_step_bar(trace.account, steps, Run(run).manifest)["bars"]
-    shown = {part["words"]: part["sum_ns"] for part in bar["parts"]}
-    assert sum(shown.values()) == sum(step.gpu.span_ns for step in steps)
-    assert shown["matrix products"] == sum(step.matmul_ns for step in steps)
-    # What a profiler stretches is scaled to the unprofiled step, and looks like the estimate that it is.
-    assert all(part["is_estimate"] == part["words"].startswith("idle") for part in bar["parts"])
-
-
 @pytest.mark.browser
 def test_the_tables_of_a_step_are_those_of_the_command(page: Any, run: Path) -> None:
     told = {row["path"]: row["busy_ns"] for row in printed("efficiency", run)["ranges"]}
     assert {row["path"]: int(row["busy_ns"]) for row in read_table(page, "step-2")} == told
-    assert page.locator(".bar rect[fill='url(#hatch)']").count() > 0
 
 
 @pytest.mark.browser
@@ -245,7 +232,7 @@ def test_without_javascript_the_tables_are_whole_and_no_button_is_dead(browser: 
     with open_page(browser, page_file, scripts=False) as tab:
         assert tab.locator("button:visible").count() == 0
         assert tab.locator("#kernels tbody tr").count() > 20
-        assert tab.locator("#step svg rect").count() > 5
+        assert tab.locator("#answer svg rect").count() > 3
 
 
 @pytest.mark.browser
@@ -491,34 +478,6 @@ def test_a_change_is_copied_by_its_button_from_the_keyboard(page: Any) -> None:
 
 
 @pytest.mark.browser
-def test_every_control_has_a_name_and_every_picture_a_text(page: Any) -> None:
-    """What axe-core checks of names, roles and the order of headings, where these pages could go wrong."""
-    assert page.evaluate(NAMELESS) == []
-    levels = [int(tag[1]) for tag in page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((h) => h.tagName)")]
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
-    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((node) => node.id)")
-    assert len(ids) == len(set(ids))
-    assert page.get_attribute("html", "lang") == "en"
-
-
-NAMELESS = """() => {
-    const rules = [
-        ["button, a, summary, [role=region], [role=img], [role=toolbar]",
-            (node) => node.getAttribute("aria-label") || node.textContent.trim() || node.title],
-        ["input, select", (node) => node.labels.length || node.getAttribute("aria-label")],
-        ["svg", (node) => node.getAttribute("role") === "img" || node.getAttribute("aria-hidden") === "true"],
-        ["[aria-labelledby]", (node) => document.getElementById(node.getAttribute("aria-labelledby"))],
-        ["ul, ol", (node) => [...node.children].every((inner) => inner.tagName === "LI")],
-        ["[tabindex]", (node) => node.tabIndex <= 0],
-    ];
-    const findWrong = ([some, isGood]) => [...document.querySelectorAll(some)].filter((node) => !isGood(node));
-    const wrong = rules.flatMap(findWrong);
-    return wrong.map((node) => node.outerHTML.slice(0, 80));
-}"""
-
-
-@pytest.mark.browser
 def test_the_lines_are_those_of_the_summary_and_lead_to_their_sections(page: Any, run: Path) -> None:
     told = " ".join(run_command("summary", run, "--all").stdout.split())
     labels = page.locator(".lines dt").all_inner_texts()
@@ -721,13 +680,6 @@ def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
     assert "is unknown; <code>profkit run --memory</code> records whose tensors they are" in text
     assert "Out of memory 1 time" in text
     assert "needed up to" in text or "it needed" in text
-
-
-def test_very_many_modules_are_joined_quickly_enough() -> None:
-    times = [ModuleTime(f"m.part{number}x", None, 1, 1, 1, 0) for number in range(20_000)]
-    rows = tree_of(times, [module(f"m.part{number}x", 2) for number in range(20_000)])
-    assert len(rows) == 20_000
-    assert all(row["bytes"] == 2 for row in rows)
 
 
 def test_a_segment_of_very_many_blocks_is_drawn_with_few() -> None:

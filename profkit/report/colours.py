@@ -32,7 +32,6 @@ STEP = {
     "attention": KERNELS["attention"],
     "other": KERNELS["elementwise"],
     "communication": KERNELS["communication"],
-    "waiting": KERNELS["loss"],
     "copies": "#66A61E",
     "data": "#7A5195",
     "launching": "#8C959F",

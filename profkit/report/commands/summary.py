@@ -68,11 +68,13 @@ def build_summary_document(
         for finding in summary.findings
         if finding.verdict == "warning" and not (for_run and finding.code == RUN_WARNING)
     ]
+    if len(cares) > 1 and not with_all:
+        cares = [f"{cares[0]} ({len(cares) - 1} more with --all)"]
     lines = [
-        *(_all_lines(summary) if with_all else _short_lines(summary)),
+        *((label, text) for label, text in _lines(summary, with_all=with_all) if text),
         *_tries(summary, advice, with_proof=with_all),
         *(("Tried", f"{name_trial(trial)}: {describe_trial(trial)}") for trial in advice.trials[:_MOST_TRIALS]),
-        *(("Care", message) for message in (cares if with_all else _first_care(cares))),
+        *(("Care", message) for message in cares),
         *_missing(summary),
         *_closed(summary),
         *(_more(summary) if with_all and not for_run else []),
@@ -100,19 +102,15 @@ def build_summary_document(
     )
 
 
-def _first_care(cares: Sequence[str]) -> list[str]:
-    more = f" ({len(cares) - 1} more with --all)" if len(cares) > 1 else ""
-    return [f"{message}{more}" for message in cares[:1]]
-
-
 def _head(summary: Summary) -> str:
     head = summary.head
-    parts = [_command(_words(head)) or Path(summary.run).name]
-    parts += filter(None, [_machine(summary)])
-    if head.rank_count > 1:
-        parts.append(format_count(head.rank_count, "rank"))
-    parts += [f"torch {head.torch}"] if head.torch else []
-    parts += [head.precision] if head.precision else []
+    parts = [
+        _command(_words(head)) or Path(summary.run).name,
+        _machine(summary),
+        format_count(head.rank_count, "rank") if head.rank_count > 1 else "",
+        f"torch {head.torch}" if head.torch else "",
+        head.precision or "",
+    ]
     if head.steps:
         numbers = "" if head.first_step is None else f" ({head.first_step}–{head.last_step})"
         numbers = f" ({head.first_step})" if numbers and head.first_step == head.last_step else numbers
@@ -120,7 +118,7 @@ def _head(summary: Summary) -> str:
         parts.append(f"{format_count(head.steps, 'step')} recorded{numbers}{drained}")
     elif summary.work is not None:
         parts.append("no steps known: figures are of the whole capture")
-    return _SEPARATOR.join(parts)
+    return _SEPARATOR.join(filter(None, parts))
 
 
 def _machine(summary: Summary) -> str:
@@ -157,20 +155,20 @@ def _failures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Care" if has_survived else "FAILED", f"out of memory, asked for {size}: {memory.failure}{goes_on}"
 
 
-def _short_lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    for label, parts in (
-        ("STEP", _step_in_short(summary)),
-        ("", () if summary.tree is None else draw_tree(summary.tree)),
-        ("WORK", _work(summary)),
-        ("MODULE", _modules(summary)),
-        ("MEMORY", _memory(summary)),
-        ("RANKS", _ranks(summary)),
-    ):
-        if label:
-            text = _fit(parts)
-            yield from [(label, text)] if text else []
-        else:
-            yield from (("STEP", line) for line in parts)
+def _lines(summary: Summary, *, with_all: bool) -> Iterator[tuple[str, str]]:
+    """Yield each line with its word, in full or as long as a screen is wide; one of which nothing is known is empty."""
+    join = _SEPARATOR.join if with_all else _fit
+    compiling = _compiling(summary)
+    steps = (_step(step) + compiling for step in summary.steps) if with_all else [_fit(_step_in_short(summary))]
+    tree = () if summary.tree is None else draw_tree(summary.tree)
+    yield from (("STEP", line) for line in (*steps, *tree))
+    details = dict(_details(summary)) if with_all else {}
+    yield from ((label, details.get(label, "")) for label in ("LIMIT", "GPU"))
+    yield "WORK", join(_work(summary))
+    yield "MODULE", join(_modules(summary))
+    yield "LINES", details.get("LINES", "")
+    yield "MEMORY", join(_memory(summary))
+    yield "RANKS", join(_ranks(summary))
 
 
 def _fit(parts: Iterable[str]) -> str:
@@ -184,23 +182,13 @@ def _fit(parts: Iterable[str]) -> str:
     return text
 
 
-def _all_lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    for step in summary.steps:
-        yield "STEP", _step(step) + _compiling(summary)
-    if summary.tree is not None:
-        yield from (("STEP", line) for line in draw_tree(summary.tree))
+def _details(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.limits is not None:
         yield "LIMIT", describe_limits(summary.limits)
     if summary.gpu is not None:
         yield "GPU", _gpu(summary)
-    for label, parts in (("WORK", _work(summary)), ("MODULE", _modules(summary))):
-        text = _SEPARATOR.join(parts)
-        yield from [(label, text)] if text else []
     if summary.lines:
         yield "LINES", "Python stands a step in " + "; ".join(map(describe_line, summary.lines))
-    for label, parts in (("MEMORY", _memory(summary)), ("RANKS", _ranks(summary))):
-        text = _SEPARATOR.join(parts)
-        yield from [(label, text)] if text else []
 
 
 def _step_in_short(summary: Summary) -> Iterator[str]:

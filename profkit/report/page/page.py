@@ -33,7 +33,7 @@ from profkit.report.page.markup import Section, view_parts, without_folders
 from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.results import Results, build_comparison, build_ranks, compare_runs
-from profkit.report.page.step import build_step_bar, build_timeline, slice_median_step
+from profkit.report.page.step import build_dots, build_timeline, slice_median_step
 from profkit.report.text import make_visible
 from profkit.report.units import format_count, format_ns
 from profkit.version import __version__
@@ -215,10 +215,8 @@ def _step_sections(run: Results) -> Iterator[Section]:
     if trace is None or result is None:
         return
     document = build_efficiency_document(result, (), compared=run.ranks, limits=trace.step_limits)
-    content = {
-        **(build_step_bar(trace.account, result.steps, run.manifest) if result.steps else {"bars": []}),
-        "parts": view_parts(document.parts),
-    }
+    dots = list(build_dots(trace.account, run.manifest)) if result.steps else []
+    content = {"dots": dots, "parts": view_parts(document.parts)}
     yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
     step = slice_median_step(trace.attribution, result.steps)
     if step is not None:

@@ -1,4 +1,4 @@
-"""The sections of a step: its bar per rank and its dots, and one median step thread by thread, stream by stream.
+"""The sections of a step: how long each took, and one median step thread by thread, stream by stream.
 
 The slices of a lane that are too short to be seen, and close together, become one; its ``busy_ns`` and ``count`` keep
 what they were. All kernels that were launched under the median step are there, and nothing else that the GPU ran.
@@ -23,7 +23,7 @@ from profkit.analysis.placing.attribution import (
     Attribution,
 )
 from profkit.analysis.placing.nesting import NO_RANGE
-from profkit.analysis.time_account.account import IdleCauses, IdleTime, TimeAccount, recorded_idle
+from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.range_tree import kind_paths
@@ -31,122 +31,15 @@ from profkit.analysis.tree.selection import select_ranges
 from profkit.names import STEP
 from profkit.report.page.markup import Interned, pack
 from profkit.report.text import make_visible, simplify_name
-from profkit.report.units import Unit, format_count, format_ns, format_share
+from profkit.report.units import format_count, format_ns
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
 
-_IDLE = {
-    "data": "data_ns",
-    "launching": "launching_ns",
-    "synchronising": "synchronising_ns",
-    "outside": "outside_cuda_ns",
-}
-"""The idle parts of a step by the names of `IdleCauses`."""
 
-_ROUNDED = Unit(lambda value: format_ns(round(value)))
-
-
-def build_step_bar(account: TimeAccount, steps: Sequence[GpuStep], manifest: Manifest | None) -> dict[str, Any]:
-    """Return a bar per rank and GPU: the average of its steps, idle scaled to an unprofiled step where that is known.
-
-    ``steps`` are the rows of the account. A scaled part is an estimate: the page hatches it and says so.
-    """
-    gpus = sorted({(-1 if step.rank is None else step.rank, step.process, step.device) for step in steps})
-    bars = []
-    for _, process, device in gpus:
-        mine = np.array([(step.process, step.device) == (process, device) for step in steps])
-        bars.append(_bar([steps[row] for row in np.flatnonzero(mine).tolist()], account.idle_time(mine)))
-    longest = max((bar["whole_ns"] for bar in bars), default=0) or 1
-    for bar in bars:
-        _place(bar["parts"], longest)
-    return {
-        "bars": bars,
-        "is_scaled": account.idle_time().is_unprofiled,
-        "dots": list(_dots(account, manifest)),
-        "steps": format_count(max((bar["step_count"] for bar in bars), default=0), "step"),
-    }
-
-
-def _bar(steps: Sequence[GpuStep], idle: IdleTime) -> dict[str, Any]:
-    first, count = steps[0], len(steps)
-    sums: dict[str, int] = {}
-    for step in steps:
-        for name, value in _parts(step).items():
-            sums[name] = sums.get(name, 0) + value
-    # Sums of several steps are exact; what is shown is their average, and idle scaled to a step without a profiler.
-    sizes = {name: value / count for name, value in {**sums, **_idle_parts(idle.causes)}.items()}
-    awaited = {step.waiting_for for step in steps if step.waiting_for is not None}
-    words = _WORDS | {"waiting": f"waiting for rank {', '.join(map(str, sorted(awaited)))}"}
-    whole = sum(sizes.values())
-    parts = [
-        {
-            "name": name,
-            "words": words[name],
-            "sum_ns": sums[name],
-            "ns": size,
-            "share": size / whole if whole else 0.0,
-            "text": f"{words[name]} {format_ns(round(size))} ({format_share(size / whole)})",
-            "is_estimate": idle.is_unprofiled and name in _IDLE,
-        }
-        for name, size in sizes.items()
-        if size
-    ]
-    return {
-        "label": f"GPU {first.device}" if first.rank is None else f"rank {first.rank}, GPU {first.device}",
-        "step_count": count,
-        "whole_ns": whole,
-        "whole": format_ns(round(whole)),
-        "parts": parts,
-    }
-
-
-_WORDS = {
-    "matmul": "matrix products",
-    "attention": "attention kernels",
-    "other": "other kernels",
-    "communication": "communication not hidden",
-    "waiting": "waiting for other ranks",
-    "copies": "copies and fills",
-    "data": "idle: waiting for data",
-    "launching": "idle: Python prepares kernels",
-    "synchronising": "idle: Python waits for the GPU",
-    "outside": "idle: Python without CUDA calls",
-}
-
-
-def _parts(step: GpuStep) -> dict[str, int]:
-    """Return the parts of one step; they add up to its span on the GPU."""
-    gpu = step.gpu
-    return {
-        "matmul": step.matmul_ns,
-        "attention": step.attention_ns,
-        "other": gpu.computing_ns - step.matmul_ns - step.attention_ns,
-        "communication": gpu.exposed_communication_ns - step.exposed_waiting_ns,
-        "waiting": step.exposed_waiting_ns,
-        "copies": gpu.exposed_copy_ns,
-        **_idle_parts(recorded_idle(gpu, step.data).causes),
-    }
-
-
-def _idle_parts(causes: IdleCauses) -> dict[str, int]:
-    return {name: getattr(causes, cause) for name, cause in _IDLE.items()}
-
-
-def _place(parts: list[dict[str, Any]], longest: float) -> None:
-    at = 0.0
-    for part in parts:
-        part["left"], part["width"] = round(100 * at / longest, 3), round(100 * part["ns"] / longest, 3)
-        at += part["ns"]
-
-
-def _dots(account: TimeAccount, manifest: Manifest | None) -> Iterator[dict[str, Any]]:
+def build_dots(account: TimeAccount, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Yield a row of dots for the unprofiled steps and one for the recorded ones, on one scale that begins at 0."""
-    unprofiled = None if manifest is None else manifest.unprofiled
-    recorded = None if manifest is None else manifest.profiled
-    rows = {
-        "unprofiled": [] if unprofiled is None else unprofiled.step_ns(),
-        "recorded": [] if recorded is None else recorded.step_ns(),
-    }
+    sources = {"unprofiled": manifest.unprofiled, "recorded": manifest.profiled}
+    rows = {name: [] if steps is None else steps.step_ns() for name, steps in sources.items()}
     if not rows["recorded"]:
         # No run noted when its steps began: what is known is each step's time on the GPUs.
         rows["recorded"] = account.recorded_steps_ns().tolist()
@@ -339,7 +232,7 @@ def _pack_lane(attribution: Attribution, lane: Lane, zero_ns: int, texts: Intern
         "name": lane.name,
         "kind": lane.kind,
         "depth": lane.depth,
-        "start": _deltas(lane.start_ns - zero_ns),
+        "start": np.diff(lane.start_ns - zero_ns, prepend=0).tolist(),
         "length": (lane.end_ns - lane.start_ns).tolist(),
         "text": [texts.number(name) for name in _names(attribution, lane)],
     }
@@ -359,11 +252,6 @@ def _pack_lane(attribution: Attribution, lane: Lane, zero_ns: int, texts: Intern
     if lane.kind == "kernels":
         packed["category"] = [texts.number(number) for number in _categories(attribution, lane)]
     return packed
-
-
-def _deltas(values: Ints) -> list[int]:
-    found: list[int] = np.diff(values, prepend=0).tolist()
-    return found
 
 
 def _names(attribution: Attribution, lane: Lane) -> Iterator[str]:
