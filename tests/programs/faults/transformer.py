@@ -143,6 +143,8 @@ def make_step(settings: Settings):
         sizes["batch"] //= 8 if not settings.tiny else 2
     torch.manual_seed(0)
     model = Model(sizes, faults).to(device)
+    if "compiled" in faults:
+        model.compile()
     kind = {"for-loop": {"foreach": False}, "foreach": {}}
     chosen = next((kind[name] for name in kind if name in faults), {"fused": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **chosen)

@@ -9,6 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+AHEAD = 4
+"""Batches that each worker makes ahead."""
+
 
 class Images(Dataset):
     """Images made up by index; ``work`` is how often one is blurred."""
@@ -52,6 +55,17 @@ def use_all_threads(_):
     torch.set_num_threads(os.cpu_count())
 
 
+def count_workers(settings: Settings):
+    if "no-workers" in settings.faults:
+        return 0
+    return 1 if settings.tiny or "one-worker" in settings.faults else 12
+
+
+def count_ready_batches(settings: Settings):
+    """Return how many batches workers make ahead of the step."""
+    return AHEAD * count_workers(settings)
+
+
 def make_step(settings: Settings):
     """Return a function that makes one training step."""
     faults, device = settings.faults, settings.device
@@ -60,7 +74,7 @@ def make_step(settings: Settings):
     layout = torch.contiguous_format if "layout" in faults else torch.channels_last
     model = Network(width).to(device, memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=device == "cuda")
-    workers = 0 if "no-workers" in faults else 1 if settings.tiny or "one-worker" in faults else 12
+    workers = count_workers(settings)
     loader = DataLoader(
         Images(size, work),
         batch_size=batch,
@@ -68,7 +82,7 @@ def make_step(settings: Settings):
         pin_memory=device == "cuda" and "pageable" not in faults,
         persistent_workers=workers > 0,
         worker_init_fn=use_all_threads if "threads" in faults else None,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=AHEAD if workers else None,
     )
     batches = iter(loader)
     total = 0.0
