@@ -25,10 +25,9 @@ from torch.utils.data._utils import worker
 
 from profkit.analysis.lines import find_lines
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines import own_code, workers
-from profkit.capture.lines.own_code import Place, describe, find_place, is_own, is_profkits
+from profkit.capture.lines import samples, workers
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder, Waits
-from profkit.capture.lines.samples import StackSampler
+from profkit.capture.lines.samples import Place, StackSampler, describe, find_place, is_own, is_profkits
 from profkit.capture.lines.workers import WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
 from profkit.cli import cli
@@ -191,7 +190,7 @@ def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it(
 def test_no_garbage_is_collected_while_frames_of_other_threads_are_read(
     is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_code, "is_own", lambda _: False)  # or only the innermost frames are read
+    monkeypatch.setattr(samples, "is_own", lambda _: False)  # or only the innermost frames are read
     entered, leave, collections = threading.Event(), threading.Event(), []
 
     def work(depth: int = 300) -> None:

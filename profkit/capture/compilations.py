@@ -73,14 +73,12 @@ class CompilationRecorder:
         self._step = (self._step[0], False)
 
     def stop(self) -> None:
-        """Ask Dynamo for nothing more."""
         handler = _callback_handler()
         with suppress(ValueError, AttributeError):  # `torch._dynamo.reset` has forgotten them
             handler.remove_start_callback(self._begins)
             handler.remove_end_callback(self._ends)
 
     def look(self) -> None:
-        """Write down what is new in Dynamo's records."""
         if not self._has_failed and _DYNAMO in sys.modules:
             outside_dynamo(self._look)
 
@@ -263,7 +261,6 @@ def _duration_ns(record: Any) -> int | None:
 
 
 def _callback_handler() -> Any:
-    """Return what calls back around each compilation, None where Dynamo is not loaded."""
     return getattr(sys.modules.get(f"{_DYNAMO}.callback"), "callback_handler", None)
 
 

@@ -123,7 +123,6 @@ class FlightRecorder:
             DeviceMesh.__init__ = noted
 
     def look(self) -> None:
-        """Read what is new, and what was not settled when it was read before."""
         unsettled = next(
             (at for at, collective in enumerate(self._known) if not collective.is_settled), len(self._known)
         )
@@ -156,7 +155,6 @@ class FlightRecorder:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more will be known of any collective."""
         return all(collective.is_settled for collective in self._known)
 
     def forget_before(self, time_ns: int) -> None:
@@ -165,7 +163,6 @@ class FlightRecorder:
         self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
 
     def all(self) -> list[Collective]:
-        """Return all that is known, in the order of the calls."""
         return list(self._known)
 
     def group(self, name: str, number: int) -> Group:
@@ -264,7 +261,6 @@ def _count_bytes(sizes: Any, dtypes: Any) -> int | None:
 
 
 def knows_collectives() -> bool:
-    """Return whether the flight recorder holds collectives of this process."""
     return any(dump.get("entries") for _, dump in _dumps())
 
 

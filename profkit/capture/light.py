@@ -142,7 +142,6 @@ class LightRecorder:
         self._settle_before_groups_end()
 
     def step_ended(self, spans: list[Span]) -> None:
-        """The step that ran has ended, with these phases."""
         self._harmless(self._end_step, spans)
 
     def step_begins(self, number: int, *, is_recorded: bool = False, is_left_out: bool = False) -> bool:
@@ -160,12 +159,10 @@ class LightRecorder:
         return self._path is not None
 
     def end(self) -> None:
-        """The process ends."""
         self._harmless(self._settle)
         self.stop()
 
     def stop(self) -> None:
-        """Do nothing more."""
         self._is_over = True
         self._step, self._steps, self._gpu_zero = None, [], None
         self._unread.clear()

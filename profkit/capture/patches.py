@@ -124,7 +124,6 @@ def patch(target: str, wrap: Callable[[Function], Any], *, stays: bool = False) 
 
 
 def is_patched(target: str) -> bool:
-    """Return whether something of profkit's stands at ``target`` now."""
     return bool(_replaced.get(target) or _staying.get(target))
 
 

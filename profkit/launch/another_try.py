@@ -49,7 +49,6 @@ class AnotherTry:
 
     @property
     def why(self) -> str:
-        """Return why the command runs again, in a sentence."""
         return f"{self.shown}; it runs again {self.then}"
 
     def why_not(self, against: str) -> str:
@@ -58,7 +57,6 @@ class AnotherTry:
 
     @property
     def why_failed(self) -> str:
-        """Return what to do when this ended the program, which had ended well before."""
         return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
     def adjust(self, planned: Pass) -> Pass:
@@ -70,7 +68,6 @@ class AnotherTry:
         return replace(planned, order=order)
 
     def describe(self, workload: Workload) -> Workload:
-        """Return what the manifest says was asked for, with this."""
         order = self.order
         if self.caches:
             workload = replace(workload, own_caches=True)

@@ -133,7 +133,6 @@ def can_record(findings: Iterable[Check]) -> bool:
 
 
 def check_nsys(machine: Machine, nsys: Nsys | str | None) -> Check:
-    """Say which nsys is used, and which others are installed."""
     if nsys is None:
         install = "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS; torch.profiler works without it"
         return Check("nsys", "warning", "not found on PATH, in $NSYS or in the usual places", install)
@@ -177,7 +176,6 @@ def _is_fit(nsys: Path, cuda: str) -> bool:
 
 
 def check_importer(machine: Machine, nsys: Nsys) -> Check:
-    """Say whether the program that turns nsys' raw data into a report is here and finds its libraries."""
     importer = find_importer(nsys.path, machine.root)
     if importer is None:
         found = "no QdstrmImporter: nsys will leave a raw .qdstrm that nothing here can read"
@@ -189,7 +187,6 @@ def check_importer(machine: Machine, nsys: Nsys) -> Check:
 
 
 def check_nvtx(machine: Machine, nsys: Nsys) -> Check:
-    """Say whether this nsys sees the ranges of this nvtx package."""
     nvtx = machine.package("nvtx")
     if nvtx is None:
         return Check("nvtx", "warning", "not installed: no ranges", "pip install 'nvtx<0.2.12'")
@@ -213,7 +210,6 @@ def driver_version(machine: Machine) -> str | None:
 
 
 def check_driver(machine: Machine, driver: str | None) -> Check:
-    """Say which GPUs a process here can use."""
     if driver is None:
         return Check("GPU", "note", "no NVIDIA driver", "kernels need a GPU; ranges and CPU operators do not")
     said = machine.output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
@@ -231,7 +227,6 @@ def check_driver(machine: Machine, driver: str | None) -> Check:
 
 
 def check_torch(machine: Machine, driver: str | None) -> Check:
-    """Say which torch build is installed, and whether it fits the driver."""
     torch = machine.package("torch")
     if torch is None:
         return Check("torch", "failed", "not installed: no model can be run; captures can be read", "pip install torch")
@@ -255,7 +250,6 @@ def check_torch(machine: Machine, driver: str | None) -> Check:
 
 
 def check_disk(machine: Machine) -> list[Check]:
-    """Say how much room there is for a capture, and for what nsys collects meanwhile."""
     return [
         _check_room("working directory", machine.working_directory, "work in another directory or name one with -o"),
         _check_room("temporary directory", machine.temporary_directory, "point TMPDIR to another disk"),

@@ -123,7 +123,6 @@ def _parent_of(process: int) -> int | None:
 
 
 def main() -> None:
-    """Guard the family that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     mark, pid = sys.argv[1:]

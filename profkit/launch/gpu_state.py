@@ -231,7 +231,6 @@ def _names(word: str, uuid: str | None) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return a text; older versions of the library return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -242,7 +241,6 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
 
 
 def warn_of_gpus(before: Sequence[Gpu], after: Sequence[Gpu]) -> list[str]:
-    """Return what disturbed the GPUs that a run used."""
     earlier = {gpu.uuid: gpu for gpu in before}
     pairs = [(earlier[gpu.uuid], gpu) for gpu in after if gpu.uuid in earlier]
     return [
@@ -271,7 +269,6 @@ def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
 
 
 def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
-    """Return the GPUs before and after a run, as its manifest holds them."""
     return Gpus(before.gpus, after.gpus, before.reason or after.reason, before.links)
 
 

@@ -116,7 +116,6 @@ def begin_manifest(target: Target, nsys: Nsys | None, command: list[str], secret
 
 
 def harmless_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that a manifest may record."""
     return {name: environment[name] for name in HARMLESS if name in environment}
 
 

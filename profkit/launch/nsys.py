@@ -280,7 +280,6 @@ def numbers(version: str) -> list[int]:
 
 
 def is_before(version: str, other: str) -> bool:
-    """Return whether ``version`` is older than ``other``."""
     return numbers(version) < numbers(other)
 
 
@@ -307,7 +306,6 @@ def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
 
 
 def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
-    """Return the command that imports ``raw`` as ``report``."""
     return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
 
 

@@ -158,7 +158,6 @@ class Target:
 
     @property
     def reads_input(self) -> bool:
-        """Whether the target's processes read our standard input."""
         return self.kind == "command"
 
 
@@ -303,7 +302,6 @@ def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | 
 
 
 def are_left_out(processes: Sequence[Process]) -> bool:
-    """Return whether ``--ranks`` leaves out all ranks here."""
     return bool(processes) and not any(process.is_recorded for process in processes)
 
 

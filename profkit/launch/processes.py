@@ -98,7 +98,6 @@ def where_said(log: IO[bytes]) -> str:
 
 
 def folder_of(program: Path) -> Path:
-    """Return the folder in which the executables of an installed tool lie."""
     return program.resolve().parent
 
 

@@ -94,7 +94,6 @@ class Recorded:
 
     @property
     def exit_status(self) -> int:
-        """The target's."""
         return self.outcome.exit_status
 
     @property

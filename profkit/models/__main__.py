@@ -231,7 +231,6 @@ def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None: 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the command line says."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     try:
         train(options)

@@ -84,7 +84,6 @@ class TrainingOptions:
 
     @property
     def preset(self) -> Preset:
-        """The model's sizes."""
         return PRESETS[self.preset_name]
 
     def to_argv(self) -> list[str]:

@@ -66,8 +66,6 @@ class TracedGraphs:
         self._by_context: WeakKeyDictionary[Any, TracedGraph] = WeakKeyDictionary()
 
     def watch_output_graph(self, _: Any) -> None:
-        """Watch ``torch._dynamo.output_graph``."""
-
         def wrap(plain: Function) -> Function:
             def watched(output: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
                 self._note(output, gm)

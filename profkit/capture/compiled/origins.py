@@ -93,7 +93,6 @@ class CodeGeneration:
         """Whether this torch says what a launch computes, whatever its settings: since 2.10."""
 
     def watch_debug(self, module: Any) -> None:
-        """Watch ``torch._inductor.debug``; whoever imported the function by name before is watched too."""
         before = getattr(module, _REPORT, None)
 
         def wrap(plain: Function) -> Function:

@@ -64,7 +64,7 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Mo
         is_called_within = any(module.path == "" for module in graph.traced.modules.values())
         if part is not None and part.range is not None and not is_called_within:
             around = (part.range,)  # nobody saw its call: backward work of what ran before anything was recorded
-    called = _called_modules(call)
+    called = set(_called_modules(call))
 
     def find(source: str) -> Iterator[str]:
         module = _module(source, running, graph.traced, hooks)
@@ -113,14 +113,13 @@ def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def _called_modules(call: Call | None) -> set[nn.Module]:
-    called: set[nn.Module] = set()
+def _called_modules(call: Call | None) -> Iterator[nn.Module]:
+    """Yield the modules that are being called, the innermost first, each followed by what it wraps."""
     while call is not None:
         module = None if call.module is None else call.module()
         if module is not None:
-            called |= {module, unwrap(module)}
+            yield from dict.fromkeys((module, unwrap(module)))
         call = call.around
-    return called
 
 
 def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Module | None) -> nn.Module | None:
@@ -131,13 +130,8 @@ def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Mod
     root = traced.root()
     if call is None and root is not None:  # a function was compiled that calls no module, but uses one
         return root
-    while call is not None:
-        module = None if call.module is None else call.module()
-        for candidate in () if module is None else dict.fromkeys((module, unwrap(module))):
-            if candidate is root or shape_of(candidate) == traced.shape:
-                return candidate
-        call = call.around
-    return None
+    candidates = (module for module in _called_modules(call) if module is root or shape_of(module) == traced.shape)
+    return next(candidates, None)
 
 
 def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Iterable[str]]) -> tuple[str, ...]:
@@ -189,7 +183,6 @@ class Entries:
         return self._on_thread.module
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that runs the graph's code, watched."""
         if self._traced is None:
             return call
 
@@ -218,7 +211,7 @@ class Entries:
             if self._is_backward:
                 self._on_thread.module = _given_before(inputs) if _by_parameter else None
             elif root is not None:
-                is_called = _is_called(hooks.on_thread.ranges.call, type(root))
+                is_called = any(type(module) is type(root) for module in _called_modules(hooks.on_thread.ranges.call))
                 self._on_thread.module = None if is_called else _given_to(function, traced)
             if is_within_call:
                 return None
@@ -256,15 +249,6 @@ def _function(traced: TracedGraph) -> tuple[FrameType | None, bool]:
         has_grad = has_grad or (code.co_name == "forward" and code.co_filename.endswith(_AUTOGRAD))
         frame = frame.f_back
     return None, has_grad
-
-
-def _is_called(call: Call | None, kind: type[nn.Module]) -> bool:
-    while call is not None:
-        module = None if call.module is None else call.module()
-        if module is not None and kind in (type(module), type(unwrap(module))):
-            return True
-        call = call.around
-    return False
 
 
 def _given_to(function: FrameType | None, traced: TracedGraph) -> ref[nn.Module] | None:

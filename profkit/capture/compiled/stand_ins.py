@@ -88,7 +88,8 @@ def _proxy(target: Any, branch: dict[str, Any], switch: Switch, around: Around) 
         own["_profkit_call"] = _launch(target, switch, around)
     for name, below in parts.items():
         if name == "run" and len(below) == 1:
-            own[name] = _run(target, switch, around)
+            # A kernel may replace its own ``run`` once it has chosen how to run.
+            own[name] = _launch(lambda *args, **kwargs: target.run(*args, **kwargs), switch, around)  # noqa: PLW0108
         else:
             own[name] = _proxy(getattr(target, name), below, switch, around)
     return proxy
@@ -103,18 +104,6 @@ def _launch(function: Callable[..., Any], switch: Switch, around: Around) -> Cal
         return around(function, frame(1), args, kwargs)
 
     return launch
-
-
-def _run(kernel: Any, switch: Switch, around: Around) -> Callable[..., Any]:
-    """As `_launch`; a kernel may replace its own ``run`` once it has chosen how to run."""
-    frame = sys._getframe
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not switch.is_recording:
-            return kernel.run(*args, **kwargs)
-        return around(kernel.run, frame(1), args, kwargs)
-
-    return run
 
 
 _CALL = "_profkit_call_method"
@@ -156,9 +145,8 @@ def _method(switch: Switch, around: Around) -> Any:
     frame = sys._getframe
 
     def call(tensor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        if not switch.is_recording:
-            return getattr(tensor, method)(*args, **kwargs)
-        return around(getattr(tensor, method), frame(1), args, kwargs)
+        function = getattr(tensor, method)
+        return around(function, frame(1), args, kwargs) if switch.is_recording else function(*args, **kwargs)
 
     return call
 

@@ -346,7 +346,6 @@ class _Importer:
         self._watchers = watchers
 
     def leave(self) -> None:
-        """Show no module any more."""
         self._watchers.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines.own_code import Place, describe, find_place
-from profkit.capture.lines.samples import PERIOD_NS, StackSampler
+from profkit.capture.lines.samples import PERIOD_NS, Place, StackSampler, describe, find_place
 from profkit.capture.lines.workers import OfWorkers, WorkerLines
 from profkit.capture.steps.times import Span, sum_times, wait_for_device
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, write_lines
@@ -54,7 +53,6 @@ class Waits:
         self._restore: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Begin to collect; on a machine without CUDA there is nothing that waits."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             self.unknown = "no GPU was used"
             return
@@ -167,7 +165,6 @@ class LineRecorder:
         return (self._phase(), "main") if threading.get_ident() == self._main else (None, "backward")
 
     def start(self) -> None:
-        """Begin with the next step."""
         self._sampler.watch(threading.get_ident(), "main")
         self._waits.start()
         if self._workers is not None:
@@ -176,7 +173,6 @@ class LineRecorder:
         self._sampler.start()
 
     def backward_begins(self) -> None:
-        """The calling thread runs a backward pass."""
         self._sampler.watch(threading.get_ident(), "backward")
 
     def step_ended(self, times: dict[str, int]) -> bool:
@@ -230,11 +226,9 @@ class LineSearch:
 
     @property
     def is_on(self) -> bool:
-        """Whether lines are looked for in the step that runs."""
         return self._recorder is not None
 
     def begin(self) -> bool:
-        """Look in the steps that follow; return False where that is not possible."""
         self._recorder = LineRecorder(lambda: self._hooks.clock.phase, self._workers)
         self._hooks.clock.start()
         try:
@@ -256,7 +250,6 @@ class LineSearch:
         return is_enough
 
     def end(self, path: Path) -> None:
-        """Write down the lines, if any were looked for."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             self._workers.close()
@@ -275,14 +268,8 @@ class LineSearch:
             self._recorder.forget()
 
 
-class _Row(NamedTuple):
-    """A line apart from what it calls."""
-
-    file: str | None
-    line: int
-    function: str
-    phase: str | None
-    thread: Thread
+_Row = tuple[Line, str | None, Thread]
+"""A line apart from what it calls, its phase and its thread."""
 
 
 @dataclass
@@ -297,7 +284,6 @@ class _Total:
 
 
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
-    """Return a row for each line, phase and thread."""
     totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
     for (place, phase, thread), times in sampler.times.items():
         row, called = _row_of(place, phase, thread)
@@ -319,7 +305,7 @@ def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
 
 def _row_of(place: Place | None, phase: str | None, thread: Thread) -> tuple[_Row, str | None]:
     line = Line(None, 0, "") if place is None else describe(place)
-    return _Row(line.file, line.line, line.function, phase, thread), line.called
+    return (line._replace(called=None), phase, thread), line.called
 
 
 def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
@@ -327,16 +313,14 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
     squares = sum((time_ns - mean) ** 2 for time_ns in total.times)
     error = math.sqrt(squares / (steps - 1) / steps) if steps > 1 else mean
     called = max(total.called, key=lambda name: total.called[name], default=None)
+    line, phase, thread = row
     return LineTime(
-        row.file,
-        row.line,
-        row.function,
-        called,
-        row.phase,
-        row.thread,
-        total.samples,
-        round(mean),
-        round(error),
-        total.waits / steps,
-        round(total.waiting_ns / steps),
+        **line._replace(called=called)._asdict(),
+        phase=phase,
+        thread=thread,
+        samples=total.samples,
+        time_ns=round(mean),
+        error_ns=round(error),
+        waits=total.waits / steps,
+        waiting_ns=round(total.waiting_ns / steps),
     )

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data._utils import fetch, worker
 
-from profkit.capture.lines.own_code import describe
-from profkit.capture.lines.samples import StackSampler
+from profkit.capture.lines.samples import StackSampler, describe
 from profkit.files import write_whole
 from profkit.run.lines import Line, LineTime
 from profkit.run.recording import lines_flag
@@ -63,7 +62,6 @@ class WorkerLines:
         worker._worker_loop = _worker_loop
 
     def start(self) -> None:
-        """Have all workers look."""
         self._shared[0] = _LOOKING
 
     def stop(self) -> OfWorkers:
@@ -78,7 +76,6 @@ class WorkerLines:
         return _join(contents)
 
     def close(self) -> None:
-        """End it where nobody has looked."""
         self._shared[0] = _OVER
         self._uninstall()
         self._remove()
@@ -105,41 +102,34 @@ def _map(flag: Path, protection: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-class _Row(NamedTuple):
-    file: str | None
-    line: int
-    function: str
-
-
 def _join(contents: list[dict[str, Any]]) -> OfWorkers:
     """Return all workers' lines as those of a mean batch."""
     batches = sum(content["batches"] for content in contents)
     if not batches:
         return OfWorkers()
-    samples: Counter[_Row] = Counter()
-    times: defaultdict[_Row, Counter[str | None]] = defaultdict(Counter)
+    samples: Counter[Line] = Counter()
+    times: defaultdict[Line, Counter[str | None]] = defaultdict(Counter)
     for content in contents:
         for file, line, function, called, count, time_ns in content["lines"]:
-            samples[_Row(file, line, function)] += count
-            times[_Row(file, line, function)][called] += time_ns
+            samples[Line(file, line, function)] += count
+            times[Line(file, line, function)][called] += time_ns
     batch_ns = sum(content["batch_ns"] for content in contents) // batches
     sampled_ns = sum(called.total() for called in times.values())
-    lines = [_of_batch(row, times[row], samples, sampled_ns, batch_ns) for row in times]
+    lines = [_of_batch(line, called, samples, sampled_ns, batch_ns) for line, called in times.items()]
     return OfWorkers(batches, batch_ns, sum(content["batch_cpu_ns"] for content in contents) // batches, lines)
 
 
 def _of_batch(
-    row: _Row, called: Counter[str | None], samples: Counter[_Row], sampled_ns: int, batch_ns: int
+    line: Line, called: Counter[str | None], samples: Counter[Line], sampled_ns: int, batch_ns: int
 ) -> LineTime:
     share = called.total() / sampled_ns
     error = (share * (1 - share) / samples.total()) ** 0.5
     ((longest, _),) = called.most_common(1)
     return LineTime(
-        *row,
-        called=longest,
+        **line._replace(called=longest)._asdict(),
         phase=None,
         thread="worker",
-        samples=samples[row],
+        samples=samples[line],
         time_ns=round(share * batch_ns),
         error_ns=round(error * batch_ns),
         waits=0.0,
@@ -187,11 +177,9 @@ class _Dormant:
         self._sampler = threading.Thread(target=self._run, name="profkit-lines", daemon=True)
 
     def start(self) -> None:
-        """Sleep until the flag is raised, on a thread of its own."""
         self._sampler.start()
 
     def leave(self) -> None:
-        """The worker ends: write down what was seen."""
         self._ends.set()
         self._sampler.join()  # a thread that still ran while Python ends might take the process with it
 

@@ -93,7 +93,6 @@ class _Walk:
         self._frames: set[int] = set()
 
     def from_roots(self, roots: Any) -> int:
-        """Visit every node that ``roots`` lead to, and return how many tensors could not be read."""
         waiting = list(_nodes(roots))
         seen: set[Any] = set()
         while waiting:
@@ -220,7 +219,6 @@ class OwnerLedger:
             self._write_figures(START, self._index, before)
 
     def close(self) -> None:
-        """End the ledger."""
         self._file.close()
 
     def begin_step(self, number: int | None) -> None:
@@ -243,7 +241,6 @@ class OwnerLedger:
             self._note(role, ((prefix + plain_name(name), tensor) for name, tensor in named))
 
     def note_gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Write down where the gradients lie that the named parameters have now."""
         self._note("gradient", ((name, p.grad) for name, p in parameters if p.grad is not None))
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -253,7 +250,6 @@ class OwnerLedger:
             self._note("optimizer_state", ((f"{owner}.{k}", v) for k, v in state.items() if isinstance(v, Tensor)))
 
     def note_inputs(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write down where the batch lies."""
         self._note("input", tensors)
 
     def note_saved(self, roots: Any) -> None:

@@ -140,7 +140,6 @@ class MemoryRecording(Watcher):
 
     @_harmless
     def boundary(self, number: int) -> None:
-        """Step ``number`` begins; the one before it has ended."""
         assert self.owners is not None
         if not self._notes_steps:
             return
@@ -312,7 +311,6 @@ def switch_on(stacks: str, max_entries: int) -> None:
 
 
 def switch_off() -> None:
-    """End the recording and discard what it holds."""
     record_in_torch(False)
     torch.cuda.memory._record_memory_history(None)
 

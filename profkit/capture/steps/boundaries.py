@@ -55,7 +55,6 @@ class Boundaries:
             self._make(1)
 
     def range_closed(self) -> None:
-        """A range of the script's has closed on this thread."""
         if threading.get_ident() != self._thread:
             return
         if self._waiting is not None and self._depth() <= self._base:
@@ -80,20 +79,15 @@ class OwnStepListener(Protocol):
     context: int | None
 
     @property
-    def is_in_last_step(self) -> bool:
-        """Whether the end of the step that runs now ends the recording."""
+    def is_in_last_step(self) -> bool: ...
 
-    def own_begin(self) -> None:
-        """The target opens a range of its own: the first of them begins the first step."""
+    def own_begin(self) -> None: ...
 
-    def own_boundary(self) -> None:
-        """One of the target's own steps has ended."""
+    def own_boundary(self) -> None: ...
 
-    def begin_counting(self) -> None:
-        """The step whose work is counted begins."""
+    def begin_counting(self) -> None: ...
 
-    def end_counting(self) -> None:
-        """That step has ended."""
+    def end_counting(self) -> None: ...
 
 
 class OwnSteps(RangeObserver):

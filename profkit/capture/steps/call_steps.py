@@ -131,7 +131,6 @@ def _their_code() -> Iterator[None]:
 
 
 def main() -> None:
-    """Call the steps that the command line asks for."""
     target, warmup_steps, steps, count, losses = sys.argv[1:]
     try:
         found = call_steps(target, int(warmup_steps), int(steps), count=count == "count")
@@ -156,7 +155,6 @@ def _is_ours(file: str) -> bool:
 
 
 def _end(error: Exception, text: str, status: int) -> NoReturn:
-    """Print why and end the process."""
     sys.stderr.write(text)
     # As Python itself keeps an exception that nobody catches: what records this process reads it.
     sys.last_value = error

@@ -171,7 +171,6 @@ def _compiled() -> Compiled | None:
 
 
 def _gpu_memory() -> tuple[int | None, int | None]:
-    """Return the most that PyTorch held of the current GPU's memory, and all of it."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None, None
     device = torch.cuda.current_device()

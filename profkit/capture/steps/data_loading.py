@@ -71,12 +71,10 @@ class DataLoading:
         self._queues: list[Queue] = []
 
     def install(self) -> None:
-        """Begin to watch."""
         patch("torch.utils.data.dataloader.DataLoader.__iter__", partial(self._around, is_batch=False))
         patch("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", partial(self._around, is_batch=True))
 
     def step_ended(self) -> None:
-        """Note a step's boundary."""
         self._taken_per_step.append(self._taken)
         self._queues.append(self.look())
         self._taken = 0
@@ -105,11 +103,9 @@ class DataLoading:
 
     @property
     def keeps_full(self) -> bool:
-        """Whether the queue was nearly full at the end of every step so far."""
         return all(queue.is_filled_to(_NEARLY) for queue in self._queues)
 
     def look(self) -> Queue:
-        """Return how full the queues of the loaders in use are now."""
         try:
             queues = [queue_of(one) for one in list(self._iterators)]
         except (AttributeError, TypeError):  # what torch does not say under these names
@@ -184,7 +180,6 @@ class QueueDrain:
         self._found: Loading | None = None
 
     def look(self) -> None:
-        """The recorder is about to be started."""
         self._before = self._loading.look()
         self._began_ns = perf_counter_ns()
 

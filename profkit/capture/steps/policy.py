@@ -108,7 +108,6 @@ class StepPolicy:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that were called so far, wrappers taken off."""
         return self._models.list()
 
     def settle(self) -> None:
@@ -116,11 +115,9 @@ class StepPolicy:
         self._is_settled = True
 
     def begin_whole(self) -> int | None:
-        """The whole script is one step, which begins here."""
         return self._due(StepKind.WHOLE, is_boundary=True)
 
     def call_begins(self, module: nn.Module) -> int | None:
-        """An outermost module call is about to begin; in a backward pass there is none."""
         self._inside.depth += 1
         if id(module) in self._passed:
             return None
@@ -134,7 +131,6 @@ class StepPolicy:
         return self._begins(_kind_of_call(model), model)
 
     def call_ends(self, module: nn.Module) -> int | None:
-        """An outermost module call has ended, or raised; its ranges are closed."""
         self._inside.leave()
         if self._inside.depth:
             return None
@@ -158,13 +154,11 @@ class StepPolicy:
         return self._begins(StepKind.FUNCTION, self._functions.setdefault(name, _Function(name)))
 
     def function_ends(self, name: str) -> int | None:
-        """That function has returned, and its range is closed."""
         if self._inside.depth or name not in self._functions:
             return None
         return self._ends(StepKind.FUNCTION, self._functions[name], name)
 
     def generate_begins(self, model: nn.Module) -> int | None:
-        """``model.generate`` is about to be called, not within another ``generate``."""
         self._inside.depth += 1
         if self._inside.depth > 1:
             return None
@@ -172,19 +166,16 @@ class StepPolicy:
         return self._begins(StepKind.GENERATE, model)
 
     def generate_ends(self, model: nn.Module) -> int | None:
-        """That call of ``generate`` has ended, or raised."""
         self._inside.leave()
         if self._inside.depth:
             return None
         return self._ends(StepKind.GENERATE, model, *self._names_known(model))
 
     def backward_begins(self) -> int | None:
-        """A backward pass is about to begin on this thread, and not within another one."""
         self._inside.depth += 1
         return self._due(StepKind.BACKWARD, is_boundary=False)
 
     def backward_ends(self) -> int | None:
-        """That backward pass has ended, or raised; its range is closed."""
         self._inside.leave()
         if self._is_postponed:
             self._is_postponed = False
@@ -194,7 +185,6 @@ class StepPolicy:
         return self._ends(StepKind.BACKWARD)
 
     def optimizer_begins(self, optimizer: Optimizer) -> int | None:
-        """An optimizer's step is about to begin, and not within another one's."""
         self._inside.depth += 1
         if optimizer not in self._called:
             self._called.add(optimizer)
@@ -202,11 +192,9 @@ class StepPolicy:
         return self._begins(StepKind.OPTIMIZER, optimizer)
 
     def optimizer_left(self) -> None:
-        """That step has ended or raised."""
         self._inside.leave()
 
     def optimizer_ends(self, optimizer: Optimizer) -> int | None:
-        """An optimizer's step has ended well, and its range is closed."""
         names = self._names_known(optimizer)
         if running_graph() == -1:
             return self._ends(StepKind.OPTIMIZER, optimizer, *names)
@@ -217,22 +205,18 @@ class StepPolicy:
         return None
 
     def capture_begins(self, graph: Any) -> None:
-        """What follows on this thread is captured into a CUDA graph."""
         self._capturing = graph
         self._captured[graph] = StepKind.REPLAY
         self.has_captured = True
 
     def capture_ends(self) -> None:
-        """The capture has ended, or failed."""
         self._capturing = None
 
     def replay_begins(self, graph: Any) -> int | None:
-        """A CUDA graph is about to be replayed."""
         kind = self._replayed(graph)
         return None if kind is None else self._begins(kind, graph)
 
     def replay_ends(self, graph: Any) -> int | None:
-        """The CUDA graph has been launched."""
         kind = self._replayed(graph)
         return None if kind is None else self._ends(kind, graph)
 
@@ -243,14 +227,12 @@ class StepPolicy:
         return self._captured.get(graph, StepKind.REPLAY)
 
     def _begins(self, kind: StepKind, one: Any) -> int | None:
-        """Something that a step may end with is about to happen."""
         if self._is_weaker(kind):
             return None
         self._rounds[kind].note(one)
         return self._due(kind, is_boundary=False)
 
     def _ends(self, kind: StepKind, one: Any = None, *names: str | None) -> int | None:
-        """Something that a step may end with has happened."""
         self._count(kind, names[0] if names else None)
         if self._is_weaker(kind):
             return None
@@ -375,7 +357,6 @@ class _Known(dict[int, ref[Any]]):
     """Things that were seen, of which it holds none alive: by their ids, which is far faster than a weak set."""
 
     def add(self, one: Any) -> None:
-        """See a thing."""
         key = id(one)
         self[key] = ref(one, lambda _: self.pop(key, None))
 
@@ -408,7 +389,6 @@ class Round:
         self._is_learned = False
 
     def note(self, one: Any) -> None:
-        """``one`` is about to happen."""
         if self._is_learned and not self._others and len(self._members) == 1 and self._members[0]() is one:
             return
         self.changes += 1
@@ -434,7 +414,6 @@ class Round:
         return members + [one for one in others if all(one is not member for member in members)]
 
     def members(self) -> list[Any]:
-        """Return the things of a round, in their order."""
         return [one for member in self._members if (one := member()) is not None]
 
 

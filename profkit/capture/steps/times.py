@@ -109,19 +109,15 @@ class PhaseClock:
 
     @property
     def is_running(self) -> bool:
-        """Whether phases of this thread are timed."""
         return self._thread == threading.get_ident()
 
     def start(self) -> None:
-        """Start timing."""
         self._thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Stop timing."""
         self._thread = None
 
     def begin(self, phase: str) -> None:
-        """Mark where ``phase`` begins."""
         if self._thread != threading.get_ident():
             return
         self._depth += 1
@@ -134,7 +130,6 @@ class PhaseClock:
         self._forward_ended = None
 
     def end(self) -> None:
-        """Mark where the innermost phase ends."""
         if self._thread != threading.get_ident() or not self._depth:
             return
         self._depth -= 1
@@ -152,7 +147,6 @@ class PhaseClock:
             self.end()
 
     def resume(self) -> None:
-        """Go on with the phase that was left."""
         if self._thread == threading.get_ident() and self._paused and not self._depth:
             self.begin(self._paused)
 
@@ -185,7 +179,6 @@ class PhaseClock:
 
 
 def mark_on_host() -> Mark:
-    """Return this moment by the host's clock alone."""
     return _mark((perf_counter_ns(), _HOST, 0))
 
 
@@ -227,7 +220,6 @@ _streams: dict[tuple[int, int, int], Any] = {}
 
 
 def mark_moment() -> Mark:
-    """Return this moment, with an event where CUDA is in use."""
     return mark_on_gpu() if torch.cuda.is_initialized() else mark_on_host()
 
 
@@ -291,13 +283,11 @@ class StepCollector:
         self._before: dict[str, int] = {}
 
     def begin(self, part: Part) -> None:
-        """Begin a part; the one before it has ended."""
         self.end()
         self._part = part
         self._before = read_counters()
 
     def end(self) -> None:
-        """End the current part, if there is one."""
         self.read()
         if self._part is not None:
             self.during[self._part] = counted_since(self._before)
@@ -310,7 +300,6 @@ class StepCollector:
             self.read()
 
     def read(self) -> None:
-        """Turn what is noted of steps into times, which waits for the GPU."""
         unread, self._unread = self._unread, []
         if self._part is not None:
             self.steps[self._part] += map(_times_of, unread)

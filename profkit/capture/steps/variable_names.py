@@ -13,6 +13,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
@@ -37,7 +38,6 @@ class VariableNames:
         self._names: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
     def known(self, thing: Any) -> str | None:
-        """Return the name of an object that was asked for before."""
         return self._names.get(thing)
 
     def of_model(self, model: Any) -> str | None:
@@ -72,52 +72,58 @@ def tell_apart(one: Any, things: Sequence[Any], variable: Callable[[Any], str | 
     return f"{kind.__name__} {next(at for at, other in enumerate(alike) if other is one)}"
 
 
-def _name_of_called() -> str | None:
-    frame: Any = sys._getframe(2)
-    within = ""
+def _frames_around() -> Iterator[FrameType]:
+    """Yield the running functions that are not profkit's, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
-            return None
-        file = frame.f_code.co_filename
-        if file.startswith(_TORCH):
-            within = frame.f_code.co_name
-        elif not file.startswith(_PROFKIT):
-            call = _call_at(frame.f_code, frame.f_lasti) if within in _CALLS or not within else None
-            return None if call is None else _last_name(_without_method(call.func, "generate"))
+            return
+        if not frame.f_code.co_filename.startswith(_PROFKIT):
+            yield frame
         frame = frame.f_back
+
+
+def _name_of_called() -> str | None:
+    within = ""
+    for frame in _frames_around():
+        if frame.f_code.co_filename.startswith(_TORCH):
+            within = frame.f_code.co_name
+            continue
+        _, call = call_at(frame.f_code, frame.f_lasti)
+        if call is None or (within and within not in _CALLS):
+            return None
+        return _last_name(_without_method(call.func, "generate"))
     return None
 
 
 def _name_of_stepping() -> str | None:
-    frame: Any = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
+    for frame in _frames_around():
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _PROFKIT)) and not any(part in file for part in _PACKAGES):
-            call = _call_at(frame.f_code, frame.f_lasti)
-            if call is None or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
-                return None
-            passed = _last_name(call.args[0]) if call.args else None  # as to GradScaler.step
-            is_closure = passed is not None and "closure" in passed
-            return passed if passed is not None and not is_closure else _last_name(call.func.value)
-        frame = frame.f_back
+        if file.startswith(_TORCH) or any(part in file for part in _PACKAGES):
+            continue
+        _, call = call_at(frame.f_code, frame.f_lasti)
+        if call is None or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+            return None
+        passed = _last_name(call.args[0]) if call.args else None  # as to GradScaler.step
+        is_closure = passed is not None and "closure" in passed
+        return passed if passed is not None and not is_closure else _last_name(call.func.value)
     return None
 
 
-def _call_at(code: CodeType, instruction: int) -> ast.Call | None:
-    """Return the call that this instruction of ``code`` makes, from the source."""
-    line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
-    if line is None or end_line is None or column is None or end_column is None:
-        return None
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(line, end_line + 1)]
-    lines[-1] = lines[-1][:end_column]
-    lines[0] = lines[0][column:]
+def call_at(code: CodeType, instruction: int) -> tuple[int, ast.Call | None]:
+    """Return the line of an instruction, and the call that it makes; None if it makes none or the source is unknown."""
+    positions, index = list(code.co_positions()), instruction // 2
+    line, last, column, end = positions[index] if 0 <= index < len(positions) else (None, None, None, None)
+    if line is None or last is None or column is None or end is None:
+        return line or code.co_firstlineno, None
+    rows = [linecache.getline(code.co_filename, number).encode() for number in range(line, last + 1)]
+    rows[-1] = rows[-1][:end]
+    rows[0] = rows[0][column:]
     try:
-        found = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+        expression = ast.parse(b"(" + b"".join(rows) + b")", mode="eval").body
     except (SyntaxError, ValueError):
-        return None
-    return found if isinstance(found, ast.Call) else None
+        return line, None
+    return line, expression if isinstance(expression, ast.Call) else None
 
 
 def _without_method(expression: ast.expr, method: str) -> ast.expr:
@@ -162,13 +168,11 @@ def _values(frame: FrameType) -> list[Any]:
         return list(frame.f_locals.values())
     if _get_variable is None:
         return []
-    found = []
+    values = []
     for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-        try:
-            found.append(_get_variable(frame, name))
-        except NameError:  # it has no value now
-            continue
-    return found
+        with suppress(NameError):  # it has no value now
+            values.append(_get_variable(frame, name))
+    return values
 
 
 def _find_get_variable() -> Callable[[FrameType, str], Any] | None:
