@@ -14,7 +14,7 @@ from typing import Any
 LAUNCHER = """
 import os, signal, sys
 from profkit.launch import processes
-processes.PATIENCE_S = {patience_s}
+processes.PATIENCE_S, processes._SILENCE_S = {patience_s}, 0.05
 processes.family.GRACE_S = processes.GRACE_S = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try: sys.exit(processes.{run}([sys.executable, '-c', *sys.argv[1:]], os.environ, reads_input=True))

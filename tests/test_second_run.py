@@ -113,6 +113,7 @@ def test_what_speaks_against_a_second_run(since: Path, tmp_path: Path, file: str
 def test_too_many_files_to_look_at_speak_against_a_second_run(
     since: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "data").mkdir()
     monkeypatch.setattr(another_try, "_MOST_ENTRIES", 0)
     assert why_not_twice(["python"], since, tmp_path / "run") == (
         "its folders hold too many files to see whether it wrote one (over 0)"

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,10 @@ _SHORT_WARMUP = 2
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
 _LEFT_AFTER = 4
 """How many steps follow the recorded ones, where the program makes enough: one is counted, and three show lines."""
+_WHOLE = "whole"
+_WORTH_ANOTHER = ("optimizer", "replay")
+_MOST_ENTRIES = 50_000
+"""This many are looked at in a fraction of a second on a local disk."""
 _MOST_CACHED_BYTES = 5 * 2**30
 _IN_USE_S = 24 * 3600
 """A cache of which a file was read or written since may be a running program's."""
@@ -170,12 +174,12 @@ def _steps_made(process: Process) -> tuple[str | None, int]:
     """Return what the process's steps are and how many it made; its strongest kind if none was counted."""
     if process.step is not None:
         return None, process.steps_seen or 0
-    strongest = max(process.seen, key=_strength, default=None)
+
+    def strength(seen: str) -> int:
+        return max(kind for kind in StepKind if kind.word == StepChoice.parse(seen).word)
+
+    strongest = max(process.seen, key=strength, default=None)
     return strongest, 0 if strongest is None else process.seen[strongest]
-
-
-def _strength(seen: str) -> int:
-    return max(kind for kind in StepKind if kind.word == StepChoice.parse(seen).word)
 
 
 def _shortened(order: Order, made: int) -> AnotherTry:
@@ -192,18 +196,6 @@ def _shortened(order: Order, made: int) -> AnotherTry:
     )
 
 
-_WHOLE = "whole"
-_WORTH_ANOTHER = ("optimizer", "replay")
-
-
-_MOST_ENTRIES = 50_000
-"""This many are looked at in a fraction of a second on a local disk."""
-
-
-class _TooManyFiles(Exception):
-    """There are more files than are looked at."""
-
-
 def why_not_twice(words: Sequence[str], since: Path, run: Path) -> str | None:
     """Return in a clause what speaks against running a command a second time; None if it changed nothing that is seen.
 
@@ -216,13 +208,20 @@ def why_not_twice(words: Sequence[str], since: Path, run: Path) -> str | None:
     try:
         began_ns = since.stat().st_mtime_ns
         passed_over = {_identity(run.stat()), *_streams(), *_compiler_caches()}
-        for path, status in _files(_folders(words), passed_over):
-            if status.st_mtime_ns > began_ns:
-                return f"it wrote {os.path.relpath(path)}"
     except OSError:
         return "it took its run's directory away"
-    except _TooManyFiles:
-        return f"its folders hold too many files to see whether it wrote one (over {_MOST_ENTRIES:,})"
+    waiting, count = deque(map(str, _folders(words))), 0
+    while waiting:
+        entries = _entries_of(waiting.popleft(), passed_over)
+        count += len(entries)
+        if count > _MOST_ENTRIES:
+            return f"its folders hold too many files to see whether it wrote one (over {_MOST_ENTRIES:,})"
+        for path, status in entries:
+            if stat.S_ISREG(status.st_mode) and status.st_mtime_ns > began_ns:
+                return f"it wrote {os.path.relpath(path)}"
+            name = os.path.basename(path)
+            if stat.S_ISDIR(status.st_mode) and not name.startswith(_HIDDEN) and name not in _CACHES:
+                waiting.append(path)
     return None
 
 
@@ -230,10 +229,8 @@ def _folders(words: Sequence[str]) -> list[Path]:
     folders = {Path.cwd()}
     for word in words[1:]:
         path = Path(word.rpartition("=")[2]).absolute()
-        try:
+        with suppress(OSError):  # a word that can be no path
             folders.update(folder for folder in (path, path.parent) if folder.is_dir() and folder != Path("/"))
-        except OSError:  # a word that can be no path
-            continue
     outer: list[Path] = []
     for folder in sorted(folders):
         if not any(folder.is_relative_to(around) for around in outer):
@@ -241,27 +238,16 @@ def _folders(words: Sequence[str]) -> list[Path]:
     return outer
 
 
-def _files(folders: Iterable[Path], passed_over: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
-    waiting, count = deque(str(folder) for folder in folders), 0
-    while waiting:
-        try:
-            entries = list(os.scandir(waiting.popleft()))
-        except OSError:
-            continue
-        count += len(entries)
-        if count > _MOST_ENTRIES:
-            raise _TooManyFiles
-        for entry in entries:
-            try:
+def _entries_of(folder: str, passed_over: set[tuple[int, int]]) -> list[tuple[str, os.stat_result]]:
+    """Return what lies in a folder, with its status; nothing of one that cannot be read."""
+    entries = []
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            with suppress(OSError):  # it is gone by now
                 status = entry.stat(follow_symlinks=False)
-            except OSError:  # it is gone by now
-                continue
-            if _identity(status) in passed_over:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield entry.path, status
-            elif stat.S_ISDIR(status.st_mode) and not entry.name.startswith(_HIDDEN) and entry.name not in _CACHES:
-                waiting.append(entry.path)
+                if _identity(status) not in passed_over:
+                    entries.append((entry.path, status))
+    return entries
 
 
 _CACHES = frozenset({"__pycache__", "site-packages"})
@@ -270,17 +256,15 @@ _HIDDEN = (".", "torchinductor_")
 
 
 def _compiler_caches() -> Iterator[tuple[int, int]]:
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for variable in (_INDUCTOR_CACHE, _TRITON_CACHE):
         with suppress(KeyError, OSError):
             yield _identity(os.stat(os.environ[variable]))
 
 
 def _streams() -> Iterator[tuple[int, int]]:
     for number in range(3):
-        try:
+        with suppress(OSError):  # it is closed
             yield _identity(os.fstat(number))
-        except OSError:  # it is closed
-            continue
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

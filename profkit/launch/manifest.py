@@ -204,36 +204,36 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
         during: how often each thing that makes a step slow happened in them (`profkit.capture.steps.conditions`).
         where: what these steps are called, such as ``unprofiled``.
     """
-    warnings = []
-    for context in dict.fromkeys(step.get("context") for step in steps):
-        of_context = [step for step in steps if step.get("context") == context]
-        called = f"{where} steps" + ("" if context is None else f" (context {context})")
-        warnings += _warn_of_first(of_context, called)
-    return [*warnings, *warn_of_counted(during, where)]
+    by_context = _without_data(steps)
+    slow = [text for context, times in by_context.items() for text in _warn_of_first(times, f"{where} steps{context}")]
+    return [*slow, *warn_of_counted(during, where)]
 
 
 def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
     """Warn if steps took less time while they were recorded, by their medians: the unprofiled ones were disturbed."""
-    warnings = []
-    for context in dict.fromkeys(step.get("context") for step in steps):
-        alone, with_it = (
-            [_without_data(step) for step in timed if step.get("context") == context] for timed in (steps, recorded)
-        )
-        if not with_it or median(with_it) >= _FASTER * median(alone):
-            continue
-        called = "unprofiled ones" + ("" if context is None else f" (context {context})")
-        rest = " without waits for data" if any(step.get("data_ns") for step in (*steps, *recorded)) else ""
-        warnings.append(
-            f"recorded steps were faster than {called}, {median(with_it) / 1e6:.4g} ms against"
-            f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}{rest}):"
-            " a profiler never speeds a step up, so something slowed the others down; measure again"
-        )
+    rest = " without waits for data" if any(step.get("data_ns") for step in (*steps, *recorded)) else ""
+    warnings, by_context = [], _without_data(recorded)
+    for context, alone in _without_data(steps).items():
+        with_it = by_context.get(context)
+        if with_it and median(with_it) < _FASTER * median(alone):
+            warnings.append(
+                f"recorded steps were faster than unprofiled ones{context}, {median(with_it) / 1e6:.4g} ms against"
+                f" {median(alone) / 1e6:.4g} ms (medians of {len(with_it)} and {len(alone)}{rest}):"
+                " a profiler never speeds a step up, so something slowed the others down; measure again"
+            )
     return warnings
 
 
-def _without_data(step: Mapping[str, int]) -> int:
-    """Return a step's time less its waiting for data, which comes in bursts, and which a profiler may well shorten."""
-    return step["step_ns"] - step.get("data_ns", 0)
+def _without_data(steps: Steps) -> dict[str, list[int]]:
+    """Return the times of each context's steps less waiting for data, by the words that name the context.
+
+    Such waits come in bursts, and a profiler may well shorten them.
+    """
+    times: dict[str, list[int]] = {}
+    for step in steps:
+        context = f" (context {step['context']})" if "context" in step else ""
+        times.setdefault(context, []).append(step["step_ns"] - step.get("data_ns", 0))
+    return times
 
 
 def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
@@ -246,12 +246,11 @@ def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
     return warnings
 
 
-def _warn_of_first(steps: Steps, where: str) -> list[str]:
+def _warn_of_first(times: Sequence[int], where: str) -> list[str]:
     """Say if the first steps stand out: longer than the median of the later half by a fifth and by five of its MADs.
 
     And longer than each step of that half: times that alternate between two values are not a warm-up.
     """
-    times = [_without_data(step) for step in steps]
     if len(times) < _FEWEST_TO_TELL_FIRST:
         return []
     later = times[len(times) // 2 :]
@@ -277,10 +276,9 @@ def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list
     """
     warnings = []
     profiled = manifest.profiled or Samples()
-    for timed in (manifest.clean, manifest.attached):
-        if timed is not None:
-            warnings += warn_of_times(timed.steps, timed.during, "unprofiled")
-            warnings += warn_of_gain(timed.steps, profiled.steps)
+    for timed in filter(None, (manifest.clean, manifest.attached)):
+        warnings += warn_of_times(timed.steps, timed.during, "unprofiled")
+        warnings += warn_of_gain(timed.steps, profiled.steps)
     said = {"compiled_graphs"} if knows_compilations else set()
     warnings += warn_of_counted({name: n for name, n in profiled.during.items() if name not in said}, "recorded")
     return warnings + warn_of_full_queue(manifest.loading)
