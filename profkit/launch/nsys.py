@@ -240,22 +240,16 @@ def build_export_argv(nsys: Path, report: Path, export: Path, options: Container
     return [str(nsys), "export", "--type=sqlite", "--quiet=true", *flags, f"--output={export}", str(report)]
 
 
-def parse_version(text: str) -> str | None:
-    """Return the version in the answer to ``nsys --version``, or None if there is none."""
-    version = re.search(r"version (\d[\w.\-]*)", text)
-    return version[1] if version else None
-
-
 def _started(path: Path) -> Nsys:
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolError(f"{path}: nsys does not start: {error}") from None
-    version = parse_version(done.stdout)
+    version = re.search(r"version (\d[\w.\-]*)", done.stdout)
     if done.returncode != 0 or version is None:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise ToolError(f"{path}: nsys does not start: {said[-1] if said else f'exit status {done.returncode}'}")
-    return Nsys(path, version)
+    return Nsys(path, version[1])
 
 
 def _version_in_path(path: Path) -> list[int]:
@@ -303,10 +297,6 @@ def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
     near = sorted(installation.glob("*/QdstrmImporter"))
     far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]
     return next((path for path in near + far if os.access(path, os.X_OK)), None)
-
-
-def build_import_argv(importer: Path, raw: Path, report: Path) -> list[str]:
-    return [str(importer), f"--input-file={raw}", f"--output-file={report}"]
 
 
 def lacking_libraries(importer: Path) -> list[str]:

@@ -25,7 +25,6 @@ from profkit.launch.family import Family
 from profkit.launch.nsys import (
     Nsys,
     build_export_argv,
-    build_import_argv,
     build_nsys_argv,
     find_importer,
     find_nsys,
@@ -244,8 +243,9 @@ def import_raw(raw: Path, report: Path, nsys: Path, log: IO[bytes]) -> None:
     if missing:
         cure = how_to_install(missing)
         raise ToolError(f"{importer} lacks {', '.join(missing)}: {cure} and run again; the raw capture is {raw}")
+    argv = [str(importer), f"--input-file={raw}", f"--output-file={report}"]
     for _ in range(_IMPORTS):
-        status = run_tool(build_import_argv(importer, raw, report), os.environ, log)
+        status = run_tool(argv, os.environ, log)
         if status == 0 and report.exists():
             raw.unlink()
             return

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -144,7 +144,7 @@ def record_run(
     manifest = replace(begin_manifest(target, nsys, command, secret_names), job=job)
     _keep_manifest(run, manifest, is_first=True)
     gpus_before = read_gpu_state()
-    recording = _Recording(target, nsys, run, manifest, progress=progress, say=say)
+    recording = _Recording(target, nsys, run, manifest, progress, say)
     try:
         recording.make_passes()
     except BaseException as error:
@@ -173,31 +173,36 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
     return not hidden and any(any(root.glob(f"dev/{name}")) for name in _GPU_FILES)
 
 
+def _input_position() -> int | None:
+    """Return how far our standard input has been read if it can be read again, None of a pipe or a terminal."""
+    try:
+        return os.lseek(_STDIN, 0, os.SEEK_CUR)
+    except OSError:
+        return None
+
+
+@dataclass
 class _Recording:
     """The passes over a target, into the run directory ``run``."""
 
-    def __init__(
-        self, target: Target, nsys: Nsys | None, run: Path, manifest: Manifest, *, progress: Progress, say: Say
-    ) -> None:
-        self._run = run
-        self._target = target
-        self._nsys = nsys
-        self.manifest = manifest
-        self._progress = progress
-        self._say_plainly = say
-        self._is_alone = manifest.job is None
-        self._input_start = _input_position()
-        self._done: list[Outcome] = []
-        self._made_anew: list[Outcome] = []
-        self._took_s = 0.0
-        self._has_own_caches = False
-        self._may_not_compile = False
-        self._compiled_before: dict[Path, int] = {}
-        self._uncollected: list[str] = []
-        """Which ranks' reports of the last pass could not be collected, and why."""
+    target: Target
+    nsys: Nsys | None
+    run: Path
+    manifest: Manifest
+    progress: Progress
+    say: Say
+    _input_start: int | None = field(default_factory=_input_position)
+    _done: list[Outcome] = field(default_factory=list)
+    _made_anew: list[Outcome] = field(default_factory=list)
+    _took_s: float = 0.0
+    _has_own_caches: bool = False
+    _may_not_compile: bool = False
+    _compiled_before: dict[Path, int] = field(default_factory=dict)
+    _uncollected: list[str] = field(default_factory=list)
+    """Which ranks' reports of the last pass could not be collected, and why."""
 
     def make_passes(self) -> None:
-        passes, tried = list(self._target.passes), None
+        passes, tried = list(self.target.passes), None
         while passes:
             last = passes.pop(0)
             outcome = self._make_pass(last)
@@ -215,72 +220,73 @@ class _Recording:
                 break
 
     def _say(self, line: str) -> None:
-        self._say_plainly(f"{self._target.name}: {line}")
+        self.say(f"{self.target.name}: {line}")
 
     def conclude(self, gpus_before: GpuState, gpus_after: GpuState) -> Recorded:
         last = self._done[-1]
         has_failed = last.exit_status != 0
         counted = [outcome for outcome in self._done if all(outcome is not other for other in self._made_anew)]
         reason = last.reason
-        if reason is None and not has_failed and len(counted) < len(self._target.passes):
-            reason = why_no_step(last.processes, last.order)
         if has_failed:
             reason = last.what_failed or reason
+        elif reason is None and len(counted) < len(self.target.passes):
+            reason = why_no_step(last.processes, last.order)
         manifest = replace(self.manifest, gpus=describe_gpus(gpus_before, gpus_after))
         disturbed = warn_of_used_gpus(gpus_before, gpus_after, last.processes, os.environ)
         warnings = (*self._what_lacks(counted), *disturbed, *self._doubts(manifest))
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
-            why = reason or last.what_failed or f"exit status {last.exit_status}"
-            _mark_failed(self._run, replace(manifest, status="failed", reason=why))
+            why = reason or f"exit status {last.exit_status}"
+            _mark_failed(self.run, replace(manifest, status="failed", reason=why))
         else:
-            _keep_manifest(self._run, replace(manifest, status="complete"))
-        has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self._run).traces)
+            _keep_manifest(self.run, replace(manifest, status="complete"))
+        has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self.run).traces)
         has_kernels = has_trace and self._sees_kernels(last)
-        return Recorded(self._run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
+        return Recorded(self.run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
 
     def _what_lacks(self, counted: Sequence[Outcome]) -> list[str]:
         last = self._done[-1]
         # Of a job's runs, many hold light records alone where --ranks chooses some ranks.
-        judged = [outcome for outcome in counted if self._is_alone or not are_left_out(outcome.processes)]
+        is_alone = self.manifest.job is None
+        judged = [outcome for outcome in counted if is_alone or not are_left_out(outcome.processes)]
         missing = [text for outcome in judged for text in shortfalls(outcome, is_last=outcome is last)]
         ranks = [failure for failure in last.failures if last.exit_status != 0 and failure.rank is not None]
         failed = [f"rank {failure.rank} failed: {failure.error}" for failure in ranks]
-        return [*lost_events(self._run), *self._uncollected, *missing, *failed]
+        return [*lost_events(self.run), *self._uncollected, *missing, *failed]
 
     def _doubts(self, manifest: Manifest) -> list[str]:
         knows_compilations = False
         with suppress(RunError):  # a full disk may have left half a line
-            knows_compilations = bool(read_compiled_code(self._run / COMPILED).compilations)
+            knows_compilations = bool(read_compiled_code(self.run / COMPILED).compilations)
         return warn_of_run(manifest, knows_compilations=knows_compilations)
 
     def _make_pass(self, planned: Pass) -> Outcome:
-        if self._done and self._target.reads_input and self._input_start is not None:
+        if self._done and self.target.reads_input and self._input_start is not None:
             os.lseek(_STDIN, self._input_start, os.SEEK_SET)
-        order = replace(planned.order, run=str(self._run.resolve()))
+        order = replace(planned.order, run=str(self.run.resolve()))
         words = [word.replace("{run}", order.run) for word in planned.argv]
         environment = build_environment({**os.environ, **planned.environment}, order)
         self._has_own_caches = bool(planned.environment)
-        self._compiled_before = {path: path.stat().st_size for path in self._run.glob(_COMPILED)}
+        self._compiled_before = {path: path.stat().st_size for path in self.run.glob(_COMPILED)}
         began = monotonic()
-        if order.recorder == "nsys" and self._nsys is not None:
-            status = self._run_in_nsys(words, environment, self._nsys, by_rank=order.ranks is not None)
+        if order.recorder == "nsys" and self.nsys is not None:
+            status = self._run_in_nsys(words, environment, self.nsys, by_rank=order.ranks is not None)
         else:
             with self._shown(_DOING[order.recorder]):
-                status = run_child(words, environment, reads_input=self._target.reads_input)
+                status = run_child(words, environment, reads_input=self.target.reads_input)
         self._took_s = monotonic() - began
-        refused = finish_traces(self._run)
-        processes = tuple(_with_refusal(process, refused) for process in take_processes(self._run))
-        reason = why_nothing(self._run, processes, order)
-        attached = take_attached(self._run)
+        refused = finish_traces(self.run)
+        processes = tuple(_with_refusal(process, refused) for process in take_processes(self.run))
+        reason = why_nothing(self.run, processes, order)
+        attached = take_attached(self.run)
         if reason is not None and not processes:
-            reason = why_no_process(self._run, attached, status) or reason
-        outcome = Outcome(order, status, processes, take_failures(self._run), _take_losses(self._run), reason)
+            reason = why_no_process(self.run, attached, status) or reason
+        outcome = Outcome(order, status, processes, take_failures(self.run), _take_losses(self.run), reason)
         self._done.append(outcome)
         return outcome
 
     def _run_in_nsys(self, words: list[str], environment: Mapping[str, str], nsys: Nsys, *, by_rank: bool) -> int:
-        run = self._run
+        run = self.run
         with (
             open_log(run) as log,
             open_session(nsys, run / NSYS_REPORT, log, uses_cuda=self._uses_cuda()) as session,
@@ -290,7 +296,7 @@ class _Recording:
                     status = session.start_ranks(words, environment)
                 else:
                     with self._shown(_DOING["nsys"]):
-                        status = session.start(words, environment, reads_input=self._target.reads_input)
+                        status = session.start(words, environment, reads_input=self.target.reads_input)
             except KeyboardInterrupt:
                 # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
                 with uninterrupted(), suppress(ToolError):
@@ -300,15 +306,15 @@ class _Recording:
         return status
 
     def _collect(self, session: NsysSession, *, by_rank: bool) -> None:
-        with self._progress(_EXPORTING):
+        with self.progress(_EXPORTING):
             if by_rank:
                 self._uncollected = session.collect_ranks()
-            elif has_recorded(self._run):
+            elif has_recorded(self.run):
                 session.collect()
 
     def _shown(self, doing: str) -> AbstractContextManager[object]:
         """Show what is done, unless the target may read from the terminal meanwhile."""
-        return nullcontext() if self._target.reads_input else self._progress(doing)
+        return nullcontext() if self.target.reads_input else self.progress(doing)
 
     def _another_try(self) -> AnotherTry | None:
         """Return how to make the last pass anew, having removed what it recorded; None if that is not done."""
@@ -341,9 +347,9 @@ class _Recording:
         return bool(again.caches) or self._done[-1].order.recorder != "memory"
 
     def _why_not(self, again: AnotherTry) -> str | None:
-        if not self._is_alone:
+        if self.manifest.job is not None:
             return "the job's other machines do not run it again"
-        return self._why_not_by_itself() or why_not_twice(self._target.argv, self._run / MANIFEST, self._run)
+        return self._why_not_by_itself() or why_not_twice(self.target.argv, self.run / MANIFEST, self.run)
 
     def _decline(self, why: str) -> None:
         """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
@@ -356,28 +362,20 @@ class _Recording:
     def _clear_last(self) -> None:
         self._made_anew.append(self._done[-1])
         recorded = _OF_MEMORY if self._done[-1].order.recorder == "memory" else ("trace.*", WORK)
-        for path in [path for pattern in recorded for path in self._run.glob(pattern)]:
+        for path in [path for pattern in recorded for path in self.run.glob(pattern)]:
             path.unlink()
-        for path in self._run.glob(_COMPILED):
+        for path in self.run.glob(_COMPILED):
             os.truncate(path, self._compiled_before.get(path, 0))
 
     def _sees_kernels(self, outcome: Outcome) -> bool:
-        if self._nsys is None:
+        if self.nsys is None:
             return True
-        return outcome.processes[0].device == "cuda" and "cuda" in self._nsys.options.traces
+        return outcome.processes[0].device == "cuda" and "cuda" in self.nsys.options.traces
 
     def _uses_cuda(self) -> bool:
         """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""
         shown = [outcome.processes[0].device for outcome in self._done if outcome.processes]
         return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
-
-
-def _input_position() -> int | None:
-    """Return how far our standard input has been read if it can be read again, None of a pipe or a terminal."""
-    try:
-        return os.lseek(_STDIN, 0, os.SEEK_CUR)
-    except OSError:
-        return None
 
 
 def _take_losses(run: Path) -> tuple[float, ...]:

@@ -181,35 +181,23 @@ class CodeGeneration:
     def _note(self, ir_nodes: list[Any], kernel: str, *, is_extern: bool) -> None:
         try:
             graph = _current_graph()
-            if graph is None:
-                return
-            written = self._written.setdefault(graph, _Written())
-            written.reported = kernel
-            owners = [(node, owner) for node in ir_nodes if (owner := _owner(node)) is not None]
-            owning = [owner for _, owner in owners]
-            computed = (
-                owning if is_extern else [computed_node for node in ir_nodes for computed_node in _computed(node)]
-            )
-            # A constant that many operators share says where the first of them is, not what this launch computes.
-            origins = tuple(
-                map(
-                    origin_of,
-                    _in_order(
-                        [computed_node for computed_node in computed if not _is_constant(computed_node)] or computed
-                    ),
-                )
-            )
-            # A Triton kernel of the program's own writes into its arguments, and is no buffer.
-            buffers = {
-                node.get_name(): origin_of(owner) for node, owner in owners if getattr(node, "name", "") is not None
-            }
-            written.records.append(Record(kernel, is_extern, origins, buffers))
-            written.nodes.append(
-                {computed_node for node in ir_nodes for computed_node in getattr(node, "origins", ())} | {*owning}
-            )
-            written.are_calls.append(is_extern or any(map(_is_template, ir_nodes)))
+            if graph is not None:
+                _write_down(self._written.setdefault(graph, _Written()), ir_nodes, kernel, is_extern=is_extern)
         except Exception as error:
             self._failed(error)
+
+
+def _write_down(written: _Written, ir_nodes: list[Any], kernel: str, *, is_extern: bool) -> None:
+    owners = [(node, owner) for node in ir_nodes if (owner := _owner(node)) is not None]
+    owning = [owner for _, owner in owners]
+    computed = owning if is_extern else [operator for node in ir_nodes for operator in _computed(node)]
+    origins = tuple(map(origin_of, _in_order(_without_constants(computed))))
+    # A Triton kernel of the program's own writes into its arguments, and is no buffer.
+    buffers = {node.get_name(): origin_of(owner) for node, owner in owners if getattr(node, "name", "") is not None}
+    written.reported = kernel
+    written.records.append(Record(kernel, is_extern, origins, buffers))
+    written.nodes.append({*owning, *(operator for node in ir_nodes for operator in getattr(node, "origins", ()))})
+    written.are_calls.append(is_extern or any("Template" in type(node).__name__ for node in ir_nodes))
 
 
 def origin_of(node: Any) -> Origin:
@@ -223,13 +211,9 @@ def origin_of(node: Any) -> Origin:
     modules, line = modules_of(meta), line_of(meta.get("stack_trace"))
     if not modules and _operator(target) in _PRODUCTS:
         # Inductor made one of a product and a sum, and kept what the sum came from: the product's input tells.
-        views = [
-            argument
-            for argument in args[-2:]
-            if hasattr(argument, "meta") and _is_view(argument) and modules_of(argument.meta)
-        ]
-        if views:
-            modules, line = modules_of(views[0].meta), line_of(views[0].meta.get("stack_trace"))
+        for given in args[-2:]:
+            if not modules and hasattr(given, "meta") and _is_view(given) and modules_of(given.meta):
+                modules, line = modules_of(given.meta), line_of(given.meta.get("stack_trace"))
     return Origin(modules, line, _operator(target))
 
 
@@ -274,29 +258,9 @@ _PRODUCTS = frozenset({"aten.addmm", "aten.baddbmm"})
 
 # They compute nothing: they make no kernel by themselves, and are drawn into that of whoever reads their result.
 _VIEWS = frozenset(
-    {
-        "split_with_sizes",
-        "unbind",
-        "slice",
-        "view_as_real",
-        "_unsafe_view",
-        "view_as_complex",
-        "select",
-        "expand",
-        "split",
-        "squeeze",
-        "permute",
-        "unsqueeze",
-        "diagonal",
-        "view",
-        "detach",
-        "as_strided",
-        "unfold",
-        "alias",
-        "reshape",
-        "transpose",
-        "t",
-    }
+    {"_unsafe_view", "alias", "as_strided", "detach", "diagonal", "expand", "permute", "reshape", "select", "slice"}
+    | {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"}
+    | {"view_as_complex", "view_as_real"}
 )
 
 
@@ -314,6 +278,14 @@ def _is_constant(node: Any, inputs: int = 4) -> bool:
     return inputs > 0 and all(_is_constant(given, inputs - 1) for given in node.all_input_nodes)
 
 
+def _without_constants(operators: list[Any]) -> list[Any]:
+    """Leave constants out, unless there is nothing else.
+
+    One that many operators share says where the first of them is, not what a launch computes.
+    """
+    return [operator for operator in operators if not _is_constant(operator)] or operators
+
+
 def _computed(ir_node: Any) -> Iterable[Any]:
     """Return the operators that a node of a fused kernel computes: its own, and those drawn into it."""
     origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function" and not _is_view(node)]
@@ -327,7 +299,7 @@ def _owner(ir_node: Any) -> Any | None:
     if owner is not None:
         return owner
     origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function"]
-    computed = _in_order([node for node in origins if not _is_constant(node)] or origins)
+    computed = _in_order(_without_constants(origins))
     return computed[-1] if computed else None
 
 
@@ -340,10 +312,6 @@ def _in_order(nodes: Iterable[Any]) -> list[Any]:
 
 def _operator(target: Any) -> str:
     return str(getattr(target, "overloadpacket", None) or getattr(target, "__name__", target))
-
-
-def _is_template(ir_node: Any) -> bool:
-    return "Template" in type(ir_node).__name__
 
 
 def _ir_nodes(schedule: Any) -> list[Any]:

@@ -113,11 +113,11 @@ class CompiledCode:
         traced = self._traced.current()
         operators = () if traced is None else traced.operators
         taken, text = self._generation.take(), path.read_text()
-        if taken is not None:
-            known: Known | None = Known(*taken, operators)
-            self._sidecars.keep(path, text, Known(*taken, operators))
-        else:
+        if taken is None:
             known = self._sidecars.find(path, text, operators)
+        else:
+            known = Known(*taken, operators)
+            self._sidecars.keep(path, text, known)
         file = read_generated_file(text)
         self._graphs += 1
         self._unknown += known is None and bool(file.sites)
@@ -129,14 +129,7 @@ class CompiledCode:
             self._written.add(graph.id)
             append_records(self._records, [graph])
         loaded[graph.id] = {launch.line: launch for launch in graph.launches}
-        owners = {
-            site.line: tuple(
-                dict.fromkeys(origin.modules for origin in record.origins if origin.modules or origin.line)
-            )
-            for site, record in matched
-            if record is not None
-        }
-        place = LoadedGraph(graph.id, traced, {site.line: owners.get(site.line, ()) for site in file.sites})
+        place = LoadedGraph(graph.id, traced, {site.line: _owners_of(record) for site, record in matched})
         entries = Entries(traced, self._hooks, self._failed, is_backward=graph.is_backward)
         around = _Ranges(place, entries, self._hooks, self._failed).around
         vars(module)["call"] = entries.watched(vars(module)["call"])
@@ -315,6 +308,11 @@ def _launch(
         masked_flops=0 if work is None else work.masked_flops,
         recomputed_flops=0 if work is None else work.recomputed_flops,
     )
+
+
+def _owners_of(record: Record | None) -> tuple[tuple[str, ...], ...]:
+    origins = () if record is None else record.origins
+    return tuple(dict.fromkeys(origin.modules for origin in origins if origin.modules or origin.line))
 
 
 def _name(origin: Origin, traced: TracedGraph | None) -> str:
