@@ -102,19 +102,16 @@ def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: f
         assert found.detail.endswith("2,000 ns of kernel time in 2 steps")
 
 
-def test_the_share_of_a_trace_of_operators_is_of_operator_time() -> None:
-    trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
-    assert " ns of operator time in " in line(trace, Budgets(max_shares=(("gemm", 1.0),))).detail
-
-
-def test_idle_time_is_of_as_many_steps_as_the_program_made(captures: Path) -> None:
-    (idle,) = lines(captures / "ddp.nsys2025.sqlite", Budgets(max_idle=1.0))
+def test_what_a_share_is_of_is_said(tmp_path: Path, captures: Path) -> None:
+    gemm = Budgets(max_shares=(("category:gemm", 1.0),))
+    operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
+    assert " ns of operator time in " in line(operators, gemm).detail
+    assert line(write_steps(tmp_path / "t.sqlite", [STEP]), gemm).detail.endswith("in 1 step")
+    without_steps = line(captures / "hooks.nsys2025.sqlite", gemm).detail
+    assert without_steps.endswith("of 188,895 ns of kernel time in the whole capture (it has no steps)")
+    # Both processes made the same two steps.
+    idle = line(captures / "ddp.nsys2025.sqlite", Budgets(max_idle=1.0))
     assert idle.detail == "of the GPUs' time in 2 steps, profiled"
-
-
-def test_one_step_is_not_several(tmp_path: Path) -> None:
-    path = write_steps(tmp_path / "t.sqlite", [STEP])
-    assert line(path, Budgets(max_shares=(("category:gemm", 1.0),))).detail.endswith("in 1 step")
 
 
 def test_a_category_points_to_a_range_with_a_similar_name(tmp_path: Path) -> None:
@@ -126,14 +123,11 @@ def test_a_category_points_to_a_range_with_a_similar_name(tmp_path: Path) -> Non
     assert not line(path, Budgets(max_shares=(("range:computing softmax", 0.3),))).held
 
 
-def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_can_mean_two_things_is_refused_and_the_share_of_what_no_kernel_has_fails(tmp_path: Path) -> None:
     path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
     with pytest.raises(UsageError, match="write category:gemm or range:gemm"):
         lines(path, Budgets(max_shares=(("gemm", 0.5),)))
-
-
-def test_the_share_of_a_category_that_no_kernel_has_fails(tmp_path: Path) -> None:
-    budget = line(write_steps(tmp_path / "t.sqlite", [STEP, STEP]), Budgets(max_shares=(("softmax", 1.0),)))
+    budget = line(path, Budgets(max_shares=(("softmax", 1.0),)))
     assert (budget.held, budget.measured) == (False, None)
     assert "no kernel has category 'softmax', and no range has this name" in budget.detail
 
@@ -154,11 +148,6 @@ def test_a_share_that_names_nothing_is_a_usage_error_with_near_names(tmp_path: P
     assert reason in done.stderr
 
 
-def test_without_steps_a_share_is_of_the_whole_capture(captures: Path) -> None:
-    found = line(captures / "hooks.nsys2025.sqlite", Budgets(max_shares=(("gemm", 1.0),)))
-    assert found.detail.endswith("of 188,895 ns of kernel time in the whole capture (it has no steps)")
-
-
 def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     """Have every trace's efficiency be this."""
 
@@ -176,18 +165,16 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     monkeypatch.setattr(budgets_module.OpenedTrace, "efficiency", lambda self: found)
 
 
-@pytest.mark.parametrize(("limit", "held"), [(0.4, True), (0.41, False)])
-def test_mfu_has_a_minimum(run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, held: bool) -> None:
-    efficiency(monkeypatch)
-    assert [(line.budget, line.held) for line in lines(run, Budgets(min_mfu=limit))] == [("min-mfu", held)]
-
-
-@pytest.mark.parametrize(("limit", "held"), [(0.44, True), (0.43, False)])
-def test_idle_has_a_maximum(tmp_path: Path, limit: float, held: bool) -> None:
+def test_mfu_has_a_minimum_and_idle_a_maximum(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of steps of 1,000 ns the GPU was idle for 440; without a run nobody knows the unprofiled time."""
-    (line,) = lines(write_two_steps(tmp_path / "t.sqlite"), Budgets(max_idle=limit))
-    assert (line.held, line.measured) == (held, 0.44)
-    assert line.detail == "of the GPUs' time in 2 steps, profiled"
+    trace = write_two_steps(tmp_path / "t.sqlite")
+    for limit, held in ((0.44, True), (0.43, False)):
+        idle = line(trace, Budgets(max_idle=limit))
+        assert (idle.held, idle.measured, idle.detail) == (held, 0.44, "of the GPUs' time in 2 steps, profiled")
+    efficiency(monkeypatch)
+    for limit, held in ((0.4, True), (0.41, False)):
+        mfu = line(run, Budgets(min_mfu=limit))
+        assert (mfu.budget, mfu.held) == ("min-mfu", held)
 
 
 @pytest.mark.parametrize(("unprofiled_ns", "idle"), [(800, 0.3), (1_120, 0.5), (5_600, 0.9), (500, 0.0)])
@@ -286,9 +273,21 @@ def test_without_unprofiled_steps_kernel_time_is_compared_with_the_baseline(tmp_
     assert (found.held, "an interval needs 5 on each side" in found.detail) == (False, True)  # though it is faster
 
 
+def snapshot_of(path: Path, *sizes: int) -> Path:
+    """Write the snapshot of a program that allocates these."""
+    allocator = ReferenceAllocator()
+    allocator.record()
+    for size in sizes:
+        allocator.malloc(size)
+    path.write_bytes(pickle.dumps(allocator.snapshot()))
+    return path
+
+
 def test_a_higher_peak_than_the_baselines_fails(tmp_path: Path) -> None:
-    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
-    assert not line(after, Budgets(), baseline=before).held
+    before, after = (snapshot_of(tmp_path / f"{more}.pickle", 32 * MIB + more) for more in (0, 512))
+    higher = line(after, Budgets(), baseline=before)
+    assert not higher.held
+    assert higher.detail.startswith("requested, by replay: 33,554,944 B, baseline 33,554,432 B (+512 B); allocated")
     assert line(before, Budgets(), baseline=after).held
     assert line(before, Budgets(), baseline=before).held
 
@@ -322,17 +321,6 @@ def test_the_same_program_at_other_addresses_has_no_higher_peak(tmp_path: Path) 
         f"requested, by replay: {requested:,} B, baseline {requested:,} B (+0 B);"
         f" allocated (depends on addresses too): {allocated[1]:,} B, baseline {allocated[0]:,} B"
     )
-
-
-def test_a_peak_that_is_higher_by_512_bytes_fails(tmp_path: Path) -> None:
-    for name, more in (("before.pickle", 0), ("after.pickle", 512)):
-        allocator = ReferenceAllocator()
-        allocator.record()
-        allocator.malloc(32 * MIB + more)
-        (tmp_path / name).write_bytes(pickle.dumps(allocator.snapshot()))
-    found = line(tmp_path / "after.pickle", Budgets(), baseline=tmp_path / "before.pickle")
-    assert not found.held
-    assert found.detail.startswith("requested, by replay: 33,554,944 B, baseline 33,554,432 B (+512 B); allocated")
 
 
 def test_memory_recorded_by_only_one_run_fails(tmp_path: Path, run: Path) -> None:

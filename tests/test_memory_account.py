@@ -161,9 +161,12 @@ def suspects(tmp_path: Path, steps: int, lives: Callable[[int], int], record_at:
 
 
 @pytest.mark.parametrize("record_at", [0, 10])
-@pytest.mark.parametrize("window", [1, 2, 3, 6])
-def test_a_sliding_window_is_no_leak(tmp_path: Path, window: int, record_at: int) -> None:
-    assert suspects(tmp_path, 20, lambda _: window, record_at) == []
+def test_a_sliding_window_is_no_leak_and_a_tensor_kept_every_few_steps_is_one(tmp_path: Path, record_at: int) -> None:
+    for window in (1, 2, 3, 6):
+        assert suspects(tmp_path, 20, lambda _, window=window: window, record_at) == []
+    for every in (1, 2, 3):
+        found = suspects(tmp_path, 20, lambda step, every=every: 0 if step % every else 100, record_at)
+        assert found == [(3 * MIB, every)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -179,20 +182,11 @@ def test_a_window_that_is_full_since_the_last_step_is_no_leak(tmp_path: Path, ev
     assert not read_snapshot(training.write(tmp_path)).memory().leaks.suspects
 
 
-def test_a_leak_among_results_that_live_for_a_while_is_a_leak(tmp_path: Path) -> None:
-    """In the last step more is freed than kept."""
-    lives = [100, 2, 100, 2, 100, 3, 100, 100, 3, 1, 100]
+def test_a_leak_is_told_from_results_that_live_for_a_while_and_from_what_only_the_first_steps_keep(
+    tmp_path: Path,
+) -> None:
+    lives = [100, 2, 100, 2, 100, 3, 100, 100, 3, 1, 100]  # in the last step more is freed than kept
     assert suspects(tmp_path, 11, lives.__getitem__)
-
-
-@pytest.mark.parametrize("record_at", [0, 10])
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_tensor_kept_every_few_steps_is_a_leak(tmp_path: Path, every: int, record_at: int) -> None:
-    found = suspects(tmp_path, 20, lambda step: 0 if step % every else 100, record_at)
-    assert found == [(3 * MIB, every)]
-
-
-def test_what_only_the_first_steps_keep_is_no_leak(tmp_path: Path) -> None:
     assert suspects(tmp_path, 8, lambda step: 100 if step < 3 else 0) == []
 
 
@@ -212,17 +206,9 @@ def test_without_a_history_the_first_warning_says_so(tmp_path: Path) -> None:
 
 def test_an_impossible_sequence_is_counted_and_its_peak_is_not_exact(tmp_path: Path) -> None:
     training = Training()
-    training.allocator.events.insert(
-        4,
-        {
-            "action": "free_requested",
-            "addr": 77,
-            "size": 5,
-            "stream": 0,
-            "time_us": training.allocator.events[3]["time_us"],
-            "frames": [],
-        },
-    )
+    events = training.allocator.events
+    odd = {"action": "free_requested", "addr": 77, "size": 5, "stream": 0, "frames": []}
+    events.insert(4, {**odd, "time_us": events[3]["time_us"]})
     result = read_snapshot(training.write(tmp_path)).memory()
     assert not result.totals.exact
     low, high = result.totals.bounds or (0, 0)
@@ -255,22 +241,8 @@ def test_an_old_snapshot_of_other_settings_is_not_exact(tmp_path: Path) -> None:
 
 def test_the_json_has_all_documented_keys(opened: OpenedSnapshot) -> None:
     data = json.loads(json.dumps(opened.memory().to_dict()))
-    assert {
-        "snapshot",
-        "device",
-        "allocated",
-        "reserved",
-        "requested",
-        "exact",
-        "bounds",
-        "history",
-        "peak",
-        "phases",
-        "fragmentation",
-        "oom",
-        "devices",
-        "warnings",
-    } <= set(data)
+    keys = "snapshot device allocated reserved requested exact bounds history peak phases fragmentation oom devices"
+    assert {*keys.split(), "warnings"} <= set(data)
     assert set(data["allocated"]) == {"peak_bytes", "peak_time_us", "end_bytes"}
     assert set(data["reserved"]) == {"peak_bytes", "end_bytes"}
     assert {"complete", "events", "reason"} <= set(data["history"])

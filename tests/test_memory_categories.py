@@ -10,7 +10,6 @@ import pytest
 
 from profkit import read_snapshot
 from profkit.analysis.memory.categories import category_of_stack
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
 from tests.allocator_reference import MIB, Block
@@ -18,9 +17,9 @@ from tests.captures import capture
 from tests.memory_captures import Training, assert_books_close, sizes
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> OpenedSnapshot:
-    return read_snapshot(Training().write(tmp_path))
+def found_in(training: Training, folder: Path) -> dict[str, int]:
+    """Return the bytes of each category."""
+    return sizes(read_snapshot(training.write(folder)).memory())
 
 
 def test_a_real_training_run_has_the_expected_categories() -> None:
@@ -68,8 +67,8 @@ def test_file_names_of_compiled_code_by_the_installed_torch_are_recognised() -> 
         assert StackFacts((("call", path, 90), ("forward", "train.py", 12))).user == (("forward", "train.py", 12),)
 
 
-def test_a_training_step_gets_its_categories_from_stack_and_lifetime(opened: OpenedSnapshot) -> None:
-    result = opened.memory()
+def test_a_training_step_gets_its_categories_from_stack_and_lifetime(tmp_path: Path) -> None:
+    result = read_snapshot(Training().write(tmp_path)).memory()
     assert_books_close(result)
     assert result.composition.phase == "backward"
     assert sizes(result) == {
@@ -112,29 +111,25 @@ def test_metadata_names_the_owner_and_the_category_stays_a_guess(tmp_path: Path,
 def test_without_phases_an_alloc_without_frames_belongs_to_backward(tmp_path: Path) -> None:
     training = Training()
     training.annotations = [one for one in training.annotations if one["name"].startswith("Optimizer")]
-    found = sizes(read_snapshot(training.write(tmp_path)).memory())
+    found = found_in(training, tmp_path)
     assert found["gradients"] == 8 * MIB
     assert found["activations"] == 12 * MIB
 
 
 @pytest.mark.parametrize("size", [MIB, 32 * MIB])
 def test_kept_tensors_of_a_workspaces_size_are_no_workspace(tmp_path: Path, size: int) -> None:
-    training = Training(steps=1)
+    """A library made a single one alone; a workspace is asked for within a product, whose own memory comes first."""
+    several, one = Training(steps=1), Training(steps=1)
     for step in range(2):
-        training.mark("START", f"step {step + 1}")
-        training.malloc(size, "forward")
-        training.mark("END", f"step {step + 1}")
-    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
-
-
-def test_one_kept_tensor_of_a_workspaces_size_is_no_workspace(tmp_path: Path) -> None:
-    """A library made it alone; a workspace is asked for within a product, whose own memory comes first."""
-    training = Training(steps=1)
-    training.mark("START", "step 1")
-    training.malloc(3000, "data")
-    training.malloc(32 * MIB, "forward")
-    training.mark("END", "step 1")
-    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
+        several.mark("START", f"step {step + 1}")
+        several.malloc(size, "forward")
+        several.mark("END", f"step {step + 1}")
+    one.mark("START", "step 1")
+    one.malloc(3000, "data")
+    one.malloc(32 * MIB, "forward")
+    one.mark("END", "step 1")
+    assert "workspace" not in found_in(several, tmp_path)
+    assert "workspace" not in found_in(one, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +155,7 @@ def test_temporaries_of_module_apply_are_no_parameters(tmp_path: Path) -> None:
     training.mark("START", "forward")
     training.allocator.free(training.malloc(100 * MIB, "model"))
     training.mark("END", "forward")
-    assert sizes(read_snapshot(training.write(tmp_path)).memory())["temporaries"] == 100 * MIB
+    assert found_in(training, tmp_path)["temporaries"] == 100 * MIB
 
 
 FUNCTIONAL = ("conv2d", "/x/lib/python3.12/site-packages/torch/nn/functional.py", 9)
@@ -204,12 +199,7 @@ def test_lines_that_fx_recorded_name_the_stack_of_its_code(tmp_path: Path) -> No
     for line in (8, 9):
         training.malloc(40 * MIB, "mask")
         training.allocator.events[-1]["frames"] = [
-            {
-                "name": "forward",
-                "filename": "/tmp/fx_generated_abc.py",
-                "line": line,
-                "fx_original_trace": trace,
-            },
+            {"name": "forward", "filename": "/tmp/fx_generated_abc.py", "line": line, "fx_original_trace": trace},
             {"name": "__call__", "filename": "/x/site-packages/torch/fx/graph_module.py", "line": 3},
             {"name": "main", "filename": "train.py", "line": 7},
         ]
@@ -233,22 +223,18 @@ def _backward_pass(training: Training, sizes: list[int]) -> list[Block]:
     return made
 
 
-def test_a_workspace_is_found_among_shorter_requests_of_its_size(tmp_path: Path) -> None:
-    """cuDNN asks for as many bytes for each convolution, and frees them at once."""
-    training = Training(steps=1)
-    _backward_pass(training, [3000, 32 * MIB])
-    for block in _backward_pass(training, [32 * MIB, 32 * MIB]):
-        training.allocator.free(block)
-    assert sizes(read_snapshot(training.write(tmp_path)).memory())["workspace"] == 32 * MIB
-
-
-def test_a_gradient_of_a_workspaces_size_that_is_made_in_every_step_is_no_workspace(tmp_path: Path) -> None:
-    training = Training(steps=1)
+def test_a_workspace_is_told_from_other_requests_of_its_size(tmp_path: Path) -> None:
+    shorter = Training(steps=1)  # cuDNN asks for as many bytes for each convolution, and frees them at once
+    _backward_pass(shorter, [3000, 32 * MIB])
+    for block in _backward_pass(shorter, [32 * MIB, 32 * MIB]):
+        shorter.allocator.free(block)
+    assert found_in(shorter, tmp_path)["workspace"] == 32 * MIB
+    anew = Training(steps=1)  # a gradient that is made in every step
     for _ in range(2):
-        _, gradient = _backward_pass(training, [3000, 32 * MIB])
-        training.allocator.free(gradient)
-    _backward_pass(training, [3000, 32 * MIB])
-    assert "workspace" not in sizes(read_snapshot(training.write(tmp_path)).memory())
+        _, gradient = _backward_pass(anew, [3000, 32 * MIB])
+        anew.allocator.free(gradient)
+    _backward_pass(anew, [3000, 32 * MIB])
+    assert "workspace" not in found_in(anew, tmp_path)
 
 
 def test_unknown_purposes_are_a_warning_only_where_a_run_could_still_record_them(tmp_path: Path) -> None:

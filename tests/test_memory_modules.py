@@ -70,6 +70,11 @@ class Layers(Training):
             self.held = self.count()
         return block
 
+    def put_with(self, text: str, size: int) -> None:
+        """Allocate with this text in the event."""
+        self.put(size)
+        self.allocator.events[-1]["user_metadata"] = text
+
     def drop(self, *blocks: Block) -> None:
         for block in blocks:
             self.allocator.free(block)
@@ -166,21 +171,17 @@ def test_siblings_that_differ_only_in_a_number_share_a_row(tmp_path: Path) -> No
     shown = render(build_memory_document(result, by="module"), "table").splitlines()
     assert max(map(len, shown)) <= 80
     assert [line[:20].rstrip() for line in shown if "×3" in line and "mlp" in line] == ["  mlp ×3"]
+    few = render(build_memory_document(result, by="module", top=3), "table")
+    assert "5 smaller rows counted in those around them" in few
+    assert ("mlp ×3" in few, "attn ×3" in few) == (True, False)
 
 
 def test_equal_allocations_of_like_modules_share_a_line(tmp_path: Path) -> None:
-    groups = {(row.owner, row.count) for row in at_peak(Layers(), tmp_path).largest_groups}
-    assert {("h.*.mlp", 3), ("h.*.attn.weight", 3)} <= groups
+    at = at_peak(Layers(), tmp_path)
+    assert {("h.*.mlp", 3), ("h.*.attn.weight", 3)} <= {(row.owner, row.count) for row in at.largest_groups}
+    assert "wte.weight, head.weight (tied)" in {row.owner for row in at.largest}
     one = {row.owner for row in at_peak(Layers(), tmp_path, stack="h.1.attn.weight").largest_groups}
     assert one == {"h.1.attn.weight"}
-
-
-def test_only_the_largest_modules_are_shown_and_the_rest_is_counted_around_them(tmp_path: Path) -> None:
-    result = read_snapshot(Layers().write_run(tmp_path)).memory()
-    shown = render(build_memory_document(result, by="module", top=3), "table")
-    assert "5 smaller rows counted in those around them" in shown
-    assert "mlp ×3" in shown
-    assert "attn ×3" not in shown
 
 
 def test_what_a_filter_leaves_out_is_one_line_without_a_use(tmp_path: Path) -> None:
@@ -211,11 +212,6 @@ def test_a_saved_tensor_without_a_name_bears_the_module_that_made_it(tmp_path: P
     assert ("activations", "h.*.attn", 3) in {(row.category, row.owner, row.count) for row in at.largest_groups}
     (row,) = [row for row in at.by_module if row.name == "h.1.attn"]
     assert row.categories["activations"] == 90 * MIB
-
-
-def test_tied_weights_are_called_so(tmp_path: Path) -> None:
-    owners = {row.owner for row in at_peak(Layers(), tmp_path).largest}
-    assert "wte.weight, head.weight (tied)" in owners
 
 
 def test_a_bucket_of_gradients_is_split_among_its_modules(tmp_path: Path) -> None:
@@ -302,40 +298,32 @@ def test_the_module_of_a_tensor_is_what_its_name_says(
 def test_a_module_that_is_called_model_is_not_the_outermost_one(tmp_path: Path) -> None:
     training = Layers(steps=0)
     training.own(training.put(50 * MIB), "parameter", "model.layers.0.weight")
-    for text in ("profkit:forward:model/model", "profkit:forward:model/model.layers.0", "profkit:forward:model/"):
-        training.put(60 * MIB)
-        training.allocator.events[-1]["user_metadata"] = text
+    for module in ("model/model", "model/model.layers.0", "model/"):
+        training.put_with(f"profkit:forward:{module}", 60 * MIB)
     rows = {row.path: row.own_bytes for row in at_peak(training, tmp_path).by_module}
     assert rows["model", "model"] == 60 * MIB
     assert rows["model", "model", "layers", "0"] == 110 * MIB
     assert rows["model",] >= 60 * MIB
 
 
-def test_a_workspace_is_no_modules(tmp_path: Path) -> None:
+def test_a_workspace_and_the_buckets_of_a_wrapper_are_no_modules(tmp_path: Path) -> None:
     training = Layers(steps=1)
+    training.put(150 * MIB, stack="bucket")
     with training.inside("forward", "forward"), training.inside("h.0.attn"):
         product = training.put(100 * MIB)
         training.put(32 * MIB)
+        training.put(200 * MIB, stack="bucket")
     training.drop(product)
     rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
     assert rows["workspace"] == {"workspace": 32 * MIB}
+    assert rows["communication"] == {"communication": 150 * MIB}
     assert "workspace" not in rows["h.0.attn"]
-
-
-def test_the_buckets_of_a_wrapper_are_no_modules(tmp_path: Path) -> None:
-    training = Layers(steps=0)
-    training.put(100 * MIB, stack="bucket")
-    with training.inside("forward", "forward"), training.inside("h.0"):
-        training.put(200 * MIB, stack="bucket")
-    rows = {row.name: row.categories for row in at_peak(training, tmp_path).by_module}
-    assert rows["communication"] == {"communication": 100 * MIB}
-    assert rows["h.0"]["communication"] == 200 * MIB
+    assert rows["h.0.attn"]["communication"] == 200 * MIB
 
 
 def test_a_name_of_a_million_parts_makes_no_million_rows(tmp_path: Path) -> None:
     training = Layers(steps=0)
-    training.put(60 * MIB)
-    training.allocator.events[-1]["user_metadata"] = "profkit:forward:" + "a." * 1_000_000
+    training.put_with("profkit:forward:" + "a." * 1_000_000, 60 * MIB)
     assert len(at_peak(training, tmp_path).by_module) < 100
 
 
@@ -343,18 +331,11 @@ def test_two_models_have_a_tree_each(tmp_path: Path) -> None:
     training = Layers(steps=0)
     for name in ("netG/main.0.weight", "netD/main.0.weight", "netD/scale"):
         training.own(training.put(50 * MIB), "parameter", name)
-    training.put(60 * MIB)
-    training.allocator.events[-1]["user_metadata"] = "profkit:forward:netD/main.1"
-    training.put(70 * MIB)
-    training.allocator.events[-1]["user_metadata"] = "profkit:forward:netD/"
+    training.put_with("profkit:forward:netD/main.1", 60 * MIB)
+    training.put_with("profkit:forward:netD/", 70 * MIB)
     rows = {row.name: row for row in at_peak(training, tmp_path).by_module}
-    assert {name: rows[name].bytes for name in ("netG", "netD", "netD/main", "netD/main.0", "netD/main.1")} == {
-        "netG": 50 * MIB,
-        "netD": 230 * MIB,
-        "netD/main": 110 * MIB,
-        "netD/main.0": 50 * MIB,
-        "netD/main.1": 60 * MIB,
-    }
+    names = ("netG", "netD", "netD/main", "netD/main.0", "netD/main.1")
+    assert [rows[name].bytes // MIB for name in names] == [50, 230, 110, 50, 60]
     assert rows["netD"].own_bytes == 120 * MIB
 
 
@@ -370,8 +351,7 @@ def test_two_models_have_a_tree_each(tmp_path: Path) -> None:
 )
 def test_the_text_in_an_event_says_its_module_and_phase(tmp_path: Path, text: str, where: str, phase: str) -> None:
     training = Layers(steps=0)
-    training.put(200 * MIB)
-    training.allocator.events[-1]["user_metadata"] = text
+    training.put_with(text, 200 * MIB)
     at = at_peak(training, tmp_path)
     own = {row.name: row.own_bytes for row in at.by_module}
     assert own[where] >= 200 * MIB
@@ -443,16 +423,13 @@ def test_by_shows_one_table_and_csv_holds_it_exactly(tmp_path: Path, by: str) ->
         assert all(sum(int(row[kind]) for kind in kinds) == int(row["bytes"]) for row in rows)
 
 
-def test_where_modules_are_known_a_line_says_how_to_see_them(tmp_path: Path) -> None:
-    assert "--by module shows what each module held" in run_command("memory", Layers().write_run(tmp_path)).stdout
-    assert "--by module" not in run_command("memory", capture("small.pickle")).stdout
-
-
-def test_json_has_the_tree_of_modules(tmp_path: Path) -> None:
-    data = json.loads(run_command("memory", Layers().write_run(tmp_path), "--format", "json").stdout)
-    rows = {tuple(row["path"]): row for row in data["peak"]["by_module"]}
-    row = rows["model", "h", "0", "attn"]
+def test_json_has_the_tree_of_modules_and_a_line_says_how_to_see_it(tmp_path: Path) -> None:
+    run = Layers().write_run(tmp_path)
+    data = json.loads(run_command("memory", run, "--format", "json").stdout)
+    row = next(row for row in data["peak"]["by_module"] if row["path"] == ["model", "h", "0", "attn"])
     assert row["module"] == "h.0.attn"
     assert set(row) == {"module", "path", "bytes", "share", "count", "own_bytes", "categories", "evidence"}
     assert sum(row["categories"].values()) == sum(row["evidence"].values()) == row["bytes"]
     assert set(data["peak"]["by_phase"][0]) == {"phase", "bytes", "share", "count", "categories"}
+    assert "--by module shows what each module held" in run_command("memory", run).stdout
+    assert "--by module" not in run_command("memory", capture("small.pickle")).stdout

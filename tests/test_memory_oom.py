@@ -33,13 +33,18 @@ def allocator() -> ReferenceAllocator:
     return made
 
 
-def test_too_little_memory_for_the_live_blocks_is_a_lack_of_capacity(allocator: ReferenceAllocator) -> None:
-    for _ in range(3):
-        allocator.malloc(100 * MIB)
-    verdict = failed(allocator, 80 * MIB, device_free=50 * MIB)
-    assert verdict.cause == "capacity"
-    assert verdict.short_bytes == 30 * MIB
-    assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
+def test_too_little_memory_for_the_live_blocks_is_a_lack_of_capacity_that_no_setting_helps(
+    allocator: ReferenceAllocator,
+) -> None:
+    expandable = ReferenceAllocator(expandable=True)
+    expandable.record()
+    for recorded in (allocator, expandable):  # settings that are on already are no advice
+        for _ in range(3):
+            recorded.malloc(100 * MIB)
+        verdict = failed(recorded, 80 * MIB, device_free=50 * MIB)
+        assert (verdict.cause, verdict.fitting_settings) == ("capacity", ())
+        assert verdict.short_bytes == 30 * MIB
+        assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
 
 
 def test_fragmentation_names_the_blocks_that_keep_the_segment(allocator: ReferenceAllocator) -> None:
@@ -68,21 +73,6 @@ def test_only_settings_that_let_the_request_through_are_named(allocator: Referen
     assert verdict.fitting_settings == ("expandable_segments:True",)
 
 
-def test_a_lack_of_capacity_is_helped_by_no_setting(allocator: ReferenceAllocator) -> None:
-    for _ in range(3):
-        allocator.malloc(100 * MIB)
-    assert failed(allocator, 80 * MIB, device_free=50 * MIB).fitting_settings == ()
-
-
-def test_settings_that_are_on_already_are_no_advice() -> None:
-    allocator = ReferenceAllocator(expandable=True)
-    allocator.record()
-    for _ in range(3):
-        allocator.malloc(100 * MIB)
-    verdict = failed(allocator, 80 * MIB, device_free=50 * MIB)
-    assert verdict.fitting_settings == ()
-
-
 def test_a_request_that_the_simulation_serves_proves_nothing_about_settings(allocator: ReferenceAllocator) -> None:
     allocator.malloc(100 * MIB)
     allocator.free(allocator.malloc(90 * MIB))
@@ -101,21 +91,26 @@ def test_free_memory_on_another_stream_cannot_serve_the_request(allocator: Refer
     ]
 
 
-def test_a_request_larger_than_the_device_is_outsized(allocator: ReferenceAllocator) -> None:
-    allocator.malloc(100 * MIB)
-    assert failed(allocator, 5000 * MIB, device_free=900 * MIB).cause == "outsized"
-
-
-def test_much_memory_outside_pytorch_is_the_cause(allocator: ReferenceAllocator) -> None:
-    allocator.malloc(100 * MIB)
-    verdict = failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB)
-    assert verdict.cause == "outside"
-    assert verdict.outside_bytes == 3850 * MIB
-
-
-def test_a_cuda_context_of_usual_size_is_not_the_cause(allocator: ReferenceAllocator) -> None:
-    allocator.malloc(3500 * MIB)
-    assert failed(allocator, 100 * MIB, device_free=50 * MIB, capacity=4000 * MIB).cause == "capacity"
+@pytest.mark.parametrize(
+    ("live", "wanted", "device_free", "capacity", "cause", "outside"),
+    [
+        (100, 5000, 900, None, "outsized", None),
+        (100, 100, 50, 4000, "outside", 3850),
+        (3500, 100, 50, 4000, "capacity", 450),  # a CUDA context of usual size is not the cause
+    ],
+)
+def test_what_lies_outside_pytorch_or_is_larger_than_the_device_is_the_cause(
+    allocator: ReferenceAllocator,
+    live: int,
+    wanted: int,
+    device_free: int,
+    capacity: int | None,
+    cause: str,
+    outside: int | None,
+) -> None:
+    allocator.malloc(live * MIB)
+    verdict = failed(allocator, wanted * MIB, device_free * MIB, None if capacity is None else capacity * MIB)
+    assert (verdict.cause, verdict.outside_bytes) == (cause, None if outside is None else outside * MIB)
 
 
 def test_the_segment_that_was_needed_may_be_larger_than_the_request(allocator: ReferenceAllocator) -> None:

@@ -46,10 +46,56 @@ def test_lossy_captures_fail(captures: Path) -> None:
     assert "244 of 244" in check.of("failed")[0].message
 
 
-def test_a_whole_capture_gives_no_finding(tmp_path: Path) -> None:
+Row = tuple[str, tuple[int | None, ...], dict[str, object]]
+"""A method of the builder, and what it is given."""
+LAUNCHES = (
+    *("cudaLaunchKernel_v7000", "cudaLaunchKernelExC_v11060", "cuLaunchKernel", "cuLaunchKernelEx"),
+    *("cuLaunchCooperativeKernel", "cudaLaunchCooperativeKernel_v9000", "cudaLaunchKernel_ptsz_v7000"),
+)
+OTHERS = ["cudaLaunchHostFunc_v10000", "cuKernelGetName", "cudaMemcpyAsync_v3020"]
+
+
+def _call(start: int, name: str) -> Row:
+    return "call", (start,), {"name": name}
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "findings"),
+    [
+        ([3, 3], [], {}),
+        *(([2], [_call(500, name)], {"launch-without-kernel": "failed"}) for name in LAUNCHES),
+        *(([2], [_call(500, name)], {}) for name in OTHERS),
+        # A kernel long before its launch, and one that outlasts the capture.
+        ([], [("kernel", (5_000_000, 3), {"start": 10})], {"before-launch": "failed"}),
+        ([2], [("kernel", (500, 10**14), {})], {"impossible-duration": "failed"}),
+        # Few kernels without their launches, as a profiler that starts during work sees them, or all.
+        ([2], [("kernel", (None, 3), {"start": 800})], {"kernel-without-launch": "note"}),
+        ([], [("kernel", (None, 3), {"start": 10 * at}) for at in range(10)], {"kernel-without-launch": "failed"}),
+        ([2], [("range", (700, None), {"name": "forward"})], {"open-range": "warning"}),
+        ([3, 0, 3], [], {"empty-steps": "failed"}),
+        # Warm-up steps do not count.
+        ([9, 3, 3], [], {"unequal-steps": "warning"}),
+        ([9, 3, 3], [("range", (-1, 950), {"name": "warmup"})], {}),
+        # Steps of different contexts need not be equal.
+        (
+            [3, 3, 9, 9],
+            [("range", (-1, 1950), {"name": "context 128"}), ("range", (1990, 3950), {"name": "context 256"})],
+            {},
+        ),
+    ],
+)
+def test_each_capture_has_its_findings(
+    tmp_path: Path, steps: list[int], rows: list[Row], findings: dict[str, str]
+) -> None:
     builder = NsysBuilder()
-    _steps(builder, [3, 3])
-    assert _check(builder, tmp_path).findings == ()
+    _steps(builder, steps)
+    for method, positional, named in rows:
+        if method == "range":
+            builder.range(str(named["name"]), *positional)  # type: ignore[arg-type]
+        else:
+            getattr(builder, method)(*positional, **named)
+    check = _check(builder, tmp_path)
+    assert {finding.code: finding.verdict for finding in check.findings} == findings
 
 
 def test_a_launch_without_its_kernel_fails_unless_the_call_itself_failed(tmp_path: Path) -> None:
@@ -62,33 +108,6 @@ def test_a_launch_without_its_kernel_fails_unless_the_call_itself_failed(tmp_pat
     check = _check(builder, tmp_path)
     assert _codes(check, "failed") == ["launch-without-kernel"]
     assert "1 of 8" in check.of("failed")[0].message
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cudaLaunchKernel_v7000",
-        "cudaLaunchKernelExC_v11060",
-        "cuLaunchKernel",
-        "cuLaunchKernelEx",
-        "cudaLaunchCooperativeKernel_v9000",
-        "cuLaunchCooperativeKernel",
-        "cudaLaunchKernel_ptsz_v7000",
-    ],
-)
-def test_every_launch_call_without_a_kernel_fails(tmp_path: Path, name: str) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [2])
-    builder.call(500, name=name)
-    assert _codes(_check(builder, tmp_path), "failed") == ["launch-without-kernel"]
-
-
-@pytest.mark.parametrize("name", ["cudaLaunchHostFunc_v10000", "cuKernelGetName", "cudaMemcpyAsync_v3020"])
-def test_other_calls_need_no_kernel(tmp_path: Path, name: str) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [2])
-    builder.call(500, name=name)
-    assert not _check(builder, tmp_path).failed
 
 
 def test_graph_launches_need_graph_rows_or_kernels(tmp_path: Path) -> None:
@@ -164,53 +183,13 @@ def test_rows_that_end_before_they_start_are_left_out_and_fail_the_check(tmp_pat
     assert {trace.names[trace.ranges.name[at]]: number for at, number in trace.ranges.payload.items()} == {"kept": 7}
 
 
-def test_a_kernel_long_before_its_launch_fails(tmp_path: Path) -> None:
+def test_steps_of_different_contexts_are_compared_within_each(tmp_path: Path) -> None:
     builder = NsysBuilder()
-    builder.kernel(5_000_000, 3, start=10)
-    assert _codes(_check(builder, tmp_path), "failed") == ["before-launch"]
-
-
-def test_kernels_without_launches_and_open_ranges_warn(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [2])
-    builder.range("forward", 700, None)
-    builder.kernel(None, 3, start=800)
-    check = _check(builder, tmp_path)
-    assert not check.failed
-    assert _codes(check, "warning") == ["open-range"]
-    assert _codes(check, "note") == ["kernel-without-launch"]
-
-
-def test_kernels_without_their_launches_fail(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for index in range(10):
-        builder.kernel(None, 3, start=10 * index)
-    check = _check(builder, tmp_path)
-    assert _codes(check, "failed") == ["kernel-without-launch"]
-    assert "10 of 10 kernels" in check.of("failed")[0].message
-
-
-def test_unequal_steps_warn_but_warmup_steps_do_not_count(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [9, 3, 3])
-    check = _check(builder, tmp_path)
-    assert _codes(check, "warning") == ["unequal-steps"]
-    assert "from 3 to 9" in check.of("warning")[0].message
-    builder.range("warmup", -1, 950)
-    (tmp_path / "t.sqlite").unlink()
-    assert _check(builder, tmp_path).findings == ()
-
-
-def test_steps_of_different_contexts_need_not_be_equal(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [3, 3, 9, 9])
+    _steps(builder, [3, 4, 9, 9])
     builder.range("context 128", -1, 1950)
     builder.range("context 256", 1990, 3950)
-    check = check_capture(read_trace(builder.write(tmp_path / "t.sqlite")).attribution, "")
-    assert check.findings == ()
-    _steps(builder, [0, 1])
-    (tmp_path / "t.sqlite").unlink()
-    assert "from 3 to 4" in _check(builder, tmp_path).of("warning")[0].message
+    (warning,) = _check(builder, tmp_path).of("warning")
+    assert "from 3 to 4" in warning.message
 
 
 def _micro_steps(builder: NsysBuilder, steps: list[list[int]]) -> None:
@@ -226,27 +205,23 @@ def _micro_steps(builder: NsysBuilder, steps: list[list[int]]) -> None:
 
 
 def test_parts_of_a_step_are_compared_with_the_same_parts_of_other_steps(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _micro_steps(builder, [[3, 5, 0], [3, 5, 0]])
-    assert _check(builder, tmp_path).findings == ()
-
-
-def test_a_loss_in_the_second_backward_of_a_step_is_found(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _micro_steps(builder, [[3, 5], [3, 4], [3, 5]])
-    messages = [finding.message for finding in _check(builder, tmp_path).of("warning")]
-    assert [message.split(" over")[0] for message in messages] == [
-        "step: kernels per instance range from 7 to 8",
-        "backward (number 2 in its step): kernels per instance range from 4 to 5",
-    ]
-
-
-def test_a_second_part_without_calls_in_one_step_alone_is_found(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _micro_steps(builder, [[3, 5], [3, 0], [3, 5]])
-    check = _check(builder, tmp_path)
-    assert _codes(check, "failed") == ["empty-steps"]
-    assert sorted(_codes(check, "warning")) == ["idle-instances", "unequal-steps"]
+    for number, (parts, failed, warned) in enumerate(
+        (
+            ([[3, 5, 0], [3, 5, 0]], [], []),
+            ([[3, 5], [3, 4], [3, 5]], [], ["unequal-steps", "unequal-steps"]),
+            ([[3, 5], [3, 0], [3, 5]], ["empty-steps"], ["idle-instances", "unequal-steps"]),
+            ([[3, 5], [3], [3, 5]], [], []),  # steps with other phases do other work
+        )
+    ):
+        builder = NsysBuilder()
+        _micro_steps(builder, parts)
+        check = check_capture(read_trace(builder.write(tmp_path / f"{number}.sqlite")).attribution)
+        assert (_codes(check, "failed"), sorted(_codes(check, "warning"))) == (failed, warned)
+        if parts == [[3, 5], [3, 4], [3, 5]]:
+            assert [finding.message.split(" over")[0] for finding in check.of("warning")] == [
+                "step: kernels per instance range from 7 to 8",
+                "backward (number 2 in its step): kernels per instance range from 4 to 5",
+            ]
 
 
 def test_instances_without_any_call_warn(tmp_path: Path) -> None:
@@ -281,29 +256,16 @@ def test_launches_inside_a_stream_capture_need_no_kernel(tmp_path: Path) -> None
     assert "3 of 11 kernel launches have no kernel" in check.of("failed")[0].message
 
 
-def test_a_step_without_any_kernel_fails(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [3, 0, 3])
-    check = _check(builder, tmp_path)
-    assert _codes(check, "failed") == ["empty-steps"]
-    assert "from 0 to 3" in check.of("failed")[0].message
-
-
-def test_a_skipped_optimizer_step_only_warns(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for start, count in ((0, 0), (1000, 2)):
-        builder.range("optimizer", start, start + 900)
+def test_a_skipped_optimizer_step_and_a_step_with_work_in_no_range_are_not_empty(tmp_path: Path) -> None:
+    skipped, elsewhere = NsysBuilder(), NsysBuilder()
+    for start, count, tid in ((0, 0, 100), (1000, 2, 200)):
+        skipped.range("optimizer", start, start + 900)
         for kernel in range(count):
-            builder.kernel(start + 10 + kernel, 5)
-    assert not _check(builder, tmp_path).failed
-
-
-def test_a_step_with_work_in_no_range_is_not_empty(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for start, tid in ((0, 100), (1000, 200)):
-        builder.range("backward", start, start + 900)
-        builder.kernel(start + 10, 5, tid=tid)
-    assert not _check(builder, tmp_path).failed
+            skipped.kernel(start + 10 + kernel, 5)
+        elsewhere.range("backward", start, start + 900)
+        elsewhere.kernel(start + 10, 5, tid=tid)
+    for name, builder in (("a", skipped), ("b", elsewhere)):
+        assert not read_trace(builder.write(tmp_path / name)).self_check.failed
 
 
 def test_calls_of_another_process_do_not_fill_an_idle_instance(tmp_path: Path) -> None:
@@ -315,13 +277,6 @@ def test_calls_of_another_process_do_not_fill_an_idle_instance(tmp_path: Path) -
     builder.kernel(210, 5, pid=200, tid=200)
     (finding,) = _check(builder, tmp_path).findings
     assert finding.message.startswith("1 of 4 instances of 'ffn'")
-
-
-def test_a_kernel_that_outlasts_the_capture_fails(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [2])
-    builder.kernel(500, 10**14)
-    assert _codes(_check(builder, tmp_path), "failed") == ["impossible-duration"]
 
 
 @pytest.mark.parametrize("duration", [2**61, 2**62])
@@ -344,13 +299,3 @@ def test_work_of_a_data_loader_may_differ_between_steps(tmp_path: Path) -> None:
         builder.kernel(510, 5)
         (tmp_path / name).mkdir()
         assert sorted(_codes(_check(builder, tmp_path / name), "warning")) == codes
-
-
-def test_steps_with_other_phases_do_other_work(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _micro_steps(builder, [[3, 5], [3], [3, 5]])
-    assert _check(builder, tmp_path).findings == ()
-    _micro_steps(builder, [[], [], [], [3, 5], [3, 4]])
-    (tmp_path / "t.sqlite").unlink()
-    messages = [finding.message for finding in _check(builder, tmp_path).of("warning")]
-    assert any(message.startswith("step: kernels per instance range from 7 to 8") for message in messages)
