@@ -137,19 +137,16 @@ def test_csv_holds_every_line_of_a_view(runs: tuple[Path, Path], view: str) -> N
     assert done.stderr.splitlines() == ["warning: changed: precision (autocast): fp32 → bf16"]
 
 
-def test_markdown_and_latex_hold_every_table(runs: tuple[Path, Path]) -> None:
+def test_markdown_and_latex_hold_every_table_and_by_shows_one(runs: tuple[Path, Path]) -> None:
     markdown = run_command("compare", *runs, "--force", "--format", "markdown").stdout
     assert "| -6.000 µs | 8.000 µs | 2.000 µs | -6.005 … -5.995 µs | gemm |" in markdown
     latex = run_command("compare", *runs, "--force", "--format", "latex").stdout
     assert "\n% before  fp32\n% after   bf16\n" in latex
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
-
-
-def test_by_shows_one_view_and_top_limits_its_lines(runs: tuple[Path, Path]) -> None:
-    out = run_command("compare", *runs, "--force", "--by", "range", "--top", "1").stdout
-    assert "forward/layer */ffn" in out
-    assert "(1 more)" in out
-    assert "phase" not in out
+    one = run_command("compare", *runs, "--force", "--by", "range", "--top", "1").stdout
+    assert "forward/layer */ffn" in one
+    assert "(1 more)" in one
+    assert "phase" not in one
 
 
 def test_the_largest_category_is_shown_however_little_it_changed(tmp_path: Path) -> None:
@@ -210,7 +207,8 @@ def test_only_the_changed_words_of_a_command_are_printed(after: str, text: str) 
     assert describe_difference(difference) == text
 
 
-def test_a_trace_compared_with_itself_has_no_change() -> None:
+def test_what_is_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> None:
+    """There is no table without kernels, and no word on intervals and chance where chance could do nothing."""
     trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
     done = run_command("compare", trace, trace)
     assert done.returncode == 0
@@ -221,15 +219,10 @@ def test_a_trace_compared_with_itself_has_no_change() -> None:
     assert done.stderr == (
         "warning: 2 steps before, 2 after: intervals need 5 on each side; record more with --steps\n"
     )
-
-
-def test_a_run_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> None:
-    """There is no table without kernels, and no word on intervals and chance where chance could do nothing."""
-    out = run_command("compare", runs[0], runs[0]).stdout
-    assert "\nno change in 4 kernels: each took equally long in both\n" in out
-    assert "no measurable difference" not in out
-    assert "intervals" not in out
-    assert out.endswith("(warm-up, or outside the steps or the range)\n")
+    of_run = run_command("compare", runs[0], runs[0]).stdout
+    assert "\nno change in 4 kernels: each took equally long in both\n" in of_run
+    assert not any(words in of_run for words in ("no measurable difference", "intervals"))
+    assert of_run.endswith("(warm-up, or outside the steps or the range)\n")
 
 
 def test_renamed_kernels_are_a_change_even_if_no_time_changed(tmp_path: Path) -> None:
@@ -256,7 +249,7 @@ def test_two_profiler_versions_need_force(captures: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_two_snapshots_are_compared_by_their_peaks(tmp_path: Path) -> None:
+def test_snapshots_alone_or_in_runs_with_traces_are_compared_by_their_peaks(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
     done = run_command("compare", before, after)
     assert done.returncode == 0
@@ -264,42 +257,32 @@ def test_two_snapshots_are_compared_by_their_peaks(tmp_path: Path) -> None:
     data = json.loads(run_command("compare", before, after, "--format", "json").stdout)
     assert (data["time"], data["memory"]["difference_bytes"]) == (None, 12 * MIB)
     assert run_command("compare", before, after, "--format", "csv").stdout.startswith("bytes,kind,count,stack\n")
-
-
-def test_runs_with_traces_and_snapshots_are_compared_by_both(tmp_path: Path) -> None:
-    before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    Training().write(before, SNAPSHOT)
-    one_sided = run_command("compare", before, after)
+    runs = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    Training().write(runs[0], SNAPSHOT)
+    one_sided = run_command("compare", *runs)
     assert one_sided.returncode == 0
     assert "warning: memory snapshots: only before has them; not compared" in one_sided.stderr
-    Training(scale=2).write(after, SNAPSHOT)
-    both = run_command("compare", before, after).stdout
+    Training(scale=2).write(runs[1], SNAPSHOT)
+    both = run_command("compare", *runs).stdout
     assert "kernel time" in both
     assert "the peak changed by +12.00 MiB" in both
 
 
-def test_captures_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path, runs: tuple[Path, Path]) -> None:
     snapshot = Training().write(tmp_path, "a.pickle")
     trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
     operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
-    for pair, message in (
-        ((snapshot, trace), "holds a memory snapshot"),
-        ((operators, trace), "measures the self time of CPU operators"),
-        ((trace, tmp_path / "missing"), "no such file"),
+    by_range = "only the kernel times of two traces can be compared by range"
+    for words, status, message in (
+        ((snapshot, trace), 2, "holds a memory snapshot"),
+        ((operators, trace), 2, "measures the self time of CPU operators"),
+        ((trace, tmp_path / "missing"), 1, "no such file"),
+        ((snapshot, snapshot, "--range", "forward"), 2, by_range),
+        ((*runs, "--force", "-o", runs[1] / NSYS_EXPORT), 2, "this file is being read"),
     ):
-        done = run_command("compare", *pair)
-        assert done.returncode == (1 if "such file" in message else 2)
-        assert message in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    done = run_command("compare", snapshot, snapshot, "--range", "forward")
-    assert done.returncode == 2
-    assert "only the kernel times of two traces can be compared by range" in done.stderr
-
-
-def test_a_result_never_overwrites_a_capture(runs: tuple[Path, Path]) -> None:
-    done = run_command("compare", *runs, "--force", "-o", runs[1] / NSYS_EXPORT)
-    assert done.returncode == 2
-    assert "this file is being read" in done.stderr
+        done = run_command("compare", *words)
+        assert (done.returncode, message in done.stderr) == (status, True)
+        assert "\n" not in done.stderr.removeprefix("warning: changed: precision (autocast): fp32 → bf16\n")[:-1]
 
 
 def test_another_script_is_said_once() -> None:

@@ -57,18 +57,15 @@ def test_a_scripts_ranges_around_its_steps_do_not_hide_their_work(tmp_path: Path
     }
 
 
-def test_mfu_uses_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> None:
+def test_mfu_and_hfu_use_unprofiled_time_and_the_datasheets_peak(tmp_path: Path) -> None:
     result = read_trace(make_timed_run(tmp_path)).efficiency()
-    assert result.mfu == rows_by_path(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
+    rows = rows_by_path(result)
+    assert (result.model_flops, result.hardware_flops) == (9_000, 9_100)
+    assert result.mfu == rows["step *"].mfu == pytest.approx(9_000 / (800e-9 * 989.5e12))
+    assert result.hfu == rows["step *"].hfu == pytest.approx(9_100 / (800e-9 * 989.5e12))
+    assert rows["step */forward"].hfu is None
     assert result.peaks is not None
     assert (result.peaks.source, result.peaks.flops_per_s) == ("measured", {"bf16": 1e12})
-
-
-def test_hfu_counts_all_that_the_hardware_did(tmp_path: Path) -> None:
-    result = read_trace(make_timed_run(tmp_path)).efficiency()
-    assert (result.model_flops, result.hardware_flops) == (9_000, 9_100)
-    assert result.hfu == rows_by_path(result)["step *"].hfu == pytest.approx(9_100 / (800e-9 * 989.5e12))
-    assert rows_by_path(result)["step */forward"].hfu is None
 
 
 def test_mfu_of_one_process_on_several_gpus_is_of_all_of_them(tmp_path: Path) -> None:
@@ -87,11 +84,14 @@ def test_the_trace_file_in_a_run_directory_knows_its_run(tmp_path: Path) -> None
     assert read_trace(run / "else.sqlite").efficiency().mfu is None
 
 
-def test_a_dtype_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_or_ceilings_that_contradict_the_run_are_refused(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path)
     assert read_trace(run).efficiency(dtype="bf16").mfu == read_trace(run).efficiency().mfu is not None
     with pytest.raises(UsageError, match="matrix products in bf16, not in fp32"):
         read_trace(run).efficiency(dtype="fp32")
+    (tmp_path / "c.json").write_text(json.dumps(ceilings_of("NVIDIA A100-SXM4-40GB")))
+    with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture on NVIDIA H200"):
+        read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
 
 
 def test_a_trace_without_a_run_takes_flops_from_payloads_and_leaves_the_rest_unknown(tmp_path: Path) -> None:
@@ -117,26 +117,16 @@ def test_payloads_of_other_domains_or_with_fractions_are_not_flops(tmp_path: Pat
     assert result.work_source is None
 
 
-@pytest.mark.parametrize("kernel", ["gemm", MOVER])
-def test_memory_bandwidth_is_explained_only_if_it_limits_a_range(tmp_path: Path, kernel: str) -> None:
-    result = read_trace(make_timed_run(tmp_path, kernel=kernel)).efficiency()
-    assert rows_by_path(result)["step */forward"].verdict == ("memory-bound" if kernel == MOVER else "compute-bound")
-    assert ("\nmemory bandwidth: " in notes_of(result)) == (kernel == MOVER)
-
-
 @pytest.mark.parametrize(("kernel", "at_peak_ns"), [("gemm", 3.0), (MOVER, 0.4)])
-def test_a_memory_bound_range_is_measured_against_the_peak_of_memory(
+def test_memory_bandwidth_is_explained_and_the_peak_only_where_it_limits_a_range(
     tmp_path: Path, kernel: str, at_peak_ns: float
 ) -> None:
     """Forward: 3,000 FLOPs at 1 TFLOP/s, 200 B at 500 GB/s, twice in 320 ns busy."""
-    forward = rows_by_path(read_trace(make_timed_run(tmp_path, kernel=kernel)).efficiency())["step */forward"]
+    result = read_trace(make_timed_run(tmp_path, kernel=kernel)).efficiency()
+    forward = rows_by_path(result)["step */forward"]
+    assert forward.verdict == ("memory-bound" if kernel == MOVER else "compute-bound")
     assert forward.roof_share == pytest.approx(2 * at_peak_ns / 320)
-
-
-def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.json").write_text(json.dumps(ceilings_of("NVIDIA A100-SXM4-40GB")))
-    with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture on NVIDIA H200"):
-        read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
+    assert ("\nmemory bandwidth: " in notes_of(result)) == (kernel == MOVER)
 
 
 def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path) -> None:

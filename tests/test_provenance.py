@@ -26,15 +26,8 @@ MANIFEST_OF_A_RUN: dict[str, Any] = {
     "status": "complete",
     "target": "model.small",
     "workload": {
-        "preset_name": "small",
-        "batch": 4,
-        "context": 256,
-        "steps": 2,
-        "warmup_steps": 0,
-        "dtype": "fp32",
-        "compile_mode": "none",
-        "passes": "train",
-        "seed": 0,
+        **{"preset_name": "small", "batch": 4, "context": 256, "steps": 2, "warmup_steps": 0},
+        **{"dtype": "fp32", "compile_mode": "none", "passes": "train", "seed": 0},
     },
     "profiler": "nsys",
     "versions": {"profkit": "1", "python": "3.12", "torch": "2.11", "cuda": "13.0"},
@@ -113,18 +106,14 @@ def test_a_scripts_arguments_are_stated_and_another_script_disturbs(tmp_path: Pa
     assert compared(module, module).differences == ()
 
 
-def test_disturbing_differences_come_first(tmp_path: Path) -> None:
+def test_disturbing_differences_come_first_and_where_steps_were_timed_is_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
     changes = {"workload.compile_mode": "default", "workload.dtype": "bf16", "gpu": "NVIDIA A100"}
-    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", changes))
+    found = compared(run, make_run(tmp_path / "b", changes))
     assert [one.fact for one in found.differences] == ["GPU", "precision (autocast)", "torch.compile"]
-
-
-def test_unprofiled_steps_of_own_and_same_process_disturb(tmp_path: Path) -> None:
     steps = {"label": "attached, not recording", "steps": MANIFEST_OF_A_RUN["clean"]["steps"]}
-    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", {"clean": None, "attached": steps}))
-    assert [(one.fact, one.after, one.disturbs) for one in found.differences] == [
-        ("unprofiled steps", "same process", True)
-    ]
+    (timed,) = compared(run, make_run(tmp_path / "c", {"clean": None, "attached": steps})).differences
+    assert (timed.fact, timed.after, timed.disturbs) == ("unprofiled steps", "same process", True)
 
 
 def test_a_fact_that_one_side_lacks_is_unknown(tmp_path: Path) -> None:
@@ -133,14 +122,8 @@ def test_a_fact_that_one_side_lacks_is_unknown(tmp_path: Path) -> None:
     assert found.differences == ()
     assert found.unknown_both == ("driver",)
     assert found.unknown_before == ()
-    assert found.unknown_after == (
-        "GPU",
-        "torch",
-        "CUDA",
-        "workload",
-        "precision (autocast)",
-        "float32 matmul precision (tf32)",
-    )
+    matmul = "float32 matmul precision (tf32)"
+    assert found.unknown_after == ("GPU", "torch", "CUDA", "workload", "precision (autocast)", matmul)
 
 
 def test_a_run_on_a_cpu_lacks_no_facts_about_gpus(tmp_path: Path) -> None:
