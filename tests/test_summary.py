@@ -40,6 +40,14 @@ def _json(*words: str | Path) -> dict[str, Any]:
     return found
 
 
+def _small_run(folder: Path, **facts: object) -> Path:
+    """Make the small run, whose manifest also holds these."""
+    run = make_small_run(folder)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | facts))
+    return run
+
+
 def _lines(summary: Summary, monkeypatch: pytest.MonkeyPatch, width: int) -> dict[str, str]:
     """Return label → its whole text with ``--all``, on a screen of this width; the answer and the head under ''."""
     monkeypatch.setattr(document_module, "screen_width", lambda: width)
@@ -94,29 +102,6 @@ def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() 
     assert "MODULE h.*.mlp ×2 45 ns of 59.33 ms · forward 15 ns, backward 30 ns · in it fc1 20 ns" in text
     assert find_costliest(modules[:3]) == modules[2]
     assert find_costliest([replace(modules[1], parent=None, forward_ns=0, backward_ns=0)]) is None
-
-
-def test_what_is_computed_again_is_no_backward_time_and_counts_once(tmp_path: Path) -> None:
-    """Two checkpoints, one in the other: the block's backward pass holds 10 ns of its own, and 20 + 5 again."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for name, start, end in (
-        ("backward", 1, 999),
-        ("model", 2, 998),
-        ("h.0", 3, 997),
-        ("recompute", 100, 500),
-        ("h.0", 101, 499),
-        ("recompute", 300, 400),
-        ("h.0.mlp", 301, 399),
-    ):
-        builder.range(name, start, end)
-    for launch, duration in ((50, 10), (150, 20), (350, 5)):
-        builder.kernel(launch, duration)
-    builder.range("forward", 1_100, 1_200)
-    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
-    assert (modules["model"].backward_ns, modules["model"].recompute_ns) == (10, 25)
-    assert (modules["h.0"].backward_ns, modules["h.0"].recompute_ns) == (10, 25)
-    assert (modules["h.0.mlp"].backward_ns, modules["h.0.mlp"].recompute_ns) == (0, 5)
 
 
 def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None:
@@ -186,9 +171,7 @@ def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) ->
 def test_tf32_is_said_of_matrix_products_and_of_convolutions(
     tmp_path: Path, conditions: dict[str, object], shown: str
 ) -> None:
-    run = make_small_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text()) | {"conditions": conditions}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    run = _small_run(tmp_path, conditions=conditions)
     assert _summary(run).head.precision == f"fp32, {shown}"
 
 
@@ -206,7 +189,7 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
 ) -> None:
     lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
     assert list(lines) == ["", "STEP", "LIMIT", "GPU", "WORK", "MODULE", "Try", "Closed", "More"]
-    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown): for 97.60 ms ")
+    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown): for 97.59 ms ")
     assert lines[""].endswith("1 × H200 · fp32, TF32 off in matrix products · 2 steps recorded (0–1)")
     assert lines["STEP"].startswith("105.8 ms as recorded; the unprofiled time is unknown")
     assert "idle 71.7% = 75.8" in lines["GPU"]
@@ -277,27 +260,21 @@ def test_a_capture_without_a_gpu_says_so_and_has_no_advice(monkeypatch: pytest.M
     assert find_advice(open_capture(Path(summary.run)), summary).tries == ()
 
 
-def test_ranges_alone_leave_a_step_time_and_the_command_that_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = _lines(_summary(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"), monkeypatch, 80)
-    assert lines["WORK"].startswith("no GPU work was recorded")
-    assert " · profkit ranges " in lines["More"]
-
-
-def test_a_snapshot_alone_has_the_line_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = _lines(_summary(SNAPSHOT), monkeypatch, 80)
-    assert list(lines) == ["", "MEMORY", "Try", "Closed", "More"]
-    assert lines["MEMORY"].startswith("peak 3.052 GiB in backward: activations 46.7%")
-
-
-def test_a_run_of_memory_alone_agrees_with_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = _lines(_summary(Training().write_run(tmp_path)), monkeypatch, 80)
-    assert lines["Closed"].endswith("PyTorch's own peaks, recorded by the run, agree to the byte")
+def test_what_holds_ranges_or_memory_alone_has_the_lines_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = _lines(_summary(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"), monkeypatch, 80)
+    assert ranges["WORK"].startswith("no GPU work was recorded")
+    assert " · profkit ranges " in ranges["More"]
+    memory = _lines(_summary(SNAPSHOT), monkeypatch, 80)
+    assert list(memory) == ["", "MEMORY", "Try", "Closed", "More"]
+    assert memory["MEMORY"].startswith("peak 3.052 GiB in backward: activations 46.7%")
+    run = _lines(_summary(Training().write_run(tmp_path)), monkeypatch, 80)
+    assert run["Closed"].endswith("PyTorch's own peaks, recorded by the run, agree to the byte")
 
 
 def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_small_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed", "exit_status": 7}))
+    run = _small_run(tmp_path, status="failed", exit_status=7)
     lines = _lines(_summary(run), monkeypatch, 80)
     assert list(lines)[1] == "FAILED"
     assert lines["FAILED"].startswith("the run failed (exit status 7); what it recorded follows A step takes 105.8 ms")
@@ -323,9 +300,7 @@ def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatc
 
 
 def test_what_the_run_warned_of_is_a_care(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_small_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"warnings": ["GPU 0's power cap held its clocks down"]}))
+    run = _small_run(tmp_path, warnings=["GPU 0's power cap held its clocks down"])
     summary = _summary(run)
     assert _lines(summary, monkeypatch, 80)["Care"] == "GPU 0's power cap held its clocks down"
     at_the_end = render(build_summary_document(summary, AdviceResult(), for_run=True), "table")
@@ -374,12 +349,11 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
 def test_an_older_run_says_what_it_lacks_and_the_command_that_records_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_small_run(tmp_path)
-    manifest = json.loads((run / "manifest.json").read_text()) | {"argv": ["python", "train.py", "--lr", "1"]}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    run = _small_run(tmp_path, argv=["python", "train.py", "--lr", "1"])
     said = "lines of source and unprofiled step times: `profkit run -- python train.py --lr 1` records them"
     assert _lines(_summary(run), monkeypatch, 120)["Lacks"] == said
     looked = ({"step_ns": 1_000_000},) * 3
     write_lines(run / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
-    (run / "manifest.json").write_text(json.dumps(manifest | {"clean": {"steps": list(looked)}}))
+    manifest = json.loads((run / "manifest.json").read_text()) | {"clean": {"steps": list(looked)}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
     assert "Lacks" not in _lines(_summary(run), monkeypatch, 120)

@@ -37,12 +37,10 @@ from profkit.analysis.time_account.gpu_time import (
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, count_steps, is_step
 from profkit.analysis.tree.range_tree import (
-    NodePath,
     RangeNodes,
     RangeRow,
     build_nodes,
-    sum_wall,
-    sum_work,
+    build_rows,
     work_by_node,
 )
 from profkit.analysis.tree.selection import split_path
@@ -183,11 +181,6 @@ class EfficiencyResult(NotebookResult):
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    instances: Ints
-    wall_ns: list[int | None]
-    kernel_time_ns: Ints
-    busy_ns: Ints
-    kernel_count: Ints
     launch_count: Ints
     own_computing_ns: Ints
     moving_ns: Ints
@@ -228,14 +221,14 @@ def measure_efficiency(
     columns = _sum_columns(attribution, nodes, members, times, waiting)
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
-    for at in nodes.depth_first():
-        if at.node not in ranges_of:
-            continue
-        mine = members[ranges_of[at.node]]
-        amount = works.total(mine)
-        change_ns = account.data_change_ns(context_of(split_path(at.path))) if is_step(at.name) else None
-        row = _build_row(at, columns, amount, facts.peaks, idle_factor=factors[at.node], data_change_ns=change_ns)
-        if is_step(at.name):
+    for node, summed in build_rows(attribution, nodes, members).items():
+        mine, change_ns = members[ranges_of[node]], None
+        if is_step(summed.name):
+            change_ns = account.data_change_ns(context_of(split_path(summed.path)))
+        row = _build_row(
+            node, summed, columns, works.total(mine), facts.peaks, idle_factor=factors[node], data_change_ns=change_ns
+        )
+        if is_step(row.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
         rows.append(row)
     steps, idle = describe_steps(account, waiting), account.idle_time()
@@ -281,17 +274,11 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
 def _sum_columns(
     attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], waiting: Waiting
 ) -> _Columns:
-    kernel_time, busy, count = sum_work(attribution, nodes, members)
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
     parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
     launches, own_computing, moving = count_launches(attribution, nodes, members)
     return _Columns(
-        instances=np.bincount(node, minlength=len(nodes)),
-        wall_ns=sum_wall(attribution, nodes, members),
-        kernel_time_ns=kernel_time,
-        busy_ns=busy,
-        kernel_count=count,
         launch_count=launches,
         own_computing_ns=own_computing,
         moving_ns=moving,
@@ -335,7 +322,8 @@ def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -
 
 
 def _build_row(
-    at: NodePath,
+    node: int,
+    summed: RangeRow,
     columns: _Columns,
     amount: Amount,
     peaks: Peaks | None,
@@ -343,12 +331,12 @@ def _build_row(
     idle_factor: float | None,
     data_change_ns: float | None,
 ) -> EfficiencyRow:
-    busy_ns = int(columns.busy_ns[at.node])
-    parts = columns.parts.get(at.node)
+    busy_ns = summed.busy_ns
+    parts = columns.parts.get(node)
     roofline = build_roofline(amount, peaks)
-    own_ns = int(columns.own_computing_ns[at.node])
-    data = columns.data.get(at.node, DataWait())
-    change_ns = None if data_change_ns is None else round(data_change_ns * int(columns.window_count[at.node]))
+    own_ns = int(columns.own_computing_ns[node])
+    data = columns.data.get(node, DataWait())
+    change_ns = None if data_change_ns is None else round(data_change_ns * int(columns.window_count[node]))
     idle = None if parts is None else recorded_idle(parts, data)
     if parts is not None and idle_factor is not None:
         idle = unprofiled_idle(parts, data, round(parts.idle_ns * idle_factor), change_ns)
@@ -358,21 +346,14 @@ def _build_row(
         busy_ns,
         roofline,
         only_communicates=busy_ns > 0 and not own_ns,
-        mover_share=int(columns.moving_ns[at.node]) / own_ns if own_ns else 0.0,
+        mover_share=int(columns.moving_ns[node]) / own_ns if own_ns else 0.0,
         input_copy_ns=data.input_copy_ns,
     )
     at_peak = product_ns(amount, peaks)
     operations = None if amount.flops is None or amount.other_flops is None else amount.flops + amount.other_flops
     return EfficiencyRow(
-        path=at.path,
-        name=at.name,
-        domain=at.domain,
-        instances=int(columns.instances[at.node]),
-        wall_ns=columns.wall_ns[at.node],
-        kernel_time_ns=int(columns.kernel_time_ns[at.node]),
-        busy_ns=busy_ns,
-        kernel_count=int(columns.kernel_count[at.node]),
-        launch_count=int(columns.launch_count[at.node]),
+        **vars(summed),
+        launch_count=int(columns.launch_count[node]),
         gpu=parts,
         idle=idle,
         idle_share=None if parts is None else parts.idle_share,
@@ -391,7 +372,7 @@ def _build_row(
         mfu=None,
         hfu=None,
         idle_factor=idle_factor,
-        waiting_for=columns.waited_for.get(at.node),
+        waiting_for=columns.waited_for.get(node),
         data_loading_ns=None if parts is None else data.idle_ns,
         input_copy_ns=None if parts is None else data.input_copy_ns,
         loads_data=verdict.loads_data,

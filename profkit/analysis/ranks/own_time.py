@@ -189,10 +189,6 @@ def _join_times(times: list[GpuTime]) -> GpuTime:
         exposed_copies=subtract(subtract(copying, computing), talking),
         launching=subtract(unite_all([time.launching for time in times]), busy),
         synchronising=subtract(unite_all([time.synchronising for time in times]), busy),
-        overlapped_communication=NOTHING,
-        overlapped_copies=NOTHING,
-        starts_ns=empty_ints(),
-        reach_ns=empty_ints(),
     )
 
 
@@ -233,13 +229,7 @@ def host_time(trace: Trace) -> GpuTime:
         busy=unite_all([computing, communicating]),
         computing=computing,
         exposed_communication=subtract(communicating, computing),
-        exposed_copies=NOTHING,
-        launching=NOTHING,
-        synchronising=NOTHING,
         overlapped_communication=intersect(communicating, computing),
-        overlapped_copies=NOTHING,
-        starts_ns=empty_ints(),
-        reach_ns=empty_ints(),
     )
 
 
@@ -313,12 +303,9 @@ class _HostPlaces:
     def _names_before(attribution: Attribution, thread: int, places: list[Place]) -> tuple[Ints, Ints]:
         """Return when phases and waits for data began on a thread, and the place that time just before each gets."""
         ranges, names = attribution.trace.ranges, attribution.trace.names
-        rows = [
-            row
-            for row in np.flatnonzero(ranges.thread == thread).tolist()
-            if phase_or_data(names[ranges.name[row]]) is not None
-        ]
-        rows.sort(key=lambda row: int(ranges.start_ns[row]))
+        mine = np.flatnonzero(ranges.thread == thread)
+        mine = mine[np.argsort(ranges.start_ns[mine], kind="stable")].tolist()
+        rows = [row for row in mine if phase_or_data(names[ranges.name[row]]) is not None]
         numbers = []
         for row in rows:
             place = (f"{BEFORE}{names[ranges.name[row]]}", "")

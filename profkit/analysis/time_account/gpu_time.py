@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, gaps
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import NEVER, Attribution
 from profkit.names import DATA, phase_of
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
 
 LONGEST_PAUSE_NS = 500_000
 """An eager operator takes 5 to 300 µs in Python and the framework under a profiler; the captures tried have almost no
@@ -107,13 +107,13 @@ class GpuTime:
     busy: Stretches
     computing: Stretches
     exposed_communication: Stretches
-    exposed_copies: Stretches
-    launching: Stretches
-    synchronising: Stretches
-    overlapped_communication: Stretches
-    overlapped_copies: Stretches
-    starts_ns: Ints
-    reach_ns: Ints
+    exposed_copies: Stretches = NOTHING
+    launching: Stretches = NOTHING
+    synchronising: Stretches = NOTHING
+    overlapped_communication: Stretches = NOTHING
+    overlapped_copies: Stretches = NOTHING
+    starts_ns: Ints = field(default_factory=empty_ints)
+    reach_ns: Ints = field(default_factory=empty_ints)
 
     def parts_within(self, start_ns: Ints, end_ns: Ints) -> Ints:
         """Return the parts of each window, in the order of `GpuParts`: ``(windows, parts)``."""

@@ -249,30 +249,34 @@ def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> Rang
             request it selects the same ranges.
     """
     trace = attribution.trace
-    nodes = build_nodes(attribution, numbered=numbered)
-    members = np.arange(len(trace.ranges))
-    kernel_time, busy, count = sum_work(attribution, nodes, members)
-    wall = sum_wall(attribution, nodes, members)
-    instances = np.bincount(nodes.of_range, minlength=len(nodes))
-    rows = tuple(
-        RangeRow(
-            at.path,
-            at.name,
-            at.domain,
-            int(instances[at.node]),
-            wall[at.node],
-            *(int(column[at.node]) for column in (kernel_time, busy, count)),
-        )
-        for at in nodes.depth_first()
-    )
+    rows = build_rows(attribution, build_nodes(attribution, numbered=numbered), np.arange(len(trace.ranges)))
     return RangesResult(
         trace=trace.path,
         measure=trace.measure,
         total_ns=attribution.ledger.total_ns,
-        ranges=rows,
+        ranges=tuple(rows.values()),
         warnings=tuple(_warnings(attribution)),
         steps=_count_steps(attribution),
     )
+
+
+def build_rows(attribution: Attribution, nodes: RangeNodes, members: Ints) -> dict[int, RangeRow]:
+    """Return node → its row, of its ranges of ``members``; nodes without any are left out, others as a tree is read."""
+    kernel_time, busy, count = _sum_work(attribution, nodes, members)
+    wall = _sum_wall(attribution, nodes, members)
+    instances = np.bincount(nodes.of_range[members], minlength=len(nodes)).tolist()
+    return {
+        at.node: RangeRow(
+            at.path,
+            at.name,
+            at.domain,
+            instances[at.node],
+            wall[at.node],
+            *(int(column[at.node]) for column in (kernel_time, busy, count)),
+        )
+        for at in nodes.depth_first()
+        if instances[at.node]
+    }
 
 
 def _count_steps(attribution: Attribution) -> int | None:
@@ -285,7 +289,7 @@ def _count_steps(attribution: Attribution) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
+def _sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
     """Return kernel time, busy time and kernel count per node, of the work under its ranges of ``members``."""
     work = attribution.trace.work
     kernel_time, busy, count = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
@@ -327,7 +331,7 @@ def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
     return np.split(rows[order], np.flatnonzero(np.diff(portion)) + 1)
 
 
-def sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list[int | None]:
+def _sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list[int | None]:
     """Return per node how long its ranges of ``members`` were open, one within another of its node counted once.
 
     None of a node whose ranges all stand in replayed CUDA graphs, where no Python runs.
