@@ -15,6 +15,7 @@ from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _pr
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
@@ -28,6 +29,7 @@ from tests.captures import capture
 from tests.conftest import ROOT
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
+from tests.rank_builder import NCCL
 from tests.step_builder import ADD, NVJET, SGEMM, SUM
 
 MS = 1_000_000
@@ -677,6 +679,92 @@ def test_memory_is_saved_where_it_is_short_or_held_for_nothing(
         assert advice[code].after_ns is None
         assert advice[code].saves_bytes is not None
         assert advice[code].saves_bytes.expected == saved
+
+
+@pytest.mark.parametrize("culprit", [1, 0, None])
+def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Path, culprit: int | None) -> None:
+    """Rank 1 costs the other time in this recording; that rank 0 were on time would change nothing."""
+    opened = open_capture(captures / "ddp.nsys2025.sqlite")
+    summary = summarize_capture(opened)
+    assert summary.compared is not None
+    assert "late-rank" not in found(find_advice(opened, summary)), "which may be the profiler's doing"
+    late = None
+    if culprit is not None:
+        late = Culprit(
+            rank=culprit,
+            cause="data",
+            phase="data",
+            module="",
+            late_ns=3 * MS,
+            extra_ns=4 * MS,
+            idle_ns=4 * MS,
+            gain_ns=3 * MS,
+            share=0.9,
+            group=None,  # type: ignore[arg-type]
+            compared_with=0,
+            late_steps=10,
+            steps=10,
+        )
+    compared = replace(summary.compared, verdict=replace(summary.compared.verdict, culprit=late))
+    advice = found(find_advice(opened, replace(summary, compared=compared)))
+    assert ("late-rank" in advice) == (culprit == 1)
+    if culprit == 1:
+        low, expected, high = after(advice["late-rank"])
+        assert advice["late-rank"].edit == "on-time:1"
+        assert low < expected < high < 44_734_852
+        saves = advice["late-rank"].saves_ns
+        assert saves is not None
+        assert saves.expected == 44_734_852 - expected
+
+
+@pytest.mark.parametrize(("early", "late"), [(2, 1), (0, 1), (0, 2)])
+def test_gradients_that_are_summed_after_each_pass_need_be_so_after_the_last(
+    tmp_path: Path, early: int, late: int
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            for collectives in (early, late):
+                for phase in ("forward", "backward"):
+                    with program.range(phase):
+                        program.launch(NVJET, 100_000, 10)
+                        if phase == "backward":
+                            program.launch(NCCL, 500_000, collectives)
+            program.wait()
+    advice = found(program.write(tmp_path))
+    assert ("no-sync" in advice) == (early > 0)
+    if early:
+        assert advice["no-sync"].evidence["collectives"] == early
+        low, expected, high = after(advice["no-sync"])
+        truth = program.lengths[0] - early * 501_000
+        assert low <= truth <= high
+        assert expected == pytest.approx(truth, rel=0.05)
+
+
+def _note(folder: Path, *, sizes: Sequence[int] = (4, 4, 4), cpu_ns: int | None = None, **conditions: Any) -> str:
+    """Return the notes on steps of so many convolutions each, and on four workers with batches of 10 ms."""
+    program = Program()
+    for size in sizes:
+        with program.step():
+            with program.range("forward"):
+                program.launch(CONVOLUTION, 500_000, size)
+            program.wait()
+    folder.mkdir()
+    steps = tuple({"step_ns": length} for length in program.lengths)
+    of_workers = LineSteps(MS, steps, batches=50, batch_ns=10 * MS, batch_cpu_ns=cpu_ns)
+    write_lines(folder / "lines.jsonl", RunLines(of_workers, (line(MS),)))
+    loading = {"pid": 7, "loading": {"workers": 4}}
+    return " ".join(program.write(folder, conditions={"cpu_count": 16, **conditions}, processes=[loading]).notes)
+
+
+def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path: Path) -> None:
+    assert _note(tmp_path / "none", cudnn_benchmark=True, deterministic_algorithms=False, cpu_ns=10 * MS) == ""
+    assert "every recorded step runs the same 4 kernels of" in _note(tmp_path / "rules", cudnn_benchmark=False)
+    assert _note(tmp_path / "sizes", sizes=(4, 5, 4), cudnn_benchmark=False) == ""
+    assert "slower kernels" in _note(tmp_path / "deterministic", deterministic_algorithms=True)
+    crowded = _note(tmp_path / "threads", cpu_ns=50 * MS)
+    assert crowded.startswith("each of 4 loader workers keeps 5.0 of 16 CPUs busy while it makes a batch: ")
+    assert _note(tmp_path / "room", cpu_ns=35 * MS) == ""
 
 
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:

@@ -26,7 +26,8 @@ class LinesResult(NotebookResult):
     """The lines of one rank, the longest first: times are scaled to an unprofiled step.
 
     ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one. ``step_ns``
-    is the unprofiled step, ``batch_ns`` what a worker takes for a batch, None without workers.
+    is the unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None
+    without workers.
     """
 
     run: str
@@ -38,6 +39,7 @@ class LinesResult(NotebookResult):
     unnamed_ns: int
     batches: int
     batch_ns: int | None
+    batch_cpu_ns: int | None
     no_waits: str | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in rest),
         batches=found.steps.batches,
         batch_ns=found.steps.batch_ns if found.steps.batches else None,
+        batch_cpu_ns=found.steps.batch_cpu_ns,
         no_waits=found.steps.no_waits,
     )
 

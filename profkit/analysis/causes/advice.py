@@ -17,6 +17,8 @@ from profkit.analysis.causes.host import HOST
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
+from profkit.analysis.causes.notes import NOTES
+from profkit.analysis.causes.ranks import RANKS
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, Summary
 from profkit.analysis.trials import Trial, latest_trials
@@ -33,7 +35,7 @@ _COMPILING = ("compile", "launches", "chain")
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY)
+ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 
@@ -75,20 +77,23 @@ class AdviceResult:
     """The Tries, the largest effect first; ``together_ns`` is the step after all of those that change its time.
 
     ``nothing`` says in one sentence that nothing was found, and what the step is made of; None if there is a Try.
-    ``trials`` are the edits that were tried in this run, and are no Try; the largest effect first.
+    ``trials`` are the edits that were tried in this run, and are no Try; the largest effect first. ``notes`` are facts
+    that slow a step down by an unknown time.
     """
 
     tries: tuple[Advice, ...] = ()
     together_ns: Interval | None = None
     nothing: str | None = None
     trials: tuple[Trial, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data: ``advice``, ``advice_together``, ``advice_nothing`` and ``trials``."""
+        """Return it as JSON-ready data: ``trials``, ``advice`` and, with that as their beginning, its other parts."""
         return {
             "advice": [_plain(advice) for advice in self.tries],
             "advice_together": None if self.together_ns is None else {"after_ns": vars(self.together_ns)},
             "advice_nothing": self.nothing,
+            "advice_notes": list(self.notes),
             "trials": [trial.to_dict() for trial in self.trials],
         }
 
@@ -143,12 +148,13 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     evidence = Evidence(capture, summary)
     causes = [cause for row in ROWS for cause in row(evidence)]
     chosen = _choose(evidence, _screen(evidence, causes))
+    notes = tuple(note for find in NOTES for note in find(evidence))
     if not chosen.causes:
-        return AdviceResult(nothing=_say_nothing(evidence))
+        return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
     tries = tuple(_advise(evidence, cause) for cause in chosen.causes)
     timed = [cause for cause in chosen.causes if cause.changes]
     together = _interval(evidence.predict(chosen.changes)) if len(timed) > 1 else None
-    return AdviceResult(tries, together)
+    return AdviceResult(tries, together, notes=notes)
 
 
 def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
@@ -187,6 +193,8 @@ def _weight(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
 
 
 def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
+    if cause.answer is not None:
+        return _share_saved(cause.answer)
     replay = evidence.replay
     if not cause.changes or replay is None or not replay.now_ns:
         return 0.0
@@ -200,6 +208,13 @@ def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
     if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= WORTH:
         return 0.0
     return share
+
+
+def _share_saved(answer: TimeAnswer) -> float:
+    if answer.expected_ns is None or not answer.now_ns:
+        return 0.0
+    share = (answer.now_ns - answer.expected_ns) / answer.now_ns
+    return share if share > WORTH else 0.0
 
 
 def _memory_share(evidence: Evidence, cause: Cause) -> float:
@@ -229,7 +244,10 @@ def _interval(answer: TimeAnswer) -> Interval | None:
 
 
 def _advise(evidence: Evidence, cause: Cause) -> Advice:
-    after = _interval(evidence.predict(cause.changes)) if cause.changes and evidence.replay is not None else None
+    answer = cause.answer
+    if answer is None and cause.changes and evidence.replay is not None:
+        answer = evidence.predict(cause.changes)
+    after = None if answer is None else _interval(answer)
     return Advice(
         code=cause.code,
         cause=cause.cause,
@@ -238,7 +256,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         change=cause.change,
         edit=cause.edit,
         after_ns=after,
-        saves_ns=None if after is None else _saving(evidence, after),
+        saves_ns=None if answer is None or after is None else _saving(answer.now_ns or 0, after, evidence.spread_ns),
         saves_bytes=cause.saves_bytes,
         costs=cause.costs,
         evidence=cause.evidence,
@@ -254,9 +272,7 @@ def _prove(evidence: Evidence, cause: Cause) -> str:
     return cause.proof
 
 
-def _saving(evidence: Evidence, after: Interval) -> Interval:
-    now_ns = 0 if evidence.replay is None else evidence.replay.now_ns or 0
-    spread_ns = evidence.spread_ns
+def _saving(now_ns: int, after: Interval, spread_ns: int) -> Interval:
     return Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)
 
 

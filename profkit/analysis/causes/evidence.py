@@ -59,13 +59,14 @@ class SourceLine:
 class Cause:
     """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
 
-    ``ends_run``: the run will fail of it.
+    ``answer`` is the step without it where several ranks' steps say that. ``ends_run``: the run will fail of it.
     """
 
     code: str
     cause: str
     change: str
     changes: Sequence[StepChange] = ()
+    answer: TimeAnswer | None = None
     line: SourceLine | None = None
     module: str | None = None
     edit: str | None = None

@@ -52,7 +52,7 @@ _CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
 _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
 _BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
 _CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
-_CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
+CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
 
 
 def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
@@ -108,7 +108,7 @@ def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
 
 def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
     """Products whose kernels compute in fp32 use the tensor cores; convolutions have a switch of their own."""
-    rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not _CONVOLUTION.search(name))
+    rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not CONVOLUTION.search(name))
     if not rows:
         raise CannotPredictError("by its kernels' names no product runs in fp32")
     return _speed_up(columns, rows, _TF32_FROM_FP32, setting.world)
@@ -158,7 +158,7 @@ def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumn
 
 
 def _convolutions(columns: StepColumns, setting: Setting) -> list[int]:
-    rows = find_rows(columns, setting, lambda name, _: _CONVOLUTION.search(name) is not None)
+    rows = find_rows(columns, setting, lambda name, _: CONVOLUTION.search(name) is not None)
     if not rows:
         raise CannotPredictError("by its kernels' names the step has no convolution")
     return rows

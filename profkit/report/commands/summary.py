@@ -74,6 +74,7 @@ def build_summary_document(
         *((label, text) for label, text in _lines(summary, with_all=with_all) if text),
         *_tries(summary, advice, with_proof=with_all),
         *(("Tried", f"{name_trial(trial)}: {describe_trial(trial)}") for trial in advice.trials[:_MOST_TRIALS]),
+        *(("Note", note) for note in advice.notes if with_all),
         *(("Care", message) for message in cares),
         *_missing(summary),
         *_closed(summary),
