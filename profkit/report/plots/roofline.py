@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from math import hypot, sqrt
 from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
-from matplotlib.transforms import Bbox
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.efficiency.work import Peaks
@@ -46,24 +40,7 @@ _MARKERS = {FORWARD: "o", BACKWARD: "v", RECOMPUTE: "P", OPTIMIZER: "D"}
 _OTHER_MARKER = "s"
 _LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
 """Areas of points, in square points: that of the longest range, and the smallest that can be seen."""
-_LINE = {"arrowstyle": "-", "color": "#AAAAAA", "linewidth": 0.6, "shrinkB": 3}
-_NEAR = 10
-"""A label this near to the edge of its point, in points (1/72 inch), needs no line to it."""
-# Where a label may stand, relative to its point, in points, the nearest first.
-_PLACES = [
-    (distance, x, y, horizontal, vertical)
-    for distance in (4, 13, 25, 39, 55)
-    for x, y, horizontal, vertical in (
-        (1, 0, "left", "center"),
-        (0.7, 0.7, "left", "bottom"),
-        (0.7, -0.7, "left", "top"),
-        (-1, 0, "right", "center"),
-        (-0.7, 0.7, "right", "bottom"),
-        (-0.7, -0.7, "right", "top"),
-        (0, 1, "center", "bottom"),
-        (0, -1, "center", "top"),
-    )
-]
+_MOST_NAMED = 24
 
 
 def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
@@ -90,7 +67,7 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
         _draw(axes, result, result.peaks, points)
         if untrusted:
             figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
-        _label(figure, axes, points)
+        _name_points(axes, points)
 
 
 def rate_of(row: EfficiencyRow) -> float:
@@ -201,58 +178,19 @@ def _groups(peaks: Peaks) -> list[list[str]]:
     return groups
 
 
-def _label(figure: Figure, axes: Axes, points: list[EfficiencyRow]) -> None:
-    """Label the points, the largest first, where a label covers no other label, no point and no roof's figure.
-
-    Points without such a place stay without a label and are counted in a corner.
-    """
-    figure.draw_without_rendering()
-    places = [axes.transData.transform((row.intensity or 0.0, rate_of(row) / 1e12)) for row in points]
-    longest = max(row.busy_ns for row in points)
-    radii = {row.path: sqrt(_area(row, longest)) / 2 for row in points}
-    taken = []
-    for (x, y), row in zip(places, points, strict=True):
-        reach = radii[row.path] * figure.dpi / 72 + 2
-        taken.append(Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach))
-    taken += [Text.get_window_extent(text) for text in axes.texts]
-    taken += [box for line in axes.lines for box in _along(axes, line)]
-    legend = axes.get_legend()
-    taken += [legend.get_window_extent()] if legend is not None else []
-    ordered = sorted(points, key=lambda row: -row.kernel_time_ns)
-    nameless = [row for row in ordered if not _place_name(axes, row, radii[row.path], taken)]
-    if nameless:
-        text = f"{len(nameless)} more without room for a name"
-        axes.text(0.01, 0.015, text, transform=axes.transAxes, fontsize=9)
-
-
-def _along(axes: Axes, line: Line2D) -> Iterator[Bbox]:
-    corners = axes.transData.transform(line.get_xydata())
-    for (x0, y0), (x1, y1) in pairwise(corners.tolist()):
-        steps = max(1, int(hypot(x1 - x0, y1 - y0) / 4))
-        for step in range(steps + 1):
-            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
-            yield Bbox.from_bounds(x - 2, y - 2, 4, 4)
-
-
-def _place_name(axes: Axes, row: EfficiencyRow, radius: float, taken: list[Bbox]) -> bool:
-    """Put a row's name where there is room and mark that place as taken; return whether there was any."""
-    inside = axes.get_window_extent()
-    for distance, x, y, horizontal, vertical in _PLACES:
-        away = distance + radius
-        text = axes.annotate(
-            shorten(make_visible(row.name), _LABEL_WIDTH),
+def _name_points(axes: Axes, points: list[EfficiencyRow]) -> None:
+    """Number the points with the most kernel time, and list their names beside the picture."""
+    named = sorted(points, key=lambda row: -row.kernel_time_ns)[:_MOST_NAMED]
+    names = []
+    for number, row in enumerate(named, 1):
+        names.append(f"{number}  {shorten(make_visible(row.name), _LABEL_WIDTH)}")
+        axes.annotate(
+            str(number),
             (row.intensity or 0.0, rate_of(row) / 1e12),
-            xytext=(away * x, away * y),
+            xytext=(4, 4),
             textcoords="offset points",
-            ha=horizontal,
-            va=vertical,
             fontsize=9,
-            arrowprops=_LINE if distance > _NEAR else None,
+            zorder=4,
         )
-        text.update_positions(axes.figure.canvas.get_renderer())  # type: ignore[attr-defined]
-        box = Text.get_window_extent(text)
-        if inside.contains(*box.min) and inside.contains(*box.max) and not box.count_overlaps(taken):
-            taken.append(box)
-            return True
-        text.remove()
-    return False
+    names += [f"{len(points) - len(named)} more without a number"] if len(points) > len(named) else []
+    axes.text(1.02, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=9)
