@@ -13,8 +13,9 @@ _MOST_SHOWN = 9.99
 """A ratio above 999 % says that its base is next to nothing, so its digits say nothing."""
 
 
-def format_ns(value: int) -> str:
+def format_ns(value: float) -> str:
     """Return a duration with four digits in the unit that fits: ``34.50 ms``."""
+    value = round(value)
     if abs(value) < 1000:
         return f"{value} ns"
     for divisor, unit in ((10**3, "µs"), (10**6, "ms")):
@@ -121,7 +122,7 @@ GIGABYTES = Unit(format_gigabytes)
 
 def ns_over(steps: int | None) -> Unit:
     """Return the unit of durations that are sums over ``steps`` steps and are read per step; plain ones for None."""
-    return NS if steps is None else Unit(lambda value: format_ns(round(value / steps)))
+    return NS if steps is None else Unit(lambda value: format_ns(value / steps))
 
 
 def count_over(steps: int | None) -> Unit:

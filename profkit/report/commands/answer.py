@@ -68,7 +68,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
         return _UNTRUSTED
     if summary.step_ns is None:
         return _describe_without_step(summary)
-    step = f"A step takes {_time(summary.step_ns)}"
+    step = f"A step takes {format_ns(summary.step_ns)}"
     if not any(use.unprofiled_ns for use in summary.steps):
         step += " as recorded (its unprofiled time is unknown)"
     late = _describe_late_rank(summary)
@@ -76,7 +76,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns:
-        lost = f"{_time(best.effect_ns)} of it is lost: {_describe_cause(best)}"
+        lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
         return f"{step}; {lost}. Without that: {describe_after(best)}."
     pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
     return pace if best is None else f"{pace} {_describe_best(best)}"
@@ -97,8 +97,8 @@ def describe_after(advice: Advice) -> str:
     trial = advice.measured
     if trial is None or trial.step_ns is None or trial.change_ns is None:
         return "" if advice.after_ns is None else f"about {describe_interval(advice.after_ns)}"
-    spread = "" if trial.half_ns is None else f" ± {_time(trial.half_ns)}"
-    return f"{_time(trial.step_ns)} (measured{spread}; {_time(trial.step_ns - trial.change_ns)} with it)"
+    spread = "" if trial.half_ns is None else f" ± {format_ns(trial.half_ns)}"
+    return f"{format_ns(trial.step_ns)} (measured{spread}; {format_ns(trial.step_ns - trial.change_ns)} with it)"
 
 
 def describe_together(summary: Summary, advice: AdviceResult) -> str:
@@ -106,7 +106,7 @@ def describe_together(summary: Summary, advice: AdviceResult) -> str:
     if advice.together_ns is None or summary.step_ns is None:
         return ""
     many = _NUMBERS[sum(proposal.after_ns is not None for proposal in advice.tries)]
-    return f"{many}: {_time(summary.step_ns)} → {describe_interval(advice.together_ns)}"
+    return f"{many}: {format_ns(summary.step_ns)} → {describe_interval(advice.together_ns)}"
 
 
 def name_place(advice: Advice) -> str:
@@ -120,16 +120,12 @@ def describe_interval(after: Interval | None) -> str:
     """Return a predicted time with its least and most, as exactly as they are apart: ``93 ms (90 to 97)``."""
     if after is None:
         return "unknown"
-    expected, unit = _time(after.expected).split()
+    expected, unit = format_ns(after.expected).split()
     divisor = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9}[unit]
     width = (after.high - after.low) / divisor
     decimals = next((digits for digits, least in enumerate((5, 0.5, 0.05)) if width >= least), 3)
     low, middle, high = (f"{time_ns / divisor:,.{decimals}f}" for time_ns in (after.low, after.expected, after.high))
     return f"{middle} {unit} ({low} to {high})" if low != high else f"{expected} {unit}"
-
-
-def _time(time_ns: float) -> str:
-    return format_ns(round(time_ns))
 
 
 def _describe_without_step(summary: Summary) -> str:
@@ -157,7 +153,7 @@ def _describe_late_rank(summary: Summary) -> str:
 
 def _describe_pace(summary: Summary, tree: StepTree) -> str:
     part = tree.parts[0]
-    time = _time(part.time_ns)
+    time = format_ns(part.time_ns)
     if tree.basis == "phases" and part.kind != "data":
         where = f"in {name_part(tree, part)}" if part.kind == "phase" else name_part(tree, part)
         return f"{time} of it {where}" + (f", most at {name_line(part.line)}" if part.line else "")
@@ -168,8 +164,8 @@ def _describe_pace(summary: Summary, tree: StepTree) -> str:
     if part.line is None:
         return f"for {time} {pace}"
     if part.line.time_ns > _MOST * part.time_ns and part.kind == Limit.PYTHON:
-        return f"for {_time(part.line.time_ns)} {name_line(part.line)} keeps the GPU waiting"
-    return f"for {time} {pace}, {_time(part.line.time_ns)} of it at {name_line(part.line)}"
+        return f"for {format_ns(part.line.time_ns)} {name_line(part.line)} keeps the GPU waiting"
+    return f"for {time} {pace}, {format_ns(part.line.time_ns)} of it at {name_line(part.line)}"
 
 
 def name_line(line: LineLimit) -> str:
@@ -184,7 +180,7 @@ def draw_tree(tree: StepTree) -> Iterator[str]:
     width = max(map(len, names))
     for at, (part, name) in enumerate(zip(tree.parts, names, strict=True)):
         branch = "└─" if at == len(names) - 1 else "├─"
-        time, share = _time(part.time_ns), format_share(tree.share(part.time_ns))
+        time, share = format_ns(part.time_ns), format_share(tree.share(part.time_ns))
         row = f"{branch} {name:<{width}}  {time:>8}  {share:>6}  "
         room = ROOM - len(row) - len("◀ ")
         detail = f"◀ {shorten(name_line(part.line), room)}" if part.line else describe_phases(tree, part)

@@ -11,7 +11,7 @@ from profkit.report.document import UNKNOWN, Column, Document, Lines, Table
 from profkit.report.units import BYTES, NS, SHARE, TEXT, Unit
 
 _UNITS = {
-    "ns": Unit(lambda value: NS.show(round(value))),
+    "ns": NS,
     "bytes": Unit(lambda value: BYTES.show(round(value))),
     "share": SHARE,
 }
@@ -31,7 +31,10 @@ def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, a
     summary says of the run first.
     """
     table = Table(_COLUMNS, [_row(line) for line in check.lines], exact=_EXACT, is_wrong=lambda row: not row["held"])
-    details = [f"{budget_label(line)}: {_why(line)}" for line in check.lines]
+    details = [
+        f"{budget_label(line)}: {'' if line.judged else 'NOT JUDGED (counts as failed): '}{line.detail}"
+        for line in check.lines
+    ]
     late = [] if ranks is None else describe_verdict(ranks)[:1]
     return Document(
         "check",
@@ -44,10 +47,6 @@ def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, a
 def budget_label(line: BudgetLine) -> str:
     """Return the name of a budget: the option, and what it is about."""
     return line.budget if line.subject is None else f"{line.budget} {line.subject}"
-
-
-def _why(line: BudgetLine) -> str:
-    return line.detail if line.judged else f"NOT JUDGED (counts as failed): {line.detail}"
 
 
 def _row(line: BudgetLine) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from profkit.report.document import Column, Lines, Table
 from profkit.report.units import NS, TEXT, Unit, format_change, format_count, format_ns, format_share
 from profkit.run.manifest import Manifest
 
-_TIME = Unit(lambda value: NS.show(round(value)))
 _COLUMNS = (
     Column("phase", "time of", TEXT),
-    Column("clean_ns", "unprofiled", _TIME),
-    Column("clean_mad_ns", "MAD", _TIME),
-    Column("clean_p10_ns", "p10", _TIME),
-    Column("clean_p90_ns", "p90", _TIME),
-    Column("profiled_ns", "profiled", _TIME),
+    Column("clean_ns", "unprofiled", NS),
+    Column("clean_mad_ns", "MAD", NS),
+    Column("clean_p10_ns", "p10", NS),
+    Column("clean_p90_ns", "p90", NS),
+    Column("profiled_ns", "profiled", NS),
     Column("cost", "cost", Unit(format_change)),
 )
 
@@ -52,9 +51,9 @@ def _row(times: PhaseTimes) -> dict[str, Any]:
 def _spread(phases: list[PhaseTimes]) -> str:
     """Return the mean and the standard deviation of the whole step, or of the last phase where it was not timed."""
     step = next((phase for phase in phases if phase.phase == STEP), phases[-1])
-    text = f"{step.phase}: mean {format_ns(round(step.clean.mean))}"
+    text = f"{step.phase}: mean {format_ns(step.clean.mean)}"
     if step.clean.standard_deviation is not None and step.clean.relative_deviation is not None:
-        deviation = format_ns(round(step.clean.standard_deviation))
+        deviation = format_ns(step.clean.standard_deviation)
         text += f" ± {deviation} (standard deviation, {format_share(step.clean.relative_deviation)})"
     return text
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
-from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, Part, TimeComparison
+from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleComparison, larger_time
 from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.statistics import LEVEL
@@ -63,7 +63,7 @@ def build_compare_document(result: CaptureComparison, *, by: View | None = None,
     if result.clean is not None:
         parts.append(_clean_table(result.clean))
     if result.time is not None:
-        parts.append(_whole_table(result.time))
+        parts.append(_line_table(result.time, f"per {result.time.unit}", _wholes(result.time)))
         is_compiled = result.modules is not None and result.modules.is_compiled
         for view in (by,) if by else _SHOWN_COMPILED if is_compiled else _SHOWN:
             if view == "module":
@@ -176,11 +176,16 @@ def _clean_table(clean: CleanComparison) -> Table:
     return Table(_columns("unprofiled", has_interval), rows, title=title)
 
 
-def _whole_table(time: TimeComparison) -> Table:
-    work = "kernel time" if time.measure == "gpu-kernel" else "operator self time"
-    wholes = [Line(work, time.kernel_time), Line("GPU busy" if time.measure == "gpu-kernel" else "busy", time.busy)]
-    wholes += [] if time.wall is None else [Line("Python time, profiled", time.wall)]
-    return Table(_columns(f"per {time.unit}", _has_interval(time)), [_line_row(line) for line in wholes])
+def _wholes(time: TimeComparison) -> list[Line]:
+    on_gpu = time.measure == "gpu-kernel"
+    wholes = [Line("kernel time" if on_gpu else "operator self time", time.kernel_time)]
+    wholes.append(Line("GPU busy" if on_gpu else "busy", time.busy))
+    return wholes if time.wall is None else [*wholes, Line("Python time, profiled", time.wall)]
+
+
+def _line_table(time: TimeComparison, heading: str, lines: Sequence[Line], more: Sequence[Row] = ()) -> Table:
+    rows = [{**_change_row(line.change), "name": line.name} for line in lines]
+    return Table(_columns(heading, _has_interval(time)), [*rows, *more])
 
 
 def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
@@ -197,10 +202,8 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
         if largest in hidden:
             hidden.remove(largest)
             shown.append(largest)
-    rows = [_line_row(line) for line in shown]
-    if hidden:
-        rows.append(_sum_row(time, [line.change for line in hidden], "more"))
-    return Table(_columns(view, _has_interval(time)), rows)
+    more = [_sum_row(time, [line.change for line in hidden], "more")] if hidden else []
+    return _line_table(time, view, shown, more)
 
 
 def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: int) -> Iterator[Table | Lines]:
@@ -263,21 +266,15 @@ def _part_table(time: TimeComparison, top: int) -> Table:
     rows: list[Row] = []
     for part in changed[:top]:
         rows.append({**_change_row(part.change), "name": f"{part.range}, {part.category}"})
-        rows += [
-            {"change_ns": "", "interval": "", "before_ns": "", "name": f" {line}"}
-            for line in _describe_kernels(time, part)
-        ]
+        before, after = (_name_kernels(time, kernels) for kernels in (part.before, part.after))
+        names = [before] if part.kind == "same" else [f"was {before}", f"now {after}"]
+        rows += [{**_blank_row(), "name": f" {name}"} for name in names]
     hidden = [part.change for part in changed[top:]]
     unchanged = f"more: {_NO_DIFFERENCE if _has_interval(time) else 'unchanged'}"
     rows += [_sum_row(time, some, what) for some, what in ((hidden, "more"), (quiet, unchanged)) if some]
     interval = [_INTERVAL_COLUMN] if _has_interval(time) else []
     name = Column("name", f"range, category, {_noun(time)}s", TEXT, flexible=True)
     return Table((_CHANGE_COLUMN, *interval, _BEFORE_COLUMN, name), rows)
-
-
-def _describe_kernels(time: TimeComparison, part: Part) -> list[str]:
-    before, after = (_name_kernels(time, kernels) for kernels in (part.before, part.after))
-    return [before] if part.kind == "same" else [f"was {before}", f"now {after}"]
 
 
 def _name_kernels(time: TimeComparison, kernels: Sequence[KernelTotal]) -> str:
@@ -291,10 +288,6 @@ def _columns(heading: str, has_interval: bool, kernels: str | None = None) -> tu
     more = [_INTERVAL_COLUMN] if has_interval else []
     more += [] if kernels is None else [Column("kernels", f"{kernels}s", _COUNTS)]
     return (_CHANGE_COLUMN, _BEFORE_COLUMN, _AFTER_COLUMN, *more, Column("name", heading, TEXT, flexible=True))
-
-
-def _line_row(line: Line) -> dict[str, Any]:
-    return {**_change_row(line.change), "name": line.name}
 
 
 def _change_row(change: Change) -> dict[str, Any]:
@@ -349,7 +342,15 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
     """
     time, clean = result.time, result.clean
     if time is not None and by in (None, "kernel"):
-        rows = [{**_exact_row(time.samples, part.change), **_exact_part(part)} for part in time.parts]
+        rows = [
+            {
+                **_exact_row(time.samples, part.change),
+                **vars(part),
+                "before_kernels": "; ".join(kernel.name for kernel in part.before),
+                "after_kernels": "; ".join(kernel.name for kernel in part.after),
+            }
+            for part in time.parts
+        ]
         return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
     if time is not None and by == "module":
         modules = () if result.modules is None else result.modules.modules
@@ -367,9 +368,3 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
 
 def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
     return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
-
-
-def _exact_part(part: Part) -> dict[str, Any]:
-    before, after = ("; ".join(kernel.name for kernel in kernels) for kernels in (part.before, part.after))
-    values = (part.range, part.category, part.kind, before, after)
-    return dict(zip(_EXACT_PART, values, strict=True))

@@ -105,8 +105,9 @@ def build_efficiency_document(
             Lines(["Below: sums over the recording, in nanoseconds. Points in time are on the capture's clock."])
         )
         for row in result.ranges:
+            limit = "limit unknown" if row.verdict is None else f"limited by {limit_words(row)}"
             lines = _explain(row, evidence.get(row.path), full_names=full_names)
-            parts.append(Lines(lines, title=_verdict_line(row)))
+            parts.append(Lines(lines, title=f"{row.path}: {limit}"))
         data["evidence"] = [{"path": path, **asdict(reasons)} for path, reasons in evidence.items()]
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
@@ -114,7 +115,7 @@ def build_efficiency_document(
 def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
     """Return the columns; a screen shows rates if the work is known, and launches if not."""
     known = result.work_source is not None
-    depth = min((_depth(row.path) for row in result.ranges), default=0)
+    depth = min((len(split_path(row.path)) - 1 for row in result.ranges), default=0)
     return (
         Column("path", "range", TEXT, flexible=True, on_screen=lambda row: tree_name(row)[depth:]),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row.domain for row in result.ranges) else []),
@@ -134,10 +135,6 @@ def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
         Column("hfu", "HFU", SHARE, wide=True),
         Column("limited_by", "limited by", TEXT),
     )
-
-
-def _depth(path: str) -> int:
-    return len(split_path(path)) - 1
 
 
 def _row(row: EfficiencyRow, words: str | None) -> dict[str, Any]:
@@ -223,7 +220,7 @@ def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
     if not any(waits.values()):
         return
     shortest, longest, mean = min(waits.values()), max(waits.values()), sum(waits.values()) / len(waits)
-    line = f"waiting for data: {format_ns(round(mean))} per step"
+    line = f"waiting for data: {format_ns(mean)} per step"
     step_ns = sum(step.wall_ns for step in result.steps) / len(result.steps)
     if longest > max(_UNEVEN * mean, _WORTH * step_ns):
         line += f" ({format_ns(shortest)} to {format_ns(longest)})"
@@ -321,13 +318,9 @@ def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
 
 def _cost_words(step: PhaseTimes) -> str:
     where = "" if step.context is None else f" at context {step.context}"
-    unprofiled, profiled = (format_ns(round(time_ns or 0)) for time_ns in (step.clean_ns, step.profiled_ns))
+    unprofiled, profiled = (format_ns(time_ns or 0) for time_ns in (step.clean_ns, step.profiled_ns))
     cost = "" if step.cost is None else f" ({format_change(step.cost)})"
     return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler{cost}"
-
-
-def _verdict_line(row: EfficiencyRow) -> str:
-    return f"{row.path}: " + ("limit unknown" if row.verdict is None else f"limited by {limit_words(row)}")
 
 
 def _explain(row: EfficiencyRow, evidence: Evidence | None, *, full_names: bool) -> list[str]:

@@ -22,24 +22,19 @@ def build_lines_document(result: LinesResult) -> Document:
         {**vars(row), "place": f"{files[row.file or '']}:{row.line}", "called": row.called or ""}
         for row in result.lines
     ]
+    head = f"Lines of source in {format_count(result.steps, 'step')} of {NS.show(result.step_ns)}"
     columns = (
         Column("place", "line", TEXT, flexible=True),
         Column("function", "function", TEXT, flexible=True),
         Column("called", "calls", TEXT, flexible=True),
-        Column("phase", "phase", TEXT, on_screen=_phase),
+        Column("phase", "phase", TEXT, on_screen=_show_phase),
         Column("time_ns", "per step", _TIME),
         Column("error_ns", "±", _TIME),
         Column("waiting_ns", "waiting", _TIME),
         Column("waits", "waits", _WAITS),
     )
-    exact = tuple(LineTime.__dataclass_fields__)
-    table = Table(columns, rows, exact=exact)
-    data = result.to_dict()
-    return Document("lines", data, (Lines(_head(result), "head"), table, Lines(_notes(result))), table, ())
-
-
-def _head(result: LinesResult) -> Iterator[str]:
-    yield f"Lines of source in {format_count(result.steps, 'step')} of {NS.show(result.step_ns)}"
+    table = Table(columns, rows, exact=tuple(LineTime.__dataclass_fields__))
+    return Document("lines", result.to_dict(), (Lines([head], "head"), table, Lines(_notes(result))), table)
 
 
 def _notes(result: LinesResult) -> Iterator[str]:
@@ -67,7 +62,7 @@ def describe_line(line: LineTime) -> str:
     return f"{what} {NS.show(line.time_ns)}{waits}{times}"
 
 
-def _phase(row: Row) -> str:
+def _show_phase(row: Row) -> str:
     return "loader worker" if row["thread"] == "worker" else str(row["phase"] or UNKNOWN)
 
 

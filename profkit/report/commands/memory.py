@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from profkit.analysis.memory.composition import Composition, LargeRow
+from profkit.analysis.memory.composition import Composition
 from profkit.analysis.memory.leaks import LeakCheck
 from profkit.analysis.memory.oom import OomVerdict, last_failure
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
@@ -44,12 +44,7 @@ _EXACT = ("section", "name", "bytes", "share", "count", "requested_bytes", "phas
 _EVIDENCE = Unit(lambda kinds: ", ".join(EVIDENCE_WORDS[kind] for kind in kinds), right=False)
 
 
-def _times(equal: tuple[int, int]) -> str:
-    count, size = equal
-    return f"{count:,} × {format_bytes(size)}" if count > 1 else format_bytes(size)
-
-
-_EQUAL = Unit(_times)
+_EQUAL = Unit(lambda equal: f"{equal[0]:,} × {format_bytes(equal[1])}" if equal[0] > 1 else format_bytes(equal[1]))
 """Equal allocations: how many, and the bytes of each."""
 
 
@@ -220,7 +215,11 @@ def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
         f"CUDA had {format_bytes(oom.device_free_bytes)} free; PyTorch had {format_bytes(oom.allocated_bytes)}"
         f" allocated and {format_bytes(oom.free_bytes)} unused",
     ]
-    lines += _setting_lines(oom)
+    if oom.fitting_settings:
+        names = ", ".join(name or "the default settings" for name in oom.fitting_settings)
+        lines.append(f"simulated, the request fits under other settings of the allocator: {names}")
+    elif oom.fitting_settings is not None:
+        lines.append("simulated, no other setting of the allocator lets the request fit")
     if oom.outside_bytes is not None:
         lines.append(f"used outside PyTorch: {format_bytes(oom.outside_bytes)}")
     for candidate in oom.largest_free:
@@ -235,15 +234,6 @@ def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
         )
     times = format_count(oom.count, "time")
     return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, zero_us)}:")
-
-
-def _setting_lines(oom: OomVerdict) -> Iterator[str]:
-    """Return which settings of the allocator would have helped, as simulated; nothing where that is not proven."""
-    if oom.fitting_settings:
-        names = ", ".join(name or "the default settings" for name in oom.fitting_settings)
-        yield f"simulated, the request fits under other settings of the allocator: {names}"
-    elif oom.fitting_settings is not None:
-        yield "simulated, no other setting of the allocator lets the request fit"
 
 
 def _leak_table(check: LeakCheck) -> Table:
@@ -278,7 +268,11 @@ def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
     if by != "category":
         rows += [{"section": "stack", "name": row.label, **_sizes(row)} for row in at.by_stack]
     if by is None:
-        rows += [_exact_large(row, at.allocated_bytes) for row in at.largest]
+        whole = at.allocated_bytes
+        rows += [
+            {"section": "largest", "name": row.label, "share": row.bytes * (1 / whole) if whole else 0.0, **vars(row)}
+            for row in at.largest
+        ]
     if leaks:
         rows += [
             # The phase is the step after which the memory is still there.
@@ -291,11 +285,6 @@ def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
 
 def _sizes(row: Any) -> dict[str, Any]:
     return {"bytes": row.bytes, "share": row.share, "count": row.count}
-
-
-def _exact_large(row: LargeRow, whole: int) -> Row:
-    share = row.bytes * (1 / whole) if whole else 0.0
-    return {"section": "largest", "name": row.label, "share": share, **vars(row)}
 
 
 TOP_MODULES = 30
@@ -370,7 +359,7 @@ def _all(row: PartRow, categories: Iterable[str]) -> dict[str, int]:
 
 def _cross_table(name: Column, shown: Sequence[PartRow], top: Iterable[PartRow], title: str) -> Table:
     """Return rows with a column for each use that occurs; ``top`` are the rows that add up to all."""
-    rows = [_cells(row) for row in shown]
+    rows = [{**vars(row), **_uses(row)} for row in shown]
     whole: Counter[str] = Counter()
     for row in top:
         whole.update({"bytes": row.bytes, **_uses(row)})
@@ -383,17 +372,6 @@ def _cross_table(name: Column, shown: Sequence[PartRow], top: Iterable[PartRow],
     )
     rest = {name.key: "all", **{column.key: whole[column.key] for column in (*used, columns[-2])}, "share": 1.0}
     return Table(columns, rows, f"{title}; figures in MiB", rest=rest)
-
-
-def _cells(row: PartRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "path": row.path,
-        "number": row.number,
-        **_uses(row),
-        "bytes": row.bytes,
-        "share": row.share,
-    }
 
 
 def _uses(row: PartRow) -> Counter[str]:

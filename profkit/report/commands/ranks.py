@@ -36,6 +36,10 @@ _PARTS = ("kernels", "copy", "data", "launch", "python")
 _SENTENCES = 3
 """The step, who is late, and why."""
 _COMPARED = ("count", "wire_ns", "waiting_ns")
+_OF_CULPRIT = (
+    *("rank", "cause", "phase", "module", "late_ns", "share", "extra_ns", "idle_ns", "gain_ns"),
+    *("late_steps", "steps", "compared_with"),
+)
 _CHANGE_COLUMNS = (
     Column("group", "group", TEXT),
     Column("kind", "collective", TEXT),
@@ -240,25 +244,9 @@ def _rank_data(rank: RankSummary) -> dict[str, Any]:
 
 
 def _culprit_data(culprit: Culprit) -> dict[str, Any]:
-    return {
-        "rank": culprit.rank,
-        "cause": culprit.cause,
-        "phase": culprit.phase,
-        "module": culprit.module,
-        "late_ns": culprit.late_ns,
-        "share": culprit.share,
-        "extra_ns": culprit.extra_ns,
-        "idle_ns": culprit.idle_ns,
-        "gain_ns": culprit.gain_ns,
-        "late_steps": culprit.late_steps,
-        "steps": culprit.steps,
-        "group": {
-            "name": culprit.group.group.name,
-            "dimension": culprit.group.group.dimension,
-            "ranks": list(culprit.group.ranks),
-        },
-        "compared_with": culprit.compared_with,
-    }
+    group = culprit.group
+    named = {"name": group.group.name, "dimension": group.group.dimension, "ranks": list(group.ranks)}
+    return {**{key: getattr(culprit, key) for key in _OF_CULPRIT}, "group": named}
 
 
 def _notes(result: RanksResult) -> Sequence[str]:
@@ -304,7 +292,9 @@ def _notes(result: RanksResult) -> Sequence[str]:
 
 def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
     """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
-    sides = [{_key(row): row for row in result.groups} for result in (before, after)]
+    sides = [
+        {(row.group, row.rank_count, row.kind, row.dtype): row for row in result.groups} for result in (before, after)
+    ]
     rows, shown = [], []
     for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
         was, now = (_per_step(side.get(key), result) for side, result in zip(sides, (before, after), strict=True))
@@ -320,10 +310,6 @@ def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Line
     lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
     lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
     return table, Lines(lines, title="Ranks"), {"groups": rows}
-
-
-def _key(row: GroupRow) -> tuple[str, int, str, str | None]:
-    return row.group, row.rank_count, row.kind, row.dtype
 
 
 def _per_step(row: GroupRow | None, ranks: RanksResult) -> dict[str, float | int | None] | None:

@@ -194,13 +194,13 @@ def _details(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _step_in_short(summary: Summary) -> Iterator[str]:
     if len(summary.steps) > 1:
-        yield from (f"context {step.context}: {_time(step.best_ns)}" for step in summary.steps if step.best_ns)
+        yield from (f"context {step.context}: {format_ns(step.best_ns)}" for step in summary.steps if step.best_ns)
     elif summary.step_ns is not None:
         (step,) = summary.steps
         has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
-        spread = f", {_time(step.p10_ns or 0)} to {_time(step.p90_ns or 0)}" if has_spread else ""
+        spread = f", {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
         times = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
-        yield f"{_time(summary.step_ns)} {times}"
+        yield f"{format_ns(summary.step_ns)} {times}"
     if summary.gpu is not None:
         yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"
     head = summary.head
@@ -211,17 +211,17 @@ def _step_in_short(summary: Summary) -> Iterator[str]:
 def _step(step: StepUse) -> str:
     where = "" if step.context is None else f"context {step.context}: "
     if step.unprofiled_ns is None or step.p10_ns is None or step.p90_ns is None:
-        recorded = _time(step.recorded_ns or 0)
+        recorded = format_ns(step.recorded_ns or 0)
         return f"{where}{recorded} as recorded; the unprofiled time is unknown (`profkit run` measures it)"
-    text = f"{where}{_time(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
+    text = f"{where}{format_ns(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
     if step.data_wait_ns is not None:
-        text += f": the median without waits for data, and {_time(step.data_wait_ns)} of these on average"
+        text += f": the median without waits for data, and {format_ns(step.data_wait_ns)} of these on average"
     elif step.count > 1:
-        text += f", p10 to p90 {_time(step.p10_ns)} to {_time(step.p90_ns)}"
+        text += f", p10 to p90 {format_ns(step.p10_ns)} to {format_ns(step.p90_ns)}"
     text += ")"
     if step.recorded_ns is not None:
         cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
-        text += f"; recording made it {_time(step.recorded_ns)} ({cost})"
+        text += f"; recording made it {format_ns(step.recorded_ns)} ({cost})"
     return text
 
 
@@ -230,7 +230,7 @@ def _compiling(summary: Summary) -> str:
     if compiled is None or not compiled.recorded_ns:
         return ""
     count = format_count(len(compiled.steps), "recorded step")
-    return f"; torch.compile worked for {_time(compiled.recorded_ns)} in {count}"
+    return f"; torch.compile worked for {format_ns(compiled.recorded_ns)} in {count}"
 
 
 def _gpu(summary: Summary) -> str:
@@ -239,7 +239,7 @@ def _gpu(summary: Summary) -> str:
     parts, idle = gpu.parts, gpu.idle
     text = f"busy {format_share(1 - idle.share)}{_SEPARATOR}idle {format_share(idle.share)}"
     if summary.step_ns is not None:
-        text += f" = {_time(summary.idle_ns)} a step"
+        text += f" = {format_ns(summary.idle_ns)} a step"
         text += "" if idle.is_unprofiled else " as recorded"
     why = {_CAUSES[name]: time_ns for name, time_ns in summary.idle_causes_ns.items()}
     cause = max(why, key=lambda one: why[one])
@@ -247,7 +247,7 @@ def _gpu(summary: Summary) -> str:
         text += f", {'mostly ' if why[cause] < 0.9 * summary.idle_ns else ''}{cause}"
         data_ns = why[_CAUSES["data_ns"]]
         if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
-            text += f", {_time(data_ns)} {_CAUSES['data_ns']}"
+            text += f", {format_ns(data_ns)} {_CAUSES['data_ns']}"
     exposed = parts.exposed_communication_ns
     if exposed:
         text += f"{_SEPARATOR}communication not hidden {format_share(exposed / idle.span_ns)}"
@@ -267,7 +267,7 @@ def _work(summary: Summary) -> Iterator[str]:
     whole = work.kernel_time_ns or 1
     names = "matmul + attention" if work.by_category.get("attention") else "matmul"
     kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
-    each = _time(summary.per_step(work.kernel_time_ns))
+    each = format_ns(summary.per_step(work.kernel_time_ns))
     peak = ""
     if work.peak_share is not None and work.product_ns:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
@@ -297,7 +297,7 @@ def _modules(summary: Summary) -> Iterator[str]:
     module, work = summary.costliest_module, summary.work
     if module is None or work is None:
         return
-    each, whole = _time(summary.per_step(module.total_ns)), _time(summary.per_step(work.kernel_time_ns))
+    each, whole = format_ns(summary.per_step(module.total_ns)), format_ns(summary.per_step(work.kernel_time_ns))
     times = f" ×{module.number}" if module.number > 1 else ""
     yield f"{_module_path(module)}{times} {each} of {whole}"
     yield _passes(summary, module)
@@ -309,7 +309,7 @@ def _modules(summary: Summary) -> Iterator[str]:
     for row in sorted(others, key=lambda row: -row.total_ns)[:_MODULES]:
         if row.total_ns > _MUCH * module.total_ns:
             name = shorten(row.module.removeprefix(f"{row.parent}."), _NAME_WIDTH)
-            yield f"{'in it' if within else 'beside it'} {name} {_time(summary.per_step(row.total_ns))}"
+            yield f"{'in it' if within else 'beside it'} {name} {format_ns(summary.per_step(row.total_ns))}"
 
 
 def _module_path(module: ModuleTime) -> str:
@@ -325,7 +325,7 @@ def _passes(summary: Summary, module: ModuleTime) -> str:
         "computed again": module.recompute_ns,
         "inference": module.inference_ns,
     }
-    return ", ".join(f"{name} {_time(summary.per_step(ns))}" for name, ns in passes.items() if ns)
+    return ", ".join(f"{name} {format_ns(summary.per_step(ns))}" for name, ns in passes.items() if ns)
 
 
 def _memory(summary: Summary) -> Iterator[str]:
@@ -375,7 +375,7 @@ def _ranks(summary: Summary) -> Iterator[str]:
         from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
 
         yield describe_verdict(summary.compared)[0]
-    own = [f"rank {row.rank} {_time(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
+    own = [f"rank {row.rank} {format_ns(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
     more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
     if own:
         yield f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"
@@ -401,7 +401,7 @@ def _try_parts(summary: Summary, advice: Advice) -> Iterator[str]:
     yield from [place] if place else []
     yield advice.change
     if advice.after_ns is not None and summary.step_ns is not None:
-        yield f"{_time(summary.step_ns)} → {describe_interval(advice.after_ns)}"
+        yield f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}"
     if advice.measured is not None:
         yield describe_trial(advice.measured)
     if advice.saves_bytes is not None:
@@ -449,10 +449,6 @@ def _more(summary: Summary) -> Iterator[tuple[str, str]]:
         commands.append(f"profkit memory {run}" + (" --at oom" if summary.memory.failure is not None else ""))
     if commands:
         yield "More", _SEPARATOR.join(commands)
-
-
-def _time(time_ns: float) -> str:
-    return format_ns(round(time_ns))
 
 
 def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:

@@ -92,23 +92,35 @@ def build_whatif_document(result: WhatIf) -> Document:
     }
     exact = Table((), [_row(case, today) for case in result.cases], exact=_EXACT)
     body = {"time": None, "memory": data}
-    return Document("whatif", body, parts, exact, list(_findings(result)), schema=_SCHEMA)
+    count = result.identity.wrong_address_count
+    wrong = Finding(
+        "not-identical",
+        f"the simulator chose {count:,} other addresses than the recorded allocator ({result.identity.reason}):"
+        " it predicts no peaks, only lower bounds",
+    )
+    return Document("whatif", body, parts, exact, [] if result.identity.exact else [wrong], schema=_SCHEMA)
 
 
 def changed_cases(result: WhatIf) -> list[Case]:
     """Return today's case and those that differ from it; one that does not is no reason for a line of its own."""
     today, *others = result.cases
-    unchanged = [case for case in others if _is_as(case, today)]
+    unchanged = [case for case in others if _compared(case) == _compared(today)]
     return [today, *(case for case in others if len(unchanged) < 2 or case not in unchanged)]
 
 
-def _is_as(case: Case, today: Case) -> bool:
-    peaks = (case.allocated_range_bytes, case.reserved_range_bytes, case.requested_peak_bytes, case.fits)
-    return peaks == (today.allocated_range_bytes, today.reserved_range_bytes, today.requested_peak_bytes, today.fits)
+def _compared(case: Case) -> tuple[object, ...]:
+    return case.allocated_range_bytes, case.reserved_range_bytes, case.requested_peak_bytes, case.fits
 
 
 def _row(case: Case, today: Case) -> Row:
-    known = case.reserved_peak_bytes is not None and today.reserved_peak_bytes is not None
+    change = None
+    if case is not today and case.reserved_peak_bytes is not None and today.reserved_peak_bytes is not None:
+        change = case.reserved_peak_bytes - today.reserved_peak_bytes
+    ranges = {
+        f"{kind}_{end}_bytes": size
+        for kind in ("requested", "allocated", "reserved")
+        for end, size in zip(("low", "high"), getattr(case, f"{kind}_range_bytes"), strict=True)
+    }
     return {
         **asdict(case),
         "edits": " ".join(case.edits),
@@ -116,14 +128,9 @@ def _row(case: Case, today: Case) -> Row:
         "requested": _peak(case.requested_range_bytes, case.exact or not case.edits),
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
-        "change": None if case is today or not known else _change(case, today),
+        "change": change,
         "unused": _share(case.unused_bytes, case),
-        "requested_low_bytes": case.requested_range_bytes[0],
-        "requested_high_bytes": case.requested_range_bytes[1],
-        "allocated_low_bytes": case.allocated_range_bytes[0],
-        "allocated_high_bytes": case.allocated_range_bytes[1],
-        "reserved_low_bytes": case.reserved_range_bytes[0],
-        "reserved_high_bytes": case.reserved_range_bytes[1],
+        **ranges,
     }
 
 
@@ -132,10 +139,6 @@ def name_case(case: Case) -> str:
     if case.edits:
         return ", ".join(filter(None, ["edited", case.allocator]))
     return case.allocator or "default settings"
-
-
-def _change(case: Case, today: Case) -> int:
-    return (case.reserved_peak_bytes or 0) - (today.reserved_peak_bytes or 0)
 
 
 def _peak(both: tuple[int, int | None], exact: bool) -> str:
@@ -196,48 +199,35 @@ def _highest(case: Case) -> float:
     return float("inf") if high is None else high
 
 
-def _findings(result: WhatIf) -> Iterator[Finding]:
-    if not result.identity.exact:
-        count = result.identity.wrong_address_count
-        yield Finding(
-            "not-identical",
-            f"the simulator chose {count:,} other addresses than the recorded allocator ({result.identity.reason}):"
-            " it predicts no peaks, only lower bounds",
-        )
-
-
 _TOP_MODULES = 8
 
 
 def edited_parts(result: WhatIf) -> Iterator[Table | Lines]:
     """Yield the lines and tables of an edited program."""
     if result.search is not None:
-        yield Lines(_found(result))
+        yield Lines([_describe_search(result)])
     if result.edited is None:
         return
     yield Lines(_evidence(result.edited))
     peak = result.edited
     if peak.by_category:
-        yield Lines(_where(result, peak))
+        place = f" at {peak.place}" if peak.place else ""
+        yield Lines([f"The edited program's peak lies in {result.cases[1].phase or 'no phase'}{place}"])
         yield _table("category", peak.by_category, len(peak.by_category))
         yield _table("module", peak.by_module, _TOP_MODULES)
 
 
-def _found(result: WhatIf) -> Iterator[str]:
+def _describe_search(result: WhatIf) -> str:
     size = format_bytes(result.capacity_bytes or 0)
     if result.edited is None:
-        yield f"It fits in {size} as it is."
-    elif result.search:
-        yield f"The cheapest that fits in {size} (least time added, then fewest edits): {_command(result)}"
-    else:
-        yield f"Nothing that was tried fits in {size}. The least is needed by: {_command(result)}"
-
-
-def _command(result: WhatIf) -> str:
+        return f"It fits in {size} as it is."
     case = result.cases[-1]
     words = [f"--edit '{text}'" for text in case.edits]
     words += [f"--allocator {case.allocator}"] if case.allocator != result.cases[0].allocator else []
-    return " ".join(words) or "no change"
+    options = " ".join(words) or "no change"
+    if result.search:
+        return f"The cheapest that fits in {size} (least time added, then fewest edits): {options}"
+    return f"Nothing that was tried fits in {size}. The least is needed by: {options}"
 
 
 def _evidence(peak: EditedPeak) -> Iterator[str]:
@@ -249,12 +239,6 @@ def _evidence(peak: EditedPeak) -> Iterator[str]:
         yield f"Computing again adds at least {format_ns(peak.added_kernel_ns)} to a step: its kernels alone"
     elif any(edit.recomputed for edit in peak.edits):
         yield "What computing again takes is not known: the run has no trace of these ranges"
-
-
-def _where(result: WhatIf, peak: EditedPeak) -> Iterator[str]:
-    phase = result.cases[1].phase
-    place = f" at {peak.place}" if peak.place else ""
-    yield f"The edited program's peak lies in {phase or 'no phase'}{place}"
 
 
 def _table(what: str, parts: Sequence[PartChange], top: int) -> Table:

@@ -88,7 +88,7 @@ def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]
     """Yield the figures of the run that are known, each with what it is."""
     if summary.step_ns is not None:
         is_unprofiled = any(step.unprofiled_ns is not None for step in summary.steps)
-        yield format_ns(round(summary.step_ns)), "a step, unprofiled" if is_unprofiled else "a step, as recorded"
+        yield format_ns(summary.step_ns), "a step, unprofiled" if is_unprofiled else "a step, as recorded"
     if summary.gpu is not None:
         yield format_share(1 - summary.gpu.idle.share), "of a step the GPU is busy"
     if summary.memory is not None:
@@ -138,7 +138,7 @@ def _lanes(before: StepLanes, after: StepLanes) -> Iterator[dict[str, Any]]:
 def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
     effects = []
     if advice.after_ns is not None and summary.step_ns is not None:
-        effects.append(f"{format_ns(round(summary.step_ns))} → {describe_interval(advice.after_ns)}")
+        effects.append(f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}")
     if advice.measured is not None:
         effects.append(describe_trial(advice.measured))
     if advice.saves_bytes is not None:

@@ -240,7 +240,7 @@ def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
     for trial, step_ns in timed:
         ends = (None, None) if trial.half_ns is None else (step_ns - trial.half_ns, step_ns + trial.half_ns)
         low, high = (None if end is None else round(max(0, end) * scale, 1) for end in ends)
-        text = format_ns(round(step_ns)) + (f", {describe_trial(trial)}" if trial.edits else "")
+        text = format_ns(step_ns) + (f", {describe_trial(trial)}" if trial.edits else "")
         yield {"name": name_trial(trial), "width": round(step_ns * scale, 1), "low": low, "high": high, "text": text}
 
 

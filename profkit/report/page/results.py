@@ -192,7 +192,7 @@ def _matrix(result: RanksResult) -> dict[str, Any] | None:
             "x": to * size,
             "y": here * size,
             "share": round(int(waits[here, to]) / longest, 3),
-            "text": f"rank {numbers[here]} waits {format_ns(round(int(waits[here, to]) / steps))} a step"
+            "text": f"rank {numbers[here]} waits {format_ns(int(waits[here, to]) / steps)} a step"
             f" for rank {numbers[to]}",
         }
         for here in range(len(numbers))
