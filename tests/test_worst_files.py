@@ -75,12 +75,10 @@ def test_an_extreme_snapshot_is_read_or_refused_in_one_line(name: str, tmp_path:
     assert set(in_limits(path, MEMORY)) <= {0, 1}
 
 
-def nest(depth: int, kernels: int) -> NsysBuilder:
-    return worst_exports.nested(depth, depth=depth, kernels=kernels)
-
-
 def test_kernels_under_thousands_of_ranges_each_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = nest(70, 50).write(tmp_path / "deep.sqlite")
+    builder = NsysBuilder()
+    worst_exports.nest(builder, 70, kernels=50)
+    path = builder.write(tmp_path / "deep.sqlite")
     assert codes(path, ("ranges FILE",)) == [0]
     monkeypatch.setattr(attribution, "_MOST_PLACES", 1_000)
     done = call_main(["ranges", str(path)])

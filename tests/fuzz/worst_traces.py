@@ -3,157 +3,146 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.kineto_builder import flow, kernel, launch, row, thread_name
 
+CHROME: dict[str, Callable[[int], Iterator[Any]]] = {}
+"""What a family holds the most of → what yields its events."""
 
-def _with_thread(events: list[Any]) -> list[Any]:
-    return [thread_name(100, "thread 100 (python)"), thread_name(117, "thread 117 (pt_autograd_0)"), *events]
+
+def _family(events: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
+    CHROME[events.__name__.replace("_", " ")] = events
+    return events
 
 
-def nested_annotations(count: int) -> list[Any]:
-    """Return annotations nested as deep as is read, each around kernels."""
-    events = []
+@_family
+def nested_annotations(count: int) -> Iterator[Any]:
+    """Annotations nested as deep as is read, each around kernels."""
     depth = min(2_400, count)
     for first in range(0, count // 2, depth):
         at = 5_000 * (first // depth)
         for level in range(depth):
-            events.append(row("user_annotation", f"a{first + level}", at + level, 4_900 - 2 * level))
-        events += [launch(at + 2_401, first + 1), kernel("k", at + 2_402, 5, first + 1)]
-    return events
+            yield row("user_annotation", f"a{first + level}", at + level, 4_900 - 2 * level)
+        yield from [launch(at + 2_401, first + 1), kernel("k", at + 2_402, 5, first + 1)]
 
 
-def nested_operators(count: int) -> list[Any]:
-    """Return operators within operators without end, and launches after all of them."""
+@_family
+def nested_operators(count: int) -> Iterator[Any]:
+    """Operators within operators without end, and launches after all of them."""
     half = count // 3
-    events = [row("cpu_op", "aten::mm", one, 2 * count - 2 * one) for one in range(half)]
-    for one in range(half // 2):
-        at = 3 * count + one
-        events += [launch(at, one + 1), kernel("k", at + 1, 1, one + 1)]
-    return events
+    yield from (row("cpu_op", "aten::mm", n, 2 * count - 2 * n) for n in range(half))
+    for n in range(half // 2):
+        at = 3 * count + n
+        yield from [launch(at, n + 1), kernel("k", at + 1, 1, n + 1)]
 
 
-def operator_threads(count: int) -> list[Any]:
-    """Return threads that each run an operator and launch a kernel."""
-    events = []
-    for one in range(count // 4):
-        events += [
-            row("cpu_op", "aten::mm", 10 * one, 9, 200 + one % 2**14),
-            row("user_annotation", "forward", 10 * one, 9, 200 + one % 2**14),
-            launch(10 * one + 1, one + 1, 200 + one % 2**14),
-            kernel("k", 10 * one + 2, 5, one + 1),
-        ]
-    return events
+@_family
+def operator_threads(count: int) -> Iterator[Any]:
+    """Threads that each run an operator and launch a kernel."""
+    for n in range(count // 4):
+        yield from (
+            row("cpu_op", "aten::mm", 10 * n, 9, 200 + n % 2**14),
+            row("user_annotation", "forward", 10 * n, 9, 200 + n % 2**14),
+            launch(10 * n + 1, n + 1, 200 + n % 2**14),
+            kernel("k", 10 * n + 2, 5, n + 1),
+        )
 
 
-def linked_backward(count: int) -> list[Any]:
-    """Return forward operators in deep annotations, each linked to a backward operator of its own."""
-    events, depth = [], min(2_000, count)
+@_family
+def linked_backward(count: int) -> Iterator[Any]:
+    """Forward operators in deep annotations, each linked to a backward operator of its own."""
+    depth = min(2_000, count)
     for level in range(depth):
-        events.append(row("user_annotation", f"layer {level}", level, 2 * count + depth - 2 * level))
+        yield row("user_annotation", f"layer {level}", level, 2 * count + depth - 2 * level)
     at = 3 * count + depth
-    events.append(row("user_annotation", "backward", at, 20 * count))
-    for one in range(count // 6):
-        events += [
-            row("cpu_op", "aten::mm", depth + one, 1),
-            flow("s", one, depth + one, 100),
-            row("cpu_op", "autograd::engine::evaluate_function: MmBackward0", at + 10 * one, 9, 100),
-            flow("f", one, at + 10 * one, 100),
-            launch(at + 10 * one + 1, one + 1),
-            kernel("k", at + 10 * one + 2, 5, one + 1),
-        ]
-    return events
+    yield row("user_annotation", "backward", at, 20 * count)
+    for n in range(count // 6):
+        yield from (
+            row("cpu_op", "aten::mm", depth + n, 1),
+            flow("s", n, depth + n, 100),
+            row("cpu_op", "autograd::engine::evaluate_function: MmBackward0", at + 10 * n, 9, 100),
+            flow("f", n, at + 10 * n, 100),
+            launch(at + 10 * n + 1, n + 1),
+            kernel("k", at + 10 * n + 2, 5, n + 1),
+        )
 
 
-def linked_everywhere(count: int) -> list[Any]:
-    """Return forward operators each in an annotation of its own, linked to operators in another."""
-    events = []
-    for one in range(count // 8):
-        at = 100 * one
-        events += [
-            row("user_annotation", f"f{one}", at, 40),
+@_family
+def linked_everywhere(count: int) -> Iterator[Any]:
+    """Forward operators each in an annotation of its own, linked to operators in another."""
+    for n in range(count // 8):
+        at = 100 * n
+        yield from (
+            row("user_annotation", f"f{n}", at, 40),
             row("cpu_op", "aten::mm", at + 1, 5),
-            flow("s", one, at + 1, 100),
+            flow("s", n, at + 1, 100),
             row("user_annotation", "backward", at + 50, 40),
             row("cpu_op", "MmBackward0", at + 55, 9),
-            flow("f", one, at + 55, 100),
-            launch(at + 56, one + 1),
-            kernel("k", at + 57, 5, one + 1),
-        ]
-    return events
+            flow("f", n, at + 55, 100),
+            launch(at + 56, n + 1),
+            kernel("k", at + 57, 5, n + 1),
+        )
 
 
-def chrome_names(count: int) -> list[Any]:
-    """Return kernels and operators with distinct names of 4 kB."""
-    events = []
-    for one in range(count // 50):
-        name = f"{one} void " + "at::native::x<T, " * 220
-        events += [launch(10 * one, one + 1), kernel(name, 10 * one + 2, 5, one + 1)]
-    return events
+@_family
+def chrome_names(count: int) -> Iterator[Any]:
+    """Kernels and operators with distinct names of 4 kB."""
+    for n in range(count // 50):
+        name = f"{n} void " + "at::native::x<T, " * 220
+        yield from [launch(10 * n, n + 1), kernel(name, 10 * n + 2, 5, n + 1)]
 
 
-def same_correlation(count: int) -> list[Any]:
-    """Return calls of many processes that share one id with all kernels."""
-    events = []
-    for one in range(count // 2):
-        events += [launch(one, 7, pid=100 + one % 4096), kernel("k", one + 2, 5, 7)]
-    return events
+@_family
+def same_correlation(count: int) -> Iterator[Any]:
+    """Calls of many processes that share one id with all kernels."""
+    for n in range(count // 2):
+        yield from [launch(n, 7, pid=100 + n % 4096), kernel("k", n + 2, 5, 7)]
 
 
-def odd_times(count: int) -> list[Any]:
-    """Return events whose times have as many digits as fit."""
-    events = []
-    for one in range(count // 200):
-        digits = "0." + f"{one}" * 1_000
-        events += [launch(one, one + 1), kernel("k", digits, digits, one + 1)]
-    return events
+@_family
+def odd_times(count: int) -> Iterator[Any]:
+    """Events whose times have as many digits as fit."""
+    for n in range(count // 200):
+        digits = "0." + f"{n}" * 1_000
+        yield from [launch(n, n + 1), kernel("k", digits, digits, n + 1)]
 
 
-def chrome_steps(count: int) -> list[Any]:
-    """Return steps of three phases each."""
-    events = []
-    for one in range(count // 5):
-        at = 100 * one
-        events += [
-            row("user_annotation", f"step {one}", at, 99),
+@_family
+def chrome_steps(count: int) -> Iterator[Any]:
+    """Steps of three phases each."""
+    for n in range(count // 5):
+        at = 100 * n
+        yield from (
+            row("user_annotation", f"step {n}", at, 99),
             row("user_annotation", "forward", at + 1, 40),
             row("user_annotation", "backward", at + 50, 20),
-            launch(at + 2, one + 1),
-            kernel("k", at + 5, 5, one + 1),
-        ]
-    return events
+            launch(at + 2, n + 1),
+            kernel("k", at + 5, 5, n + 1),
+        )
 
 
-def empty_events(count: int) -> list[Any]:
-    """Return as many events as fit that say nothing."""
+@_family
+def empty_events(count: int) -> Iterator[Any]:
+    """As many events as fit that say nothing."""
     return [{"ph": "M"}] * (count * 4)
 
 
-def chrome_devices(count: int) -> list[Any]:
-    """Return GPUs that each run one kernel."""
-    events: list[Any] = [row("user_annotation", "step 0", 0, 100 * count)]
-    for one in range(count // 2):
-        events += [
-            launch(10 * one, one + 1),
-            kernel("k", 10 * one + 2, 5, one + 1)
-            | {"args": {"device": one % 256, "stream": one, "correlation": one + 1}},
-        ]
-    return events
+@_family
+def chrome_devices(count: int) -> Iterator[Any]:
+    """GPUs that each run one kernel."""
+    yield row("user_annotation", "step 0", 0, 100 * count)
+    for n in range(count // 2):
+        yield from (
+            launch(10 * n, n + 1),
+            kernel("k", 10 * n + 2, 5, n + 1) | {"args": {"device": n % 256, "stream": n, "correlation": n + 1}},
+        )
 
 
-CHROME: dict[str, Callable[[int], list[Any]]] = {
-    one.__name__.replace("_", " "): one
-    for one in (
-        nested_annotations, nested_operators, operator_threads, linked_backward, linked_everywhere, chrome_names,
-        same_correlation, odd_times, chrome_steps, empty_events, chrome_devices,
-    )
-}  # fmt: skip
-
-
-def write_chrome(events: list[Any], path: Path) -> Path:
+def write_chrome(events: Iterator[Any], path: Path) -> Path:
     """Write a trace of torch.profiler."""
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": _with_thread(events)}, separators=(",", ":")))
+    threads = [thread_name(100, "thread 100 (python)"), thread_name(117, "thread 117 (pt_autograd_0)")]
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [*threads, *events]}, separators=(",", ":")))
     return path
