@@ -1,13 +1,35 @@
-"""Some mutants of every class; ``python -m tests.fuzz --count 50000`` reads as many as one likes."""
+"""Mutants of every class, and valid but extreme files: each is read within limits, or refused in one line."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from profkit.allocator import recorded_heap
+from profkit.allocator.replay import replay_history
+from profkit.analysis.memory import places, stacks
+from profkit.analysis.memory.owners import match_owners
+from profkit.analysis.memory.phases import find_timeline
+from profkit.analysis.placing import attribution, backward_links
+from profkit.analysis.self_check import _in_stream_capture
+from profkit.analysis.statistics import interval_of_step_times
+from profkit.analysis.tree import range_tree
+from profkit.reading import open_trace
+from profkit.run.owners import Owned, Owners, Step
+from profkit.run.records import WrongRecord, decode
+from profkit.snapshot.reader import build_snapshot
+from profkit.trace import columns
+from profkit.trace.kineto import OperatorForest
+from profkit.trace.nsys import read_nsys
+from tests.child import run_in_child
+from tests.conftest import call_main
+from tests.fuzz import worst_exports, worst_snapshots, worst_traces
 from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES, make
+from tests.nsys_builder import NsysBuilder
 
 SEEDS = 25
 
@@ -60,3 +82,209 @@ def test_the_judge_sees_what_must_not_happen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("profkit.reading.open_trace", broken)
     monkeypatch.setattr("profkit.cli.kernels.open_trace", broken, raising=False)
     assert judge("export names", 0, tmp_path).outcome == "internal error"
+
+
+COUNT = 150
+CPU_SECONDS = 20
+MEMORY_BYTES = 2**31
+
+TIME = (
+    "efficiency FILE --numbered --format json",
+    "ranges FILE",
+    "kernels FILE --by range",
+    "check FILE --max-idle 1%",
+)
+MEMORY = ("memory FILE --leaks --format json", "memory FILE --by stack", "memory FILE --by module")
+
+
+def codes(path: Path, commands: tuple[str, ...]) -> list[int]:
+    """Return the exit code of each command; a refusal must be one line."""
+    found = []
+    for command in commands:
+        done = call_main([part.replace("FILE", str(path)) for part in command.split()])
+        assert "internal error" not in done.stderr, (command, done.stderr)
+        assert done.returncode != 1 or done.stderr.count("\n") == 1, (command, done.stderr)
+        found.append(done.returncode)
+    return found
+
+
+def in_limits(path: Path, commands: tuple[str, ...]) -> list[int]:
+    return run_in_child(lambda: codes(path, commands), cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES)
+
+
+@pytest.mark.parametrize("name", worst_exports.EXPORTS)
+def test_an_extreme_export_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_exports.EXPORTS[name](COUNT).write(tmp_path / "worst.sqlite")
+    assert set(in_limits(path, TIME)) <= {0, 1, 3}
+
+
+@pytest.mark.parametrize("name", worst_traces.CHROME)
+def test_an_extreme_torch_profiler_trace_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_traces.write_chrome(worst_traces.CHROME[name](COUNT), tmp_path / "worst.json")
+    assert set(in_limits(path, TIME)) <= {0, 1, 3}
+
+
+@pytest.mark.parametrize("name", worst_snapshots.SNAPSHOTS)
+def test_an_extreme_snapshot_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS[name](COUNT), tmp_path / "worst.pickle")
+    assert set(in_limits(path, MEMORY)) <= {0, 1}
+
+
+def test_kernels_under_thousands_of_ranges_each_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = NsysBuilder()
+    worst_exports.nest(builder, 70, kernels=50)
+    path = builder.write(tmp_path / "deep.sqlite")
+    assert codes(path, ("ranges FILE",)) == [0]
+    monkeypatch.setattr(attribution, "_MOST_PLACES", 1_000)
+    done = call_main(["ranges", str(path)])
+    assert done.returncode == 1
+    assert "50 kernels or copies lie under more than 64 ranges each" in done.stderr
+
+
+@pytest.mark.parametrize(("what", "most"), [("GPUs", "GPUS"), ("processes", "PROCESSES"), ("threads", "THREADS")])
+def test_more_gpus_processes_and_threads_than_any_machine_has_are_refused(
+    what: str, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = NsysBuilder()
+    for number in range(20):
+        builder.kernel(100 * number, 10, device=number, pid=100 + number, tid=100 + number)
+    path = builder.write(tmp_path / "many.sqlite")
+    monkeypatch.setattr(columns, f"MOST_{most}", 20)
+    assert codes(path, ("kernels FILE",)) == [0]
+    monkeypatch.setattr(columns, f"MOST_{most}", 19)
+    done = call_main(["kernels", str(path)])
+    assert (done.returncode, f"holds 20 {what}; captures with more than 19 are not read" in done.stderr) == (1, True)
+
+
+def test_too_many_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), tmp_path / "modules.pickle")
+    assert codes(path, ("memory FILE --by module",)) == [0]
+    monkeypatch.setattr(places, "_MOST_MODULES", 100)
+    done = call_main(["memory", str(path), "--by", "module"])
+    assert (done.returncode, "more than 100 modules" in done.stderr) == (1, True)
+
+
+def test_a_history_that_needs_too_many_searches_for_blocks_is_not_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = 2**21
+    traces = [
+        worst_snapshots.event("segment_map", 2**30, 2 * half, 1),
+        worst_snapshots.event("segment_unmap", 2**30 + half, half, 2),
+    ]
+    segment = worst_snapshots.segment(2**30, [worst_snapshots.block(half, "inactive")], is_expandable=True)
+    path = worst_snapshots.write_snapshot(worst_snapshots.snapshot([segment], traces), tmp_path / "unmapped.pickle")
+    what = "blocks not searched for, after too many searches"
+    assert what not in " ".join(call_main(["memory", str(path)]).stdout.split())
+    monkeypatch.setattr(recorded_heap, "_MOST_LOOKS", 0)
+    assert what in " ".join(call_main(["memory", str(path)]).stdout.split())
+
+
+def test_too_many_lines_of_compiled_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), tmp_path / "lines.pickle")
+    assert codes(path, ("memory FILE",)) == [0]
+    monkeypatch.setattr(stacks, "_MOST_MADE_LINES", 1_000)
+    done = call_main(["memory", str(path)])
+    assert (done.returncode, "made from over 1,000 lines" in done.stderr) == (1, True)
+
+
+def test_too_many_ranges_in_the_backward_pass_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = worst_traces.write_chrome(worst_traces.linked_backward(COUNT), tmp_path / "links.json")
+    assert codes(path, ("ranges FILE",)) == [0]
+    monkeypatch.setattr(backward_links, "_MOST_MIRRORS", -10_000)
+    done = call_main(["ranges", str(path)])
+    assert (done.returncode, "more in the backward pass; captures with that many are not read" in done.stderr) == (
+        1,
+        True,
+    )
+
+
+def test_ranges_with_very_long_paths_are_refused(tmp_path: Path) -> None:
+    path = worst_exports.long_repeated(4_000).write(tmp_path / "long.sqlite")
+    done = call_main(["ranges", str(path), "--format", "json"])
+    assert done.returncode == 1
+    assert "characters long on average; captures with more than 400 are not read" in done.stderr
+
+
+def test_the_tree_is_the_same_if_it_is_summed_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = open_trace(worst_exports.steps(500).write(tmp_path / "steps.sqlite"))
+    whole = trace.ranges()
+    portions = Counter[int]()
+    monkeypatch.setattr(range_tree, "_PLACES_AT_A_TIME", 7)
+    under = attribution.PlacedRows.under
+
+    def counted(self: attribution.PlacedRows, *arguments: object) -> object:
+        found = under(self, *arguments)  # type: ignore[arg-type]
+        portions[len(found.rows)] += 1
+        return found
+
+    monkeypatch.setattr(attribution.PlacedRows, "under", counted)
+    assert trace.ranges() == whole
+    assert max(portions) <= 7
+    assert sum(portions.values()) > 15
+
+
+def test_the_operator_open_at_a_moment_is_found_without_looking_at_each() -> None:
+    count = 100_000
+    start, end = np.arange(count), 4 * count - np.arange(count)
+    forest = OperatorForest(start, end, np.zeros(count, dtype=np.int64))
+
+    def innermost() -> list[int]:
+        moments = np.concatenate([np.full(count, 5 * count), [count // 2, 3 * count]])
+        found = forest.innermost_at(moments, np.zeros(len(moments), dtype=np.int64))
+        return [int(found[0]), int(found[-2]), int(found[-1])]
+
+    assert run_in_child(innermost, cpu_seconds=5) == [-1, count // 2, count - 1]
+
+
+def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: Path) -> None:
+    """50,000 tensors and 50,000 allocations share one address; comparing each tensor with each would take minutes."""
+    count = 50_000
+    traces = [worst_snapshots.event("segment_alloc", 0, 2**21, 0)]
+    for one in range(count):
+        traces.append(worst_snapshots.event("alloc", 0, 512, 10_000 * one + 1))
+        for action in ("free_requested", "free_completed"):
+            traces.append(worst_snapshots.event(action, 0, 512, 10_000 * one + 5_000))
+    data = worst_snapshots.snapshot([worst_snapshots.segment(0, [worst_snapshots.block(2**21, "inactive")])], traces)
+    snapshot = build_snapshot(tmp_path / "one.pickle", data)
+    memory = replay_history(snapshot.devices[0], snapshot.settings)
+    timeline = find_timeline(snapshot.devices[0])
+    owned = tuple(Owned(10_000 * one + 2_000, 0, 0, 512, "saved", f"m{one}", 0) for one in range(count))
+    found, missed = run_in_child(
+        lambda: match_owners(Owners(owned), 0, memory.replay, timeline), cpu_seconds=CPU_SECONDS
+    )
+    assert missed == 0
+    assert [found[row].name for row in (0, 1, count - 1)] == ["m0", "m1", f"m{count - 1}"]
+
+
+def test_of_many_samples_fewer_resamples_are_drawn() -> None:
+    def intervals() -> list[float]:
+        samples = np.stack([np.arange(60_000.0) % 1_000, np.zeros(60_000)], axis=1)
+        found = interval_of_step_times(samples, samples + np.array([100, 0]))
+        assert found is not None
+        return list(found)
+
+    low, high = run_in_child(intervals, cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES)
+    assert 80 < low < 100 < high < 120
+
+
+def test_a_record_of_too_many_steps_is_refused() -> None:
+    with pytest.raises(WrongRecord, match="steps holds 100,000 records; more than 65,536 are not read"):
+        decode(tuple[Step, ...], [{}] * 100_000, "steps")
+
+
+def test_a_list_of_numbers_is_read_and_the_first_wrong_one_is_named() -> None:
+    assert decode(tuple[float, ...], [1, 2.5], "losses") == (1.0, 2.5)
+    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
+        decode(tuple[float, ...], [1.0, "x"], "losses")
+    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
+        decode(tuple[float, ...], [1.0, True], "losses")
+    with pytest.raises(WrongRecord, match=r"losses\[0\]"):
+        decode(tuple[float, ...], [2**63], "losses")
+
+
+def test_launches_in_nested_stream_captures_are_found_in_one_pass(tmp_path: Path) -> None:
+    trace = read_nsys(worst_exports.stream_captures(150_000).write(tmp_path / "captures.sqlite"))
+    launches = np.flatnonzero(~trace.calls.has_work)
+    captured = run_in_child(lambda: int(_in_stream_capture(trace, launches).sum()), cpu_seconds=4)
+    assert captured >= 30_000

@@ -1,10 +1,13 @@
-"""Columns decoded from pages against the same columns from SQLite, on any integers, page sizes and histories."""
+"""nsys exports as SQLite files: columns decoded from pages, and files made to hang or to be misread."""
 
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
+import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit.errors import TraceError
+from profkit.reading import open_trace
 from profkit.trace import sqlite
+from profkit.trace.columns import MOST_OPEN_RANGES
 from profkit.trace.sqlite import NotPlain, PageReader
+from tests.child import run_in_child
+from tests.in_process import run_command
+from tests.nsys_builder import NsysBuilder
 
 EDGES = [0, 1, -1, 127, 128, -128, -129, 32767, 32768, -32768, 8388607, 8388608, 2147483647, 2147483648]
 EDGES += [140737488355327, 140737488355328, -140737488355329, 2**63 - 1, -(2**63)]
@@ -124,3 +133,210 @@ def test_damaged_pages_are_declined_or_read_without_a_crash(tmp_path: Path) -> N
         finally:
             os.close(descriptor)
     assert declined
+
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+DAMAGED = [
+    ("CREATE VIEW v AS SELECT 1", "v is a view"),
+    ("CREATE TRIGGER t AFTER DELETE ON StringIds BEGIN SELECT 1; END", "holds triggers"),
+    ("CREATE VIRTUAL TABLE f USING fts5(a)", "f is virtual"),
+    ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2))", "g has a computed column"),
+    ("CREATE TABLE g (a INTEGER, b INTEGER AS (a * 2) STORED)", "g has a computed column"),
+    (f"UPDATE {KERNELS} SET end = 4611686018427387904", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET start = -9223372036854775808", "impossible times of kernels"),
+    (f"UPDATE {KERNELS} SET end = 1e300", "values that are not integers"),
+    (f"UPDATE {KERNELS} SET start = 'soon'", "values that are not integers"),
+    (f"UPDATE {KERNELS} SET start = ' ' WHERE rowid = 1", "not integers"),
+    (f"UPDATE {KERNELS} SET correlationId = x'ff00'", "not integers"),
+    ("UPDATE NVTX_EVENTS SET end = 9223372036854775807", "impossible times of ranges"),
+    ("UPDATE NVTX_EVENTS SET globalTid = 'x'", "not integers"),
+]
+HARMLESS = [
+    "INSERT INTO ThreadNames VALUES (1, 1, 'x'), (NULL, 1, 5), (1.5, NULL, 2), ('x', 1, 3), (77, 1, 4)",
+    "INSERT INTO TARGET_INFO_CUDA_DEVICE VALUES (1, 0, 'x'), ('a', 0, 100), (NULL, 0, 100)",
+    "UPDATE NVTX_EVENTS SET doubleValue = 9e999",
+    "UPDATE NVTX_EVENTS SET int64Value = 'many'",
+    "UPDATE NVTX_EVENTS SET text = x'ff00fe'",
+    "INSERT INTO NVTX_EVENTS (start, eventType, globalTid) VALUES (1, 'x', 1), (1, 75.5, 1), (1, 75, 1)",
+    "INSERT INTO META_DATA_EXPORT VALUES (NULL, NULL), (x'ff', x'fe')",
+    "INSERT INTO TARGET_INFO_GPU VALUES (1, NULL), (2, x'ff')",
+]
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    builder = NsysBuilder()
+    builder.name_thread("main", 100)
+    builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+    builder.add("TARGET_INFO_CUDA_DEVICE", gpuId=0, cudaId=0, pid=100)
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 50)
+    return builder.write(tmp_path / "t.sqlite")
+
+
+def change(path: Path, sql: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(sql)
+        connection.commit()
+    return path
+
+
+@pytest.mark.parametrize(("sql", "expected"), DAMAGED)
+def test_what_nsys_does_not_write_is_refused_in_one_line(export: Path, sql: str, expected: str) -> None:
+    with pytest.raises(TraceError, match=expected) as caught:
+        open_trace(change(export, sql))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sql", HARMLESS)
+def test_an_odd_value_that_nothing_is_counted_by_is_passed_over(export: Path, sql: str) -> None:
+    opened = open_trace(change(export, sql))
+    assert opened.kernels("forward" if "forward" in opened.trace.names else None).total_ns == 50
+
+
+def test_a_name_that_is_no_utf8_in_the_schema_is_a_damaged_file(export: Path) -> None:
+    content = export.read_bytes()
+    assert content.count(b"CREATE TABLE StringIds") == 1
+    export.write_bytes(content.replace(b"CREATE TABLE StringIds", b"CREATE TABLE \xff\xfe\xfdingIds"))
+    with pytest.raises(TraceError, match=r"t\.sqlite: "):
+        open_trace(export)
+
+
+def test_a_table_whose_name_is_bytes_is_a_damaged_file(export: Path) -> None:
+    with closing(sqlite3.connect(export)) as database:
+        database.execute("PRAGMA writable_schema = ON")
+        database.execute("UPDATE sqlite_master SET name = CAST(name AS BLOB) WHERE name = 'ThreadNames'")
+        database.commit()
+    with pytest.raises(TraceError, match="a table's name is no text"):
+        open_trace(export)
+
+
+def test_a_query_that_takes_more_steps_than_the_file_can_need_is_stopped(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "_LEAST_STEPS", 2_000_000)
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+    with sqlite.SqliteFile(export) as file, pytest.raises(TraceError, match="more steps to read"):
+        file.rows(endless)
+
+
+def test_a_value_that_is_too_long_is_refused(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "_LONGEST_VALUE_BYTES", 2**16)
+    change(export, "UPDATE NVTX_EVENTS SET text = printf('%.100000c', 'x')")
+    with pytest.raises(TraceError, match="holds a value of over"):
+        open_trace(export)
+
+
+def test_a_tree_of_pages_that_leads_to_itself_is_not_followed_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "tree.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA page_size = 512")
+        connection.execute("CREATE TABLE StringIds (a INTEGER, b INTEGER)")
+        connection.executemany("INSERT INTO StringIds VALUES (?, ?)", ((i, i) for i in range(20_000)))
+        connection.commit()
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master").fetchone()
+    content = bytearray(path.read_bytes())
+    page = memoryview(content)[(root - 1) * 512 : root * 512]
+    assert page[0] == 5
+    count = page[3] << 8 | page[4]
+    for cell in range(count):
+        place = page[12 + 2 * cell] << 8 | page[13 + 2 * cell]
+        page[place : place + 4] = root.to_bytes(4, "big")
+    page[8:12] = root.to_bytes(4, "big")
+    path.write_bytes(content)
+
+    def read() -> str:
+        with path.open("rb") as file:
+            try:
+                return str(sqlite.PageReader(file.fileno(), bytes(content[:100])).read(root, [0], [0]))
+            except sqlite.NotPlain:
+                return "not plain"
+
+    assert run_in_child(read, cpu_seconds=20, memory_bytes=2**30) == "not plain"
+
+
+def test_work_without_a_time_is_not_counted_from_zero(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50)
+    builder.kernel(100, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    change(
+        path,
+        "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '');"
+        f"PRAGMA writable_schema = RESET; UPDATE {KERNELS} SET start = NULL WHERE rowid = 1",
+    )
+    with pytest.raises(TraceError, match="impossible times of kernels"):
+        open_trace(path)
+
+
+def test_ranges_without_end_on_one_thread_are_refused(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for n in range(MOST_OPEN_RANGES + 1):
+        builder.range(f"r{n}", n, 10**6 - n)
+    with pytest.raises(TraceError, match="2,501 ranges are open on one thread at once"):
+        open_trace(builder.write(tmp_path / "deep.sqlite"))
+    builder.rows["NVTX_EVENTS"].pop()
+    builder.range("after", 10**6, 10**6 + 1)
+    assert len(open_trace(builder.write(tmp_path / "less.sqlite")).trace.ranges) == MOST_OPEN_RANGES + 1
+
+
+def test_calls_and_kernels_that_all_have_one_id_are_matched_at_once(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for n in range(8_000):
+        builder.call(10 * n, correlation=1, tid=100 + n % 7)
+        builder.kernel(None, 5, correlation=1, start=10 * n + 5)
+    path = builder.write(tmp_path / "t.sqlite")
+
+    def read() -> tuple[list[int], str]:
+        trace = open_trace(path).trace
+        return trace.work.launch_ns.tolist(), trace.notes[0]
+
+    launches, note = run_in_child(read, cpu_seconds=20)
+    assert launches == [10 * n for n in range(8_000)]
+    assert note.startswith("8,000 kernels or copies have several launches")
+
+
+def test_numbers_of_gpus_may_lie_far_apart(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    for pid in (100, 200):
+        for device in (0, 0, 2**53):
+            builder.kernel(10, 5, pid=pid, tid=pid, device=device)
+    assert open_trace(builder.write(tmp_path / "t.sqlite")).kernels().total_ns == 30
+
+
+def test_ids_of_calls_at_both_ends_of_64_bits_are_counted(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.kernel(10, 50)
+    builder.kernel(100, 50)
+    path = builder.write(tmp_path / "t.sqlite")
+    for id_, row in ((2**63 - 1, "min"), (-(2**63), "max")):
+        for table in (KERNELS, "CUPTI_ACTIVITY_KIND_RUNTIME"):
+            change(path, f"UPDATE {table} SET correlationId = {id_} WHERE rowid = (SELECT {row}(rowid) FROM {table})")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_trace(path).self_check.findings is not None
+
+
+def test_memory_that_a_damaged_page_asks_for_is_said_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> None:
+        raise MemoryError
+
+    made = NsysBuilder()
+    made.kernel(10, 5)
+    path = made.write(tmp_path / "t.sqlite")
+    monkeypatch.setattr(sqlite.SqliteFile, "columns", ask)
+    with pytest.raises(TraceError, match=f"{path}: damaged, or too large"):
+        open_trace(path)
+
+
+def test_work_that_takes_no_time_has_a_summary(tmp_path: Path) -> None:
+    made = NsysBuilder()
+    for step in range(2):
+        made.range(f"step {step}", 1000 * step, 1000 * step + 900)
+        made.kernel(1000 * step + 10, 0)
+        made.call(1000 * step + 500, name="cudaDeviceSynchronize")
+    done = run_command("summary", made.write(tmp_path / "t.sqlite"))
+    # The capture's path may be wrapped at a hyphen before a number; it goes on with a slash.
+    assert (done.returncode, re.findall(r"(?<!\S)-\d(?!\S*/)", done.stdout)) == (0, []), done.stderr
