@@ -244,6 +244,32 @@ def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns:
         assert low <= program.lengths[0] - data_ns + 250_000 <= high
 
 
+@pytest.mark.parametrize(
+    ("cpus", "cpu_ns", "edit"),
+    [(16, 20 * MS, "workers:13"), (8, 20 * MS, "workers:8"), (4, 20 * MS, None), (4, 10 * MS, "workers:8")],
+)
+def test_more_workers_are_no_cure_where_the_cpus_have_no_room_for_them(
+    tmp_path: Path, cpus: int, cpu_ns: int, edit: str | None
+) -> None:
+    """Four workers take 20 ms for a batch, and the rest of the step 2 ms; those that wait for files share CPUs."""
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("data"):
+                program.now += 3 * MS
+            with program.range("forward"):
+                program.launch(NVJET, 100_000, 20)
+                program.wait()
+    steps = tuple({"step_ns": length} for length in program.lengths)
+    of_workers = LineSteps(MS, steps, batches=50, batch_ns=20 * MS, batch_cpu_ns=cpu_ns)
+    write_lines(tmp_path / "lines.jsonl", RunLines(of_workers, ()))
+    loading = {"pid": 7, "loading": {"workers": 4, "batches_per_step": 1.0}}
+    advice = found(program.write(tmp_path, conditions={"cpu_count": cpus}, processes=[loading]))
+    assert ("loader" in advice) == (edit is not None)
+    if edit is not None:
+        assert advice["loader"].edit == edit
+
+
 def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Path) -> None:
     def write(folder: Path, python_ns: int) -> dict[str, Advice]:
         program = Program()

@@ -186,6 +186,14 @@ class Evidence:
         blocks = self.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         return blocks or any(self.condition(name) is True for name in ("anomaly_detection", "launch_blocking"))
 
+    @property
+    def busy_cpus_of_worker(self) -> float | None:
+        """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
+        lines = None if self.capture.trace is None else self.capture.trace.lines
+        if lines is None or not lines.batch_ns or lines.batch_cpu_ns is None:
+            return None
+        return lines.batch_cpu_ns / lines.batch_ns
+
     def condition(self, *names: str) -> object:
         """Return a condition of the run, None if it is unknown."""
         return find_condition(self.manifest, *names)

@@ -35,12 +35,8 @@ def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
 
 def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
     """Workers of data loaders compute with several threads each, more in all than there are CPUs."""
-    lines = None if evidence.capture.trace is None else evidence.capture.trace.lines
-    workers, cpus = evidence.facts.workers, evidence.condition("cpu_count")
-    if lines is None or not lines.batch_ns or lines.batch_cpu_ns is None or not isinstance(cpus, int):
-        return
-    busy = lines.batch_cpu_ns / lines.batch_ns
-    if busy > _SEVERAL and busy * workers > cpus:
+    workers, cpus, busy = evidence.facts.workers, evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
+    if busy is not None and isinstance(cpus, int) and busy > _SEVERAL and busy * workers > cpus:
         yield (
             f"each of {workers} loader workers keeps {busy:.1f} of {cpus} CPUs busy while it makes a batch: "
             "set OMP_NUM_THREADS=1, or torch.set_num_threads(1) in worker_init_fn"
