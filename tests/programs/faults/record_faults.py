@@ -148,6 +148,7 @@ def measure_plain(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bo
     import torch
     from settings import Settings
 
+    keep_threads()
     module = importlib.import_module(program)
     steps = {variant: module.make_step(Settings(frozenset(variant), tiny)) for variant in variants}
     ready = getattr(module, "count_ready_batches", lambda _: 1)
@@ -173,6 +174,7 @@ def measure_trainer(program: str, variants: Sequence[tuple[str, ...]], *, tiny: 
     """Return the step of each variant in ms: each trains three times, in turns; its last half counts."""
     from settings import Settings
 
+    keep_threads()
     module = importlib.import_module(program)
     times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
     for turn in range(1 if tiny else 3):
@@ -183,6 +185,17 @@ def measure_trainer(program: str, variants: Sequence[tuple[str, ...]], *, tiny: 
             if turn or tiny:
                 times["+".join(variant)].append((half[-1] - half[0]) * 1e3 / max(len(half) - 1, 1))
     return times
+
+
+def keep_threads() -> None:
+    """Settle how many threads this one computes with, as a program that has no loader of its own does.
+
+    The thread of a DataLoader that pins memory sets one thread for all threads that have not computed yet; another
+    variant's loader must not make this one's data five times slower.
+    """
+    import torch
+
+    torch.get_num_threads()
 
 
 def make_clock(program: str) -> Any:
