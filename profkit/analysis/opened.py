@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
     from profkit.run.edits import Edit
+    from profkit.run.manifest import Conditions
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -213,10 +214,11 @@ class OpenedTrace:
         from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
-        from profkit.run.manifest import Loading
+        from profkit.run.manifest import Conditions, Loading
 
         peaks = read_run_facts(self.trace, self.run).peaks
         loading = (None if self.run is None else self.run.manifest.loading) or Loading()
+        conditions = self._conditions() or Conditions()
         batch_ns = None if self.lines is None else self.lines.batch_ns
         return ProgramFacts(
             lines=None if self.lines is None else self.lines.lines,
@@ -224,7 +226,16 @@ class OpenedTrace:
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
             batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),
             workers=loading.workers,
+            cpus=conditions.cpu_count,
+            threads=conditions.cpu_threads or 1,
         )
+
+    def _conditions(self) -> Conditions | None:
+        """Return the conditions under which the run, or else its first process, ran."""
+        if self.run is None:
+            return None
+        manifest = self.run.manifest
+        return manifest.conditions or next((process.conditions for process in manifest.processes), None)
 
     def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
         """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""

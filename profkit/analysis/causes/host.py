@@ -46,7 +46,7 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if step is None:
         return
     waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases)
-    batch_ns = facts.batch_ns if facts.workers else waited_ns
+    batch_ns = facts.batch_in_worker(waited_ns, "expected")
     has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return

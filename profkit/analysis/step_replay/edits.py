@@ -9,6 +9,7 @@ A dropped call takes no time, and a dropped operation neither: rows stay, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -41,6 +42,10 @@ _FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
 """What a batch takes to come from a worker that has it ready."""
 _CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
 """How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
+_CROWDED_CORES = {"least": 1.0, "expected": 1.35, "most": 1.6}
+"""The same of more workers than half of the CPUs, which mostly are threads of half as many cores."""
+_KEPT_WAITING = 0.1
+"""A step that waits for data for more than this share has its workers at work all the time."""
 _PINNED_BYTES_PER_S = {"least": 55e9, "expected": 40e9, "most": 12e9}
 _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 """Without workers the thread that trains moves a batch to pinned memory itself."""
@@ -58,7 +63,8 @@ class ProgramFacts:
 
     ``lines`` are the lines of source behind its unprofiled steps. ``optimizer_bytes`` is what a fused optimizer moves,
     None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
-    which takes ``batch_ns`` for what a step needs, None if that is not known.
+    which takes ``batch_ns`` for what a step needs, None if that is not known. The machine has ``cpus``, None if that is
+    not known; torch computes with ``threads`` in the program, and with one in each worker.
     """
 
     lines: Sequence[LineTime] | None = None
@@ -66,6 +72,28 @@ class ProgramFacts:
     bytes_per_s: float | None = None
     batch_ns: int | None = None
     workers: int = 0
+    cpus: int | None = None
+    threads: int = 1
+
+    def batch_in_worker(self, waited_ns: int, world: World) -> int | None:
+        """Return what a worker takes for a batch, as known, or as what the program takes itself says: ``waited_ns``.
+
+        By how much torch's operations are slower on one thread is open: not at all, or as many times as it has cores,
+        of each of which two of its threads may run on one.
+        """
+        if self.workers:
+            return self.batch_ns
+        slower = {"least": 1.0, "expected": math.sqrt(self.threads), "most": max(1.0, self.threads / 2)}[world]
+        return round(waited_ns * (1 + self._torchs_share() * (slower - 1)))
+
+    def _torchs_share(self) -> float:
+        """Return which part of the time that the program takes for batches its lines spend in torch's operations."""
+        loading = [line for line in self.lines or () if line.phase == DATA and line.thread == "main"]
+        in_torch = [line for line in loading if (line.called or "").startswith(_TORCHS)]
+        return sum(line.time_ns for line in in_torch) / max(1, sum(line.time_ns for line in loading))
+
+
+_TORCHS = ("torch.", "F.", "nn.functional.")
 
 
 @dataclass(frozen=True)
@@ -269,15 +297,19 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         if phases.get(DATA) and gap[call] > 0
     }
     whole_ns = sum(waits.values())
-    batch_ns = facts.batch_ns if facts.workers else whole_ns
+    batch_ns = facts.batch_in_worker(whole_ns, setting.world)
     if not whole_ns or batch_ns is None:
         raise CannotPredictError("the step does not wait for data, or how long a worker takes for a batch is not known")
+    step_ns = run_steadily(columns, setting.constants).step_ns
+    if whole_ns > _KEPT_WAITING * step_ns:
+        batch_ns = max(batch_ns, facts.workers * step_ns)
     for call, wait_ns in waits.items():
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
-    late_ns = (
-        batch_ns * _CROWDED[setting.world] / int(setting.argument) - run_steadily(ready, setting.constants).step_ns
-    )
+    workers = int(setting.argument)
+    at_once = min(workers, facts.cpus or workers)
+    crowded = _CROWDED if at_once <= (facts.cpus or math.inf) / 2 else _CROWDED_CORES
+    late_ns = batch_ns * crowded[setting.world] / at_once - run_steadily(ready, setting.constants).step_ns
     left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
     gap[next(iter(waits))] += left_ns
     return ready

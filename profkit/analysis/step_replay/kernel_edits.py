@@ -38,6 +38,9 @@ _TF32_FROM_FP32: _Speeds = {
     "expected": _Speed(1 / 6, 3_000),
     "most": _Speed(1 / 3, 6_000),
 }
+_LARGE_TF32_FROM_FP32: _Speeds = {**_TF32_FROM_FP32, "most": _Speed(1 / 4.5, 6_000)}
+_LARGE_NS = 100_000
+"""A product in fp32 that takes longer fills the GPU, and the tensor cores too."""
 _BF16_FROM_FP32: _Speeds = {
     "least": _Speed(1 / 16, 1_500),
     "expected": _Speed(1 / 11, 3_000),
@@ -111,7 +114,9 @@ def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
     rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not CONVOLUTION.search(name))
     if not rows:
         raise CannotPredictError("by its kernels' names no product runs in fp32")
-    return _speed_up(columns, rows, _TF32_FROM_FP32, setting.world)
+    large = [row for row in rows if columns.duration_ns[row] > _LARGE_NS]
+    columns = _speed_up(columns, large, _LARGE_TF32_FROM_FP32, setting.world)
+    return _speed_up(columns, [row for row in rows if row not in set(large)], _TF32_FROM_FP32, setting.world)
 
 
 def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 FASTER_HOST = 0.65
 """The host's time in another process of one program on one machine: on H200s it differed up to 1.8-fold."""
 
-HOST_SPREAD, GPU_SPREAD = 0.05, 0.015
+HOST_SPREAD, GPU_SPREAD = 0.08, 0.015
 """By how much the speeds of the host and the GPU are taken to differ between two processes of one program."""
 
 _HOST = (Cause.PYTHON.value, Cause.CALL.value)
@@ -150,14 +150,6 @@ class _Run:
     def change_ns(self) -> int:
         return self.after_ns - self.before_ns
 
-    def after_now(self, now_ns: int) -> int:
-        """Return the measured step after the edits, changed by the same share as its replay.
-
-        What makes the replay longer than the measured step, a profiler's cost that no phase shows, goes with what is
-        gone.
-        """
-        return round(now_ns * self.after_ns / max(self.before_ns, 1))
-
 
 @dataclass(frozen=True)
 class StepChange:
@@ -215,8 +207,7 @@ def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: Progr
         changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
     except CannotPredictError:
         return None
-    run = _Run(0, 1, "expected", replay.run(columns).step_ns, replay.run(changed).step_ns)
-    return run.after_now(replay.now_ns)
+    return round(replay.now_ns * replay.run(changed).step_ns / max(replay.run(columns).step_ns, 1))
 
 
 def share_saved_on_fast_host(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> float:
@@ -260,7 +251,9 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     expected_columns = _apply(
         typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
     )
-    expected_ns = round(median(run.after_now(now_ns) for run in runs if run.speed == 1 and run.world == "expected"))
+    before_ns = median(run.before_ns for run in runs if run.speed == 1)
+    expected = [run.after_ns for run in runs if run.speed == 1 and run.world == "expected"]
+    expected_ns = round(median(expected) * now_ns / max(before_ns, 1))
     # How much the profiler slowed the host is unknown where no step was timed without it: between not and most.
     fast_share = None if replay.unprofiled_ns else share_saved_on_fast_host(replay, changes, facts)
     on_fast_ns = [] if fast_share is None else [round(now_ns * (1 - fast_share))]
@@ -269,13 +262,13 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     limits = sum_parts(parts, "cause")
     on_host_ns = sum(limits.get(cause, 0) for cause in _HOST)
     spread_ns = round(HOST_SPREAD * on_host_ns + GPU_SPREAD * max(0, expected_ns - on_host_ns))
-    likely_ns = [*_likely_steps(runs, now_ns), *on_fast_ns]
-    width_ns = round(math.hypot(spread_ns, _error_of_steps(runs)))
+    likely_ns = [*_likely_steps(runs, before_ns, now_ns), *on_fast_ns]
+    width_ns = round(math.hypot(spread_ns, _error_of_steps(runs), replay.variation * expected_ns))
     fast_ns = _after_on_faster_host(replay, typical, changes, facts)
     low_ns = max(0, min(min(expected_ns, *likely_ns) - width_ns, fast_ns))
     high_ns = max(expected_ns, *likely_ns) + width_ns
     bounds = [change.bound for change in changes if change.bound]
-    widths = _widths(runs, spread_ns)
+    widths = _widths(runs, spread_ns, replay.variation * expected_ns)
     return TimeAnswer(
         tuple(change.name for change in changes),
         now_ns,
@@ -316,16 +309,18 @@ def _run_all(
                 yield _Run(number, speed, world, before_ns, replay.run(changed).step_ns)
 
 
-def _likely_steps(runs: Sequence[_Run], now_ns: int) -> list[int]:
+def _likely_steps(runs: Sequence[_Run], before_ns: float, now_ns: int) -> list[int]:
     """Return the step after the edits at each speed of the host in each world: the median of the recorded steps.
 
-    Once it changes by the same share as its replay, and once by the same time.
+    What makes the replays before the edits, ``before_ns``, longer or shorter than the measured step stays after them,
+    and once it changes by the same share.
     """
-    after: dict[tuple[int, World, int], list[int]] = {}
+    after: dict[tuple[int, World], list[int]] = {}
     for run in runs:
-        for way, after_ns in enumerate((run.after_now(now_ns), now_ns + run.change_ns)):
-            after.setdefault((run.speed, run.world, way), []).append(after_ns)
-    return [round(median(steps)) for steps in after.values()]
+        after.setdefault((run.speed, run.world), []).append(run.after_ns)
+    steps_ns = [median(steps) for steps in after.values()]
+    shares = [round(step_ns * now_ns / max(before_ns, 1)) for step_ns in steps_ns]
+    return [*shares, *(round(step_ns + now_ns - before_ns) for step_ns in steps_ns)]
 
 
 def _error_of_steps(runs: Sequence[_Run]) -> float:
@@ -340,7 +335,7 @@ def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting
     return columns
 
 
-def _widths(runs: Sequence[_Run], spread_ns: int) -> dict[str, int]:
+def _widths(runs: Sequence[_Run], spread_ns: int, variation_ns: float) -> dict[str, int]:
     """Return by how much each assumption alone moves the prediction, from the least to the most."""
 
     def reach(chosen: Sequence[_Run]) -> int:
@@ -351,6 +346,7 @@ def _widths(runs: Sequence[_Run], spread_ns: int) -> dict[str, int]:
         "what the edit leaves open": reach([r for r in runs if r.step == 0 and r.speed == 1]),
         "how recorded steps differ": round(2 * _error_of_steps(runs)),
         "how speed differs between two processes": 2 * spread_ns,
+        "how unprofiled steps differ": round(2 * variation_ns),
     }
 
 

@@ -15,7 +15,17 @@ import numpy as np
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.placing.nesting import NO_RANGE
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, PROFILED_HOST, Fit, Phases, find_phases, fit_host
+from profkit.analysis.step_replay.calibrate import (
+    AS_RECORDED,
+    PROFILED_HOST,
+    Fit,
+    Phases,
+    find_phases,
+    fit_host,
+    fit_outside,
+    measure_tracing,
+    without_tracing,
+)
 from profkit.analysis.step_replay.columns import NONE, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import (
     OUTSIDE,
@@ -127,6 +137,8 @@ class StepReplay:
     spread_ns: int
     refusal: str | None
     recorded_ns: int | None = None
+    variation: float = 0.0
+    """By which share of the unprofiled step most of them lie apart, waits for data aside."""
 
     @property
     def now_ns(self) -> int | None:
@@ -216,17 +228,13 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     calls = ProcessCalls(trace, process)
     recorded = [calls.step(*window) for window in windows]
     constants = measure_constants(recorded)
-    intervals = _phase_intervals(account, windows)
-    unprofiled, spread_ns = _unprofiled_phases(account)
-    on_host = {} if account.timed is None else {name: round(ns) for name, ns in account.timed.host_ns.items()}
     places = [*places_of_ranges(account.attribution), Place(None)]
     allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
-    for step, phases_of_step, waits_of_step in zip(recorded, intervals, _data_intervals(account, windows), strict=True):
+    for step, phases_of_step, waits_of_step in zip(
+        recorded, _phase_intervals(account, windows), _data_intervals(account, windows), strict=True
+    ):
         columns = prepare(step, constants)
-        phases = find_phases(columns, phases_of_step)
-        fit = fit_host(columns, constants, phases, unprofiled, spread_ns, on_host_ns=on_host) if unprofiled else None
-        proof = prove(columns, run(columns, constants))
         names, categories = _names(trace, columns)
         phase, gap_phases = _phases_of_calls(columns, {**phases_of_step, DATA: waits_of_step})
         of_calls, of_operations = _places_of(account.attribution, columns, places)
@@ -234,9 +242,9 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
         steps.append(
             ReplayedStep(
                 columns,
-                phases,
-                proof,
-                fit or AS_RECORDED,
+                find_phases(columns, phases_of_step, waits_of_step),
+                prove(columns, run(columns, constants)),
+                AS_RECORDED,
                 names,
                 categories,
                 phase,
@@ -248,10 +256,13 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
                 _copied_bytes(trace, columns),
             )
         )
+    if account.timed is not None:
+        steps = _calibrate(steps, constants, account)
     unprofiled_ns, recorded_ns = (
         None if time_ns is None else round(time_ns) for time_ns in (account.step_ns(), account.recorded_step_ns())
     )
-    found = StepReplay(constants, tuple(steps), unprofiled_ns, spread_ns, None, recorded_ns)
+    unprofiled, spread_ns = _unprofiled_phases(account)
+    found = StepReplay(constants, tuple(steps), unprofiled_ns, spread_ns, None, recorded_ns, _variation(account))
     return replace(found, refusal=_why_doubtful(found, has_times=bool(unprofiled)))
 
 
@@ -283,21 +294,22 @@ def _why_doubtful(found: StepReplay, *, has_times: bool) -> str | None:
 def _windows(trace: Trace, process: int, steps: Ints) -> list[tuple[int, int, int]]:
     """Return when the last steps begin, until when they make calls, and when their Python ends.
 
-    Each lasts to the start of the next one. The last one's Python ends with its range, and as many calls follow that as
-    follow the others': some programs wait for the GPU after their step, and a recorder makes calls of its own at its
-    end.
+    Each lasts to the start of the next one. The last one's Python ends with its range; of the calls after that those
+    are its own that follow the step before, too: some programs wait for the GPU after their step, and a recorder makes
+    calls at its end.
     """
     order = np.argsort(trace.ranges.start_ns[steps])
     starts, ends = trace.ranges.start_ns[steps][order], trace.ranges.end_ns[steps][order]
-    calls_ns = np.sort(trace.calls.start_ns[trace.calls.process == process])
-    first = np.searchsorted(calls_ns, ends)
-    following = np.searchsorted(calls_ns, starts[1:]) - first[:-1]
-    count = int(np.median(following)) if len(following) else 0
-    beyond = np.append(calls_ns, np.iinfo(np.int64).max)
-    last_ns = beyond[min(first[-1] + max(count, 0), len(calls_ns))]
-    windows = zip(
-        starts.tolist(), [*starts[1:].tolist(), int(last_ns)], [*starts[1:].tolist(), int(ends[-1])], strict=True
-    )
+    mine = trace.calls.process == process
+    calls_ns, names = trace.calls.start_ns[mine], trace.calls.name[mine]
+    last_ns = int(ends[-1])
+    if len(starts) > 1:
+        usual = names[(calls_ns >= ends[-2]) & (calls_ns < starts[-1])]
+        following = np.flatnonzero(calls_ns >= last_ns)[: len(usual)]
+        alike = names[following] == usual[: len(following)]
+        own = following[np.logical_and.accumulate(alike)]
+        last_ns = max([last_ns, *(calls_ns[own] + 1).tolist()])
+    windows = zip(starts.tolist(), [*starts[1:].tolist(), last_ns], [*starts[1:].tolist(), int(ends[-1])], strict=True)
     return list(windows)[-MOST_STEPS:]
 
 
@@ -341,6 +353,36 @@ def _disjoint(phases: dict[str, list[tuple[int, int]]]) -> dict[str, list[tuple[
     return kept
 
 
+def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: TimeAccount) -> list[ReplayedStep]:
+    """Return the steps as they would be unprofiled; those that no speed of the host makes so stay as recorded."""
+    unprofiled, spread_ns = _unprofiled_phases(account)
+    timed, step_ns = account.timed, account.step_ns()
+    if timed is None or step_ns is None or not unprofiled:
+        return list(steps)
+    data = timed.find(DATA, None)
+    waits_ns = 0.0 if data is None else data.clean.mean
+    steps = [
+        replace(step, phases=replace(step.phases, waiting=waits_ns / (step.phases.wait_ns() or 1))) for step in steps
+    ]
+    added_ns = [measure_tracing(step.columns, constants, step.phases, unprofiled) for step in steps]
+    usual_ns = median([one for one in added_ns if one is not None] or [0.0])
+    on_host = {name: round(ns) for name, ns in timed.host_ns.items()}
+    calibrated = []
+    for step in steps:
+        columns = without_tracing(step.columns, usual_ns)
+        fit = fit_host(columns, constants, step.phases, unprofiled, spread_ns, on_host_ns=on_host)
+        if fit is None:
+            calibrated.append(step)
+            continue
+        phases = fit_outside(columns, constants, step.phases, fit.middle, round(step_ns))
+        by_phase = {DATA: phases.waiting, OUTSIDE: phases.outside}
+        gap_phases = [
+            {name: round(time_ns * by_phase.get(name, 1.0)) for name, time_ns in gap.items()} for gap in step.gap_phases
+        ]
+        calibrated.append(replace(step, columns=columns, phases=phases, fit=fit, gap_phases=gap_phases))
+    return calibrated
+
+
 def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
     """Return how long each phase takes unprofiled by the GPU's clock, and how much the unprofiled steps differ."""
     if account.timed is None:
@@ -353,6 +395,15 @@ def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
     step = account.timed.find(STEP, None)
     spread = 0.0 if step is None else max(step.clean.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns)
     return phases, round(spread)
+
+
+def _variation(account: TimeAccount) -> float:
+    """Return half of the range from the 10th to the 90th percentile, as a share of the step; without waits for data."""
+    step, data = (None if account.timed is None else account.timed.find(name, None) for name in (STEP, DATA))
+    if step is None or not step.clean_ns:
+        return 0.0
+    waits_ns = 0.0 if data is None else data.clean.p90 - data.clean.p10
+    return max(0.0, step.clean.p90 - step.clean.p10 - waits_ns) / 2 / step.clean_ns
 
 
 def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, str]]:
