@@ -168,6 +168,16 @@ def test_the_document_shows_each_trial_and_the_code_of_the_best(style: str) -> N
         assert max(map(len, text.splitlines())) <= 80
 
 
+def test_edits_that_were_also_tried_together_have_numbers() -> None:
+    both = [process("optimizer:fused tf32", turn, 8.0 + turn / 10) for turn in (1, 2)]
+    alone = [*FUSED, process("tf32", 1, 9.5)]
+    text = render(build_trials_document("a", PLAN, summarize_trials(Trials(PLAN, (), (*alone, *both)))), "table")
+    assert [line.split("  ")[0] for line in text.splitlines()[2:6]] == ["now", "1 optimizer:fused", "2 tf32", "1 + 2"]
+    assert "Means of 1 to 3 processes" in text
+    text = render(build_trials_document("a", PLAN, summarize_trials(Trials(PLAN, (), tuple(alone)))), "table")
+    assert [line.split("  ")[0] for line in text.splitlines()[2:5]] == ["now", "optimizer:fused", "tf32"]
+
+
 def test_code_to_write_holds_the_argument() -> None:
     assert write_code("compile") == "model = torch.compile(model)"
     assert write_code("compile:reduce-overhead") == 'model = torch.compile(model, mode="reduce-overhead")'

@@ -98,7 +98,7 @@ def test_edits_are_made_in_an_unedited_script_and_proven(forks: Forks, tmp_path:
     assert all(trials[edit]["step_ns"] > 0 for edit in ("", *MADE))
     assert "aten._foreach" in said["optimizer:foreach"]["text"]
     assert said["optimizer:foreach"]["place"].endswith("script.py:7 <module>")
-    assert said["workers:2"]["text"].endswith("loaders got 2 workers; 2 processes run")
+    assert said["workers:2"]["text"].endswith(" got 2 workers; processes that run: 2")
     assert said["batch:×2"]["text"] == "batches of 8 for 4"
     assert "(2 … 2)" in said["checkpoint:2"]["text"]
     shares = {edit: trials[edit]["loss"]["share"] for edit in MADE}
@@ -165,7 +165,7 @@ def test_a_program_that_diverges_and_a_task_that_knows_no_memory_formats_are_tri
 ) -> None:
     (tmp_path / "script.py").write_text(DIVERGES)
     trial = try_edits(forks, tmp_path, "channels-last")["channels-last"]
-    assert trial["evidence"][0]["text"] == "1 convolutions and 20 inputs were channels last"
+    assert trial["evidence"][0]["text"] == "1 convolution and 20 inputs were channels last"
     (call,) = Run(tmp_path / "run").trials.calls
     losses = [process.measured.losses for process in call.processes if process.measured is not None]
     assert losses[0][0] is not None
@@ -246,6 +246,7 @@ def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, mo
         (["--edit", "nothing", "script.py"], "no edit 'nothing'"),
         (["--report", "."], "no profkit run"),
         (["--alone", "--together", "script.py"], "give one of them"),
+        (["script.py", "--edit", "compile"], "write profkit try --edit … script.py"),
     ],
 )
 def test_wrong_use_says_what_to_write(forks: Forks, tmp_path: Path, words: list[str], why: str) -> None:

@@ -74,7 +74,7 @@ class RunCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; a script that is no program is started by `_python_of_scripts`."""
-        at = self._first_word(args)
+        at = self.first_word(args)
         if at < len(args) and args[at].endswith(".py"):
             is_program = shutil.which(args[at]) is not None
             if not is_program and not Path(args[at]).is_file():
@@ -82,7 +82,7 @@ class RunCommand(click.Command):
             args = [*args[:at], "--", *([] if is_program else [_python_of_scripts()]), *args[at:]]
         return super().parse_args(ctx, args)
 
-    def _first_word(self, args: Sequence[str]) -> int:
+    def first_word(self, args: Sequence[str]) -> int:
         """Return where the first word stands that is neither an option nor the value of one."""
         takes_value = {
             name

@@ -36,6 +36,17 @@ class TryCommand(RunCommand):
 
     format_options = click.Command.format_options
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; an edit behind a script, which was surely not meant for the script, is refused."""
+        at = self.first_word(args)
+        if at < len(args) and args[at].endswith(".py") and "--edit" in args[at:]:
+            script = args[at]
+            raise UsageError(
+                f"--edit stands behind {script}, whose option it would be: write profkit try --edit … {script}; "
+                f"if {script} has such an option, write profkit try … -- python {script} --edit …"
+            )
+        return super().parse_args(ctx, args)
+
 
 @click.command(
     cls=TryCommand,

@@ -72,6 +72,11 @@ def device_of(module: nn.Module) -> str:
     return next(module.parameters()).device.type
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 loader``, ``2 loaders``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 NO_GPU = "the program uses no GPU"
 NO_CALL = "no call of a model was seen in training: the script computes in a way of its own"
 
@@ -100,7 +105,7 @@ class _Setting(Change):
 
     def prove(self) -> str:
         self.require(self.refusal is None and self.is_on(), f"{self.what} did not stay")
-        return f"{self.what} held in {self._steps} steps"
+        return f"{self.what} held in {count(self._steps, 'step')}"
 
 
 class Tf32(_Setting):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from profkit.capture.changes.change import NO_CALL, Change, device_of, is_convolution, is_training_call
+from profkit.capture.changes.change import NO_CALL, Change, count, device_of, is_convolution, is_training_call
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.steps.conditions import count_compiled_graphs
 
@@ -52,7 +52,7 @@ class Compile(_ModelChange):
         self.require(self._seen and self.refusal is None, NO_CALL)
         graphs = count_compiled_graphs()
         self.require(graphs, "Dynamo compiled nothing of the model")
-        return f"{graphs} compiled graph{'s' * (graphs > 1)} ran"
+        return f"{count(graphs, 'compiled graph')} ran"
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -94,7 +94,7 @@ class ChannelsLast(_ModelChange):
         )
         self.require(are_last, "the weights did not stay so")
         self.require(self._converted, "the model gets no input of four dimensions")
-        return f"{len(weights)} convolutions and {self._converted} inputs were channels last"
+        return f"{count(len(weights), 'convolution')} and {count(self._converted, 'input')} were channels last"
 
 
 _IMAGES = 4

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
-from profkit.capture.changes.change import NO_GPU, Change
+from profkit.capture.changes.change import NO_GPU, Change, count
 from profkit.capture.patches import Function, patch
 from profkit.run.edits import read_factor
 
@@ -98,7 +98,7 @@ class OptimizerKeyword(Change):
         self.require(self.refusal is None and all(is_set), f"{names} takes no {keyword}, or the script sets it back")
         ran = sorted(name for name in self._operators.names if f"_{keyword}_" in name)
         self.require(ran, f"{names} ran no {keyword} operator in its {_WATCHED_STEP}nd step")
-        return f"{keyword}=True in {len(is_set)} groups of {names}; {ran[0]} ran"
+        return f"{keyword}=True in {count(len(is_set), 'group')} of {names}; {ran[0]} ran"
 
 
 _WATCHED_STEP = 2
@@ -178,24 +178,24 @@ class Workers(_LoaderChange):
             self.refuse("write workers:4")
 
     def change(self, given: dict[str, Any]) -> dict[str, Any]:
-        count = int(self.argument)
+        wanted = int(self.argument)
         if isinstance(given["dataset"], IterableDataset):
             self.why_unchanged = "each worker would go through all of an IterableDataset"
             return {}
-        if given["num_workers"] == count:
-            self.why_unchanged = f"the script has {count} workers already"
+        if given["num_workers"] == wanted:
+            self.why_unchanged = f"the script has {count(wanted, 'worker')} already"
             return {}
-        if count:
-            return {"num_workers": count, "persistent_workers": True}
+        if wanted:
+            return {"num_workers": wanted, "persistent_workers": True}
         alone = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "timeout": 0}
         return {**alone, "multiprocessing_context": None}
 
     def prove(self) -> str:
         super().prove()
-        count = int(self.argument)
-        running = len(active_children())
-        self.require(running >= count, f"{running} worker processes run: the loader is not what feeds the steps")
-        return f"{self.changed} loaders got {count} workers; {running} processes run"
+        wanted, running = int(self.argument), len(active_children())
+        self.require(running >= wanted, f"{running} worker processes run: the loader is not what feeds the steps")
+        loaders, workers = count(self.changed, "loader"), count(wanted, "worker")
+        return f"{loaders} got {workers}; processes that run: {running}"
 
 
 class PinMemory(_LoaderChange):

@@ -55,7 +55,7 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *,
 
     ``with_source``: lines of the program's source that it changes are read and shown.
     """
-    rows = [_row(trial) for trial in trials]
+    rows = [_row(trial, name) for trial, name in zip(trials, _name_rows(trials), strict=True)]
     best = find_best(trials)
     parts: list[Table | Lines] = [
         trials_table(rows),
@@ -79,9 +79,23 @@ def trials_table(rows: Sequence[Row]) -> Table:
     return Table([column for column in _COLUMNS if column.key not in empty], rows)
 
 
-def _row(trial: Trial) -> Row:
+def _name_rows(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield what the table calls each trial: where edits were tried together too they have numbers, as in ``1 + 3``."""
+    alone = [trial.edits[0] for trial in trials if len(trial.edits) == 1]
+    numbers = {edit: str(number) for number, edit in enumerate(alone, 1)}
+    has_several = any(len(trial.edits) > 1 and numbers.keys() >= set(trial.edits) for trial in trials)
+    for trial in trials:
+        if not has_several or not numbers.keys() >= set(trial.edits):
+            yield name_trial(trial)
+        elif len(trial.edits) == 1:
+            yield f"{numbers[trial.edits[0]]} {trial.edits[0]}"
+        else:
+            yield " + ".join(sorted(numbers[edit] for edit in trial.edits)) or _AS_IS
+
+
+def _row(trial: Trial, name: str) -> Row:
     return {
-        "name": name_trial(trial),
+        "name": name,
         "processes": trial.processes,
         "step_ns": trial.step_ns,
         "error_ns": trial.error_ns,
@@ -129,11 +143,12 @@ def describe_trial(trial: Trial) -> str:
 
 
 def _notes(plan: TrialPlan, trials: Sequence[Trial]) -> Iterator[str]:
-    often = max(trial.processes for trial in trials)
+    counts = sorted({trial.processes for trial in trials if trial.edits and trial.processes})
     how = f"{plan.steps} steps each after {plan.warmup_steps}"
-    if often == 1:
+    if counts[-1:] == [1]:
         yield f"One process of each, {how}: there is no interval"
-    else:
+    elif counts:
+        often = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         yield f"Means of {often} processes, {how}; a change is to the process without edits in the same turn"
     if any(trial.loss is not None for trial in trials):
         steps = max(trial.loss.steps for trial in trials if trial.loss is not None)
