@@ -20,8 +20,7 @@ from profkit.run.owners import Owned, read_owners
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnerLedger:
     """A ledger that takes the CPU's tensors for those of GPU 0."""
     monkeypatch.setattr(OwnerLedger, "_is_ours", staticmethod(lambda _tensor: True))
-    monkeypatch.setattr(OwnerLedger, "_index", 0)
-    return OwnerLedger(tmp_path / "ledger.jsonl", None, 0, None)
+    return OwnerLedger(tmp_path / "ledger.jsonl")
 
 
 def _owned(ledger: OwnerLedger, folder: Path) -> tuple[Owned, ...]:

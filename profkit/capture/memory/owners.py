@@ -186,7 +186,7 @@ VERSION = 1
 # What has one storage for good is written down when it is new there, not at every step.
 _LASTING = {"parameter", "buffer", "optimizer_state"}
 
-_FIGURES = {"allocated_bytes": "allocated", "requested_bytes": "requested", "reserved_bytes": "reserved"}
+_FIGURES = ("allocated_bytes", "requested_bytes", "reserved_bytes")
 
 
 class OwnerLedger:
@@ -195,28 +195,15 @@ class OwnerLedger:
     Nothing here allocates memory on the GPU or holds on to a tensor: addresses and sizes are read and written down.
     """
 
-    def __init__(
-        self, path: Path, device: torch.device | None, peaks_reset_us: int, before: Mapping[str, Any] | None
-    ) -> None:
-        """Begin the ledger.
-
-        Args:
-            device: whose figures are noted; None: those of every GPU on which something was allocated by then.
-            before: the allocator's statistics from just before its peaks were reset; None: there was nothing before.
-        """
+    def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8", buffering=1)
-        self._device = device
         self._step: int | None = None
         self._capacity_bytes: dict[int, int] = {}
         self._lasting: dict[tuple[str, str], tuple[int, int]] = {}
         self._peaks: dict[int, list[int]] = {}
         self.allocated_peak_bytes = 0
         """The highest of the allocator's own peaks that were noted, of all devices."""
-        self._write(
-            {"kind": "header", "version": VERSION, "torch": torch.__version__, "peaks_reset_us": peaks_reset_us}
-        )
-        if before is not None:
-            self._write_figures(START, self._index, before)
+        self._write({"kind": "header", "version": VERSION, "torch": torch.__version__, "peaks_reset_us": now_us()})
 
     def close(self) -> None:
         self._file.close()
@@ -281,43 +268,35 @@ class OwnerLedger:
         return note
 
     def note_figures(self, moment: str, *, only_higher: bool = False) -> None:
-        """Write down the allocator's own statistics; ``only_higher``: of devices with a peak above all noted ones."""
-        devices = range(torch.cuda.device_count()) if self._device is None else [self._index]
-        for device in devices:
+        """Write down the statistics of the allocator of each GPU on which something was allocated by now.
+
+        Args:
+            moment: what is written as their moment; `START` for those of before the recording.
+            only_higher: leave out GPUs of which no peak is above all noted ones.
+        """
+        for device in range(torch.cuda.device_count()):
             statistics = torch.cuda.memory_stats(device)
-            if self._device is not None or statistics.get("reserved_bytes.all.peak", 0):
-                self._write_figures(moment, device, statistics, only_higher=only_higher)
-
-    def _write_figures(
-        self, moment: str, device: int, statistics: Mapping[str, Any], *, only_higher: bool = False
-    ) -> None:
-        peaks = [statistics.get(f"{name}.all.peak", 0) for name in _FIGURES]
-        noted = self._peaks.get(device, [0] * len(peaks))
-        if only_higher and all(one <= most for one, most in zip(peaks, noted, strict=True)):
-            return
-        if moment != START:
-            self._peaks[device] = [max(one, most) for one, most in zip(peaks, noted, strict=True)]
-        if device not in self._capacity_bytes:
-            self._capacity_bytes[device] = torch.cuda.mem_get_info(device)[1]
-        figures: dict[str, Any] = {"capacity_bytes": self._capacity_bytes[device]}
-        for name in _FIGURES:
-            figures[name] = statistics.get(f"{name}.all.current", 0)
-            figures[name.replace("_bytes", "_peak_bytes")] = statistics.get(f"{name}.all.peak", 0)
-        if moment != START:
-            self.allocated_peak_bytes = max(self.allocated_peak_bytes, figures["allocated_peak_bytes"])
-        self._write({"kind": "figures", "time_us": now_us(), "device": device, "moment": moment, **figures})
-
-    @property
-    def _index(self) -> int:
-        named = None if self._device is None else self._device.index
-        return torch.cuda.current_device() if named is None else named
+            peaks = [statistics.get(f"{name}.all.peak", 0) for name in _FIGURES]
+            noted = self._peaks.get(device, [0] * len(peaks))
+            highest = list(map(max, peaks, noted))
+            if not statistics.get("reserved_bytes.all.peak", 0) or (only_higher and highest == noted):
+                continue
+            if moment != START:
+                self._peaks[device] = highest
+                self.allocated_peak_bytes = max(self.allocated_peak_bytes, peaks[0])
+            if device not in self._capacity_bytes:
+                self._capacity_bytes[device] = torch.cuda.mem_get_info(device)[1]
+            figures = {"capacity_bytes": self._capacity_bytes[device]}
+            for name, peak in zip(_FIGURES, peaks, strict=True):
+                figures[name] = statistics.get(f"{name}.all.current", 0)
+                figures[name.replace("_bytes", "_peak_bytes")] = peak
+            self._write({"kind": "figures", "time_us": now_us(), "device": device, "moment": moment, **figures})
 
     def _note(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         now = now_us()
         for name, tensor in named:
-            for part in _plain_parts(tensor):
-                if self._is_ours(part):
-                    self._write_owned(now, role, name, part)
+            for part in filter(self._is_ours, _plain_parts(tensor)):
+                self._write_owned(now, role, name, part)
 
     def _write_owned(self, time_us: int, role: str, name: str, tensor: Tensor, *, whole: bool = False) -> None:
         """Write down whose a tensor's storage is; ``whole``: all of it, not only the tensor's part."""
@@ -328,7 +307,7 @@ class OwnerLedger:
             if self._lasting.get((role, name)) == place:
                 return
             self._lasting[role, name] = place
-        device = self._index if tensor.device.index is None else tensor.device.index
+        device = tensor.device.index or 0
         entry = {"kind": "owned", "time_us": time_us, "device": device, "address": place[0], "bytes": place[1]}
         entry["offset_bytes"] = 0 if whole else tensor.storage_offset() * tensor.element_size()
         entry["own_bytes"] = place[1] if whole else _span_bytes(tensor)

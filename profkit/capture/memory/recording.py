@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec
 from weakref import WeakSet
 
 import torch
@@ -40,7 +40,7 @@ from profkit.run.manifest import ProcessMemory
 from profkit.run.owners import START
 from profkit.run.recording import MemoryOptions
 
-Method = TypeVar("Method", bound=Callable[..., None])
+Arguments = ParamSpec("Arguments")
 
 _NESTING = 4
 _OUTSIDE = "(a parameter outside the modules)"
@@ -50,19 +50,21 @@ _RESETS = ("torch._C._cuda_resetPeakMemoryStats", "torch._C._accelerator_resetPe
 _RECORDS = ("torch._C._cuda_record_memory_history", "torch._C._cuda_record_memory_history_legacy")
 
 
-def _harmless(method: Method) -> Method:
-    """Do nothing while nothing is recorded; a failure ends the recording and never reaches the script."""
+def _harmless(
+    method: Callable[Concatenate[MemoryRecording, OwnerLedger, Arguments], None],
+) -> Callable[Concatenate[MemoryRecording, Arguments], None]:
+    """Hand over the ledger, do nothing without one; a failure ends the recording and never reaches the script."""
 
     @functools.wraps(method)
-    def guarded(self: MemoryRecording, *args: Any) -> None:
+    def guarded(self: MemoryRecording, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         if self.owners is None:
             return
         try:
-            method(self, *args)
+            method(self, self.owners, *args, **kwargs)
         except Exception as error:
             self.give_up(error)
 
-    return guarded  # type: ignore[return-value]
+    return guarded
 
 
 class MemoryRecording(Watcher):
@@ -139,66 +141,59 @@ class MemoryRecording(Watcher):
         )
 
     @_harmless
-    def boundary(self, number: int) -> None:
-        assert self.owners is not None
+    def boundary(self, owners: OwnerLedger, number: int) -> None:
         if not self._notes_steps:
             return
         if self._step is not None:
-            self.owners.note_step(step_range(self._step[0]), self._step[1])
+            owners.note_step(step_range(self._step[0]), self._step[1])
         self._step = number, now_us()
         self._is_full = False
-        self.owners.begin_step(number)
+        owners.begin_step(number)
 
     @_harmless
-    def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
-        assert self.owners is not None
+    def call_begins(self, owners: OwnerLedger, module: nn.Module, args: Any, name: str | None) -> None:
         root = self._roots.of(module)
         if root is not None and name is not None:
             self._roots.name(root, name)
         if not self._notes_steps:
             return
         if root is not None:
-            self.owners.note_module(root, self._roots.prefix(root))
-        self.owners.note_inputs(_inputs(args, "input", _NESTING))
+            owners.note_module(root, self._roots.prefix(root))
+        owners.note_inputs(_inputs(args, "input", _NESTING))
 
     @_harmless
-    def call_ends(self, keywords: Any) -> None:
-        assert self.owners is not None
+    def call_ends(self, owners: OwnerLedger, keywords: Any) -> None:
         if self._notes_steps:
-            self.owners.note_inputs(_inputs(keywords, "input", _NESTING))
+            owners.note_inputs(_inputs(keywords, "input", _NESTING))
 
     @_harmless
-    def backward_begins(self, tensors: Any) -> None:
-        assert self.owners is not None
+    def backward_begins(self, owners: OwnerLedger, tensors: Any) -> None:
         if self._notes_steps:
-            self.owners.note_saved(tensors)
+            owners.note_saved(tensors)
 
     @_harmless
-    def recompute_ends(self, kept: Callable[[], list[Tensor]]) -> None:
-        assert self.owners is not None
+    def recompute_ends(self, owners: OwnerLedger, kept: Callable[[], list[Tensor]]) -> None:
         if self._notes_steps:
-            self.owners.note_kept(kept())
+            owners.note_kept(kept())
 
     @_harmless
-    def runs_for(self, phase: str | None, module: str | None) -> None:
+    def runs_for(self, _owners: OwnerLedger, phase: str | None, module: str | None) -> None:
         if self._writes_text:
             write_text(phase, module)
 
     @_harmless
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        assert self.owners is not None
+    def optimizer_begins(self, owners: OwnerLedger, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
         if not self._notes_steps:
             return
         names = self._roots.parameter_names()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.owners.note_gradients((names.get(parameter, _OUTSIDE), parameter) for parameter in parameters)
+        owners.note_gradients((names.get(parameter, _OUTSIDE), parameter) for parameter in parameters)
 
     @_harmless
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        assert self.owners is not None
+    def optimizer_ends(self, owners: OwnerLedger, optimizer: Optimizer) -> None:
         if self._notes_steps:
-            self.owners.note_optimizer(optimizer, self._roots.parameter_names())
+            owners.note_optimizer(optimizer, self._roots.parameter_names())
 
     def _begin(self) -> None:
         """Begin to record; CUDA is being initialised, no device has a context yet, and none is made here."""
@@ -222,44 +217,41 @@ class MemoryRecording(Watcher):
         if (self._run / names[1]).exists() or _partial(self._run / names[1]).exists():
             names = [name.replace(".", f".{os.getpid()}.", 1) for name in (SNAPSHOT, OWNERS)]
         self._files = self._run / names[0], self._run / names[1]
-        self.owners = OwnerLedger(_partial(self._files[1]), None, now_us(), None)
+        self.owners = OwnerLedger(_partial(self._files[1]))
         if torch.cuda.is_initialized():  # the recording begins in the middle of the program
             self.owners.note_figures(START)
 
     @_harmless
-    def _note_peaks(self) -> None:
-        assert self.owners is not None
-        self.owners.note_figures("before the script reset the peaks", only_higher=not self._notes_steps)
+    def _note_peaks(self, owners: OwnerLedger) -> None:
+        owners.note_figures("before the script reset the peaks", only_higher=not self._notes_steps)
 
     @_harmless
-    def _leave_to_script(self) -> None:
+    def _leave_to_script(self, _owners: OwnerLedger) -> None:
         self._is_scripts_own = True
         # After the recorded steps the snapshot of them has been written.
         self._lacks_events = self._notes_steps or not self.follows_modules
 
     @_harmless
-    def _when_full(self, device: int) -> None:
+    def _when_full(self, owners: OwnerLedger, device: int) -> None:
         """Handle a failed allocation; the script may catch the error and go on."""
-        assert self.owners is not None
         self._failed_allocations += 1
         names = self._roots.parameter_names()
         for model in self._roots.list():
-            self.owners.note_module(model, self._roots.prefix(model))
+            owners.note_module(model, self._roots.prefix(model))
         # Other devices' gradients may be changing on other threads.
-        self.owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
+        owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
         for optimizer in list(self._optimizers):
-            self.owners.note_optimizer(optimizer, names)
+            owners.note_optimizer(optimizer, names)
         if running_graph() == -1:  # in a backward pass others may be freeing what would be read
             with suppress(Exception):  # the snapshot matters more
-                self.owners.note_saved(tensors_at_hand())
+                owners.note_saved(tensors_at_hand())
         self._take(_OUT_OF_MEMORY)
         self._is_full = self._is_of_failure = self.owners is not None
 
     @_harmless
-    def _take(self, moment: str) -> None:
-        assert self.owners is not None
+    def _take(self, owners: OwnerLedger, moment: str) -> None:
         assert self._files is not None
-        self.owners.note_figures(moment)
+        owners.note_figures(moment)
         dump(self._files[0])
         if _partial(self._files[1]).exists():
             os.replace(_partial(self._files[1]), self._files[1])
