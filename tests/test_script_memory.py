@@ -215,7 +215,14 @@ def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: 
     done = recorded("--memory", "--")
     assert done.returncode == 0, done.stderr
     assert (place / "times_run").read_text() == "xx"
-    assert _files(place) == ["ledger.jsonl", "lines.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
+    assert _files(place) == [
+        "ledger.jsonl",
+        "lines.jsonl",
+        "manifest.json",
+        "snapshot.pickle",
+        "trace.json.gz",
+        "work.json",
+    ]
     assert done.stderr.splitlines()[0] == (
         "profkit: the command runs twice, because recording the allocator slows steps: first for the allocator, "
         "then for torch.profiler (--memory-only: only the first)"
@@ -282,7 +289,7 @@ def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, record
     assert done.stderr.count("\n") == (2 if option == "--memory" else 1)
     if option == "--memory":
         assert done.returncode == 0
-        assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
+        assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
         assert "\nSTEP " in done.stdout
     else:
         assert done.returncode == 0
@@ -299,7 +306,7 @@ def test_on_a_machine_without_a_gpu_the_command_runs_once_for_its_trace(
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("profkit: no memory was recorded: no GPU was found here")
     assert (place / "times_run").read_text() == "x"
-    assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz"]
+    assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
 
 
 def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: Run) -> None:
@@ -307,7 +314,7 @@ def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: 
     assert done.returncode == 0, done.stderr
     assert "it made 5 steps, too few for --warmup 9; it runs again with --warmup 2 --steps 2" in done.stderr
     assert (place / "times_run").read_text() == "xx", "once for the allocator, once for the trace"
-    assert _files(place) == ["ledger.jsonl", "lines.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
+    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz", "work.json"]
     assert "profkit memory run" in done.stdout
 
 
