@@ -53,13 +53,13 @@ def method_range(of: object, method: str) -> str | None:
 
     None if the method is not decorated, or the name depends on more than the object.
     """
-    one = getattr(getattr(type(of), method, None), _RANGE, None)
-    if not isinstance(one, Range):
+    opened = getattr(getattr(type(of), method, None), _RANGE, None)
+    if not isinstance(opened, Range):
         return None
-    if not callable(one._name):
-        return one._name
+    if not callable(opened._name):
+        return opened._name
     try:
-        return str(one._name(of))
+        return str(opened._name(of))
     except Exception:  # the program's own function, made for a whole call
         return None
 
@@ -240,7 +240,9 @@ def observers_but(opener: RangeObserver) -> Sequence[RangeObserver]:
 
 def _update_others() -> None:
     for opener, others in _others.items():
-        others[:] = [one for one in _observers if one is not opener] + [RangeObserver()] * _always_in_torch
+        others[:] = [observer for observer in _observers if observer is not opener] + [
+            RangeObserver()
+        ] * _always_in_torch
 
 
 _observers: list[RangeObserver] = []

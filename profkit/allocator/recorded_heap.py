@@ -209,10 +209,7 @@ def _lay_out(start: Start, regions: list[tuple[int, int, bool]], settings: Setti
                 start.contradictions["live blocks that overlap"] += 1
             _add_free(start, at, address)
             limit = min(start.address[row + 1], end) if row + 1 < count else end
-            if is_settled:
-                _pad(start, row, limit, is_expandable, settings)
-            else:
-                _doubt(start, row, limit)
+            _pad(start, row, limit, is_expandable, settings if is_settled else None)
             at = max(at, address + start.size_bytes[row])
             row += 1
         _add_free(start, at, end)
@@ -225,29 +222,24 @@ def _add_free(start: Start, begin: int, end: int) -> None:
         start.free[begin] = end - begin
 
 
-def _pad(start: Start, row: int, limit: int, is_expandable: bool, settings: Settings) -> None:
-    """Give a block that was freed meanwhile the bytes that the gap up to ``limit`` proves, or note the doubt."""
+def _pad(start: Start, row: int, limit: int, is_expandable: bool, settings: Settings | None) -> None:
+    """Give a block that was freed meanwhile the bytes that the gap up to ``limit`` proves, or note the doubt.
+
+    Without ``settings`` all that belongs to it under any settings is in doubt.
+    """
     size = start.size_bytes[row]
     gap = limit - (start.address[row] + size)
-    if start.final_block[row] >= 0 or is_expandable or size <= SMALL_BYTES or gap <= 0:
+    if start.final_block[row] >= 0 or size <= SMALL_BYTES or gap <= 0 or (is_expandable and settings is not None):
         return
-    if gap <= SMALL_BYTES or size >= settings.max_split_size_bytes:
-        start.size_bytes[row] = size + gap
-        return
-    start.slack_bytes[row] = min(SMALL_BYTES, gap - SMALL_BYTES - MIN_BLOCK_BYTES)
-    if start.slack_bytes[row]:
+    if settings is None:
+        slack = min(SMALL_BYTES if size < MIN_SPLIT_LIMIT_BYTES else LARGE_SEGMENT_BYTES - MIN_BLOCK_BYTES, gap)
+    elif gap <= SMALL_BYTES or size >= settings.max_split_size_bytes:
+        start.size_bytes[row], slack = size + gap, 0
+    else:
+        slack = min(SMALL_BYTES, gap - SMALL_BYTES - MIN_BLOCK_BYTES)
+    if slack:
+        start.slack_bytes[row] = slack
         start.uncertain[start.address[row] + size] = row
-
-
-def _doubt(start: Start, row: int, limit: int) -> None:
-    """Note how much of the gap up to ``limit`` may belong to a block that was freed meanwhile, under any settings."""
-    size = start.size_bytes[row]
-    gap = limit - (start.address[row] + size)
-    if start.final_block[row] >= 0 or size <= SMALL_BYTES or gap <= 0:
-        return
-    most = SMALL_BYTES if size < MIN_SPLIT_LIMIT_BYTES else LARGE_SEGMENT_BYTES - MIN_BLOCK_BYTES
-    start.slack_bytes[row] = min(most, gap)
-    start.uncertain[start.address[row] + size] = row
 
 
 class RecordedHeap:
@@ -282,8 +274,7 @@ class RecordedHeap:
 
     def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
         """Add ``count`` contradictions of one kind."""
-        if count:
-            self.contradictions[what] += int(count)
+        self.contradictions[what] += int(count)
 
     def insert(self, begin: int, size: int) -> None:
         """Add free memory, merged with the free memory on both sides in the same segment."""

@@ -133,7 +133,7 @@ def replay_device(device: Device, settings: Settings, is_settled: bool = True) -
         start_reserved_bytes=start.reserved_bytes,
         event_count=len(events),
         final_free=heap.free,
-        contradictions=dict(heap.contradictions),
+        contradictions=dict(+heap.contradictions),
         contradicts_settings=heap.contradicts_settings or has_both_kinds or is_other_kind,
     )
 
@@ -359,15 +359,12 @@ def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
 
 def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> dict[str, int]:
     """Return what speaks against the replay, and how often; empty when its figures are proven."""
-    contradictions = dict(replay.contradictions)
     odd_segments = 0 if settings.is_recorded else _count_odd_segments(device, settings)
-    for what, count in (
-        ("blocks at the dump that the history does not lead to", _count_differences(device, replay)),
-        ("segments of a size that the default settings do not give", odd_segments),
-    ):
-        if count:
-            contradictions[what] = count
-    return contradictions
+    counts = {
+        "blocks at the dump that the history does not lead to": _count_differences(device, replay),
+        "segments of a size that the default settings do not give": odd_segments,
+    }
+    return replay.contradictions | {what: count for what, count in counts.items() if count}
 
 
 def _count_differences(device: Device, replay: Replay) -> int:

@@ -222,7 +222,14 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
             groups.append(replace(group, ranks=_intern_ranks(group.ranks)))
         elif kind == "header":
             header = entry
-            _check_version(path, entry["version"])
+            if entry["version"] != VERSION:
+                older, newer = (
+                    "this profkit no longer reads; record the run again",
+                    "is of a newer profkit; update this one",
+                )
+                raise RunError(
+                    f"{path}: version {entry['version']}, which {newer if entry['version'] > VERSION else older}"
+                )
 
     try:
         read_lines(path, take, "a line of a light record")
@@ -237,13 +244,6 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
     except WrongRecord as error:
         raise RunError(f"{path}: {error}") from None
     return replace(record, groups=tuple(groups)), _join(parts), calls
-
-
-def _check_version(path: Path, version: int) -> None:
-    if version > VERSION:
-        raise RunError(f"{path}: version {version}, written by a newer profkit; update this one")
-    if version < VERSION:
-        raise RunError(f"{path}: version {version}, which this profkit no longer reads; record the run again")
 
 
 @lru_cache(maxsize=256)

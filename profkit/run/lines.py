@@ -89,7 +89,7 @@ def write_lines(path: Path, lines: RunLines) -> None:
     """
     objects = [asdict(lines.steps), *map(asdict, lines.lines)]
     with whole_file(path) as partial:
-        partial.write_text("".join(f"{json.dumps(one)}\n" for one in objects), encoding="utf-8")
+        partial.write_text("".join(f"{json.dumps(record)}\n" for record in objects), encoding="utf-8")
 
 
 def read_run_lines(path: Path) -> RunLines:

@@ -107,8 +107,8 @@ def _build(path: Path, data: Any) -> Snapshot:
         device = Device(index, events, segments, blocks, annotations)
         if device.was_used:
             devices.append(device)
-    starts = [int(one.events.time_us[0]) for one in devices if len(one.events) and one.events.has_times]
-    devices = [replace(one, zero_us=min(starts)) if one.events.has_times else one for one in devices]
+    starts = [int(device.events.time_us[0]) for device in devices if len(device.events) and device.events.has_times]
+    devices = [replace(device, zero_us=min(starts)) if device.events.has_times else device for device in devices]
     if not devices:
         raise SnapshotError(f"{path}: no device was used in this snapshot; was it dumped before any CUDA allocation?")
     return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
@@ -202,7 +202,7 @@ def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
 
     The device of a mark is the current one, which may be another when the range ends.
     """
-    found: list[Annotation] = []
+    annotations: list[Annotation] = []
     is_open: dict[str, list[int]] = {}
     _bounded(_column(entries, "time_us"), "time of an annotation")
     for entry in sorted(entries, key=itemgetter("time_us")):
@@ -212,10 +212,10 @@ def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
         if entry["stage"] == "START":
             is_open.setdefault(name, []).append(time_us)
         elif starts := is_open.get(name):
-            found.append(Annotation(name, starts.pop(), time_us))
+            annotations.append(Annotation(name, starts.pop(), time_us))
     for name, starts in is_open.items():
-        found += [Annotation(name, start, None) for start in starts]
-    return tuple(sorted(found, key=lambda one: (one.start_us, -(one.end_us or _LARGEST))))
+        annotations += [Annotation(name, start, None) for start in starts]
+    return tuple(sorted(annotations, key=lambda annotation: (annotation.start_us, -(annotation.end_us or _LARGEST))))
 
 
 def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, Blocks]]:
@@ -229,7 +229,7 @@ def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, B
     for entry in _records(entries, "segments"):
         by_device.setdefault(_integer(entry, "device", 0), []).append(entry)
     _refuse_shared([entry["blocks"] for entry in entries], "lists of blocks")
-    return {device: _tile(found) for device, found in by_device.items()}
+    return {device: _tile(its_segments) for device, its_segments in by_device.items()}
 
 
 def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:

@@ -119,12 +119,12 @@ def _known_path(file: str) -> str:
 
 def _known_words(path: str) -> list[str]:
     """Return the folders of a path, ``…`` for those that no rule looks for."""
-    found: list[str] = []
+    words: list[str] = []
     for word in path.split("/"):
         known = _known_word(word)
-        if known != _ANY_WORD or found[-1:] != [_ANY_WORD]:
-            found.append(known)
-    return found
+        if known != _ANY_WORD or words[-1:] != [_ANY_WORD]:
+            words.append(known)
+    return words
 
 
 def _known_word(word: str) -> str:
@@ -151,7 +151,7 @@ def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None
 
 
 def _pair(_: _SnapshotCopy, value: object) -> tuple[int, int] | None:
-    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int) for one in value):
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, int) for part in value):
         return value[0], value[1]
     return None
 

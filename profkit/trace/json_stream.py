@@ -60,11 +60,11 @@ class JsonStream:
         Raises:
             JsonError: it is another.
         """
-        found = self.next_character()
-        if not found or found not in characters:
+        character = self.next_character()
+        if not character or character not in characters:
             self._refuse(f"Expecting {' or '.join(map(repr, characters))}", self._at)
         self._at += 1
-        return found
+        return character
 
     def value(self) -> Any:
         """Take and return the next value.
@@ -147,8 +147,8 @@ class JsonStream:
         if end < len(whole):  # the list ends before, and others follow
             return []
         self._at = following
-        found: list[Any] = values
-        return found
+        objects: list[Any] = values
+        return objects
 
     def _last_border(self) -> tuple[int, int]:
         """Return where the last object but one ends, as far as its text shows, and where the one after it begins."""

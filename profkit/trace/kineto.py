@@ -209,7 +209,7 @@ def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) 
     the process's name: a thread that runs nothing but autograd nodes (``of_autograd``) then gets the engine's.
     """
     process_names: dict[int | None, str] = {}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for event in events:
         name = event.get("args", {}).get("name")
         if isinstance(name, str) and event.get("name") == "process_name":
@@ -218,12 +218,12 @@ def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) 
             place = reading.known_thread_of(event)
             inner = THREAD_NAME.match(name.strip())
             own = inner.group(1) if inner else name.strip()
-            if place is not None and found.get(place[1]) in (None, process_names.get(place[0])):
-                found[place[1]] = own
+            if place is not None and names.get(place[1]) in (None, process_names.get(place[0])):
+                names[place[1]] = own
     for thread in of_autograd:
-        if not found.get(thread, "").startswith(_AUTOGRAD_THREAD):
-            found[thread] = _AUTOGRAD_THREAD
-    return found
+        if not names.get(thread, "").startswith(_AUTOGRAD_THREAD):
+            names[thread] = _AUTOGRAD_THREAD
+    return names
 
 
 def _threads_of_nodes_alone(reading: Reading, operators: HostRows, parent: Ints) -> set[int]:
@@ -319,17 +319,17 @@ class OperatorForest:
         threads, first = np.unique(thread[self._order], return_index=True)
         parts = np.split(self._order, first[1:]) if len(threads) else []
         self._timelines = {
-            one: self._nest(operators.tolist()) for one, operators in zip(threads.tolist(), parts, strict=True)
+            number: self._nest(operators.tolist()) for number, operators in zip(threads.tolist(), parts, strict=True)
         }
 
     def innermost_at(self, moment_ns: Ints, thread: Ints) -> Ints:
         """Return the innermost operator open at each moment on its thread, or -1."""
-        found = np.full(len(moment_ns), -1, dtype=np.int64)
-        for one, rows in rows_by_value(thread).items():
-            if one in self._timelines:
-                times, innermost = self._timelines[one]
-                found[rows] = np.append(innermost, -1)[np.searchsorted(times, moment_ns[rows], side="right") - 1]
-        return found
+        operator = np.full(len(moment_ns), -1, dtype=np.int64)
+        for number, rows in rows_by_value(thread).items():
+            if number in self._timelines:
+                times, innermost = self._timelines[number]
+                operator[rows] = np.append(innermost, -1)[np.searchsorted(times, moment_ns[rows], side="right") - 1]
+        return operator
 
     def inherit(self, values: Ints) -> Ints:
         """Return each operator's own value, or where that is -1 its nearest ancestor's."""

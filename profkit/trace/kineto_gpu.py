@@ -159,7 +159,7 @@ class GpuReader:
         if not events or len(self._reading.processes()) != 1:
             return None
         rows = {number: row for row, number in reversed([*enumerate(self.correlation.tolist())]) if number > 0}
-        found = [
+        waits = [
             (
                 rows[correlation],
                 _first(parse_argument(event, "device"), parse_integer(event.get("pid"))),
@@ -170,7 +170,7 @@ class GpuReader:
             for event in events
             if (correlation := parse_id(event, "correlation")) in rows
         ]
-        call, device, stream, record, record_stream = np.array(found, dtype=np.int64).reshape(-1, 5).T.copy()
+        call, device, stream, record, record_stream = np.array(waits, dtype=np.int64).reshape(-1, 5).T.copy()
         return Syncs(call, device, stream, record, device, record_stream)
 
     def calls_with_work(self) -> Bools:
@@ -194,7 +194,7 @@ class GpuReader:
 
     def _find_launches(self, rows: list[Event]) -> tuple[Ints, Ints, Ints]:
         processes = self._reading.processes()
-        found = []
+        placed = []
         for event in rows:
             correlation = parse_id(event, "correlation")
             launches = self._launches.get(correlation, {}) if correlation else {}
@@ -202,12 +202,12 @@ class GpuReader:
                 self._matched.add(correlation)
             if len(launches) == 1:
                 ((process, (start, thread)),) = launches.items()
-                found.append((process, start, thread))
+                placed.append((process, start, thread))
                 continue
             self._ambiguous_count += len(launches) > 1
             own = processes[0] if len(processes) == 1 else parse_integer(event.get("pid")) or 0
-            found.append((own, 0, NO_LAUNCH))
-        columns = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+            placed.append((own, 0, NO_LAUNCH))
+        columns = np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
         return columns[0], columns[1], columns[2]
 
 

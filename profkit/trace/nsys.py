@@ -129,14 +129,14 @@ class _Reader:
         if "demangledName" not in self.tables.get(KERNELS, ("demangledName",)):
             requests[KERNELS] = requests[KERNELS] | {"name": ("shortName", -1)}
             self.notes.append(_NO_DEMANGLED)
-        found = {table: {name: empty_ints() for name in wanted} for table, wanted in _WANTED.items()}
-        found |= {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
-        self._number_gpus(found)
-        calls = _sorted_by_start(found[CALLS])
+        tables = {table: {name: empty_ints() for name in wanted} for table, wanted in _WANTED.items()}
+        tables |= {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
+        self._number_gpus(tables)
+        calls = _sorted_by_start(tables[CALLS])
         process = calls["thread"] >> PID_SHIFT
         launches = LaunchIndex(process, calls["correlation"], calls["start"], calls["thread"])
-        work = self._build_work(found, launches)
-        copies = self._build_copies(found, launches)
+        work = self._build_work(tables, launches)
+        copies = self._build_copies(tables, launches)
         if launches.shared_count:
             self.notes.append(
                 f"{launches.shared_count:,} kernels or copies have several launches with their correlation id; each was"
@@ -189,7 +189,7 @@ class _Reader:
         """Return the tables' columns under our names; one that only some versions have reads as its NULL."""
         there = {table: self._there(table, wanted) for table, wanted in requests.items()}
         arrays = self.file.columns([ColumnRequest(table, dict(columns.values())) for table, columns in there.items()])
-        found = {}
+        tables = {}
         for (table, wanted), columns in zip(requests.items(), arrays, strict=True):
             parts = {
                 ours: np.full(len(columns[0]), null) for ours, (_, null) in wanted.items() if ours not in there[table]
@@ -199,8 +199,8 @@ class _Reader:
                 parts["process"] = (parts["process"] & POSITIVE) >> PID_SHIFT
             if "thread" in parts:
                 parts["thread"] &= POSITIVE
-            found[table] = parts
-        return found
+            tables[table] = parts
+        return tables
 
     def _there(self, table: str, wanted: _Wanted) -> _Wanted:
         """Return which of the wanted columns the table has.
@@ -236,7 +236,7 @@ class _Reader:
                 self._number_gpus({"waits": {"device": device, "process": process[syncs.call]}})
         return syncs
 
-    def _number_gpus(self, found: dict[str, Columns]) -> None:
+    def _number_gpus(self, tables: dict[str, Columns]) -> None:
         """Replace each process's own device numbers by the report's numbers of the GPUs.
 
         A process counts the GPUs that it sees: each rank of a job may know its GPU as 0.
@@ -247,14 +247,14 @@ class _Reader:
         known = self.file.rows(
             f"SELECT DISTINCT pid, cudaId, gpuId FROM {DEVICES} WHERE {are_numbers} AND gpuId != cudaId"
         )
-        for columns in found.values() if known else ():
+        for columns in tables.values() if known else ():
             if "device" in columns:
                 device, pid = columns["device"].copy(), columns["process"] & _OS_PID_MASK
                 for owner, number, gpu in known:
                     columns["device"][(pid == owner) & (device == number)] = gpu
 
-    def _build_work(self, found: dict[str, Columns], launches: LaunchIndex) -> Work:
-        kernels, graphs = found[KERNELS], found[GRAPHS]
+    def _build_work(self, tables: dict[str, Columns], launches: LaunchIndex) -> Work:
+        kernels, graphs = tables[KERNELS], tables[GRAPHS]
         graphs = graphs | {
             "name": -2 - np.clip(graphs["graph"], 0, _LARGEST_ID),
             "node": np.full_like(graphs["end"], -1),
@@ -267,8 +267,8 @@ class _Reader:
             **placed,
         )
 
-    def _build_copies(self, found: dict[str, Columns], launches: LaunchIndex) -> Copies:
-        parts = [found[COPIES], found[SETS]]
+    def _build_copies(self, tables: dict[str, Columns], launches: LaunchIndex) -> Copies:
+        parts = [tables[COPIES], tables[SETS]]
         placed = _place(parts, launches)
         return Copies(
             is_memset=np.arange(len(placed["start_ns"])) >= len(parts[0]["start"]),
@@ -294,8 +294,8 @@ class _Reader:
         """Return when the capture's clock began, in nanoseconds since 1970; 0 if it does not say so."""
         if "utcEpochNs" not in self.tables.get(STARTED, ()):
             return 0
-        found = [number for (number,) in self.file.rows(f"SELECT utcEpochNs FROM {STARTED}")]
-        return found[0] if len(found) == 1 and isinstance(found[0], int) and 0 <= found[0] < _FAR_NS else 0
+        moments = [number for (number,) in self.file.rows(f"SELECT utcEpochNs FROM {STARTED}")]
+        return moments[0] if len(moments) == 1 and isinstance(moments[0], int) and 0 <= moments[0] < _FAR_NS else 0
 
     def _thread_names(self) -> dict[int, str]:
         if not {"ThreadNames", "StringIds"} <= self.tables.keys():
@@ -315,14 +315,14 @@ class _Reader:
         if not {"severity", "text"} <= columns:
             return ()
         process = "globalPid" if "globalPid" in columns else "NULL"
-        found = []
+        diagnostics = []
         for severity, text, number in self.file.rows(f"SELECT severity, text, {process} FROM DIAGNOSTIC_EVENT"):
             # The profiler's own messages have no process, or a negative number.
             concerned = number >> PID_SHIFT if isinstance(number, int) and number > 0 else None
             is_silent = concerned is not None and concerned not in recorded
             pid = concerned & _OS_PID_MASK if concerned is not None and is_silent else None
-            found.append(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text), pid))
-        return tuple(found)
+            diagnostics.append(Diagnostic(_SEVERITIES.get(severity, "warning"), str(text), pid))
+        return tuple(diagnostics)
 
 
 def _sorted_by_start(calls: Columns) -> Columns:

@@ -74,16 +74,16 @@ def read_collectives(
     users = _count_users(calls)
     part_of = _count_ranks(calls, users)
     index = np.full(len(work.name), -1, dtype=np.int64)
-    found: list[CollectiveCall] = []
+    collectives: list[CollectiveCall] = []
     for some, rows in _blocks([call for call in calls if _SIZE in call.numbers], work, names):
         said = _describe(some, len(rows), part_of, users)
         if said is None:
             continue
         for row in rows:
             dtype = _TYPE.search(names.strings[int(work.name[row])])
-            index[row] = len(found)
-            found.append(said if dtype is None else replace(said, dtype=_TYPES.get(dtype[1])))
-    return (index, tuple(found)) if found else (None, ())
+            index[row] = len(collectives)
+            collectives.append(said if dtype is None else replace(said, dtype=_TYPES.get(dtype[1])))
+    return (index, tuple(collectives)) if collectives else (None, ())
 
 
 def _read_calls(file: SqliteFile, names: Names) -> Iterator[_Call]:
@@ -136,11 +136,11 @@ def _decode(payload: bytes, schemas: Schemas) -> dict[str, int]:
         return {}
     domain, schema, size, begin = _HEADER.unpack_from(payload)
     data = payload[begin : begin + size]
-    found = {}
+    numbers = {}
     for name, (form, offset) in schemas.get((domain, schema), {}).items():
         if 0 <= offset <= len(data) - struct.calcsize(form):
-            found[name] = int(struct.unpack_from(form, data, offset)[0])
-    return found
+            numbers[name] = int(struct.unpack_from(form, data, offset)[0])
+    return numbers
 
 
 def _count_users(calls: Sequence[_Call]) -> dict[int, int]:

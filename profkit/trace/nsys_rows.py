@@ -60,21 +60,21 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
     wanted = {"start": NO_TIME, "end": NO_TIME, "globalTid": 0, "eventType": 0, "rowid": 0}
     optional = {"endGlobalTid": -1, "domainId": 0, "textId": -1}
     there = wanted | {name: null for name, null in optional.items() if name in columns}
-    found = dict(zip(there, file.columns([ColumnRequest(TABLE, there, where)])[0], strict=True))
-    start, end, thread, event_type = (found[name] for name in ("start", "end", "globalTid", "eventType"))
+    read = file.columns([ColumnRequest(TABLE, there, where)])[0]
+    column = {name: np.full(len(read[0]), null) for name, null in optional.items()} | dict(
+        zip(there, read, strict=True)
+    )
+    start, end, end_thread, event_type = (column[name] for name in ("start", "end", "endGlobalTid", "eventType"))
     if not len(start):
         return _no_ranges()
     is_open = end == NO_TIME
     last = max(end_of_capture, int(start.max()), int(end.max()))
-    end_thread = found.get("endGlobalTid", thread)
     end_thread = np.where(end_thread == -1, -1, end_thread & POSITIVE)
-    thread = thread & POSITIVE
+    thread = column["globalTid"] & POSITIVE
     process = thread >> PID_SHIFT
     return Ranges(
-        name=_range_names(file, columns, names, found.get("textId", np.full(len(start), -1)), where),
-        domain=_domain_names(
-            file, columns, names, process, found.get("domainId", np.zeros(len(start), dtype=np.int64))
-        ),
+        name=_range_names(file, columns, names, column["textId"], where),
+        domain=_domain_names(file, columns, names, process, column["domainId"]),
         start_ns=start,
         end_ns=np.where(is_open, last, end),
         process=process,
@@ -82,7 +82,7 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
         # Only start/end ranges can end on another thread.
         end_thread=np.where(np.isin(event_type, _START_END_TYPES) & (end_thread != -1), end_thread, thread),
         is_open=is_open,
-        payload=_payloads(file, columns, where, found["rowid"]),
+        payload=_payloads(file, columns, where, column["rowid"]),
     )
 
 
@@ -164,17 +164,17 @@ class Names(NamesWithNew):
             return np.array(index, dtype=np.int64).take(np.searchsorted(ids, string_ids))
         table = np.zeros(int(ids[-1]) - int(ids[0]) + 1, dtype=np.int64)
         table[ids - ids[0]] = index
-        found: Ints = table[string_ids - ids[0]]
-        return found
+        indices: Ints = table[string_ids - ids[0]]
+        return indices
 
     def values(self, string_ids: list[int]) -> dict[int, str]:
         """Return the strings of these ids."""
-        found: dict[int, str] = {}
+        strings: dict[int, str] = {}
         for start in range(0, len(string_ids), 500):
             some = string_ids[start : start + 500]
             marks = ",".join("?" * len(some))
-            found.update(self._file.rows(f"SELECT id, value FROM StringIds WHERE id IN ({marks})", some))
-        return {key: str(value) for key, value in found.items()}
+            strings.update(self._file.rows(f"SELECT id, value FROM StringIds WHERE id IN ({marks})", some))
+        return {key: str(value) for key, value in strings.items()}
 
 
 SYNCS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
@@ -314,11 +314,13 @@ def _read(
     """
     names = ("globalPid", "correlationId", "deviceId", "streamId", "eventId", "eventSyncId")
     there = [name for name in names if name in tables.get(table, ())]
-    found = {}
+    columns = {}
     if set(there) | {"streamId"} >= _NEEDED:
-        found = dict(zip(there, file.columns([ColumnRequest(table, dict.fromkeys(there, -1))])[0], strict=True))
-    size = len(found.get("globalPid", ()))
-    process, ids, device, stream, event, number = (found.get(name, np.full(size, -1, dtype=np.int64)) for name in names)
+        columns = dict(zip(there, file.columns([ColumnRequest(table, dict.fromkeys(there, -1))])[0], strict=True))
+    size = len(columns.get("globalPid", ()))
+    process, ids, device, stream, event, number = (
+        columns.get(name, np.full(size, -1, dtype=np.int64)) for name in names
+    )
     process = (process & POSITIVE) >> PID_SHIFT
     numbered = (number >= 0) & (number != _NONE)
     recording = np.stack([process, np.where(numbered, -1, event), np.where(numbered, number, -1)], axis=1)
@@ -333,6 +335,6 @@ def _find_last(recorded: Ints, record_call: Ints, wanted: Ints, call: Ints) -> I
     rows = rows[np.lexsort((record_call[rows], record_key[rows]))]
     span = int(max(record_call.max(initial=0), call.max(initial=0))) + 2
     before = np.searchsorted(record_key[rows] * span + record_call[rows], key * span + call) - 1
-    found = np.append(rows, -1)[before]
-    is_same = (before >= 0) & (np.append(record_key, -1)[found] == key)
-    return np.where(is_same, found, -1)
+    last = np.append(rows, -1)[before]
+    is_same = (before >= 0) & (np.append(record_key, -1)[last] == key)
+    return np.where(is_same, last, -1)

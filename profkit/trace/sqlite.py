@@ -160,7 +160,7 @@ class SqliteFile:
 
     def tables(self, without: str | None = None) -> dict[str, frozenset[str]]:
         """Return the columns of every table, except those whose names begin with ``without``."""
-        found: dict[str, list[str]] = {}
+        columns_of: dict[str, list[str]] = {}
         sql = (
             "SELECT m.name, c.name, c.hidden FROM sqlite_master m JOIN pragma_table_xinfo(m.name) c"
             " WHERE m.type = 'table' AND m.name NOT LIKE 'sqlite~_%' ESCAPE '~' ORDER BY c.cid"
@@ -171,9 +171,9 @@ class SqliteFile:
                     f"{self.path}: {table[:80]} has a computed column, and nsys writes none; export it again"
                 )
             if without is None or not table.startswith(without):
-                found.setdefault(table, []).append(column)
-        self._layout = {table: tuple(columns) for table, columns in found.items()}
-        return {table: frozenset(columns) for table, columns in found.items()}
+                columns_of.setdefault(table, []).append(column)
+        self._layout = {table: tuple(columns) for table, columns in columns_of.items()}
+        return {table: frozenset(columns) for table, columns in columns_of.items()}
 
     def columns(self, requests: Sequence[ColumnRequest]) -> list[list[Ints]]:
         """Return the requested integer columns, one list of arrays per request, rows in the order of their rowids.
@@ -194,12 +194,12 @@ class SqliteFile:
         places = {name: layout.index(name) for name in request.columns}
         order = sorted(places, key=places.__getitem__)
         try:
-            found = self._pages.read(
+            read = self._pages.read(
                 root[0][0], [places[name] for name in order], [request.columns[name] for name in order]
             )
         except NotPlain:
             return None
-        return [found[order.index(name)] for name in request.columns]
+        return [read[order.index(name)] for name in request.columns]
 
     def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
         cells = ", ".join(f'coalesce("{name}", {null})' for name, null in request.columns.items())
@@ -378,7 +378,7 @@ def _decode_columns(
     # Every position of the batch read as a big-endian 64-bit number: a column's value is its high bytes.
     words = np.ndarray(shape=(len(data) - 7,), dtype=">i8", buffer=data, strides=(1,))
     wanted = dict(zip(columns, null_values, strict=True))
-    found = []
+    decoded = []
     at = body
     for column in range(columns[-1] + 1):
         kind = data.take(types_at + column)
@@ -393,9 +393,9 @@ def _decode_columns(
             empty = size == 0
             if empty.any():
                 value = np.where(empty, np.where(kind == 0, wanted[column], kind.astype(np.int64) - 8), value)
-            found.append(value)
+            decoded.append(value)
         at = at + size
-    return found
+    return decoded
 
 
 def _varint2(data: Bytes, at: Ints) -> tuple[Ints, Ints]:

@@ -94,14 +94,12 @@ def mirror_forward_ranges(
         if thread in timelines:
             forward[rows] = timelines[thread].innermost_at(times[rows])
     builder = _Builder(trace, parent)
-    mirror_of_link = np.full(len(linked), NO_RANGE, dtype=np.int64)
     pairs, inverse = np.unique(np.stack([forward, around[linked]]), axis=1, return_inverse=True)
     places = [builder.place(forward_range, around_range) for forward_range, around_range in pairs.T.tolist()]
-    mirror_of_link = np.array(places, dtype=np.int64)[inverse.reshape(-1)] if places else mirror_of_link
     if not builder.mirrors:
         return trace, parent, NO_MIRRORS
     of_row = np.full(len(trace.work), NO_RANGE, dtype=np.int64)
-    of_row[linked] = mirror_of_link
+    of_row[linked] = np.array(places, dtype=np.int64)[inverse.reshape(-1)]
     return builder.finish(of_row)
 
 
@@ -170,22 +168,17 @@ class _Builder:
 
     def _number_tree(self, first: int) -> tuple[Ints, Ints]:
         """Return each mirror's number, depth first, and the number after that of the last mirror below it."""
-        children: dict[int, list[int]] = {}
-        for at, mirror in enumerate(self.mirrors):
-            above = mirror.parent - first
-            children.setdefault(above if above >= 0 else -1, []).append(at)
-        number, end = np.zeros((2, len(self.mirrors)), dtype=np.int64)
-        stack, count = [(at, False) for at in reversed(children.get(-1, []))], 0
-        while stack:
-            at, is_done = stack.pop()
-            if is_done:
-                end[at] = count
-                continue
-            number[at] = count
-            count += 1
-            stack.append((at, True))
-            stack += [(child, False) for child in reversed(children.get(at, []))]
-        return number, end
+        above = [max(mirror.parent - first, -1) for mirror in self.mirrors]
+        size, number = np.ones((2, len(above)), dtype=np.int64)
+        for at in reversed(range(len(above))):
+            if above[at] >= 0:
+                size[above[at]] += size[at]
+        next_below = {-1: 0}
+        for at, parent in enumerate(above):
+            number[at] = next_below[parent]
+            next_below[parent] += int(size[at])
+            next_below[at] = int(number[at]) + 1
+        return number, number + size
 
     def _with_mirrors(self, number: Ints, end: Ints, of_row: Ints) -> Trace:
         """Return the trace with the mirrors behind its ranges, each at the moment of its first launch."""
@@ -198,7 +191,9 @@ class _Builder:
         low, high = np.searchsorted(numbers, number), np.searchsorted(numbers, end)
         start = np.array([launches[a:b].min() for a, b in zip(low.tolist(), high.tolist(), strict=True)], np.int64)
         process = work.process[order[np.minimum(low, len(order) - 1)]]
-        model = np.array([NO_RANGE if one.model is None else one.model for one in self.mirrors], dtype=np.int64)
+        model = np.array(
+            [NO_RANGE if mirror.model is None else mirror.model for mirror in self.mirrors], dtype=np.int64
+        )
         is_copy = model != NO_RANGE
         name = np.where(is_copy, ranges.name[model], names.index(BACKWARD) if BACKWARD in names else 0)
         default = names.index("") if "" in names else int(ranges.domain[0])

@@ -89,8 +89,8 @@ def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline
     depth = number - np.searchsorted(end[closing], start, side="right") - (np.cumsum(~lasts) - ~lasts)
     by_depth = np.argsort(depth, kind="stable")
     # The last one before it that is one level less deep.
-    found = np.searchsorted(depth[by_depth] * len(members) + by_depth, (depth - 1) * len(members) + number) - 1
-    around = np.where(depth > 0, by_depth[found], NO_RANGE)
+    outer = np.searchsorted(depth[by_depth] * len(members) + by_depth, (depth - 1) * len(members) + number) - 1
+    around = np.where(depth > 0, by_depth[outer], NO_RANGE)
     inner = np.flatnonzero(depth > 0)
     if (depth[around[inner]] != depth[inner] - 1).any() or (end[around[inner]] < end[inner]).any():
         return None

@@ -265,8 +265,8 @@ def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -
 def _search(times_ns: Ints, wanted_ns: Ints, side: Literal["left", "right"]) -> Ints:
     """Return `np.searchsorted`, faster: what is launched in one range asks for the same times again and again."""
     is_new = np.concatenate([[True], wanted_ns[1:] != wanted_ns[:-1]])[: len(wanted_ns)]
-    found: Ints = np.searchsorted(times_ns, wanted_ns[is_new], side=side)[np.cumsum(is_new) - 1]
-    return found
+    place: Ints = np.searchsorted(times_ns, wanted_ns[is_new], side=side)[np.cumsum(is_new) - 1]
+    return place
 
 
 def _calls_by_thread(calls: Calls) -> dict[int, _ThreadCalls]:
