@@ -453,6 +453,18 @@ def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_pat
     assert after(busy["compile"])[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)
 
 
+@pytest.mark.parametrize(("launches", "can_be"), [((160, 160, 160), True), ((160, 162, 160), False)])
+def test_a_graph_holds_no_step_whose_kernels_change(tmp_path: Path, launches: Sequence[int], *, can_be: bool) -> None:
+    program = Program()
+    for count in launches:
+        with program.step():
+            for phase in ("forward", "backward"):
+                with program.range(phase):
+                    program.launch(NVJET, 3_000, count)
+            program.wait()
+    assert ("launches" in found(program.write(tmp_path))) == can_be
+
+
 def test_at_most_three_causes_are_tried_and_what_they_buy_together_is_no_sum(tmp_path: Path) -> None:
     """Python and CUDA's allocator hold the host, then products and zeros take the GPU's time."""
     program = Program()

@@ -11,6 +11,7 @@ from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_o
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, source_line
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
+from profkit.analysis.step_replay.kernel_edits import CONVOLUTION
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
@@ -41,7 +42,7 @@ def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
     """Products in fp32, which use no tensor cores."""
     if evidence.step is None:
         return
-    products = [one for one in evidence.operations(evidence.step) if product_dtype(one.name) == "fp32"]
+    products = [one for one in evidence.operations(evidence.step) if _is_in_simple_fp32(one)]
     if not products:
         return
     time_ns = sum(one.duration_ns for one in products)
@@ -55,6 +56,10 @@ def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
         costs="products keep 10 bits of mantissa",
         evidence={"product_ns": time_ns, "products": len(products)},
     )
+
+
+def _is_in_simple_fp32(operation: Operation) -> bool:
+    return product_dtype(operation.name) == "fp32" and not CONVOLUTION.search(operation.name)
 
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:

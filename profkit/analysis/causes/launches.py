@@ -12,7 +12,7 @@ from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
-from profkit.names import OPTIMIZER
+from profkit.names import FORWARD, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
@@ -104,7 +104,7 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     if summary.head.is_compiled or summary.recomputes:
         return
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
-    is_late = preparing_ns > _LATE * limits.step_ns
+    is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
     small = [one for one in operations if one.category in SMALL]
     mode = "reduce-overhead" if is_late else None
@@ -133,6 +133,18 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
             "preparing_ns": preparing_ns,
         },
     )
+
+
+def _can_be_captured(evidence: Evidence) -> bool:
+    """Return whether all recorded steps run the same kernels, and one thread launches those of the forward pass."""
+    steps = () if evidence.replay is None else evidence.replay.steps
+    kernels = {
+        tuple(sorted(one.name for one in evidence.operations(step) if one.phase in COMPILED_PHASES)) for step in steps
+    }
+    threads = {
+        step.columns.thread[one.call] for step in steps for one in evidence.operations(step) if one.phase == FORWARD
+    }
+    return len(kernels) == 1 and len(threads) <= 1
 
 
 def _find_waits(step: ReplayedStep) -> list[int]:
