@@ -67,8 +67,9 @@ class Advice:
     @property
     def effect_ns(self) -> float:
         """By how much the step becomes shorter: as measured, else as expected; 0 where that is not known."""
-        if self.measured is not None and self.measured.change_ns is not None:
-            return -self.measured.change_ns
+        measured = self.measured
+        if measured is not None and measured.change_ns is not None and measured.batch_factor == 1:
+            return -measured.change_ns
         return 0 if self.saves_ns is None else self.saves_ns.expected
 
 

@@ -29,9 +29,11 @@ from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest, find_condition
 
 if TYPE_CHECKING:
-    from profkit.analysis.opened import OpenedCapture
+    from profkit.analysis.opened import OpenedCapture, OpenedTrace
 
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")
+_MOST_RANKS = 8
+"""Each of so many ranks is replayed."""
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, it is short."""
 COMPARE = "profkit compare RUN NEW"
@@ -106,9 +108,22 @@ class Evidence:
         self._fast_shares: dict[tuple[int, ...], float] = {}
 
     @cached_property
+    def trace(self) -> OpenedTrace | None:
+        """The trace; of several ranks in one, that of the rank whose collectives are shortest.
+
+        It comes to them last and waits for nobody, so that a change of all ranks changes the step as its own.
+        """
+        trace = self.capture.trace
+        if trace is None or not 1 < len(trace.ranks.numbers) <= _MOST_RANKS:
+            return trace
+        ranks = [trace.of_rank(number) for number in trace.ranks.numbers]
+        able = [rank for rank in ranks if rank.step_replay.refusal is None]
+        return min(able, key=lambda rank: _communication_ns(rank.step_replay), default=trace)
+
+    @cached_property
     def replay(self) -> StepReplay | None:
         """The replay of the recorded steps, None without GPU work or where it predicts nothing."""
-        trace = self.capture.trace
+        trace = self.trace
         if trace is None or trace.trace.measure != "gpu-kernel" or not len(trace.trace.work):
             return None
         return trace.step_replay if trace.step_replay.refusal is None else None
@@ -116,7 +131,7 @@ class Evidence:
     @cached_property
     def facts(self) -> ProgramFacts:
         """What is known of the program besides its trace."""
-        return ProgramFacts() if self.capture.trace is None else self.capture.trace.program_facts
+        return ProgramFacts() if self.trace is None else self.trace.program_facts
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
         """Return the step after some changes, predicted once; there must be a replay."""
@@ -189,7 +204,7 @@ class Evidence:
     @property
     def busy_cpus_of_worker(self) -> float | None:
         """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
-        lines = None if self.capture.trace is None else self.capture.trace.lines
+        lines = None if self.trace is None else self.trace.lines
         if lines is None or not lines.batch_ns or lines.batch_cpu_ns is None:
             return None
         return lines.batch_cpu_ns / lines.batch_ns
@@ -219,8 +234,8 @@ class Evidence:
 
     def shares_in_ranges(self, step: ReplayedStep, beginning: str) -> dict[int, float]:
         """Return call → the share of the Python before it that ran in ranges whose names begin so, if any did."""
-        assert self.capture.trace is not None
-        trace, columns = self.capture.trace.trace, step.columns
+        assert self.trace is not None
+        trace, columns = self.trace.trace, step.columns
         if not len(columns.call):
             return {}
         names = [number for number, name in enumerate(trace.names) if name.startswith(beginning)]
@@ -255,6 +270,14 @@ class Evidence:
         for (fits, *_), group in groupby(self.operations(step), key=lambda one: (holds(one), one.phase, one.module)):
             found += [tuple(group)] if fits else []
         return found
+
+
+def _communication_ns(replay: StepReplay) -> int:
+    step = replay.typical
+    if step is None:
+        return 0
+    rows = zip(step.columns.row.tolist(), step.columns.duration_ns, strict=True)
+    return sum(time_ns for row, time_ns in rows if step.categories[row] == "communication")
 
 
 def source_line(line: LineTime) -> SourceLine:

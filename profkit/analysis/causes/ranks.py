@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from profkit.analysis.causes.changes import remove_operations
+from profkit.analysis.causes.changes import By, remove_operations
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, source_line
 from profkit.analysis.lines import find_lines
-from profkit.analysis.step_replay.predict import predict_changes
 from profkit.analysis.step_replay.ranks_together import ON_TIME
-from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
+from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD
 from profkit.run.edits import parse_edits
 from profkit.run.light_record import Cause as WhyLate
@@ -65,26 +64,23 @@ def _is_in(line: LineTime, phase: str) -> bool:
 
 def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
     """Gradients are summed over ranks after each backward pass, though the optimizer reads them after the last."""
-    replay = _lead_replay(evidence)
-    if replay is None or replay.typical is None:
+    if evidence.step is None:
         return
 
     def find_early(step: ReplayedStep) -> list[int]:
         last = max((call for call, phase in enumerate(step.phase) if phase == FORWARD), default=0)
         return [one.at for one in evidence.operations(step) if _sums_gradients(one) and one.call < last]
 
-    early = find_early(replay.typical)
+    early = find_early(evidence.step)
     if not early:
         return
-    without = remove_operations(
-        "no-sync", find_early, {"least": 0, "expected": 0, "most": 0}, "when ranks come to collectives"
-    )
-    durations = replay.typical.columns.duration_ns
+    nothing: By = {"least": 0, "expected": 0, "most": 0}
+    durations = evidence.step.columns.duration_ns
     yield Cause(
         code="no-sync",
         cause=f"ranks sum gradients after every backward pass of a step: {len(early)} collectives too many",
         change="with model.no_sync(): around all passes of a step but the last",
-        answer=predict_changes(replay, [without], evidence.facts),
+        changes=[remove_operations("no-sync", find_early, nothing, "when ranks come to collectives")],
         evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
         proof="profkit ranks RUN",
     )
@@ -93,23 +89,6 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
 def _sums_gradients(operation: Operation) -> bool:
     is_sum = operation.category == "communication" and "AllReduce" in operation.name
     return is_sum and operation.phase == BACKWARD
-
-
-def _lead_replay(evidence: Evidence) -> StepReplay | None:
-    """Return the replay of the rank whose collectives are shortest: it comes to them last and waits for nobody."""
-    trace = evidence.capture.trace
-    if trace is None or len(trace.ranks.numbers) < 2:
-        return evidence.replay
-    replays = [trace.of_rank(number).step_replay for number in trace.ranks.numbers]
-    return min((replay for replay in replays if replay.refusal is None), key=_communication_ns, default=None)
-
-
-def _communication_ns(replay: StepReplay) -> int:
-    step = replay.typical
-    if step is None:
-        return 0
-    rows = zip(step.columns.row.tolist(), step.columns.duration_ns, strict=True)
-    return sum(time_ns for row, time_ns in rows if step.categories[row] == "communication")
 
 
 RANKS = (_late_rank, _needless_exchanges)
