@@ -45,7 +45,8 @@ QUIET = STEPS.replace("STEPS", "10").replace("AT_STEP", "")
 SAYS = STEPS.replace("STEPS", "10").replace("AT_STEP", "print(loss.item().hex(), flush=True)")
 
 TRACE = ["manifest.json", "trace.json.gz"]
-ALL = ["lines.jsonl", *TRACE]
+COUNTED = [*TRACE, "work.json"]
+ALL = ["lines.jsonl", *COUNTED]
 NOTHING = ["manifest.json"]
 SHORT = ["--warmup", "2", "--steps", "2"]
 
@@ -134,7 +135,7 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
     else:
         assert done.returncode == 0, done.stderr
         # Where Python does not come to its end, the lines of the steps until then are lost.
-        assert _files(tmp_path) == (TRACE if row.startswith("ends") else ALL)
+        assert _files(tmp_path) == (COUNTED if row.startswith("ends") else ALL)
 
 
 FORKS = """
@@ -307,7 +308,7 @@ ENDS = [
     ("while the trace is written", "SIGQUIT", 131, "keeps no capture", NOTHING),
     ("while workers load data", "SIGINT", 130, "keeps trace.json.gz", TRACE),
     ("while workers load data", "SIGTERM", 143, "keeps no capture", NOTHING),
-    ("after the recording", "SIGTERM", 143, "keeps trace.json.gz", TRACE),
+    ("after the recording", "SIGTERM", 143, "keeps trace.json.gz", COUNTED),
     ("in the second run", "SIGINT", 130, "keeps trace.json.gz", TRACE),
 ]
 

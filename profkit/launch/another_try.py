@@ -27,8 +27,8 @@ from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order, StepChoice, Ste
 _INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _SHORT_WARMUP = 2
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
-_LEFT_AFTER = 4
-"""How many steps follow the recorded ones, where the program makes enough: one is counted, and three show lines."""
+_LEFT_FOR_LINES = 3
+"""How many steps after the recorded and the counted ones the lines of source need, where the program makes enough."""
 _WHOLE = "whole"
 _WORTH_ANOTHER = ("optimizer", "replay")
 _MOST_ENTRIES = 50_000
@@ -183,7 +183,7 @@ def _steps_made(process: Process) -> tuple[str | None, int]:
 
 
 def _shortened(order: Order, made: int) -> AnotherTry:
-    fits = 0 if order.steps is None else made - order.steps - _LEFT_AFTER
+    fits = 0 if order.steps is None else made - order.steps - (order.flops != "no") - _LEFT_FOR_LINES
     warmup = min(order.warmup_steps, max(fits, _SHORT_WARMUP), made - 1)
     steps = made - warmup if order.steps is None else min(order.steps, made - warmup)
     options = f"--warmup {warmup} --steps {steps}"
