@@ -13,9 +13,8 @@ from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval, SourceLine
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineLimit, StepLimits
-from profkit.analysis.step_tree import StepPart, StepTree, divide_step
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import StepUse, Summary
+from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
 from profkit.analysis.trials import Trial
 from profkit.joining import read_ranks
 from profkit.names import DATA

@@ -8,7 +8,7 @@ import pytest
 
 from profkit import read_snapshot
 from profkit.allocator.layout import find_free_blocks
-from profkit.analysis.memory.oom import OomVerdict
+from profkit.analysis.memory.failures import OomVerdict
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_snapshot
-from profkit.analysis.memory.owners import find_capacity
+from profkit.analysis.memory.recorded import find_capacity
 from profkit.errors import SnapshotError
 from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render

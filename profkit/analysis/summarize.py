@@ -12,12 +12,11 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
-from profkit.analysis.memory.owners import find_capacity
 from profkit.analysis.memory.places import fold
+from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.ranks.comparison import compare_opened
-from profkit.analysis.step_tree import divide_step
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -30,6 +29,7 @@ from profkit.analysis.summary import (
     StepUse,
     Summary,
     WorkUse,
+    divide_step,
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait, communication_rows

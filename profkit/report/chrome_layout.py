@@ -16,7 +16,7 @@ import numpy as np
 from profkit.analysis.intervals import Stretches, intersect
 from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.memory.phases import Phase
+from profkit.analysis.memory.recorded import Phase
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from profkit.analysis.causes.changes import enlarge_batch, without_calls
 from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line
-from profkit.analysis.memory.leaks import check_leaks
+from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.summary import EXPANDABLE

@@ -23,8 +23,7 @@ import numpy as np
 
 from profkit.allocator.replay import History
 from profkit.analysis.memory.generated_memory import GeneratedMemory
-from profkit.analysis.memory.owners import Owner, read_metadata
-from profkit.analysis.memory.phases import Timeline
+from profkit.analysis.memory.recorded import Owner, Timeline, read_metadata
 from profkit.analysis.memory.stacks import StackBook, StackFacts
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.owners import ROLES

@@ -25,7 +25,7 @@ import numpy as np
 
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.owners import read_metadata, read_text
+from profkit.analysis.memory.recorded import read_metadata, read_text
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.findings import Finding
 

@@ -12,9 +12,8 @@ import numpy as np
 from profkit.allocator.replay import History, replay_history
 from profkit.analysis.memory.categories import Classifier
 from profkit.analysis.memory.generated_memory import GeneratedMemory
-from profkit.analysis.memory.owners import Owner, match_owners, shown_module
-from profkit.analysis.memory.phases import Phase, Timeline, find_timeline
 from profkit.analysis.memory.places import Place, Places
+from profkit.analysis.memory.recorded import Owner, Phase, Timeline, find_timeline, match_owners, shown_module
 from profkit.analysis.memory.stacks import StackBook, StackFacts, format_frame
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import OOM, Device, Settings

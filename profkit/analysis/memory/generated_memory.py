@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from profkit.allocator.replay import Replay
-from profkit.analysis.memory.owners import read_text
+from profkit.analysis.memory.recorded import read_text
 from profkit.analysis.memory.stacks import StackBook
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 

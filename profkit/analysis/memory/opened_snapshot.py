@@ -16,9 +16,8 @@ from profkit.analysis.memory.composition import (
     measure_fragmentation,
 )
 from profkit.analysis.memory.device import DeviceMemory, Filter, PhasePeak
-from profkit.analysis.memory.leaks import LeakCheck, check_leaks
-from profkit.analysis.memory.oom import OomVerdict, judge_oom, last_failure
-from profkit.analysis.memory.owners import AllocatorCheck, check_with_allocator, find_capacity
+from profkit.analysis.memory.failures import LeakCheck, OomVerdict, check_leaks, judge_oom, last_failure
+from profkit.analysis.memory.recorded import AllocatorCheck, check_with_allocator, find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import SnapshotError, UsageError
 from profkit.findings import Finding

@@ -25,8 +25,7 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 
 from profkit.analysis.memory.generated_memory import Held
-from profkit.analysis.memory.owners import Owner, Part, read_text, shown_module
-from profkit.analysis.memory.phases import Timeline
+from profkit.analysis.memory.recorded import Owner, Part, Timeline, read_text, shown_module
 from profkit.analysis.memory.stacks import StackBook
 from profkit.errors import SnapshotError
 from profkit.names import BACKWARD, MODEL, RECOMPUTE, kind_of, name_shared

@@ -22,7 +22,7 @@ from profkit.allocator.requests import Requests, highest_sum, requests_of
 from profkit.allocator.rules import format_settings, list_variants, parse_settings, round_sizes, segment_size_bytes
 from profkit.allocator.simulate import Identity, Prediction, Range, Simulation, check_identity, predict
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.owners import find_capacity
+from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
 from profkit.analysis.whatif.stream import Program, with_failed_request

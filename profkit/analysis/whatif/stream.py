@@ -12,7 +12,7 @@ import numpy.typing as npt
 from profkit.allocator.requests import ADDED, Floats, Requests, highest_sum, requests_of, with_request
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.oom import last_failure
+from profkit.analysis.memory.failures import last_failure
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.snapshot.columns import ALLOC, Ints

@@ -12,9 +12,8 @@ from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
-from profkit.analysis.step_tree import Kind, StepPart, StepTree
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import MemoryUse, Summary
+from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summary
 from profkit.report.text import shorten
 from profkit.report.units import format_bytes, format_ns, format_share
 

@@ -8,8 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from profkit.analysis.memory.composition import Composition
-from profkit.analysis.memory.leaks import LeakCheck
-from profkit.analysis.memory.oom import OomVerdict, last_failure
+from profkit.analysis.memory.failures import LeakCheck, OomVerdict, last_failure
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
 from profkit.reading import open_snapshot

@@ -10,7 +10,7 @@ from profkit.analysis.step_replay.calibrate import Fit
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, sum_parts
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
-from profkit.analysis.step_tree import stands_for_step
+from profkit.analysis.summary import stands_for_step
 from profkit.analysis.time_account.steps import is_step, is_warmup
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.names import phase_of

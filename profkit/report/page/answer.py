@@ -9,8 +9,7 @@ from typing import Any
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
 from profkit.analysis.step_replay.lanes import StepLanes
-from profkit.analysis.step_tree import StepTree
-from profkit.analysis.summary import Summary
+from profkit.analysis.summary import StepTree, Summary
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
