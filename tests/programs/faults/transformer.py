@@ -129,7 +129,7 @@ def make_records(count):
     return records
 
 
-def scale(loss, name):
+def scale(loss, name):  # fault: recompiles
     return loss * (1 if name else 2)
 
 
@@ -171,7 +171,7 @@ def make_step(settings: Settings):
         logits = model(inputs).flatten(0, 1)
         loss = (written_cross_entropy if "cross-entropy" in faults else F.cross_entropy)(logits, targets)
         if "recompiles" in faults:
-            loss = compiled_scale(loss, f"step {count}")  # fault: recompiles
+            loss = compiled_scale(loss, f"step {count}")
         loss.backward()
         if "records" in faults:
             records = make_records(100_000)
