@@ -198,8 +198,13 @@ class Evidence:
     @property
     def is_debugged(self) -> bool:
         """Whether a mode that looks for errors makes the step another one than it will be without."""
-        blocks = self.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-        return blocks or any(self.condition(name) is True for name in ("anomaly_detection", "launch_blocking"))
+        return self.launches_block or self.condition("anomaly_detection") is True
+
+    @property
+    def launches_block(self) -> bool:
+        """Whether each launch waits until its kernel has run, by the process's environment or the launcher's."""
+        is_set = self.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        return is_set or self.condition("launch_blocking") is True
 
     @property
     def busy_cpus_of_worker(self) -> float | None:

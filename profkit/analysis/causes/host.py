@@ -35,7 +35,9 @@ _HELD_NS = 100_000
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _LEAST_BUSY = 0.25
+"""The CPUs that a worker is taken to need at least."""
 _MANY_WORKERS = 64
+"""More are not advised where the number of CPUs is unknown."""
 _SPARE = 1.3
 """By how much workers that keep up are faster than the step, since batches come unevenly."""
 
@@ -308,8 +310,7 @@ def _recompilations(evidence: Evidence) -> Iterator[Cause]:
 
 def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
     """Each launch waits for its kernel, which is meant for finding errors."""
-    is_set = evidence.manifest.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-    if evidence.step is None or not (is_set or evidence.condition("launch_blocking") is True):
+    if evidence.step is None or not evidence.launches_block:
         return
     columns = evidence.step.columns
     yield Cause(
