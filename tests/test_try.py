@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.capture.changes.trial import _find_evidence
 from profkit.cli.try_edits import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
@@ -237,6 +238,11 @@ def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, mo
     assert "zero-grad:none" in done.stdout
     (call,) = Run(tmp_path / "run").trials.calls
     assert [process.edits for process in call.processes] == [(), ("zero-grad:none",)]
+
+
+def test_a_proof_that_fails_is_a_reason_and_nothing_else_is_lost() -> None:
+    change = Mock(refusal=None, place=None, prove=Mock(side_effect=RuntimeError("out of memory")))
+    assert _find_evidence("tf32", change).text == "it could not be proven: RuntimeError: out of memory"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ slows the machine down for a minute is in both. The interval is that of Student'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev
@@ -116,13 +116,10 @@ class Trial:
             "allocated_peak_bytes": self.allocated_peak_bytes,
             "change_peak_bytes": self.change_peak_bytes,
             "batch_factor": self.batch_factor,
-            "loss": None
-            if loss is None
-            else {"steps": loss.steps, "share": loss.share, "spread": loss.spread, "departs": loss.departs},
+            "loss": loss and {"steps": loss.steps, "share": loss.share, "spread": loss.spread, "departs": loss.departs},
             "evidence": [vars(evidence) for evidence in self.evidence],
-            "predicted": None
-            if prediction is None
-            else {"low": prediction.low_ns, "expected": prediction.expected_ns, "high": prediction.high_ns},
+            "predicted": prediction
+            and {"low": prediction.low_ns, "expected": prediction.expected_ns, "high": prediction.high_ns},
             "is_as_predicted": self.is_as_predicted,
             "reason": self.reason,
         }
@@ -134,9 +131,9 @@ def summarize_trials(trials: Trials) -> tuple[Trial, ...]:
     for process in trials.processes:
         by_edits.setdefault(process.edits, []).append(process)
     predictions = {prediction.edits: prediction for prediction in trials.predictions}
-    as_is = {process.turn: process.measured for process in _timed(by_edits[()])}
-    measured = [process for process in as_is.values() if process is not None]
-    spread = max((_compare(*pair)[1] for pair in combinations([each.losses for each in measured], 2)), default=0.0)
+    as_is = _timed(by_edits[()])
+    losses = [process.losses for process in as_is.values()]
+    spread = max((_compare(*pair)[1] for pair in combinations(losses, 2)), default=0.0)
     return tuple(
         _summarize(edits, processes, as_is, spread, predictions.get(edits)) for edits, processes in by_edits.items()
     )
@@ -153,56 +150,50 @@ def latest_trials(calls: Iterable[Trials]) -> dict[tuple[str, ...], Trial]:
     return {trial.edits: trial for call in calls for trial in summarize_trials(call) if trial.edits and trial.processes}
 
 
-def _timed(processes: Iterable[TrialProcess]) -> list[TrialProcess]:
-    return [
-        process
+def _timed(processes: Iterable[TrialProcess]) -> dict[int, Measured]:
+    """Return what was measured in each turn in which the steps were timed."""
+    return {
+        process.turn: process.measured
         for process in processes
         if process.reason is None and process.measured is not None and process.measured.step_ns is not None
-    ]
+    }
 
 
 def _summarize(
     edits: tuple[str, ...],
     processes: Sequence[TrialProcess],
-    as_is: dict[int, Measured | None],
+    as_is: Mapping[int, Measured],
     spread: float,
     prediction: TrialPrediction | None,
 ) -> Trial:
     timed = _timed(processes)
     reason = next((process.reason for process in processes if process.reason is not None), None)
-    evidence = next((each.measured.evidence for each in [*timed, *processes] if each.measured is not None), ())
+    seen = [*timed.values(), *(process.measured for process in processes if process.measured is not None)]
+    evidence = seen[0].evidence if seen else ()
     if not timed:
         return Trial(edits, evidence=evidence, prediction=prediction, reason=reason)
-    own = [process.measured for process in timed if process.measured is not None]
-    step_ns, error_ns = _mean_and_error([each.step_ns or 0.0 for each in own])
-    pairs = [
-        (each.measured, before)
-        for each in timed
-        if edits and each.measured is not None and (before := as_is.get(each.turn)) is not None
-    ]
-    change_ns, change_error_ns = _mean_and_error(
-        [(each.step_ns or 0) - (before.step_ns or 0) for each, before in pairs]
-    )
-    peaks = [each.allocated_peak_bytes for each in own if each.allocated_peak_bytes is not None]
+    pairs = [(own, as_is[turn]) for turn, own in timed.items() if edits and turn in as_is]
+    step_ns, error_ns = _mean_and_error([own.step_ns or 0.0 for own in timed.values()])
+    change_ns, half_ns = _mean_and_error([(own.step_ns or 0.0) - (before.step_ns or 0.0) for own, before in pairs])
+    peaks = [own.allocated_peak_bytes for own in timed.values() if own.allocated_peak_bytes is not None]
     changes = [
-        each.allocated_peak_bytes - before.allocated_peak_bytes
-        for each, before in pairs
-        if each.allocated_peak_bytes is not None and before.allocated_peak_bytes is not None
+        own.allocated_peak_bytes - before.allocated_peak_bytes
+        for own, before in pairs
+        if own.allocated_peak_bytes is not None and before.allocated_peak_bytes is not None
     ]
-    losses = [_compare(each.losses, before.losses) for each, before in pairs]
     return Trial(
         edits,
         len(timed),
         step_ns,
         error_ns,
         change_ns,
-        None if change_ns is None or change_error_ns is None else change_ns - change_error_ns,
-        None if change_ns is None or change_error_ns is None else change_ns + change_error_ns,
-        max(each.first_ns - before.first_ns for each, before in pairs) if pairs else None,
+        None if change_ns is None or half_ns is None else change_ns - half_ns,
+        None if change_ns is None or half_ns is None else change_ns + half_ns,
+        max((own.first_ns - before.first_ns for own, before in pairs), default=None),
         max(peaks, default=None),
         max(changes, default=None),
         _batch_factor(edits),
-        _loss_change(edits, losses, spread),
+        _loss_change(edits, [_compare(own.losses, before.losses) for own, before in pairs], spread),
         evidence,
         prediction,
         reason,

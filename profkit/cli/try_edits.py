@@ -188,7 +188,8 @@ def _predict(run: Path, variants: Sequence[tuple[str, ...]]) -> tuple[TrialPredi
         with shown_after_a_second("replaying the step"), collector_off():
             trace = open_capture(run).trace
             answers = [] if trace is None else [(edits, trace.predict_time(parse_edits(edits))) for edits in variants]
-    except ProfkitError:  # trials go without
+    except ProfkitError as error:
+        say(f"nothing is predicted: {error}")
         return ()
     return tuple(
         TrialPrediction(edits, answer.now_ns, answer.low_ns, answer.expected_ns, answer.high_ns)

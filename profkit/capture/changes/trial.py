@@ -10,14 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from inspect import isfunction
 from multiprocessing import active_children
 from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.optim.optimizer import Optimizer
+from torch import Tensor, distributed
 
 from profkit.capture.changes.change import (
     AllocatorSettings,
@@ -97,31 +98,16 @@ class _All(Watcher):
     """Shows several watchers what the hooks see, in their order."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self._watchers = watchers
+        for name in (name for name, value in vars(Watcher).items() if isfunction(value)):
+            setattr(self, name, _call_each([getattr(watcher, name) for watcher in watchers]))
 
-    def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
-        for watcher in self._watchers:
-            watcher.call_begins(module, args, name)
 
-    def call_ends(self, keywords: Any) -> None:
-        for watcher in self._watchers:
-            watcher.call_ends(keywords)
+def _call_each(functions: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        for function in functions:
+            function(*args)
 
-    def backward_begins(self, tensors: Any) -> None:
-        for watcher in self._watchers:
-            watcher.backward_begins(tensors)
-
-    def recompute_ends(self, kept: Callable[[], list[Tensor]]) -> None:
-        for watcher in self._watchers:
-            watcher.recompute_ends(kept)
-
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        for watcher in self._watchers:
-            watcher.optimizer_begins(optimizer)
-
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        for watcher in self._watchers:
-            watcher.optimizer_ends(optimizer)
+    return call
 
 
 class Trial:
@@ -209,36 +195,21 @@ class Trial:
     def _leave(self, measured: Measured) -> None:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._rank = distributed.get_rank() if several_ranks() else self._rank
-        evidence = [
-            self._find_evidence(edit.text, change) for edit, change in zip(self._edits, self._changes, strict=True)
-        ]
-        leave_measured(
-            self.run,
-            self._pid,
-            Measured(
-                steps=measured.steps,
-                step_ns=measured.step_ns,
-                first_ns=measured.first_ns,
-                steps_seen=max(self._begun, 0),
-                losses=self._losses.read(),
-                evidence=tuple(evidence),
-                allocated_peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
-                reserved_peak_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
-                rank=self._rank,
-                device="cuda" if on_gpu else "cpu",
-                gpu=torch.cuda.get_device_name() if on_gpu else None,
-                torch=torch.__version__,
-                reason=self._reason,
-            ),
+        evidence = [_find_evidence(edit.text, change) for edit, change in zip(self._edits, self._changes, strict=True)]
+        complete = replace(
+            measured,
+            steps_seen=max(self._begun, 0),
+            losses=self._losses.read(),
+            evidence=tuple(evidence),
+            allocated_peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+            reserved_peak_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
+            rank=self._rank,
+            device="cuda" if on_gpu else "cpu",
+            gpu=torch.cuda.get_device_name() if on_gpu else None,
+            torch=torch.__version__,
+            reason=self._reason,
         )
-
-    def _find_evidence(self, edit: str, change: Change) -> Evidence:
-        if change.refusal is not None:
-            return Evidence(edit, False, change.refusal, change.place)
-        try:
-            return Evidence(edit, True, change.prove(), change.place)
-        except NotMadeError as error:
-            return Evidence(edit, False, str(error), change.place)
+        leave_measured(self.run, self._pid, complete)
 
     def _await_others(self) -> None:
         """Wait until all ranks of this machine have left theirs: what one of them still sends may come from here."""
@@ -275,3 +246,13 @@ class Trial:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
         self._hooks.stop()
+
+
+def _find_evidence(edit: str, change: Change) -> Evidence:
+    try:
+        change.require(change.refusal is None, "")
+        return Evidence(edit, True, change.prove(), change.place)
+    except NotMadeError as error:
+        return Evidence(edit, False, str(error), change.place)
+    except Exception as error:  # what was measured of the other edits must not be lost by it
+        return Evidence(edit, False, f"it could not be proven: {describe_error(error)}", change.place)
