@@ -42,6 +42,11 @@ class LinesResult(NotebookResult):
     batch_cpu_ns: int | None
     no_waits: str | None
 
+    @property
+    def worker_cpus(self) -> float | None:
+        """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
+        return self.batch_cpu_ns / self.batch_ns if self.batch_ns and self.batch_cpu_ns is not None else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
         return asdict(self)

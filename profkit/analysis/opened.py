@@ -227,6 +227,7 @@ class OpenedTrace:
             batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),
             workers=loading.workers,
             cpus=conditions.cpu_count,
+            worker_cpus=1.0 if self.lines is None else self.lines.worker_cpus or 1.0,
             threads=conditions.cpu_threads or 1,
         )
 

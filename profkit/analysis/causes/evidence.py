@@ -210,9 +210,7 @@ class Evidence:
     def busy_cpus_of_worker(self) -> float | None:
         """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
         lines = None if self.trace is None else self.trace.lines
-        if lines is None or not lines.batch_ns or lines.batch_cpu_ns is None:
-            return None
-        return lines.batch_cpu_ns / lines.batch_ns
+        return None if lines is None else lines.worker_cpus
 
     def condition(self, *names: str) -> object:
         """Return a condition of the run, None if it is unknown."""

@@ -34,8 +34,6 @@ _HELD_NS = 100_000
 """A copy from pinned memory returns sooner than this."""
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
-_LEAST_BUSY = 0.25
-"""The CPUs that a worker is taken to need at least."""
 _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
 _SPARE = 1.3
@@ -55,7 +53,7 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
     line = max(lines, key=lambda line: line.time_ns, default=None)
     enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
-    workers = min(max(2, enough, facts.workers + 1), _most_workers(evidence))
+    workers = min(max(2, enough, facts.workers + 1), facts.room or _MANY_WORKERS)
     if workers <= facts.workers:
         return
     have = f"with {_say_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
@@ -69,12 +67,6 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         costs="CPU cores and host memory",
         evidence={"waited_ns": waited_ns, "workers": facts.workers, "batch_ns": batch_ns},
     )
-
-
-def _most_workers(evidence: Evidence) -> int:
-    """Return how many workers the CPUs have room for: those that wait for files, say, share one."""
-    cpus, busy = evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
-    return max(2, int(cpus / max(busy or 1.0, _LEAST_BUSY))) if isinstance(cpus, int) else _MANY_WORKERS
 
 
 def _say_workers(count: int) -> str:

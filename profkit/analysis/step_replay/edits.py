@@ -43,7 +43,9 @@ _FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
 _CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
 """How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
 _CROWDED_CORES = {"least": 1.0, "expected": 1.35, "most": 1.6}
-"""The same of more workers than half of the CPUs, which mostly are threads of half as many cores."""
+"""The same of more workers than half of the CPUs have room for: these mostly are threads of half as many cores."""
+_LEAST_BUSY = 0.25
+"""No worker is taken to keep less of a CPU busy."""
 _KEPT_WAITING = 0.1
 """A step that waits for data for more than this share has its workers at work all the time."""
 _PINNED_BYTES_PER_S = {"least": 55e9, "expected": 40e9, "most": 12e9}
@@ -64,7 +66,8 @@ class ProgramFacts:
     ``lines`` are the lines of source behind its unprofiled steps. ``optimizer_bytes`` is what a fused optimizer moves,
     None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
     which takes ``batch_ns`` for what a step needs, None if that is not known. The machine has ``cpus``, None if that is
-    not known; torch computes with ``threads`` in the program, and with one in each worker.
+    not known, of which a worker keeps ``worker_cpus`` busy; torch computes with ``threads`` in the program, and with
+    one in each worker.
     """
 
     lines: Sequence[LineTime] | None = None
@@ -73,7 +76,13 @@ class ProgramFacts:
     batch_ns: int | None = None
     workers: int = 0
     cpus: int | None = None
+    worker_cpus: float = 1.0
     threads: int = 1
+
+    @property
+    def room(self) -> int | None:
+        """For how many workers the CPUs have room, None if that is not known: those that wait for files share one."""
+        return None if self.cpus is None else max(2, int(self.cpus / max(self.worker_cpus, _LEAST_BUSY)))
 
     def batch_in_worker(self, waited_ns: int, world: World) -> int | None:
         """Return what a worker takes for a batch, as known, or as what the program takes itself says: ``waited_ns``.
@@ -307,8 +316,8 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
     workers = int(setting.argument)
-    at_once = min(workers, facts.cpus or workers)
-    crowded = _CROWDED if at_once <= (facts.cpus or math.inf) / 2 else _CROWDED_CORES
+    at_once = min(workers, facts.room or workers)
+    crowded = _CROWDED if at_once <= (facts.room or math.inf) / 2 else _CROWDED_CORES
     late_ns = batch_ns * crowded[setting.world] / at_once - run_steadily(ready, setting.constants).step_ns
     left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
     gap[next(iter(waits))] += left_ns

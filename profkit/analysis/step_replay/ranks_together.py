@@ -15,12 +15,15 @@ from statistics import median
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
-from profkit.analysis.step_replay.predict import HOST_SPREAD, TimeAnswer
+from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
 from profkit.analysis.step_replay.steps import LARGEST_ERROR, ReplayedStep, StepReplay
 
 ON_TIME = "on-time"
 """The edit that removes a rank's lateness."""
+
+_SPREAD = 0.05
+"""By how much ranks' steps, of which the GPUs limit a part, are taken to differ from one run to the next."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ def predict_on_time(
         return TimeAnswer(edits, now_ns, unprofiled_ns, proof, fit, "how long a step takes is not known")
     after = [round(now_ns * step.after_ns / step.before_ns) for step in steps]
     expected_ns, reach_ns = round(median(after)), (max(after) - min(after)) / 2 / math.sqrt(len(after))
-    spread_ns = HOST_SPREAD * expected_ns
+    spread_ns = _SPREAD * expected_ns
     width_ns = round(math.hypot(spread_ns, reach_ns))
     return TimeAnswer(
         edits,
@@ -75,7 +78,7 @@ def predict_on_time(
         expected_ns=expected_ns,
         high_ns=expected_ns + width_ns,
         assumptions=(
-            f"the ranks' speed differs by ±{HOST_SPREAD:.0%} from one run to the next",
+            f"the ranks' speed differs by ±{_SPREAD:.0%} from one run to the next",
             f"rank {late} comes to no collective after all others; its own work stays",
         ),
         widths_ns={
