@@ -246,12 +246,18 @@ def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns:
 
 @pytest.mark.parametrize(
     ("cpus", "cpu_ns", "edit"),
-    [(16, 20 * MS, "workers:13"), (8, 20 * MS, "workers:8"), (4, 20 * MS, None), (4, 10 * MS, "workers:8")],
+    [
+        (16, 20 * MS, "workers:13"),
+        (8, 20 * MS, "workers:8"),
+        (4, 20 * MS, None),
+        (8, 40 * MS, None),
+        (4, 10 * MS, "workers:8"),
+    ],
 )
 def test_more_workers_are_no_cure_where_the_cpus_have_no_room_for_them(
     tmp_path: Path, cpus: int, cpu_ns: int, edit: str | None
 ) -> None:
-    """Four workers take 20 ms for a batch, and the rest of the step 2 ms; those that wait for files share CPUs."""
+    """Four workers take 20 ms for a batch, on one CPU each or on several, and the rest of the step takes 2 ms."""
     program = Program()
     for _ in range(STEPS):
         with program.step():
@@ -747,9 +753,9 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
     advice = found(find_advice(opened, replace(summary, compared=compared)))
     assert ("late-rank" in advice) == (culprit == 1)
     if culprit == 1:
-        low, expected, high = after(advice["late-rank"])
+        low, expected, _ = after(advice["late-rank"])
         assert advice["late-rank"].edit == "on-time:1"
-        assert low < expected < high < 44_734_852
+        assert low < expected < 44_734_852
         saves = advice["late-rank"].saves_ns
         assert saves is not None
         assert saves.expected == 44_734_852 - expected
