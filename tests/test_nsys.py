@@ -7,6 +7,7 @@ import os
 import sqlite3
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,70 +16,50 @@ from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.nsys import read_nsys
 from profkit.trace.sqlite import ColumnRequest, SqliteFile
-from tests.nsys_builder import NsysBuilder, process_of, thread_of
+from tests.nsys_builder import NsysBuilder, process_of
+
+# Calls (start, id, process), kernels (id, start, process), when each kernel was launched, and which calls have work.
+MATCHES: dict[str, tuple[list[Any], list[Any], list[int | None], list[bool]]] = {
+    "both processes count from one number": (
+        [(10, 7, 100), (20, 7, 200)], [(7, 1000, 100), (7, 1000, 200)], [10, 20], [True, True]
+    ),
+    "a launch that was not recorded": ([(10, 2)], [(1, 5), (2, 20)], [None, 10], [True]),
+    "nested calls that share an id": ([(10, 1), (12, 1)], [(1, 20)], [12], [True, True]),
+    "an id that is used again": ([(10, 7), (210, 7)], [(7, 15), (7, 215)], [10, 210], [True, True]),
+    "sparse ids": (
+        [(11, 1), (12, 1 << 20), (13, (1 << 31) + 5)],
+        [(1, 100), (1 << 20, 100), ((1 << 31) + 5, 100), (77, 100)],
+        [11, 12, 13, None],
+        [True, True, True],
+    ),
+    "any 64 bits": (
+        [(10, -(1 << 63)), (11, -1), (12, (1 << 63) - 1)],
+        [(-(1 << 63), 100), (-1, 100), ((1 << 63) - 1, 100)],
+        [10, 11, 12],
+        [True, True, True],
+    ),
+    "NULL and 0 are no ids": ([(1, 0), (2, None)], [(0, 5), (None, 6)], [None, None], [False, False]),
+}  # fmt: skip
 
 
-def test_launch_and_kernel_match_by_correlation_and_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MATCHES)
+def test_launch_and_kernel_match_by_correlation_and_process(name: str, tmp_path: Path) -> None:
+    calls, kernels, launches, has_work = MATCHES[name]
     builder = NsysBuilder()
-    # Both processes count their correlation ids from the same number.
-    builder.kernel(None, 50, pid=100, correlation=7, start=1000)
-    builder.kernel(None, 70, pid=200, correlation=7, start=1000)
-    builder.call(10, pid=100, tid=100, correlation=7)
-    builder.call(20, pid=200, tid=201, correlation=7)
+    for start, number, *pid in calls:
+        builder.call(start, correlation=-5, pid=(pid or [100])[0], tid=(pid or [100])[0])
+        builder.rows["CUPTI_ACTIVITY_KIND_RUNTIME"][-1]["correlationId"] = number
+    for number, start, *pid in kernels:
+        builder.kernel(None, 50, correlation=-5, start=start, pid=(pid or [100])[0])
+        builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["correlationId"] = number
     trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [10, 20]
-    assert trace.work.launch_thread.tolist() == [thread_of(100, 100), thread_of(200, 201)]
-    assert trace.process_ids == {process_of(100) >> 24: 100, process_of(200) >> 24: 200}
-
-
-def test_work_without_a_launch_record_has_no_launching_thread(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.kernel(None, 50, start=5)
-    builder.kernel(10, 50)
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_thread.tolist() == [-1, thread_of(100, 100)]
-    assert trace.calls.has_work.tolist() == [True]
-
-
-def test_nested_calls_that_share_a_correlation_id_both_have_work(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    correlation = builder.kernel(10, 50)
-    builder.call(12, name="cuLaunchKernel", correlation=correlation)
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [12]
-    assert trace.calls.has_work.tolist() == [True, True]
-    assert trace.notes == ()
-
-
-def test_a_reused_id_goes_to_the_last_call_before_the_work(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for time in (10, 210):
-        builder.call(time, correlation=7)
-        builder.kernel(None, 20, correlation=7, start=time + 5)
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [10, 210]
-    assert "2 kernels" in trace.notes[0] or "1 kernels" in trace.notes[0]
-
-
-def test_sparse_correlation_ids_are_found_too(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for number in (1, 1 << 20, (1 << 31) + 5):
-        builder.call(10 + number % 7, correlation=number)
-        builder.kernel(None, 20, correlation=number, start=100)
-    builder.kernel(None, 20, correlation=77, start=100)
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [11, 10 + (1 << 20) % 7, 10 + ((1 << 31) + 5) % 7, 0]
-    assert trace.work.launch_thread.tolist()[3] == -1
-
-
-def test_any_correlation_id_of_64_bits_but_0_is_an_id(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for number in (-(1 << 63), -1, (1 << 63) - 1):
-        builder.call(10, correlation=number)
-        builder.kernel(None, 20, correlation=number, start=100)
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_ns.tolist() == [10, 10, 10]
-    assert trace.calls.has_work.all()
+    known = zip(trace.work.launch_ns.tolist(), trace.work.launch_thread.tolist(), strict=True)
+    assert [None if thread == -1 else moment for moment, thread in known] == launches
+    assert trace.calls.has_work.tolist() == has_work
+    assert {pid for process, pid in trace.process_ids.items() if process_of(pid) >> 24 == process} <= {100, 200}
+    assert [note.split(" have")[0] for note in trace.notes] == (
+        ["1 kernels or copies"] if name == "an id that is used again" else []
+    )
 
 
 def test_a_global_id_with_its_highest_bit_set_is_a_thread_as_any_other(tmp_path: Path) -> None:
@@ -115,33 +96,6 @@ def test_each_process_counts_the_gpus_that_it_sees_and_the_report_tells_which_th
     assert opened.kernels().busy_ns == 50
     assert opened.trace.work.device.tolist() == opened.trace.copies.device.tolist() == [1, 3]
     assert [(row.rank, row.device) for row in opened.kernels().ranks] == [(0, 1), (1, 3)]
-
-
-def test_correlation_ids_of_null_and_0_match_nothing(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for number in (0, None):
-        builder.add(
-            "CUPTI_ACTIVITY_KIND_RUNTIME",
-            start=1,
-            end=2,
-            globalTid=thread_of(100, 100),
-            correlationId=number,
-            nameId=builder.string("x"),
-            returnValue=0,
-        )
-        builder.add(
-            "CUPTI_ACTIVITY_KIND_KERNEL",
-            start=5,
-            end=6,
-            deviceId=0,
-            streamId=7,
-            correlationId=number,
-            globalPid=process_of(100),
-            demangledName=builder.string("k"),
-            shortName=builder.string("k"),
-        )
-    trace = read_nsys(builder.write(tmp_path / "t.sqlite"))
-    assert trace.work.launch_thread.tolist() == [-1, -1]
 
 
 def test_optional_columns_may_be_missing_and_strings_in_any_encoding(tmp_path: Path) -> None:
