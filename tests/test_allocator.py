@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from profkit.allocator.layout import Layout, lay_out, lay_out_end
 from profkit.allocator.replay import History, replay_history
-from profkit.allocator.rules import round_sizes, segment_size_bytes, smallest_rests
+from profkit.allocator.rules import round_sizes
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
@@ -223,20 +223,6 @@ def test_a_rest_too_small_to_split_is_charged_to_the_block() -> None:
     assert figures(replayed(allocator)) == (12 * MIB, 11 * MIB, 12 * MIB)
 
 
-def test_adjacent_segments_never_merge() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
-    first, second = allocator.malloc(12 * MIB), allocator.malloc(12 * MIB)
-    assert second.address == first.address + 12 * MIB
-    allocator.free(first)
-    allocator.free(second)
-    third = allocator.malloc(16 * MIB)
-    assert third.address not in {first.address, second.address}
-    history = replayed(allocator)
-    assert not history.contradictions
-    assert figures(history)[0] == 24 * MIB
-
-
 def test_allocated_falls_at_the_request_and_requested_at_the_completion() -> None:
     allocator = ReferenceAllocator()
     allocator.record()
@@ -352,18 +338,6 @@ def test_each_interval_between_powers_of_two_has_its_divisions() -> None:
     rule = Settings(roundup_power2_divisions=(0, 4, *[8] * 14))
     sizes = np.array([MIB + 1, 2 * MIB + 1, 4 * MIB + 1])
     assert round_sizes(sizes, rule).tolist() == [MIB + 512, 2 * MIB + MIB // 2, 4 * MIB + MIB // 2]
-
-
-def test_the_smallest_rest_that_is_split_depends_on_the_pool() -> None:
-    sizes = np.array([MIB, MIB + 512, 64 * MIB])
-    assert smallest_rests(sizes, Settings(max_split_size_bytes=64 * MIB), False).tolist() == [512, MIB + 512, 2**62]
-    assert smallest_rests(sizes, Settings(), True).tolist() == [512, 512, 512]
-    assert [segment_size_bytes(size) for size in (512, MIB + 512, 10 * MIB, 11 * MIB)] == [
-        2 * MIB,
-        20 * MIB,
-        10 * MIB,
-        12 * MIB,
-    ]
 
 
 _STATES = {"inactive": INACTIVE, "active_allocated": ALLOCATED, "active_pending_free": PENDING}

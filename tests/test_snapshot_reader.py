@@ -5,16 +5,12 @@ from __future__ import annotations
 import gzip
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from profkit import files
-from profkit.allocator.replay import replay_history
 from profkit.errors import SnapshotError
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import build_memory_document
@@ -215,25 +211,6 @@ def test_impossible_values_are_refused(tmp_path: Path, data: dict[str, Any], cha
         event["size"] = {"negative": -1, "huge": 2**70, "text": "much"}[change]
     with pytest.raises(SnapshotError, match="a memory snapshot"):
         read_snapshot(written(tmp_path, data))
-
-
-WHOLE = pickle.dumps(recorded(), 4)
-
-
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
-def test_a_mutated_file_never_crashes_the_reader_or_the_replay(
-    tmp_path_factory: pytest.TempPathFactory, flips: list[Any]
-) -> None:
-    content = bytearray(WHOLE)
-    for at, value in flips:
-        content[at] = value
-    path = tmp_path_factory.mktemp("mutated") / "m.pickle"
-    path.write_bytes(content)
-    with suppress(SnapshotError):
-        snapshot = read_snapshot(path)
-        for device in snapshot.devices:
-            replay_history(device, snapshot.settings)
 
 
 CPU_SECONDS = 20
