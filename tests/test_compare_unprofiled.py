@@ -29,50 +29,39 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[i
     return {one.name: (one.before_ns, one.after_ns, one.change_ns, one.verdict) for one in result.changes}
 
 
-def test_one_slow_step_does_not_move_the_median() -> None:
-    before = [300, 303, 306, 309, 9000, 312, 315, 318, 321, 324, 327]
-    found = compared(manifest(before), manifest([time + 300 for time in range(300, 333, 3)]))
+@pytest.mark.parametrize(
+    ("before", "after", "step"),
+    [
+        # One slow step does not move the median.
+        ([300, 303, 306, 309, 9000, 312, 315, 318, 321, 324, 327], [*range(600, 633, 3)], (315, 615, 300, "more")),
+        # A half nanosecond of a median is not lost.
+        ([300, 303], [301, 303], (302, 302, 0, "unknown")),
+        ([300, 303, 306, 309, 312], [300, 303, 306, 309, 312], (306, 306, 0, "unchanged")),
+        # Noise.
+        ([300, 330, 360, 390, 420], [303, 333, 357, 399, 411], (360, 357, -3, "no measurable difference")),
+    ],
+)
+def test_medians_are_compared(before: list[int], after: list[int], step: tuple[int, int, int, str]) -> None:
+    found = compared(manifest(before), manifest(after))
     assert list(found) == ["forward", "step"]
-    assert found["step"] == (315, 615, 300, "more")
-
-
-def test_a_half_nanosecond_of_a_median_is_not_lost() -> None:
-    assert compared(manifest([300, 303]), manifest([301, 303]))["step"] == (302, 302, 0, "unknown")
-
-
-def test_equal_steps_are_unchanged() -> None:
-    one = manifest([300, 303, 306, 309, 312])
-    assert {change[2:] for change in compared(one, one).values()} == {(0, "unchanged")}
-
-
-def test_noise_is_no_measurable_difference() -> None:
-    before, after = manifest([300, 330, 360, 390, 420]), manifest([303, 333, 357, 399, 411])
-    assert compared(before, after)["step"][3] == "no measurable difference"
+    assert found["step"] == step
 
 
 def test_each_context_is_compared_separately() -> None:
-    both = {
-        "clean": {
-            "steps": [*manifest([30], context=128)["clean"]["steps"], *manifest([90], context=256)["clean"]["steps"]]
-        }
-    }
+    steps = [manifest([time], context=context)["clean"]["steps"] for time, context in ((30, 128), (90, 256))]
+    both = {"clean": {"steps": [*steps[0], *steps[1]]}}
     assert compared(both, manifest([33], context=128)) == {
         "context 128, forward": (10, 11, 1, "unknown"),
         "context 128, step": (30, 33, 3, "unknown"),
     }
 
 
-@pytest.mark.parametrize(("source", "label"), [("clean", "own process"), ("attached", "same process")])
-def test_the_label_says_in_which_process_steps_were_timed(source: str, label: str) -> None:
-    steps = steps_of(manifest([300], source))
-    assert steps is not None
-    assert steps.label == label
-    assert list(steps.samples) == ["forward", "step"]
-
-
-def test_a_manifest_without_unprofiled_steps_gives_none() -> None:
-    assert steps_of({}) is None
-    assert steps_of({"clean": {"steps": []}}) is None
+def test_the_label_says_in_which_process_steps_were_timed() -> None:
+    for source, label in (("clean", "own process"), ("attached", "same process")):
+        steps = steps_of(manifest([300], source))
+        assert steps is not None
+        assert (steps.label, list(steps.samples)) == (label, ["forward", "step"])
+    assert steps_of({}) is steps_of({"clean": {"steps": []}}) is None
 
 
 def test_steps_that_wait_for_data_are_compared_by_their_mean_wait_and_the_median_of_the_rest() -> None:

@@ -69,21 +69,6 @@ def test_a_baseline_that_has_texts_in_the_backward_pass_alone_has_no_difference(
     assert kinds(compared(*runs)) == {}
 
 
-def test_an_allocation_of_another_size_is_larger_or_smaller() -> None:
-    result = compared(Training(), Training(scale=2))
-    assert kinds(result) == {"larger": 12 * MIB}
-    assert kinds(compared(Training(scale=2), Training())) == {"smaller": -12 * MIB}
-
-
-def test_an_allocation_of_one_run_only_is_new_or_gone() -> None:
-    after = Training(steps=0)
-    after.malloc(6 * MIB, "keep")
-    for step in range(3):
-        after.step(step, False)
-    assert kinds(compared(Training(), after)) == {"new": 6 * MIB}
-    assert kinds(compared(after, Training())) == {"gone": -6 * MIB}
-
-
 def with_mask(frees_late: bool) -> Training:
     """The forward pass makes a mask, and frees it at once or not before the step's end."""
     training = Training(steps=0)
@@ -97,9 +82,18 @@ def with_mask(frees_late: bool) -> Training:
     return training
 
 
-def test_an_allocation_that_the_other_run_freed_earlier_is_longer_lived() -> None:
-    assert kinds(compared(with_mask(False), with_mask(True))) == {"longer-lived": 6 * MIB}
-    assert kinds(compared(with_mask(True), with_mask(False))) == {"shorter-lived": -6 * MIB}
+def test_an_allocation_of_one_run_is_larger_new_or_longer_lived_and_of_the_other_the_opposite() -> None:
+    more = Training(steps=0)
+    more.malloc(6 * MIB, "keep")
+    for step in range(3):
+        more.step(step, False)
+    for before, after, kind, opposite, size in (
+        (Training(), Training(scale=2), "larger", "smaller", 12 * MIB),
+        (Training(), more, "new", "gone", 6 * MIB),
+        (with_mask(False), with_mask(True), "longer-lived", "shorter-lived", 6 * MIB),
+    ):
+        assert kinds(compared(before, after)) == {kind: size}
+        assert kinds(compared(after, before)) == {opposite: -size}
 
 
 def with_two(kept: int) -> Training:
@@ -146,11 +140,8 @@ def test_a_named_tensor_matches_whichever_lines_made_it(tmp_path: Path) -> None:
     assert kinds(one.against(other)) == {}
     assert kinds(compared(before, after)) == {"new": 16 * MIB, "gone": -16 * MIB}  # without the ledgers
     assert kinds(one.against(opened(after))) == {"new": 16 * MIB, "gone": -16 * MIB}  # and with one of them
-
-
-def test_a_named_tensor_that_grew_is_shown_by_its_name(tmp_path: Path) -> None:
-    before, after = with_states("state"), with_states("keep", 6 * MIB)
-    assert kinds(ledgered(before, tmp_path / "a").against(ledgered(after, tmp_path / "b"))) == {"larger": 8 * MIB}
+    grown = ledgered(with_states("keep", 6 * MIB), tmp_path / "c")
+    assert kinds(one.against(grown)) == {"larger": 8 * MIB}
 
 
 def test_a_part_of_several_tensors_says_how_many(tmp_path: Path) -> None:
@@ -234,10 +225,8 @@ def test_two_equal_peaks_are_one_line_without_tables(tmp_path: Path) -> None:
     ]
     assert out.splitlines()[2:] == ["no change in 12 allocations: both peaks consist of the same ones"]
     for style, sign in (("markdown", "|"), ("latex", "tabular")):
-        assert (
-            sign
-            not in CliRunner().invoke(memory, [str(snapshot), "--against", str(snapshot), "--format", style]).stdout
-        )
+        asked = [str(snapshot), "--against", str(snapshot), "--format", style]
+        assert sign not in CliRunner().invoke(memory, asked).stdout
 
 
 def test_the_command_prints_the_two_peaks_and_the_parts(tmp_path: Path) -> None:

@@ -168,9 +168,12 @@ def test_a_recorded_step_of_several_ranks_takes_as_long_as_the_longest_of_them(t
 def test_a_recorded_step_takes_what_the_host_timed_else_its_time_on_the_gpus(
     tmp_path: Path, profiled: tuple[int, ...], recorded_ns: int
 ) -> None:
-    run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS), profiled=_steps(*profiled))
+    """Unprofiled steps of 80 ms: busy for 60 ms on average, 20 of them communication, and idle for 20."""
+    run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS, 80 * MS), profiled=_steps(*profiled))
     assert read_trace(run).account.recorded_step_ns() == recorded_ns
     assert _summarize(run).steps[0].recorded_ns == recorded_ns
+    assert "GPU busy 75.0% · idle 25.0% = 20.00 ms a step, " in _screen(run)
+    assert "communication not hidden 25.0%" in _screen(run)
 
 
 def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(tmp_path: Path) -> None:
@@ -179,13 +182,6 @@ def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(
     idle = opened.account.idle_time()
     assert (idle.span_ns, idle.idle_ns) == (2 * (60 + 76) * MS, 2 * 16 * MS)
     assert count_idle_slowly(opened)[2:] == (idle.span_ns, idle.idle_ns)
-
-
-def test_the_gpu_line_has_one_whole(tmp_path: Path) -> None:
-    """Unprofiled steps of 80 ms: busy for 60 ms on average, 20 of them communication, and idle for 20."""
-    run = _write_ranks(tmp_path, (20 * MS, 20 * MS), attached=_steps(80 * MS, 80 * MS))
-    assert "GPU busy 75.0% · idle 25.0% = 20.00 ms a step, " in _screen(run)
-    assert "communication not hidden 25.0%" in _screen(run)
 
 
 def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path) -> None:

@@ -52,22 +52,26 @@ def test_every_sample_adds_up_and_one_of_them_is_the_peak(name: str, bin_count: 
     assert bins.allocated[bins.peak] == chosen.history.allocated_peak_bytes
 
 
-def test_a_short_history_is_not_binned() -> None:
+def test_a_short_history_is_not_binned_and_one_without_events_has_one_sample() -> None:
     chosen = opened(Training()).device()
     bins = bin_history(chosen)
     assert np.array_equal(bins.allocated, chosen.history.curves.allocated)
     assert np.array_equal(bins.lowest, bins.allocated)
     found = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
-    assert found["activations"] == 12 * MIB
-    assert found["gradients"] == 8 * MIB
+    assert (found["activations"], found["gradients"]) == (12 * MIB, 8 * MIB)
+    data = Training().snapshot() | {"device_traces": []}
+    without = bin_history(OpenedSnapshot(build_snapshot(Path("x"), data)).device())
+    assert (without.allocated.tolist(), without.has_times) == ([24 * MIB], False)
+    assert_books_close(without)
 
 
-def test_the_categories_at_a_sample_equal_those_of_the_account() -> None:
+def test_the_categories_at_a_sample_equal_those_of_the_account_and_small_stacks_are_others() -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device(), bin_count=500)
     sampled = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
-    told = {row.category: row.bytes for row in source.memory().composition.by_category}
-    assert {name: size for name, size in sampled.items() if size} == told
+    account = {row.category: row.bytes for row in source.memory().composition.by_category}
+    assert {name: size for name, size in sampled.items() if size} == account
+    assert (len(bins.by_stack), bins.by_stack[-1].name) == (13, OTHER_STACKS)
 
 
 def test_a_filter_adds_up_the_other_allocations_in_one_series() -> None:
@@ -75,12 +79,6 @@ def test_a_filter_adds_up_the_other_allocations_in_one_series() -> None:
     assert [one.name for one in bins.by_category] == ["optimizer state", NOT_SELECTED]
     assert_books_close(bins)
     assert {shape.category for shape in bins.shapes} == {"optimizer state"}
-
-
-def test_many_stacks_end_in_one_series_of_others() -> None:
-    names = [one.name for one in bin_history(read_snapshot(capture("small.pickle")).device()).by_stack]
-    assert len(names) == 13
-    assert names[-1] == OTHER_STACKS
 
 
 def test_an_allocation_has_its_category_size_lifetime_and_stack() -> None:
@@ -95,15 +93,6 @@ def test_an_allocation_has_its_category_size_lifetime_and_stack() -> None:
     assert all(shape.freed_us is None and shape.label.startswith("train.py:44") for shape in states)
 
 
-def test_a_snapshot_without_history_has_one_sample() -> None:
-    data = Training().snapshot()
-    data["device_traces"] = []
-    bins = bin_history(OpenedSnapshot(build_snapshot(Path("x"), data)).device())
-    assert bins.allocated.tolist() == [24 * MIB]
-    assert not bins.has_times
-    assert_books_close(bins)
-
-
 # -- files ------------------------------------------------------------------------------------------------------
 
 
@@ -111,30 +100,18 @@ def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(memory, [str(one) for one in arguments])
 
 
-@pytest.mark.parametrize("by", ["category", "stack"])
-def test_a_timeline_by_category_or_stack_is_drawn_as_a_png(tmp_path: Path, by: str) -> None:
-    target = tmp_path / "t.png"
-    assert run(Training().write(tmp_path), "--timeline", target, "--timeline-by", by).exit_code == 0
-    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize("by", ["module", "allocation"])
-def test_a_page_can_begin_with_modules_or_single_allocations(tmp_path: Path, by: str) -> None:
-    target = tmp_path / "t.html"
-    assert run(Training().write(tmp_path), "--timeline", target, "--timeline-by", by).exit_code == 0
-    assert "memory-data" in target.read_text()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--timeline", "t.pdf"],
-        ["--timeline", "t.png", "--timeline-by", "allocation"],
-        ["--timeline", "t.png", "--timeline-by", "module"],
-    ],
-)
-def test_a_timeline_of_another_kind_is_refused(tmp_path: Path, arguments: list[str]) -> None:
-    assert isinstance(run(Training().write(tmp_path), *arguments).exception, UsageError)
+def test_a_timeline_is_a_picture_or_a_page_and_another_kind_is_refused(tmp_path: Path) -> None:
+    snapshot = Training().write(tmp_path)
+    for by, name, sign in (
+        ("category", "t.png", b"\x89PNG\r\n\x1a\n"),
+        ("stack", "t.png", b"\x89PNG\r\n\x1a\n"),
+        ("module", "t.html", b"memory-data"),
+        ("allocation", "t.html", b"memory-data"),
+    ):
+        assert run(snapshot, "--timeline", tmp_path / name, "--timeline-by", by).exit_code == 0
+        assert sign in (tmp_path / name).read_bytes()
+    for words in ("t.pdf", "t.png --timeline-by allocation", "t.png --timeline-by module"):
+        assert isinstance(run(snapshot, "--timeline", *words.split()).exception, UsageError)
 
 
 def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
@@ -174,19 +151,15 @@ def test_no_phase_has_a_hue_that_a_category_could_be_taken_for() -> None:
     assert not set(PHASES.values()) & set(MEMORY.values())
 
 
-def test_the_data_in_the_page_are_exact() -> None:
+def test_the_data_in_the_page_are_exact_and_few(tmp_path: Path) -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device())
     data = json.loads(json.dumps(build_data(bins, source.device(), "category")))
     assert data["unit"] == 512
     assert (np.cumsum(data["allocated"]) * 512).tolist() == bins.allocated.tolist()
     assert sum(np.cumsum(one["values"])[data["peak"]] for one in data["series"]["stack"]) * 512 == 3_073_660_928
-
-
-def test_the_page_of_a_real_run_is_small(tmp_path: Path) -> None:
-    target = tmp_path / "t.html"
-    run(capture("small.pickle"), "--timeline", target)
-    assert target.stat().st_size < 1_000_000
+    run(capture("small.pickle"), "--timeline", tmp_path / "t.html")
+    assert (tmp_path / "t.html").stat().st_size < 1_000_000
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------

@@ -71,39 +71,27 @@ def test_a_phases_unprofiled_time_is_that_of_all_its_instances_in_a_step(tmp_pat
     """Backward: 400 ns busy and 400 idle a step; unprofiled 500 leave 100. The step: 500 idle, 200 left."""
     rows = _micro_batches(tmp_path, step=700, backward=500)
     left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
-    assert left == {
-        "step": 200,
-        "step/train": 150,
-        "step/train/data": 50,
-        "step/train/backward": 100,
-        "step/log": 50,
-    }
-
-
-def test_phases_that_would_keep_more_idle_time_than_their_step_are_cut_to_fit(tmp_path: Path) -> None:
-    """By its own clock backward would keep 300 ns of idle time, the step only 200."""
-    rows = _micro_batches(tmp_path, step=700, backward=700)
+    assert left == {"step": 200, "step/train": 150, "step/train/data": 50, "step/train/backward": 100, "step/log": 50}
+    # By its own clock backward would keep 300 ns of idle time, the step only 200: it is cut to fit.
+    (tmp_path / "longer").mkdir()
+    rows = _micro_batches(tmp_path / "longer", step=700, backward=700)
     left = {path: round(_idle_ns(row), 6) for path, row in rows.items()}
     assert left == {"step": 200, "step/train": 200, "step/train/data": 0, "step/train/backward": 200, "step/log": 0}
 
 
-def test_a_longer_unprofiled_step_leaves_each_of_several_gpus_more_idle(tmp_path: Path) -> None:
-    rows = _micro_batches(tmp_path, devices=2, step=2_000)
-    assert rows["step"].idle_share == pytest.approx(0.5)
-    assert rows["step"].clean_idle_share == pytest.approx(1_500 / 2_000)
-
-
-def test_a_longer_unprofiled_phase_does_not_say_which_of_several_gpus_was_idle(tmp_path: Path) -> None:
-    rows = _micro_batches(tmp_path, devices=2, backward=2_000)
-    assert rows["step/train/backward"].clean_idle_share is None
-    (tmp_path / "one").mkdir()
-    alone = _micro_batches(tmp_path / "one", backward=2_000)
-    assert alone["step/train/backward"].clean_idle_share == pytest.approx(1_600 / 2_000)
-
-
-def test_idle_time_without_a_profiler_is_estimated_for_each_of_several_gpus(tmp_path: Path) -> None:
-    rows = _micro_batches(tmp_path, devices=2, step=700)
-    assert rows["step"].clean_idle_share == pytest.approx(200 / 700)
+def test_the_unprofiled_step_holds_for_each_of_several_gpus_but_not_a_longer_phase(tmp_path: Path) -> None:
+    """Nothing says which of the GPUs was idle in a phase that took longer than recorded."""
+    folders = [tmp_path / name for name in ("shorter", "longer", "phase", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    shorter = _micro_batches(folders[0], devices=2, step=700)["step"]
+    longer = _micro_batches(folders[1], devices=2, step=2_000)["step"]
+    assert shorter.clean_idle_share == pytest.approx(200 / 700)
+    assert longer.idle_share == pytest.approx(0.5)
+    assert longer.clean_idle_share == pytest.approx(1_500 / 2_000)
+    assert _micro_batches(folders[2], devices=2, backward=2_000)["step/train/backward"].clean_idle_share is None
+    alone = _micro_batches(folders[3], backward=2_000)["step/train/backward"]
+    assert alone.clean_idle_share == pytest.approx(1_600 / 2_000)
 
 
 def test_waiting_for_launches_is_named_if_it_is_much_but_not_the_most(tmp_path: Path) -> None:
