@@ -99,224 +99,195 @@ def _with_gpu(machine: Machine, driver: str = "580.159.03", model: str = "NVIDIA
     return machine
 
 
-class TestVersions:
-    @pytest.mark.parametrize(
-        ("driver", "cuda"),
-        [("580.159.03", "13.0"), ("579.1", "12.9"), ("550.54.15", "12.4"), ("525.60.13", "12.0"), ("440.33", None)],
+@pytest.mark.parametrize(
+    ("driver", "cuda"),
+    [("580.159.03", "13.0"), ("579.1", "12.9"), ("550.54.15", "12.4"), ("525.60.13", "12.0"), ("440.33", None)],
+)
+def test_the_newest_cuda_that_a_driver_knows(driver: str, cuda: str | None) -> None:
+    assert cuda_of_driver(driver) == cuda
+
+
+def test_the_newest_cupti_next_to_nsys_counts_also_behind_a_wrapper(tmp_path: Path) -> None:
+    nsys = _nsys(tmp_path, "a/target-linux-x64/nsys", OLD)
+    assert cupti_of(nsys.path) is None
+    for version in ("9.2", "12.4", "12.10", "12.4.127"):
+        _file(nsys.path.parent / f"libcupti.so.{version}")
+    assert cupti_of(nsys.path) == cupti_of(_nsys(tmp_path, "a/bin/nsys", OLD).path) == "12.10"
+
+
+def test_versions_are_compared_by_their_numbers() -> None:
+    assert is_before("0.2.9", "0.2.12")
+    assert not is_before("0.2.12", "0.2.12")
+    assert is_before(OLD, "2025.3")
+    assert not is_before(NEW, "2025.3")
+
+
+def test_nsys_is_missing_does_not_start_or_is_named_with_the_others_that_lie_here(machine: Machine) -> None:
+    missing = check_nsys(machine, None)
+    assert missing.state == "warning"
+    assert "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS" in str(missing.advice)
+    assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Check(
+        "nsys", "failed", "/x/nsys: nsys does not start: boom", "reinstall it, or name one that starts in $NSYS"
     )
-    def test_cuda_of_a_driver(self, driver: str, cuda: str | None) -> None:
-        assert cuda_of_driver(driver) == cuda
-
-    def test_the_newest_cupti_next_to_nsys_counts(self, tmp_path: Path) -> None:
-        nsys = _nsys(tmp_path, "a/target-linux-x64/nsys", OLD)
-        assert cupti_of(nsys.path) is None
-        for version in ("9.2", "12.4", "12.10", "12.4.127"):
-            _file(nsys.path.parent / f"libcupti.so.{version}")
-        assert cupti_of(nsys.path) == "12.10"
-
-    def test_behind_a_wrapper(self, tmp_path: Path) -> None:
-        _nsys(tmp_path, "a/target-linux-x64/nsys", OLD, "12.4")
-        assert cupti_of(_nsys(tmp_path, "a/bin/nsys", OLD).path) == "12.4"
-
-    def test_order(self) -> None:
-        assert is_before("0.2.9", "0.2.12")
-        assert not is_before("0.2.12", "0.2.12")
-        assert is_before(OLD, "2025.3")
-        assert not is_before(NEW, "2025.3")
+    nsys, other = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
+    assert check_nsys(machine, nsys) == Check("nsys", "ok", f"{OLD}: {nsys.path}; also here: {other.path}")
 
 
-class TestNsys:
-    def test_none(self, machine: Machine) -> None:
-        finding = check_nsys(machine, None)
-        assert finding.state == "warning"
-        assert "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS" in str(finding.advice)
+@pytest.mark.parametrize(
+    ("cupti", "driver", "state"),
+    [
+        ("12.4", "580.159.03", "warning"),
+        ("13.0", "580.159.03", "ok"),
+        ("12.4", "550.54.15", "ok"),
+        ("12.4", "570.86", "note"),
+        ("13.0", "550.54.15", "ok"),
+        (None, "580.159.03", "note"),
+        ("12.4", "440.33", "note"),
+        ("12.4", None, "ok"),
+    ],
+)
+def test_the_major_version_decides_whether_nsys_knows_the_driver(
+    machine: Machine, cupti: str | None, driver: str | None, state: str
+) -> None:
+    finding = check_nsys_against_driver(machine, _nsys(machine.root, "bin/nsys", OLD, cupti), driver)
+    assert finding.state == state
+    assert (finding.advice is None) == (state == "ok")
 
-    def test_one_that_does_not_start(self, machine: Machine) -> None:
-        assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Check(
-            "nsys", "failed", "/x/nsys: nsys does not start: boom", "reinstall it, or name one that starts in $NSYS"
-        )
 
-    def test_where_it_and_others_lie(self, machine: Machine) -> None:
-        nsys, other = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
-        assert check_nsys(machine, nsys) == Check("nsys", "ok", f"{OLD}: {nsys.path}; also here: {other.path}")
+def test_a_newer_nsys_that_lies_here_is_named(machine: Machine) -> None:
+    nsys = _nsys(machine.root, "bin/nsys", OLD, "12.4")
+    finding = check_nsys_against_driver(machine, nsys, "580.159.03")
+    assert finding.advice == "install an Nsight Systems made for CUDA 13"
+    _nsys(machine.root, "opt/nvidia/nsight-systems/2024.6/target-linux-x64/nsys", "2024.6", "12.6")
+    newer = _nsys(machine.root, COMPUTE, NEW, "13.0")
+    finding = check_nsys_against_driver(machine, nsys, "580.159.03")
+    assert finding.advice == f"set NSYS={newer.path}"
+    assert finding.found.startswith("CUPTI 12.4, driver 580.159.03 knows CUDA 13.0: nsys is too old and may lose")
 
 
-class TestNsysAgainstDriver:
-    @pytest.mark.parametrize(
-        ("cupti", "driver", "state"),
-        [
-            ("12.4", "580.159.03", "warning"),
-            ("13.0", "580.159.03", "ok"),
-            ("12.4", "550.54.15", "ok"),
-            ("12.4", "570.86", "note"),
-            ("13.0", "550.54.15", "ok"),
-            (None, "580.159.03", "note"),
-            ("12.4", "440.33", "note"),
-            ("12.4", None, "ok"),
-        ],
+def test_the_importer_is_found_with_the_libraries_that_it_lacks(machine: Machine) -> None:
+    nsys = _nsys(machine.root, COMPUTE, NEW)
+    assert "no QdstrmImporter" in check_importer(machine, nsys).found
+    importer = _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
+    assert check_importer(machine, nsys) == Check("importer", "ok", str(importer))
+    lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"] if path == importer else [])
+    assert check_importer(lacking, nsys) == Check(
+        "importer", "warning", f"{importer} lacks libdw.so.1, libelf.so.1", "install libdw1 libelf1"
     )
-    def test_the_major_version_decides(
-        self, machine: Machine, cupti: str | None, driver: str | None, state: str
-    ) -> None:
-        finding = check_nsys_against_driver(machine, _nsys(machine.root, "bin/nsys", OLD, cupti), driver)
-        assert finding.state == state
-        assert (finding.advice is None) == (state == "ok")
-
-    def test_a_newer_one_that_lies_here_is_named(self, machine: Machine) -> None:
-        nsys = _nsys(machine.root, "bin/nsys", OLD, "12.4")
-        finding = check_nsys_against_driver(machine, nsys, "580.159.03")
-        assert finding.advice == "install an Nsight Systems made for CUDA 13"
-        _nsys(machine.root, "opt/nvidia/nsight-systems/2024.6/target-linux-x64/nsys", "2024.6", "12.6")
-        newer = _nsys(machine.root, COMPUTE, NEW, "13.0")
-        finding = check_nsys_against_driver(machine, nsys, "580.159.03")
-        assert finding.advice == f"set NSYS={newer.path}"
-        assert finding.found.startswith("CUPTI 12.4, driver 580.159.03 knows CUDA 13.0: nsys is too old and may lose")
 
 
-class TestImporterAndNvtx:
-    def test_importer(self, machine: Machine) -> None:
-        nsys = _nsys(machine.root, COMPUTE, NEW)
-        assert "no QdstrmImporter" in check_importer(machine, nsys).found
-        importer = _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
-        assert check_importer(machine, nsys) == Check("importer", "ok", str(importer))
-        lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"] if path == importer else [])
-        assert check_importer(lacking, nsys) == Check(
-            "importer", "warning", f"{importer} lacks libdw.so.1, libelf.so.1", "install libdw1 libelf1"
-        )
+@pytest.mark.parametrize(
+    ("nvtx", "nsys", "state"),
+    [
+        ("0.2.11", OLD, "ok"),
+        ("0.2.12", OLD, "warning"),
+        ("0.2.17", OLD, "warning"),
+        ("0.2.17", "2024.6.1", "warning"),
+        ("0.2.17", NEW, "ok"),
+        ("0.2.8", NEW, "ok"),
+        (None, NEW, "warning"),
+    ],
+)
+def test_whether_nsys_sees_nvtx(machine: Machine, nvtx: str | None, nsys: str, state: str) -> None:
+    machine = replace(machine, package=_packages(**({"nvtx": nvtx} if nvtx else {})))
+    assert check_nvtx(machine, Nsys(Path("nsys"), nsys)).state == state
 
-    @pytest.mark.parametrize(
-        ("nvtx", "nsys", "state"),
-        [
-            ("0.2.11", OLD, "ok"),
-            ("0.2.12", OLD, "warning"),
-            ("0.2.17", OLD, "warning"),
-            ("0.2.17", "2024.6.1", "warning"),
-            ("0.2.17", NEW, "ok"),
-            ("0.2.8", NEW, "ok"),
-        ],
+
+def test_gpus_are_read_from_the_kernel_module_alone(machine: Machine) -> None:
+    assert driver_version(machine) is None
+    assert check_driver(machine, None).state == "note"
+    machine = _with_gpu(machine)
+    assert driver_version(machine) == "580.159.03"
+    assert check_driver(machine, "580.159.03") == Check("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
+    for hidden in ("", "-1"):
+        hides = replace(machine, environment={"CUDA_VISIBLE_DEVICES": hidden})
+        assert check_driver(hides, "580.159.03").advice == "unset CUDA_VISIBLE_DEVICES"
+    shutil.rmtree(machine.root / "dev")
+    finding = check_driver(machine, "580.159.03")
+    assert (finding.state, finding.advice) == ("warning", "start the container with --gpus all")
+
+
+def test_gpus_are_read_from_nvidia_smi_alone(machine: Machine) -> None:
+    answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
+    machine = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
+    _file(machine.root / "dev/dxg")
+    assert driver_version(machine) == "550.54.15"
+    assert check_driver(machine, "550.54.15").found == "1 × NVIDIA L4, 1 × NVIDIA T4, driver 550.54.15"
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "state", "found"),
+    [
+        (None, None, "failed", "not installed"),
+        ("2.13.0+cpu", None, "ok", "2.13.0+cpu, without CUDA"),
+        ("2.13.0+cpu", "580.1", "warning", "without CUDA: the GPU stays unused"),
+        ("2.13.0+cu130", "580.1", "ok", "2.13.0+cu130, CUDA 13.0"),
+        ("2.13.0+cu130", "550.1", "warning", "driver 550.1 knows CUDA 12.4 at most"),
+        ("2.13.0+cu128", "550.1", "ok", "CUDA 12.8"),
+        ("2.13.0+cu130", None, "ok", "CUDA 13.0"),
+        ("2.13.0+rocm6.4", None, "warning", "ROCm 6.4"),
+    ],
+)
+def test_the_build_of_torch(machine: Machine, torch: str | None, driver: str | None, state: str, found: str) -> None:
+    machine = replace(machine, package=_packages(**({"torch": torch} if torch else {})))
+    finding = check_torch(machine, driver)
+    assert finding.state == state
+    assert found in finding.found
+
+
+def test_an_installed_package_is_read_without_an_import() -> None:
+    package = installed_package("nvtx")
+    assert package is not None
+    assert package.version[0].isdigit()
+    assert package.read("no/such/file.py") is None
+    assert installed_package("no-such-package-at-all") is None
+
+
+def test_room_on_the_disks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = check_disk(replace(machine, temporary_directory=machine.root / "none"))[1]
+    assert missing.state == "failed"
+    assert "No such file" in missing.found
+    for free, state in ((50 * 1024**3, "ok"), (1024**3, "warning"), (1024**2, "failed")):
+        usage = type("usage", (), {"free": free})
+        monkeypatch.setattr("profkit.launch.doctor.shutil.disk_usage", lambda path, usage=usage: usage)
+        assert [finding.state for finding in check_disk(machine)] == [state, state]
+
+
+def test_a_whole_machine_can_record(machine: Machine) -> None:
+    nsys = _nsys(machine.root, "bin/nsys", NEW, "13.0")
+    _file(nsys.path.parent.parent / "host/QdstrmImporter", executable=True)
+    machine = replace(_with_gpu(machine), package=_packages(nvtx="0.2.11", torch="2.13.0+cu130"))
+    findings = examine(machine, nsys)
+    checks = "nsys, nsys and driver, importer, nvtx, GPU, torch, working directory, temporary directory"
+    assert ", ".join(finding.check for finding in findings) == checks
+    assert {finding.state for finding in findings} == {"ok"}
+    assert can_record(findings)
+
+
+def test_recording_needs_an_nsys_or_torch_and_free_disk_space(machine: Machine) -> None:
+    nsys = _nsys(machine.root, "bin/nsys", NEW)
+    torch = replace(machine, package=_packages(torch="2.13.0+cpu"))
+    assert can_record(examine(machine, nsys))
+    assert can_record(examine(torch, None))
+    assert can_record(examine(torch, "does not start"))
+    assert not can_record(examine(machine, None))
+    assert not can_record(examine(machine, "does not start"))
+    assert not can_record(examine(replace(torch, working_directory=machine.root / "none"), nsys))
+
+
+def test_the_findings_fit_80_columns_and_every_format_holds_the_advice() -> None:
+    long = "word " * 40
+    document = build_doctor_document(
+        [Check("a", "warning", long, long), Check("b", "ok", "x")], can_record=True, on_screen=True
     )
-    def test_whether_nsys_sees_nvtx(self, machine: Machine, nvtx: str, nsys: str, state: str) -> None:
-        machine = replace(machine, package=_packages(nvtx=nvtx))
-        assert check_nvtx(machine, Nsys(Path("nsys"), nsys)).state == state
-
-    def test_no_nvtx(self, machine: Machine) -> None:
-        assert check_nvtx(machine, Nsys(Path("nsys"), NEW)).state == "warning"
-
-
-class TestGpu:
-    def test_none(self, machine: Machine) -> None:
-        assert driver_version(machine) is None
-        assert check_driver(machine, None).state == "note"
-
-    def test_from_the_kernel_module_alone(self, machine: Machine) -> None:
-        machine = _with_gpu(machine)
-        assert driver_version(machine) == "580.159.03"
-        assert check_driver(machine, "580.159.03") == Check("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
-
-    def test_from_nvidia_smi_alone(self, machine: Machine) -> None:
-        answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
-        machine = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
-        _file(machine.root / "dev/dxg")
-        assert driver_version(machine) == "550.54.15"
-        assert check_driver(machine, "550.54.15").found == "1 × NVIDIA L4, 1 × NVIDIA T4, driver 550.54.15"
-
-    def test_a_container_without_the_device(self, machine: Machine) -> None:
-        machine = _with_gpu(machine)
-        shutil.rmtree(machine.root / "dev")
-        finding = check_driver(machine, "580.159.03")
-        assert (finding.state, finding.advice) == ("warning", "start the container with --gpus all")
-
-    @pytest.mark.parametrize("hidden", ["", "-1"])
-    def test_hidden(self, machine: Machine, hidden: str) -> None:
-        machine = replace(_with_gpu(machine), environment={"CUDA_VISIBLE_DEVICES": hidden})
-        assert check_driver(machine, "580.159.03").advice == "unset CUDA_VISIBLE_DEVICES"
-
-
-class TestTorch:
-    @pytest.mark.parametrize(
-        ("torch", "driver", "state", "found"),
-        [
-            (None, None, "failed", "not installed"),
-            ("2.13.0+cpu", None, "ok", "2.13.0+cpu, without CUDA"),
-            ("2.13.0+cpu", "580.1", "warning", "without CUDA: the GPU stays unused"),
-            ("2.13.0+cu130", "580.1", "ok", "2.13.0+cu130, CUDA 13.0"),
-            ("2.13.0+cu130", "550.1", "warning", "driver 550.1 knows CUDA 12.4 at most"),
-            ("2.13.0+cu128", "550.1", "ok", "CUDA 12.8"),
-            ("2.13.0+cu130", None, "ok", "CUDA 13.0"),
-            ("2.13.0+rocm6.4", None, "warning", "ROCm 6.4"),
-        ],
-    )
-    def test_build(self, machine: Machine, torch: str | None, driver: str | None, state: str, found: str) -> None:
-        machine = replace(machine, package=_packages(**({"torch": torch} if torch else {})))
-        finding = check_torch(machine, driver)
-        assert finding.state == state
-        assert found in finding.found
-
-    def test_the_real_package_is_read_without_an_import(self) -> None:
-        package = installed_package("nvtx")
-        assert package is not None
-        assert package.version[0].isdigit()
-        assert package.read("no/such/file.py") is None
-        assert installed_package("no-such-package-at-all") is None
-
-
-class TestDisk:
-    def test_room(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        for free, state in ((50 * 1024**3, "ok"), (1024**3, "warning"), (1024**2, "failed")):
-            usage = type("usage", (), {"free": free})
-            monkeypatch.setattr("profkit.launch.doctor.shutil.disk_usage", lambda path, usage=usage: usage)
-            assert [finding.state for finding in check_disk(machine)] == [state, state]
-
-    def test_a_folder_that_is_not_there(self, machine: Machine) -> None:
-        machine = replace(machine, temporary_directory=machine.root / "none")
-        assert check_disk(machine)[1].state == "failed"
-        assert "No such file" in check_disk(machine)[1].found
-
-
-class TestAll:
-    def test_a_whole_machine(self, machine: Machine) -> None:
-        nsys = _nsys(machine.root, "bin/nsys", NEW, "13.0")
-        _file(nsys.path.parent.parent / "host/QdstrmImporter", executable=True)
-        machine = replace(_with_gpu(machine), package=_packages(nvtx="0.2.11", torch="2.13.0+cu130"))
-        findings = examine(machine, nsys)
-        assert [finding.check for finding in findings] == [
-            "nsys",
-            "nsys and driver",
-            "importer",
-            "nvtx",
-            "GPU",
-            "torch",
-            "working directory",
-            "temporary directory",
-        ]
-        assert {finding.state for finding in findings} == {"ok"}
-        assert can_record(findings)
-
-    def test_recording_needs_an_nsys_or_torch_and_free_disk_space(self, machine: Machine) -> None:
-        nsys = _nsys(machine.root, "bin/nsys", NEW)
-        torch = replace(machine, package=_packages(torch="2.13.0+cpu"))
-        assert can_record(examine(machine, nsys))
-        assert can_record(examine(torch, None))
-        assert can_record(examine(torch, "does not start"))
-        assert not can_record(examine(machine, None))
-        assert not can_record(examine(machine, "does not start"))
-        assert not can_record(examine(replace(torch, working_directory=machine.root / "none"), nsys))
-
-    def test_a_screen_shows_everything_in_80_columns(self) -> None:
-        long = "word " * 40
-        found = [Check("a", "warning", long, long), Check("b", "ok", "x")]
-        text = render(build_doctor_document(found, can_record=True, on_screen=True), "table")
-        assert max(map(len, text.splitlines())) <= 80
-        assert text.count("word") == 80
-        assert text.count("→") == 1
-
-    def test_formats_hold_the_advice(self) -> None:
-        findings = [Check("a", "warning", "f", "do x"), Check("b", "ok", "g")]
-        document = build_doctor_document(findings, can_record=True, on_screen=False)
-        said = {style: render(document, style) for style in ("csv", "markdown", "latex")}
-        assert said["csv"].splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
-        assert "| a | warning | f | do x |" in said["markdown"]
-        assert r"a & warning & f & do x \\" in said["latex"]
+    text = render(document, "table")
+    assert max(map(len, text.splitlines())) <= 80
+    assert (text.count("word"), text.count("→")) == (80, 1)
+    findings = [Check("a", "warning", "f", "do x"), Check("b", "ok", "g")]
+    document = build_doctor_document(findings, can_record=True, on_screen=False)
+    assert render(document, "csv").splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
+    assert "| a | warning | f | do x |" in render(document, "markdown")
+    assert r"a & warning & f & do x \\" in render(document, "latex")
 
 
 # An nsys that starts a program, records nothing of it, and writes an export with $RANGES ranges.

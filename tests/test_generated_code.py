@@ -21,6 +21,8 @@ from profkit.names import LaunchPlace, read_launch_range
 from profkit.run.compiled_code import CompiledGraph, read_compiled_code
 from tests.forked_scripts import Forks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COMPILED = ("whole", "twin", "in place", "blocks", "function", "given", "nested", "breaks", "checkpointed", "dynamic")
 

@@ -44,7 +44,7 @@ def test_death_by_signal_is_128_and_its_number() -> None:
 def test_environment_output_and_descriptors(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['WORD']); sys.stderr.write('err'); os.write(int(sys.argv[1]), b'direct')"
     with (tmp_path / "log").open("w+b") as log, (tmp_path / "direct").open("wb") as direct:
-        status = run_child([sys.executable, "-c", code, str(direct.fileno())], {"WORD": "word"}, log, [direct.fileno()])
+        status = run_tool([sys.executable, "-c", code, str(direct.fileno())], {"WORD": "word"}, log, [direct.fileno()])
     assert status == 0
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "word"]
     assert (tmp_path / "direct").read_text() == "direct"

@@ -48,7 +48,6 @@ def run_child(
     argv: Sequence[str],
     environment: Mapping[str, str],
     output: IO[bytes] | None = None,
-    pass_fds: Sequence[int] = (),
     *,
     reads_input: bool = False,
     tool: Path | None = None,
@@ -66,7 +65,7 @@ def run_child(
         KeyboardInterrupt: Ctrl-C came; the child has ended.
         Stopped: another signal that ends a program came; the child has ended.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=tool)
+    status = _run(argv, environment, output, (), reads_input=reads_input, tool=tool)
     return status if status >= 0 else 128 - status
 
 

@@ -92,7 +92,10 @@ def _name_of_called() -> str | None:
         _, call = call_at(frame.f_code, frame.f_lasti)
         if call is None or (within and within not in _CALLS):
             return None
-        return _last_name(_without_method(call.func, "generate"))
+        called = call.func
+        if isinstance(called, ast.Attribute) and called.attr == "generate":
+            called = called.value
+        return _last_name(called)
     return None
 
 
@@ -124,11 +127,6 @@ def call_at(code: CodeType, instruction: int) -> tuple[int, ast.Call | None]:
     except (SyntaxError, ValueError):
         return line, None
     return line, expression if isinstance(expression, ast.Call) else None
-
-
-def _without_method(expression: ast.expr, method: str) -> ast.expr:
-    is_method = isinstance(expression, ast.Attribute) and expression.attr == method
-    return expression.value if is_method and isinstance(expression, ast.Attribute) else expression
 
 
 def _last_name(expression: ast.expr) -> str | None:
