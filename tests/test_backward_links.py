@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +12,56 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import UsageError
 from tests.in_process import run_command
-from tests.kineto_builder import AUTOGRAD as AUTOGRAD_TID
-from tests.kineto_builder import TID, flow, kernel, launch, row, written
+from tests.kineto_builder import AUTOGRAD, TID, flow, kernel, launch, row, thread_name, written
 
-MAIN, AUTOGRAD = 10, 11
-
-
-class KinetoBuilder:
-    """Collects events of a torch.profiler trace, times in microseconds."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 10, "tid": tid, "args": {"name": f"thread {tid} ({name})"}}
-            for tid, name in ((MAIN, "python"), (AUTOGRAD, "pt_autograd_0"))
-        ]
-        self.correlation = 0
-
-    def span(self, cat: str, name: str, start: float, end: float, tid: int = MAIN, **args: Any) -> None:
-        self.events.append(
-            {"ph": "X", "cat": cat, "name": name, "pid": 10, "tid": tid, "ts": start, "dur": end - start, "args": args}
-        )
-
-    def annotate(self, name: str, start: float, end: float, tid: int = MAIN) -> None:
-        self.span("user_annotation", name, start, end, tid)
-
-    def launch(self, start: float, duration: float, tid: int = MAIN) -> None:
-        self.correlation += 1
-        self.span("cuda_runtime", "cudaLaunchKernel", start, start + 1, tid, correlation=self.correlation)
-        self.events.append(
-            {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": start + 5, "dur": duration}
-            | {"args": {"correlation": self.correlation, "device": 0, "stream": 7}}
-        )
-
-    def operator_pair(self, name: str, forward: float, backward: float, duration: float, tid: int = MAIN) -> None:
-        """Add a forward operator with a kernel of 1 µs and its backward operator with one of ``duration``."""
-        flow = len(self.events)
-        self.span("cpu_op", f"aten::{name}", forward, forward + 10, tid)
-        self.launch(forward + 2, 1, tid)
-        self.events.append({"ph": "s", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": tid})
-        self.events[-1]["ts"] = forward
-        node = f"autograd::engine::evaluate_function: {name}Backward0"
-        self.span("cpu_op", node, backward, backward + 10, AUTOGRAD)
-        self.span("cpu_op", f"{name}Backward0", backward + 1, backward + 9, AUTOGRAD)
-        self.launch(backward + 2, duration, AUTOGRAD)
-        self.events.append(
-            {"ph": "f", "id": flow, "cat": "fwdbwd", "name": "fwdbwd", "pid": 10, "tid": AUTOGRAD, "bp": "e"}
-        )
-        self.events[-1]["ts"] = backward + 1
-
-    def open(self, folder: Path) -> OpenedTrace:
-        path = folder / "t.json"
-        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": self.events}))
-        return read_trace(path)
+Events = list[dict[str, Any]]
 
 
-def _model(names: tuple[str, str]) -> KinetoBuilder:
+def span(name: str, start: int, end: int, tid: int = TID) -> dict[str, Any]:
+    return row("user_annotation", name, start, end - start, tid)
+
+
+def linked(number: int, forward: int, backward: int, duration: int, tid: int = TID) -> Events:
+    """Return a forward operator with a kernel of 1 µs, and its backward operator with one of ``duration``."""
+    return [
+        row("cpu_op", "aten::mm", forward, 10, tid),
+        launch(forward + 2, 2 * number, tid),
+        kernel("k", forward + 7, 1, 2 * number),
+        flow("s", number, forward, tid),
+        row("cpu_op", "autograd::engine::evaluate_function: MmBackward0", backward, 10, AUTOGRAD),
+        row("cpu_op", "MmBackward0", backward + 1, 8, AUTOGRAD),
+        launch(backward + 2, 2 * number + 1, AUTOGRAD),
+        kernel("k", backward + 7, duration, 2 * number + 1),
+        flow("f", number, backward + 1, AUTOGRAD),
+    ]
+
+
+def model(forward: str = "forward", backward: str = "backward") -> Events:
     """Return one step of two layers, its phases named as given."""
-    builder = KinetoBuilder()
-    builder.annotate("step 0", 0, 1000)
-    builder.annotate(names[0], 10, 400)
-    builder.annotate("layer 0", 20, 100)
-    builder.annotate("layer 1", 120, 200)
-    builder.annotate(names[1], 500, 900)
-    builder.operator_pair("mm", 30, 700, 100)
-    builder.operator_pair("add", 130, 600, 50)
-    return builder
+    ranges = [
+        ("step 0", 0, 1000),
+        (forward, 10, 400),
+        ("layer 0", 20, 100),
+        ("layer 1", 120, 200),
+        (backward, 500, 900),
+    ]
+    return [*(span(*range_) for range_ in ranges), *linked(1, 30, 700, 100), *linked(2, 130, 600, 50)]
+
+
+def opened_with(folder: Path, events: Events) -> OpenedTrace:
+    threads = [thread_name(TID, "thread 100 (python)"), thread_name(AUTOGRAD, "thread 117 (pt_autograd_0)")]
+    return read_trace(written(folder, [*threads, *events]))
+
+
+def tree(opened: OpenedTrace) -> dict[str, int]:
+    return {row.path: row.kernel_time_ns for row in opened.ranges().ranges}
 
 
 @pytest.mark.parametrize("names", [("forward", "backward"), ("model_fwd", "model_bwd")])
 def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    opened = _model(names).open(tmp_path)
+    opened = opened_with(tmp_path, model(*names))
     layer, mirror = opened.kernels("layer 0"), opened.kernels(f"{names[1]}/layer 0")
     assert (layer.kernel_count, layer.kernel_time_ns) == (1, 1000)
     assert (mirror.kernel_count, mirror.kernel_time_ns, mirror.wall_ns) == (1, 100_000, 0)
@@ -96,8 +73,7 @@ def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(
 
 
 def test_the_tree_shows_linked_work_once_and_its_children_sum_to_their_parent(tmp_path: Path) -> None:
-    rows = {row.path: row.kernel_time_ns for row in _model(("forward", "backward")).open(tmp_path).ranges().ranges}
-    assert rows == {
+    assert tree(opened_with(tmp_path, model())) == {
         "step 0": 152_000,
         "step 0/forward": 2000,
         "step 0/forward/layer 0": 1000,
@@ -109,17 +85,10 @@ def test_the_tree_shows_linked_work_once_and_its_children_sum_to_their_parent(tm
 
 
 def test_backward_work_of_what_a_checkpoint_ran_again_is_no_recomputation(tmp_path: Path) -> None:
-    builder = KinetoBuilder()
-    builder.annotate("step 0", 0, 1000)
-    builder.annotate("forward", 10, 400)
-    builder.annotate("layer 0", 20, 100)
-    builder.launch(30, 1)
-    builder.annotate("backward", 500, 900)
-    builder.annotate("recompute", 510, 600, AUTOGRAD)
-    builder.annotate("layer 0", 520, 590, AUTOGRAD)
-    builder.operator_pair("mm", 530, 700, 100, AUTOGRAD)
-    rows = {row.path: row.kernel_time_ns for row in builder.open(tmp_path).ranges().ranges}
-    assert rows == {
+    ranges = [("step 0", 0, 1000), ("forward", 10, 400), ("layer 0", 20, 100), ("backward", 500, 900)]
+    again = [span("recompute", 510, 600, AUTOGRAD), span("layer 0", 520, 590, AUTOGRAD)]
+    events = [*(span(*range_) for range_ in ranges), *again, launch(30, 1), kernel("k", 35, 1, 1)]
+    assert tree(opened_with(tmp_path, [*events, *linked(5, 530, 700, 100, AUTOGRAD)])) == {
         "step 0": 102_000,
         "step 0/forward": 1000,
         "step 0/forward/layer 0": 1000,
@@ -131,7 +100,7 @@ def test_backward_work_of_what_a_checkpoint_ran_again_is_no_recomputation(tmp_pa
 
 
 def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path) -> None:
-    opened = _model(("forward", "backward")).open(tmp_path)
+    opened = opened_with(tmp_path, model())
     for name in ("layer *", "backward/layer *", "*/layer 1", "step 0", "backward"):
         result = opened.kernels(name)
         evidence = result.range_evidence
@@ -155,13 +124,11 @@ def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path
 def test_only_a_path_through_the_backward_range_selects_linked_work(
     tmp_path: Path, request_: str, total_ns: int
 ) -> None:
-    assert _model(("forward", "backward")).open(tmp_path).kernels(request_).kernel_time_ns == total_ns
+    assert opened_with(tmp_path, model()).kernels(request_).kernel_time_ns == total_ns
 
 
 def test_a_path_of_mirrors_only_matches_nothing(tmp_path: Path) -> None:
-    builder = _model(("forward", "backward"))
-    builder.annotate("attention", 25, 60)
-    opened = builder.open(tmp_path)
+    opened = opened_with(tmp_path, [*model(), span("attention", 25, 60)])
     assert opened.kernels("layer 0/attention").kernel_time_ns == 1000
     assert opened.kernels("backward/layer 0/attention").kernel_time_ns == 100_000
     with pytest.raises(UsageError, match="no range 'layer 1/attention'"):
@@ -169,10 +136,7 @@ def test_a_path_of_mirrors_only_matches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Path) -> None:
-    builder = KinetoBuilder()
-    builder.annotate("layer 0", 20, 100)
-    builder.operator_pair("mm", 30, 700, 100)
-    opened = builder.open(tmp_path)
+    opened = opened_with(tmp_path, [span("layer 0", 20, 100), *linked(1, 30, 700, 100)])
     assert opened.kernels("layer 0").kernel_time_ns == 1000
     assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
     assert opened.kernels("backward").kernel_time_ns == 100_000
@@ -181,32 +145,27 @@ def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Pat
 
 
 def test_work_with_ranges_of_its_own_inside_backward_keeps_them(tmp_path: Path) -> None:
-    builder = _model(("forward", "backward"))
-    builder.annotate("layer 0", 695, 720, AUTOGRAD)
-    opened = builder.open(tmp_path)
+    opened = opened_with(tmp_path, [*model(), span("layer 0", 695, 720, AUTOGRAD)])
     result = opened.kernels("backward/layer 0")
     assert result.range_evidence is not None
     assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
 
 
 def test_ranges_next_to_backward_without_a_phase_around_them_are_kept(tmp_path: Path) -> None:
-    builder = KinetoBuilder()
-    builder.annotate("step 0", 0, 1000)
-    builder.annotate("layer 0", 20, 100)
-    builder.annotate("backward", 500, 900)
-    builder.operator_pair("mm", 30, 700, 100)
-    assert builder.open(tmp_path).kernels("backward/layer 0").kernel_time_ns == 100_000
+    ranges = [span("step 0", 0, 1000), span("layer 0", 20, 100), span("backward", 500, 900)]
+    opened = opened_with(tmp_path, [*ranges, *linked(1, 30, 700, 100)])
+    assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
 
 
 def test_thread_only_follows_no_links(tmp_path: Path) -> None:
-    _model(("forward", "backward")).open(tmp_path)
-    opened = read_trace(tmp_path / "t.json", thread_only=True)
+    opened_with(tmp_path, model())
+    opened = read_trace(tmp_path / "trace.json", thread_only=True)
     with pytest.raises(UsageError):
         opened.kernels("backward/layer 0")
 
 
 def test_rows_are_numbered_by_one_trace(tmp_path: Path) -> None:
-    opened = _model(("forward", "backward")).open(tmp_path)
+    opened = opened_with(tmp_path, model())
     assert opened.trace is opened.attribution.trace
     assert len(opened.trace.ranges) > len(opened.recorded.ranges)
     assert opened.attribution.is_mirror[len(opened.recorded.ranges) :].all()
@@ -214,12 +173,9 @@ def test_rows_are_numbered_by_one_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["summary", "report", "kernels", "efficiency", "ranges"])
 def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path, command: str) -> None:
-    builder = _model(("forward", "backward"))
-    builder.annotate("ProfilerStep#1", 0, 1000)
-    builder.annotate("ProfilerStep#2", 1000, 1010)
-    builder.open(tmp_path)
+    opened_with(tmp_path, [*model(), span("ProfilerStep#1", 0, 1000), span("ProfilerStep#2", 1000, 1010)])
     output = ["-o", tmp_path / "page.html"] if command == "report" else []
-    done = run_command(command, tmp_path / "t.json", *output)
+    done = run_command(command, tmp_path / "trace.json", *output)
     assert done.returncode == 0, done.stderr
 
 
@@ -227,9 +183,9 @@ def test_a_step_that_links_repeat_under_its_backward_pass_is_one_step(tmp_path: 
     events = [
         row("user_annotation", "step 5", 100, 900),
         flow("s", 1, 200, TID),
-        row("cpu_op", "DivBackward0", 300, 50, AUTOGRAD_TID),
-        flow("f", 1, 300, AUTOGRAD_TID),
-        launch(310, 7, AUTOGRAD_TID),
+        row("cpu_op", "DivBackward0", 300, 50, AUTOGRAD),
+        flow("f", 1, 300, AUTOGRAD),
+        launch(310, 7, AUTOGRAD),
         kernel("k", 320, 5, 7),
     ]
     opened = read_trace(written(tmp_path, events))
