@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +14,9 @@ from hypothesis import strategies as st
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.errors import TraceError
 from profkit.trace.columns import BEFORE_TRACE, Syncs, Trace, array_columns, take_calls
-from profkit.trace.kineto import read_kineto
 from profkit.trace.nsys import read_nsys
 from profkit.trace.parts import combine_traces, only_process
-from tests.kineto_builder import kernel, launch, read, row
+from tests.kineto_builder import AUTOGRAD, TID, flow, kernel, launch, read, row
 from tests.nsys_builder import NsysBuilder
 
 
@@ -59,27 +55,23 @@ def test_combined_traces_keep_the_work_of_each_process_apart(durations: list[lis
     assert (np.diff(whole.calls.start_ns) >= 0).all(), "calls stay sorted by time"
 
 
-def _kineto(path: Path, rank: int, base: int, first_us: float) -> Trace:
-    events: list[dict[str, Any]] = [
-        {"ph": "X", "cat": "user_annotation", "name": "backward", "pid": 9, "tid": 9, "ts": first_us, "dur": 90.0},
-        {"ph": "X", "cat": "cpu_op", "name": "fwd", "pid": 9, "tid": 9, "ts": first_us + 1, "dur": 3.0},
-        {"ph": "X", "cat": "cpu_op", "name": "bwd", "pid": 9, "tid": 10, "ts": first_us + 20, "dur": 9.0},
-        {"ph": "s", "cat": "fwdbwd", "id": 5, "name": "f", "pid": 9, "tid": 9, "ts": first_us + 2},
-        {"ph": "f", "cat": "fwdbwd", "id": 5, "name": "f", "pid": 9, "tid": 10, "ts": first_us + 21},
+def _kineto(folder: Path, rank: int, base: int, first_us: int) -> Trace:
+    events = [
+        row("user_annotation", "backward", first_us, 90),
+        row("cpu_op", "fwd", first_us + 1, 3),
+        row("cpu_op", "bwd", first_us + 20, 9, AUTOGRAD),
+        flow("s", 5, first_us + 2, TID),
+        flow("f", 5, first_us + 21, AUTOGRAD),
+        launch(first_us + 22, 3, AUTOGRAD),
+        kernel("k", first_us + 25, 4, 3),
     ]
-    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 10, "dur": 1.0}
-    events.append({**launch, "ts": first_us + 22, "args": {"correlation": 3}})
-    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "dur": 4.0}
-    events.append({**kernel, "ts": first_us + 25, "args": {"correlation": 3, "device": 0, "stream": 7}})
-    info = {"rank": rank, "world_size": 2}
-    header = {"schemaVersion": 1, "baseTimeNanoseconds": base, "distributedInfo": info, "traceEvents": events}
-    path.write_bytes(gzip.compress(json.dumps(header).encode()))
-    return read_kineto(path)
+    folder.mkdir(exist_ok=True)
+    return read(folder, events, baseTimeNanoseconds=base, distributedInfo={"rank": rank, "world_size": 2})
 
 
 def test_combined_times_are_on_one_clock_and_links_stay_within_a_process(tmp_path: Path) -> None:
-    first = _kineto(tmp_path / "0.json.gz", 0, base=5_000_000, first_us=100)
-    second = _kineto(tmp_path / "1.json.gz", 1, base=5_700_000, first_us=100)
+    first = _kineto(tmp_path / "0", 0, base=5_000_000, first_us=100)
+    second = _kineto(tmp_path / "1", 1, base=5_700_000, first_us=100)
     whole = combine_traces([first, second], "all")
     assert (whole.ranges.start_ns - 100_000).tolist() == [0, 700_000]
     assert (whole.work.start_ns - whole.work.launch_ns).tolist() == [3000, 3000]
@@ -93,8 +85,8 @@ def test_combined_times_are_on_one_clock_and_links_stay_within_a_process(tmp_pat
 
 
 def test_a_trace_of_kernels_and_one_of_operators_are_not_combined(tmp_path: Path) -> None:
-    trace = _kineto(tmp_path / "0.json.gz", 0, 0, 1)
-    with pytest.raises(TraceError, match=r"0\.json\.gz: holds cpu-operators"):
+    trace = _kineto(tmp_path, 0, 0, 1)
+    with pytest.raises(TraceError, match=r"trace\.json: holds cpu-operators"):
         combine_traces([trace, replace(trace, measure="cpu-operator")], "all")
 
 
