@@ -205,7 +205,9 @@ def _read_run(run: Run, rank: int | None) -> Trace:
     traces = {}
     for number, path in wanted.items():
         try:
-            traces[number] = _set_rank(read_trace_file(path), number)
+            trace = read_trace_file(path)
+            # Which rank its one process is stands in the file's name.
+            traces[number] = replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
         except TraceError as error:
             if rank is not None:
                 raise
@@ -216,11 +218,6 @@ def _read_run(run: Run, rank: int | None) -> Trace:
             held = ", ".join(map(str, sorted(trace.ranks.values())))
             raise TraceError(f"{wanted[number]}: holds rank {held}, not {number}: a copy, or renamed")
     return combine_traces(list(traces.values()), str(run.path))
-
-
-def _set_rank(trace: Trace, number: int) -> Trace:
-    """Return the trace with its one process as rank ``number``, which stands in the file's name."""
-    return replace(trace, ranks=trace.ranks or dict.fromkeys(list(trace.process_ids)[:1], number))
 
 
 def read_trace_file(path: Path) -> Trace:

@@ -11,16 +11,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from profkit.files import PARTIAL, write_json
 from profkit.run.manifest import Process
 from profkit.run.records import decode, read_record, read_text
 from profkit.run.trials import Measured
+
+T = TypeVar("T")
 
 
 class StepKind(IntEnum):
@@ -339,16 +341,21 @@ def has_recorded(run: Path) -> bool:
     return any(read_record(Process, path).state != NOT_REACHED for path in run.glob(_PROCESS.format("*")))
 
 
+def _take(kind: type[T], paths: Iterable[Path]) -> list[T]:
+    records = []
+    for path in paths:
+        records.append(read_record(kind, path))
+        path.unlink()
+    return records
+
+
 def take_processes(run: Path) -> tuple[Process, ...]:
     """Return what the processes left, the first rank first, without ranks the one that recorded most; remove the files.
 
     Raises:
         RunError: a file cannot be read.
     """
-    processes = []
-    for path in sorted(run.glob(_PROCESS.format("*"))):
-        processes.append(read_record(Process, path))
-        path.unlink()
+    processes = _take(Process, sorted(run.glob(_PROCESS.format("*"))))
     # One that showed no step, as a launcher of others, is of use only where none did.
     used = [
         process
@@ -372,10 +379,7 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
     Raises:
         RunError: a file cannot be read.
     """
-    failures = []
-    for path in sorted(run.glob(_FAILURE.format("*")), key=lambda path: path.stat().st_mtime_ns):
-        failures.append(read_record(Failure, path))
-        path.unlink()
+    failures = _take(Failure, sorted(run.glob(_FAILURE.format("*")), key=lambda path: path.stat().st_mtime_ns))
     for path in run.glob(_MEETING.format("*")):
         path.unlink()
     return tuple(sorted(failures, key=lambda failure: (failure.rank is None, not failure.by_signal)))
@@ -396,10 +400,7 @@ def take_measured(folder: Path) -> tuple[Measured, ...]:
     Raises:
         RunError: a file cannot be read.
     """
-    left = sorted(folder.glob(_MEASURED.format("*")))
-    measured = [read_record(Measured, path) for path in left]
-    for path in left:
-        path.unlink()
+    measured = _take(Measured, sorted(folder.glob(_MEASURED.format("*"))))
     return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0)))
 
 

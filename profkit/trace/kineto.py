@@ -88,7 +88,7 @@ def read_kineto(path: Path) -> Trace:
         thread_names=_thread_names(rows["metadata"], reading, of_autograd),
         process_ids={pid: pid for pid in sorted({*reading.processes(), *work.process.tolist()})},
         main_threads=frozenset(thread for (pid, tid), thread in reading.threads.items() if pid == tid),
-        gpus=_gpus(header),
+        gpus=tuple(str(device.get("name", "unnamed GPU")) for device in objects_in(header.get("deviceProperties"))),
         diagnostics=tuple(reading.diagnostics),
         origins=origins,
         has_kernel_table=has_kernels or bool(operators.events),
@@ -233,11 +233,6 @@ def _threads_of_nodes_alone(reading: Reading, operators: HostRows, parent: Ints)
         is_node = reading.names[operators.name[index]].startswith(BACKWARD_NODE)
         (nodes if is_node else others).add(int(operators.thread[index]))
     return nodes - others
-
-
-def _gpus(header: dict[str, Any]) -> tuple[str, ...]:
-    devices = objects_in(header.get("deviceProperties"))
-    return tuple(str(device.get("name", "unnamed GPU")) for device in devices)
 
 
 def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:

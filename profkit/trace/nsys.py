@@ -99,16 +99,12 @@ def read_nsys(path: Path) -> Trace:
     try:
         with SqliteFile(path) as file:
             tables = file.tables(without=_ENUMS)
-            _refuse_foreign(path, tables)
+            known = {"META_DATA_EXPORT", "ANALYSIS_DETAILS", STARTED, CALLS, KERNELS, "NVTX_EVENTS"}
+            if "StringIds" not in tables or not tables.keys() & known:
+                raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
             return _Reader(file, tables).read()
     except MemoryError:  # a damaged page may ask for any amount
         raise TraceError(f"{path}: damaged, or too large for this machine's memory; export it again") from None
-
-
-def _refuse_foreign(path: Path, tables: dict[str, frozenset[str]]) -> None:
-    known = {"META_DATA_EXPORT", "ANALYSIS_DETAILS", STARTED, CALLS, KERNELS, "NVTX_EVENTS"}
-    if "StringIds" not in tables or not tables.keys() & known:
-        raise TraceError(f"{path}: a SQLite database, but no Nsight Systems export (it has no StringIds table)")
 
 
 class _Reader:

@@ -312,18 +312,13 @@ def _place(
         if len(asking):
             times = rows.placed_ns[asking]
             hosts = waiting.find_hosts(thread, int(rows.process[asking[0]]), times)
-            hosts = _follow_adopters(hosts, adopter[own[asking]], times, timelines)
             host[asking], host_thread[asking] = hosts.range, hosts.thread
+            # What was launched in an adopted range has that range's host, so that it lies under the range's parent too.
+            for other, inside in rows_by_value(adopter[own[asking]]).items():
+                if other != NO_RANGE:
+                    host[asking[inside]] = timelines[other].innermost_at(times[inside])
+                    host_thread[asking[inside]] = other
     return own, Hosts(host, host_thread)
-
-
-def _follow_adopters(hosts: Hosts, adopters: Ints, time_ns: Ints, timelines: dict[int, ThreadTimeline]) -> Hosts:
-    """Give what was launched in an adopted range that range's host, so that it lies under the range's parent too."""
-    host, host_thread = hosts.range.copy(), hosts.thread.copy()
-    for thread, rows in rows_by_value(adopters).items():
-        if thread != NO_RANGE:
-            host[rows], host_thread[rows] = timelines[thread].innermost_at(time_ns[rows]), thread
-    return Hosts(host, host_thread)
 
 
 def _adopt_top_ranges(
