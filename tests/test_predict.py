@@ -364,3 +364,14 @@ def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:
 def test_the_trace_answers_in_python_too() -> None:
     answer = read_trace(SMALL).predict_time(parse_edits(["gpu:×2"]))
     assert answer.refusal is None
+
+
+def test_what_the_error_of_a_line_leaves_of_its_long_pause_is_gone_too() -> None:
+    pause = 8_000_000
+    program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=pause), *FORWARD[31:], *OPTIMIZER]
+    for error_ns, left_ns in ((500_000, 9_000), (10_000, 400_000)):
+        time_ns = pause - 400_000
+        line = LineTime("/work/train.py", 7, "main", None, "forward", "main", 90, time_ns, error_ns, 0.0, 0)
+        answer = predicted(program, "no-host:train.py:7", facts=ProgramFacts(lines=[line]))
+        truth = [*FORWARD[:30], replace(FORWARD[30], gap_ns=left_ns), *FORWARD[31:], *OPTIMIZER]
+        assert answer.expected_ns == pytest.approx(steady_step_ns(truth, CONSTANTS), rel=0.01)

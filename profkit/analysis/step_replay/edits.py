@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Literal
 
+from profkit.analysis.step_replay.calibrate import PAUSE_NS
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants, run_steadily
@@ -283,18 +284,25 @@ def stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constant
 
 
 def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
-    """The line's time goes from the longest pauses of its phases, give or take its error."""
+    """The line's time goes from the longest pauses of its phases, give or take its error, and its waits with it.
+
+    What would be left of a long pause is the line's too, unless it is more than that error.
+    """
     sign = {"least": 2, "expected": 0, "most": -2}[setting.world]
     gap = list(columns.gap_ns)
-    for line in _lines_at(setting):
+    lines = _lines_at(setting)
+    for line in lines:
         left_ns = max(0, line.time_ns - line.waiting_ns + sign * line.error_ns)
         phases = {line.phase} if line.phase is not None else {OUTSIDE, DATA}
         pauses = [sum(of_gap.get(phase, 0) for phase in phases) for of_gap in setting.step.gap_phases]
         for call in sorted(range(len(gap)), key=lambda call: -pauses[call]):
             taken_ns = min(left_ns, max(gap[call], 0), pauses[call])
-            gap[call] -= taken_ns
+            rest_ns = min(max(gap[call], 0), pauses[call]) - taken_ns
+            is_all = taken_ns and pauses[call] > PAUSE_NS and rest_ns <= 2 * line.error_ns and setting.world != "most"
+            gap[call] -= taken_ns + (rest_ns if is_all else 0)
             left_ns -= taken_ns
-    return replace(columns, gap_ns=gap)
+    columns = replace(columns, gap_ns=gap)
+    return drop_waits_of_line(columns, setting) if any(round(line.waits) for line in lines) else columns
 
 
 def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
