@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from profkit.cli.options import FILE, POSITIVE
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import (
     GraphTrace,
@@ -31,8 +32,6 @@ from profkit.run.manifest import Kind
 from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-AT_LEAST_ONE = click.IntRange(min=1)
 
 _MODEL: tuple[Kind, ...] = ("model",)
 _HOOKED: tuple[Kind, ...] = ("callable", "command")
@@ -63,7 +62,7 @@ class _Contexts(click.ParamType):  # type: ignore[type-arg]  # generic in some v
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        contexts = tuple(AT_LEAST_ONE(word.strip(), param, ctx) for word in str(value).split(","))
+        contexts = tuple(POSITIVE(word.strip(), param, ctx) for word in str(value).split(","))
         if len(set(contexts)) < len(contexts):
             self.fail(f"{value}: one context is there twice", param, ctx)
         return contexts
@@ -127,9 +126,7 @@ def _choice(name: str, values: Any, default: str, text: str) -> Callable[[Functi
 
 
 _OPTIONS = (
-    click.option(
-        "-o", "output", type=click.Path(path_type=Path), help="The run directory to create  [default: runs/TIME-TARGET]"
-    ),
+    click.option("-o", "output", type=FILE, help="The run directory to create  [default: runs/TIME-TARGET]"),
     click.option(
         "--nsys/--kineto",
         "with_nsys",
@@ -151,7 +148,7 @@ _OPTIONS = (
         type=click.IntRange(min=0),
         help="Steps before the measured ones  [default: 2 for built-in models and callables, 14 for commands]",
     ),
-    click.option("--steps", type=AT_LEAST_ONE, default=3, show_default=True, help="Measured steps."),
+    click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Measured steps."),
     click.option(
         "--step-on",
         metavar="KIND",
@@ -186,7 +183,7 @@ _OPTIONS = (
     click.option(
         "--nproc-per-node",
         "ranks",
-        type=AT_LEAST_ONE,
+        type=POSITIVE,
         default=1,
         metavar="N",
         help="Start N processes on this machine with torch's launcher. A built-in model is then trained with "
@@ -214,7 +211,7 @@ _OPTIONS = (
         default=True,
         help="With --nsys: keep the .nsys-rep next to its export. It holds the environment and cannot be scrubbed.",
     ),
-    click.option("--batch", type=AT_LEAST_ONE, default=4, show_default=True, help="Sequences per batch."),
+    click.option("--batch", type=POSITIVE, default=4, show_default=True, help="Sequences per batch."),
     click.option(
         "--context",
         "contexts",
@@ -243,7 +240,7 @@ _OPTIONS = (
     _choice("--memory-stacks", Stacks, "python", "Stack of each allocation: Python frames, or all with C++ (slower)."),
     click.option(
         "--memory-entries",
-        type=AT_LEAST_ONE,
+        type=POSITIVE,
         default=MEMORY_ENTRIES,
         show_default=True,
         help="Keep at most this many allocator events (300 B to 1 KB of host memory each); older ones are lost.",

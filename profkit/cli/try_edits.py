@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from profkit.analysis.trials import latest_trials, summarize_trials
+from profkit.cli.options import POSITIVE
 from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
 from profkit.cli.run import run as run_command
-from profkit.cli.run_options import AT_LEAST_ONE, RunCommand
+from profkit.cli.run_options import RunCommand
 from profkit.errors import ProfkitError, RunError, UsageError
 from profkit.files import collector_off
 from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
@@ -65,9 +66,7 @@ class TryCommand(RunCommand):
 )
 @click.option("--together", is_flag=True, help="Try all edits together only, not each alone.")
 @click.option("--alone", is_flag=True, help="Try each edit alone only, not those together that help.")
-@click.option(
-    "--processes", type=AT_LEAST_ONE, default=3, show_default=True, help="Processes of each that are measured."
-)
+@click.option("--processes", type=POSITIVE, default=3, show_default=True, help="Processes of each that are measured.")
 @click.option("--anyway", is_flag=True, help="Also try a script that writes files where it runs.")
 @click.option("--step-on", metavar="KIND", help="What a step is, as for `profkit run`.")
 @click.option("--run", "directory", type=click.Path(path_type=Path), help="The run directory to create for a script.")

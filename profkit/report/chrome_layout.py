@@ -6,10 +6,9 @@ begins where the time tracks have ended: nothing of it can be read as happening 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 
 import numpy as np
 
@@ -21,14 +20,12 @@ from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value
 
-_ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
 LAUNCHING, SYNCHRONISING, OUTSIDE = (
     "Python prepared kernels",
     "Python waited for the GPU",
     "Python ran without CUDA calls",
 )
 
-_GAP_NS = 1_000_000
 _THREAD_MASK = 0xFFFFFF
 _LARGEST_ID = 2**30
 """Perfetto's processes and threads have ids of 32 bits, with a sign; no system gives larger ones than this."""
@@ -223,34 +220,6 @@ def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTr
         peaks = {index: memory.history.allocated_peak_bytes for index, memory in snapshot.devices.items()}
         tracks.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
     return tracks
-
-
-@dataclass(frozen=True)
-class MemoryProcess:
-    """The process that memory gets in an export, and when that begins: after all that was recorded of time."""
-
-    pid: int
-    name: str
-    begin_ns: int
-
-
-def place_memory(
-    memory: Sequence[MemoryTracks], layout: Layout | None, free: Iterator[int]
-) -> list[tuple[MemoryTracks, MemoryProcess]]:
-    """Return each rank's memory with its process, which says so if it is not the one whose time was recorded.
-
-    ``free`` gives the processes their numbers. A thread with the number of a process would be its main thread for
-    Perfetto, so no thread of the export may have one of them.
-    """
-    if layout is None:
-        return [(tracks, MemoryProcess(next(free), tracks.label, 0)) for tracks in memory]
-    begin_ns = layout.end_ns + _GAP_NS
-    return [(tracks, MemoryProcess(next(free), f"{tracks.label} ({_ANOTHER_PROCESS})", begin_ns)) for tracks in memory]
-
-
-def count_free_ids(layout: Layout | None) -> Iterator[int]:
-    """Return numbers that no process and no thread of a trace has."""
-    return count(1 if layout is None else max((*layout.pids.values(), *layout.tids.values()), default=0) + 1)
 
 
 def _reserved(name: str, moments: Ints, times_ns: Ints, curve: Ints) -> Counter:

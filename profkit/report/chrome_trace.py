@@ -22,20 +22,19 @@ from profkit.analysis.placing.attribution import PlacedRows
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.report.chrome_layout import (
     Layout,
-    MemoryProcess,
     MemoryTracks,
     assign_lanes,
-    count_free_ids,
     find_crossing,
     find_idle_time,
     launching_calls,
     lay_out,
-    place_memory,
 )
 from profkit.report.page.step import EVIDENCE
 from profkit.trace.columns import Copies, Ints, Work, rows_by_value
 
 _ROWS_AT_ONCE = 8192
+_GAP_NS = 1_000_000
+_ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
 
 
 def write_chrome_trace(
@@ -62,11 +61,16 @@ def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, m
 
 
 def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[MemoryTracks]) -> Iterator[str]:
-    free = count_free_ids(layout)
+    used = (0,) if layout is None else (0, *layout.pids.values(), *layout.tids.values())
+    free = count(max(used) + 1)
     if opened is not None and layout is not None:
         yield from _TimeRows(opened, layout, free).all()
-    for tracks, process in place_memory(memory, layout, free):
-        yield from _memory_rows(tracks, process, free)
+    begin_ns = 0 if layout is None else layout.end_ns + _GAP_NS
+    # A thread with the number of a process would be its main thread for Perfetto: processes get theirs first.
+    for pid, tracks in [(next(free), tracks) for tracks in memory]:
+        name = tracks.label if layout is None else f"{tracks.label} ({_ANOTHER_PROCESS})"
+        yield _metadata("process_name", pid, 0, name)
+        yield from _memory_rows(tracks, pid, begin_ns, free)
 
 
 class _TimeRows:
@@ -228,9 +232,7 @@ class _TimeRows:
         return f'{{"ph": "X", "cat": "{category}", "name": {name}, {where}, "ts": {start}, "dur": {duration}{said}}}'
 
 
-def _memory_rows(memory: MemoryTracks, place: MemoryProcess, free: Iterator[int]) -> Iterator[str]:
-    pid, begin_ns = place.pid, place.begin_ns
-    yield _metadata("process_name", pid, 0, place.name)
+def _memory_rows(memory: MemoryTracks, pid: int, begin_ns: int, free: Iterator[int]) -> Iterator[str]:
     for name, spans in (("steps", memory.steps), ("phases", memory.phases)):
         tid = next(free)
         if spans:

@@ -69,6 +69,14 @@ def four_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def format_flops(value: float) -> str:
+    """Return operations in the unit that fits: ``15.78 TFLOP``."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{four_digits(value / 10**power)} {prefix}FLOP"
+    return f"{value:,.0f} FLOP"
+
+
 def format_bytes(value: int) -> str:
     """Return bytes in the unit that fits: ``2.863 GiB``; GiB is 2³⁰."""
     size = abs(value)

@@ -32,6 +32,7 @@ from profkit.report.units import (
     count_over,
     format_change,
     format_count,
+    format_flops,
     format_ns,
     format_share,
     four_digits,
@@ -198,9 +199,9 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
     if result.clean_idle_share is not None:
         yield f"idle without a profiler (estimate): {format_share(result.clean_idle_share)}"
     if result.model_flops is not None:
-        line = f"{_flops_words(result.model_flops)} per step, MFU {_share_or_unknown(result.mfu)}"
+        line = f"{format_flops(result.model_flops)} per step, MFU {_share_or_unknown(result.mfu)}"
         if result.hardware_flops not in (None, result.model_flops):
-            done = _flops_words(result.hardware_flops)
+            done = format_flops(result.hardware_flops)
             line += f"; {done} executed, HFU {_share_or_unknown(result.hfu)}"
         yield line
 
@@ -227,11 +228,6 @@ def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
     if data.input_copy_ns:
         line += f", then {format_ns(data.input_copy_ns // len(waits))} to copy it to the GPU"
     yield line
-
-
-def _flops_words(flops: int) -> str:
-    power, prefix = next(((p, x) for p, x in ((15, "P"), (12, "T"), (9, "G"), (6, "M")) if flops >= 10**p), (0, ""))
-    return f"{four_digits(flops / 10**power)} {prefix}FLOP" if power else f"{flops:,} FLOP"
 
 
 def _count_steps(result: EfficiencyResult) -> str:

@@ -128,9 +128,9 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
     """Return what the page's script reads."""
     texts = Interned()
     groups = {"category": bins.by_category, "module": bins.by_module, "stack": bins.by_stack}
-    unit = _common_unit(
-        [bins.allocated, bins.lowest, bins.reserved, *(series.bytes for group in groups.values() for series in group)]
-    )
+    columns = [bins.allocated, bins.lowest, bins.reserved]
+    columns += [series.bytes for group in groups.values() for series in group]
+    unit = int(np.gcd.reduce([int(np.gcd.reduce(column)) for column in columns])) or 1
     frames: dict[tuple[str, ...], int] = {}
     return {
         "mode": by,
@@ -208,7 +208,7 @@ def _picture(bins: Bins) -> dict[str, Any]:
                 {
                     "name": category.name,
                     "colour": colours.MEMORY[category.name],
-                    "path": _path(x, 300 - 300 * above / top, 300 - 300 * below / top),
+                    "path": _outline(x, 300 - 300 * above / top, 300 - 300 * below / top),
                     "at_peak": int(category.bytes[bins.peak]),
                     "shown": format_bytes(int(category.bytes[bins.peak])),
                 }
@@ -224,17 +224,13 @@ def _picture(bins: Bins) -> dict[str, Any]:
     }
 
 
-def _path(x: Any, upper: Any, lower: Any) -> str:
+def _outline(x: Any, upper: Any, lower: Any) -> str:
     return f"M{_line(x, upper)[1:]}L{_line(x[::-1], lower[::-1])[1:]}Z"
 
 
 def _line(x: Any, y: Any) -> str:
     steps = [f"{x[at]:.0f},{y[at]:.1f}L{x[at + 1]:.0f},{y[at]:.1f}" for at in range(len(y))]
     return "M" + "L".join(steps)
-
-
-def _common_unit(columns: list[Ints]) -> int:
-    return int(np.gcd.reduce([int(np.gcd.reduce(column)) for column in columns])) or 1
 
 
 def _deltas(values: Ints, unit: int) -> list[int]:
@@ -259,7 +255,7 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
     kinds = {bar["kind"] for side in sides for view in side.values() for bar in view["blocks"]}
     whens = (f"At the {result.composition.what}", "When recording ended")
     return {
-        "heads": [_head(when, layout) for when, layout in zip(whens, layouts, strict=True)],
+        "heads": [f"{when}: {_describe(layout)}" for when, layout in zip(whens, layouts, strict=True)],
         "rows": [[side.get(address) for side in sides] for address in drawn],
         "kinds": [(kind, _WORDS.get(kind, kind)) for kind in (*CATEGORIES, _PENDING, _UNUSED) if kind in kinds],
         "hidden": format_count(len(sizes) - len(drawn), "smaller segment") if len(sizes) > len(drawn) else "",
@@ -267,14 +263,12 @@ def build_segments(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]
     }
 
 
-def _head(when: str, layout: Layout | None) -> str:
+def _describe(layout: Layout | None) -> str:
     if layout is None:
-        return f"{when}: {_WITHOUT_LAYOUT}"
+        return _WITHOUT_LAYOUT
     free = layout.free_blocks
     pieces = f" in {format_count(len(free), 'piece')}" if len(free) else ""
-    return (
-        f"{when}: {format_count(len(layout.segment_bytes), 'segment')}, {format_bytes(int(free.sum()))} unused{pieces}"
-    )
+    return f"{format_count(len(layout.segment_bytes), 'segment')}, {format_bytes(int(free.sum()))} unused{pieces}"
 
 
 def _draw(memory: DeviceMemory, layout: Layout | None, moment: int, sizes: dict[int, int]) -> dict[int, dict[str, Any]]:

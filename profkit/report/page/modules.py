@@ -30,7 +30,7 @@ from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, pack, view_table
 from profkit.report.page.results import Results
 from profkit.report.text import simplify_name
-from profkit.report.units import BYTES, CHANGE, SHARE, TEXT, Unit, count_over, four_digits, ns_over
+from profkit.report.units import BYTES, CHANGE, SHARE, TEXT, Unit, count_over, format_flops, ns_over
 
 _HELD = {
     "parameters": "parameters",
@@ -53,6 +53,8 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
     if before is not None:
         _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
     table = view_table(Table(_columns(run), rows))
+    count = run.summary.head.gpu_count
+    together = f", of all {count} GPUs together" if count > 1 else ""
     for view, row in zip(table["rows"], rows, strict=False):
         # Under its parent a module needs only the rest of its name; the whole one is in the title, and in CSV.
         parent = row["parent"] or ""
@@ -62,14 +64,9 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
         "table": table,
         "choices": pack_choices(run, rows[: len(table["rows"])]),
         "is_joined": bool(times) and bool(parts),
-        "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + _of_gpus(run),
+        "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + together,
         "moment": None if run.memory is None else run.memory.composition.what,
     }
-
-
-def _of_gpus(run: Results) -> str:
-    count = run.summary.head.gpu_count
-    return f", of all {count} GPUs together" if count > 1 else ""
 
 
 def _parts(run: Results) -> Sequence[PartRow]:
@@ -237,16 +234,11 @@ def _held(parts: Sequence[PartRow]) -> dict[str, Any]:
     return {"bytes": sum(part.bytes for part in parts), "paths": tuple(part.path for part in parts), **uses}
 
 
-def _flops(value: float) -> str:
-    power, prefix = next(((p, x) for p, x in ((12, "T"), (9, "G"), (6, "M")) if value >= 10**p), (0, ""))
-    return f"{four_digits(value / 10**power)} {prefix}"
-
-
 def _columns(run: Results) -> list[Column]:
     """Return all columns that some program has; `view_table` leaves out those that nothing is known of."""
     steps = run.steps
     each = ns_over(steps)
-    flops = Unit(lambda value: _flops(value / (steps or 1)))
+    flops = Unit(lambda value: format_flops(value / (steps or 1)).removesuffix("FLOP").rstrip())
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
