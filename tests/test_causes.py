@@ -392,6 +392,46 @@ def test_a_chain_of_small_kernels_in_a_module_is_named_by_what_it_is(
         assert advice[code].evidence["kernels"] == 4 * len(kernels)
 
 
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ([line(MS, "forward", "x.add")], 30),
+        ([line(MS, "forward", "x.to", waiting_ns=MS), line(MS, "forward", "x.add", line=31)], 31),
+        ([line(MS, "forward", "trainer.fit"), line(MS, "backward", "trainer.fit")], None),
+    ],
+)
+def test_a_chain_outside_of_modules_is_named_by_a_line_of_the_users_or_not_at_all(
+    tmp_path: Path, lines: Sequence[LineTime], named: int | None
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward"):
+                program.launch(NVJET, 100_000)
+                program.launch(ADD, 100_000, 8)
+            program.wait()
+    advice = found(program.write(tmp_path, lines))
+    place = advice["chain"].line if "chain" in advice else None
+    assert (None if place is None else place.line) == named
+
+
+def test_gathering_and_scattering_take_as_long_in_compiled_code(tmp_path: Path) -> None:
+    def write(folder: Path, kernel: str) -> dict[str, Advice]:
+        program = Program()
+        for _ in range(STEPS):
+            with program.step():
+                with program.range("forward/model/layer"):
+                    for _ in range(10):
+                        program.launch(NVJET, 50_000)
+                        program.launch(kernel, 100_000)
+                program.wait()
+        folder.mkdir()
+        return found(program.write(folder))
+
+    assert "compile" in write(tmp_path / "add", ADD)
+    assert "compile" not in write(tmp_path / "scatter", "void at::native::indexFuncLargeIndex<float, long>(T1)")
+
+
 def test_conversions_zeroed_gradients_and_allocations_are_named_by_kernels_and_calls(
     tmp_path: Path,
 ) -> None:

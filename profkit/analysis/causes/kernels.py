@@ -11,8 +11,8 @@ from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_o
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, source_line
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
-from profkit.analysis.step_replay.kernel_edits import CONVOLUTION
-from profkit.analysis.step_replay.limits import OUTSIDE
+from profkit.analysis.step_replay.kernel_edits import is_convolution
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
@@ -59,7 +59,7 @@ def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _is_in_simple_fp32(operation: Operation) -> bool:
-    return product_dtype(operation.name) == "fp32" and not CONVOLUTION.search(operation.name)
+    return product_dtype(operation.name) == "fp32" and not is_convolution(operation.name)
 
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
@@ -168,7 +168,7 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
 def _chains(evidence: Evidence) -> Iterator[Cause]:
     """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out.
 
-    Outside of all modules they may be a trainer's.
+    Outside of all modules they may be a trainer's, and a line must say whose they are.
     """
     if evidence.step is None or evidence.is_debugged:
         return
@@ -179,7 +179,7 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     cost = {place: sum(one.duration_ns + _LAUNCH_NS for run in mine[place] for one in run) for place in places}
     for place in sorted(cost, key=lambda place: -cost[place])[:_MOST_CHAINS]:
         cause = _describe_chain(evidence, place, mine[place], skipped)
-        if cause.module or cause.line or not evidence.trainer_lines:
+        if cause.module or cause.line or not evidence.lines or cause.code == "cross-entropy":
             yield cause
 
 
@@ -232,14 +232,18 @@ def _describe_chain(
 
 
 def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
-    """Return the line of a phase in which Python prepares kernels for the longest time."""
+    """Return the line of a phase in which Python prepares kernels for the longest time: no pause is mostly its own."""
+    limits = evidence.summary.limits
+    paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
     lines = [
         line for line in evidence.lines if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
     ]
     own = [
         line
         for line in lines
-        if not (line.called or "").endswith(_TRAINING) and (line.file, line.line) not in evidence.trainer_lines
+        if not (line.called or "").endswith(_TRAINING)
+        and (line.file, line.line) not in evidence.trainer_lines
+        and line.time_ns > line.waiting_ns + 2 * paused.get((line.file or "", line.line), 0)
     ]
     longest = max(own, key=lambda line: line.time_ns - line.waiting_ns, default=None)
     return None if longest is None else source_line(longest)

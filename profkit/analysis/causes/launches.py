@@ -17,6 +17,8 @@ from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
 _TRAINING = (".step", ".backward")
+_FUSABLE = tuple(category for category in SMALL if category not in ("embedding/index", "random", "other"))
+"""Small kernels of which a compiler makes fewer: gathering and scattering take as long in compiled code."""
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
 _MANY = 4
@@ -106,10 +108,10 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
     is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
-    small = [one for one in operations if one.category in SMALL]
+    small = [one for one in operations if one.category in _FUSABLE]
     mode = "reduce-overhead" if is_late else None
     waiting = _waiting_line(evidence) if is_late and _find_waits(step) else None
-    changes = [compile_step(evidence.choose(lambda one: one.category in SMALL), replays=is_late)]
+    changes = [compile_step(evidence.choose(lambda one: one.category in _FUSABLE), replays=is_late)]
     if waiting is not None:
         changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from profkit.analysis.causes.evidence import Evidence
-from profkit.analysis.step_replay.kernel_edits import CONVOLUTION
+from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.steps import ReplayedStep
 
 _SEVERAL = 1.5
@@ -30,7 +30,7 @@ def _convolutions(evidence: Evidence) -> Iterator[str]:
 
 def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
     names = (step.names[row] for row in step.columns.row.tolist())
-    return tuple(name for name in names if CONVOLUTION.search(name))
+    return tuple(name for name in names if is_convolution(name))
 
 
 def _crowded_cpus(evidence: Evidence) -> Iterator[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import NamedTuple
 
 from profkit.analysis.kernels.categories import product_dtype
@@ -55,7 +56,7 @@ _CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
 _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
 _BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
 _CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
-CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
+_CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
 
 
 def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
@@ -111,7 +112,7 @@ def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
 
 def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:
     """Products whose kernels compute in fp32 use the tensor cores; convolutions have a switch of their own."""
-    rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not CONVOLUTION.search(name))
+    rows = find_rows(columns, setting, lambda name, _: product_dtype(name) == "fp32" and not is_convolution(name))
     if not rows:
         raise CannotPredictError("by its kernels' names no product runs in fp32")
     large = [row for row in rows if columns.duration_ns[row] > _LARGE_NS]
@@ -162,8 +163,14 @@ def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumn
     return _speed_up(columns, _convolutions(columns, setting), _BENCHMARKED, setting.world)
 
 
+@cache
+def is_convolution(name: str) -> bool:
+    """Return whether a kernel's name is that of a convolution."""
+    return _CONVOLUTION.search(name) is not None
+
+
 def _convolutions(columns: StepColumns, setting: Setting) -> list[int]:
-    rows = find_rows(columns, setting, lambda name, _: CONVOLUTION.search(name) is not None)
+    rows = find_rows(columns, setting, lambda name, _: is_convolution(name))
     if not rows:
         raise CannotPredictError("by its kernels' names the step has no convolution")
     return rows
