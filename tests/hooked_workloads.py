@@ -319,7 +319,7 @@ WORKLOADS = (
 
 def _remember(folder: Path) -> Any:
     """Record the memory of a CUDA of paper, from now on."""
-    from profkit.capture.memory.recording import MemoryRecording
+    from profkit.capture.memory_history import MemoryRecording
     from profkit.run.recording import MemoryOptions
     from tests import paper_cuda
 

@@ -97,8 +97,8 @@ def install() -> None:
     torch.cuda._exchange_device = lambda _device: 0
     torch.cuda._maybe_exchange_device = lambda _device: 0
     torch.cuda.exhaust = lambda: _fail(cuda)
-    if "profkit.capture.memory.owners" in sys.modules:
-        sys.modules["profkit.capture.memory.owners"].OwnerLedger._is_ours = staticmethod(lambda _tensor: True)
+    if "profkit.capture.owners" in sys.modules:
+        sys.modules["profkit.capture.owners"].OwnerLedger._is_ours = staticmethod(lambda _tensor: True)
 
 
 def _fail(cuda: _Cuda) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.capture.memory import recording
+from profkit.capture import memory_history as recording
 
 
 @pytest.fixture

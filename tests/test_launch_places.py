@@ -12,9 +12,8 @@ import torch
 from torch import fx, nn
 from torch._inductor.virtualized import V
 
-from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedModule, shape_of
 from profkit.capture.compiled.origins import CodeGeneration, origin_of
-from profkit.capture.compiled.places import LoadedGraph, Modules, places_in
+from profkit.capture.compiled.places import LoadedGraph, Modules, TracedGraph, TracedModule, places_in, shape_of
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.names import FORWARD, INFERENCE, OPTIMIZER, LaunchPlace

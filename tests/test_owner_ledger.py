@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from profkit.capture.hooks.module_names import ModuleNames, Roots
-from profkit.capture.memory.owners import OwnerLedger
+from profkit.capture.owners import OwnerLedger
 from profkit.run.owners import Owned, read_owners
 
 

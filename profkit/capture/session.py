@@ -26,7 +26,7 @@ from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
 from profkit.capture.lines.recorder import LineSearch
-from profkit.capture.memory.recording import MemoryRecording
+from profkit.capture.memory_history import MemoryRecording
 from profkit.capture.patches import restore_all
 from profkit.capture.recorders.recorded_steps import StepsRecorder
 from profkit.capture.steps.boundaries import OwnSteps

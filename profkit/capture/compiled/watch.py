@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from profkit.annotation import Range
-from profkit.capture.compiled.dynamo_graphs import TracedGraph, TracedGraphs
 from profkit.capture.compiled.generated_file import GeneratedFile, LaunchSite, describe_memory, read_generated_file
 from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, line_of
-from profkit.capture.compiled.places import Entries, LoadedGraph, places_in
+from profkit.capture.compiled.places import Entries, LoadedGraph, TracedGraph, TracedGraphs, places_in
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import Call, OpenRanges

@@ -1,1 +1,0 @@
-"""The allocator's history, and whose tensors lie where."""
