@@ -161,6 +161,13 @@ CASES = {
         Ledger(13, 10, 0, 0, 0, 23),
         tree={"forward": 7, "backward": 16, "backward/ncclAllReduce": 5},
     ),
+    "work in a range lies under what is around that range, though the main thread goes on meanwhile": Case(
+        [*STEP, ("hook", 110, 190, AUTOGRAD)],
+        [*IN_STEP[:2], ([120, 130, 145, 155], 5, AUTOGRAD)],
+        Ledger(28, 0, 0, 0, 0, 28),
+        tree={"forward": 7, "backward": 21, "backward/hook": 20},
+        calls=[(140, 1), (150, 1), (160, 1)],
+    ),
     "two waiting threads are ambiguous": Case(
         [*STEP, ("backward", 100, 200, OTHER)],
         [*IN_STEP, ([101], 1, OTHER)],
