@@ -8,6 +8,10 @@ from typing import Any
 
 VM = 1 << 48
 
+_ON_GPU = (
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
+    " correlationId INTEGER, globalPid INTEGER"
+)
 _TABLES = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
     "META_DATA_EXPORT": "name TEXT, value TEXT",
@@ -29,25 +33,14 @@ _TABLES = {
         " nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL"
     ),
     "CUPTI_ACTIVITY_KIND_KERNEL": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL,"
-        " graphNodeId INTEGER"
+        f"{_ON_GPU}, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, graphNodeId INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": (
         "globalPid INTEGER, correlationId INTEGER, deviceId INTEGER, streamId INTEGER, eventId INTEGER"
     ),
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, graphId INTEGER, graphExecId INTEGER"
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMCPY": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER, graphNodeId INTEGER"
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMSET": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,"
-        " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, graphNodeId INTEGER"
-    ),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": f"{_ON_GPU}, graphId INTEGER, graphExecId INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": f"{_ON_GPU}, bytes INTEGER, copyKind INTEGER, graphNodeId INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMSET": f"{_ON_GPU}, bytes INTEGER, graphNodeId INTEGER",
 }
 
 

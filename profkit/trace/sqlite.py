@@ -6,8 +6,8 @@ than everything that follows. A table of integers is simple on disk (https://www
 header with one serial type per column, then the columns' bytes, big-endian. `PageReader` does each step as one NumPy
 operation on a whole batch of pages, and leaves every table in which it meets anything else to SQLite.
 
-Measured: a trace of 357,179 kernels and 785,066 CUDA calls is read in 0.22 s, through SQLite's own SQL in 0.80 s; that
-is 0.6 s for ``profkit kernels`` or 1.2 s.
+Measured: a trace of 357,179 kernels and 785,066 CUDA calls is read in 0.2 s, through SQLite's own SQL in 1.4 s; that is
+0.5 s for ``profkit kernels`` or 1.7 s.
 """
 
 from __future__ import annotations
