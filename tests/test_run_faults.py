@@ -180,9 +180,7 @@ for batch in DataLoader(torch.ones(20, 4), batch_size=2):
 
 BREAKABLE = [
     ("hooks.open_ranges", "OpenRanges.open"),
-    ("hooks.open_ranges", "OpenRanges.open_call"),
     ("hooks.open_ranges", "OpenRanges.close"),
-    ("hooks.open_ranges", "OpenRanges.close_call"),
     ("hooks.open_ranges", "OpenRanges.has_range"),
     ("hooks.open_ranges", "OpenRanges.enter_backward_of"),
     ("hooks.open_ranges", "OpenRanges.leave_backward"),

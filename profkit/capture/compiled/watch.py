@@ -203,7 +203,7 @@ class _Ranges:
         try:
             return function(*args, **kwargs)
         finally:
-            opened.end_range(range_, token)
+            opened.end_range(token)
 
     def _sites_in(self, opened: OpenRanges, call: Call | None, given: ref[nn.Module] | None) -> _Sites:
         module = None if given is None else given()

@@ -55,7 +55,7 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
-        if node is not None and MARK not in node.metadata:
+        if node is not None:
             mark_node(node, hook, carrier)
     elif not nesting or value is None:
         return
@@ -73,21 +73,16 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
 def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
     """Mark one node, as `mark_nodes` does."""
     notes = node.metadata
-    if MARK not in notes:
-        notes[MARK] = True
-        _hook_node(node, {0: hook}, carrier)
-        number = node._sequence_nr()
-        carrier.newest = max(carrier.newest, number)
-
-
-def _hook_node(node: Any, hooks: dict[int, NodeHook], carrier: Carrier) -> None:
-    """Call what is in ``hooks`` by then before ``node`` runs.
-
-    As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over. `Node.register_prehook`
-    makes a handle for each, which takes longer than all the rest of a range.
-    """
-    carrier.tensor._backward_hooks = hooks
+    if MARK in notes:
+        return
+    notes[MARK] = True
+    # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
+    # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
+    carrier.tensor._backward_hooks = {0: hook}
     node._register_hook_dict(carrier.tensor)
+    number = node._sequence_nr()
+    if number > carrier.newest:  # noqa: PLR1730  a call of max takes longer
+        carrier.newest = number
 
 
 def is_marked(node: Any) -> bool:
@@ -116,7 +111,8 @@ def watch_graph_end(
         node = one.grad_fn if isinstance(one, Tensor) else None
         if node is not None:
             hooks = {0: lambda _gradient: at_graph_end(callback)}
-            _hook_node(node, hooks, carrier)
+            carrier.tensor._backward_hooks = hooks
+            node._register_hook_dict(carrier.tensor)
             return hooks.clear
     return None
 

@@ -347,7 +347,7 @@ class Hooks(RangeObserver):
             if next_number() != carrier.passed:  # else all that is passed on was looked at where it was made
                 passed = (*args, kwargs) if kwargs else args
                 self._outside.passes(passed, around or self._no_call, around, carrier)
-            opened.open_call(call)
+            opened.open(call, name, call)
             return call
         except Exception as error:
             self.fail(error)
@@ -358,7 +358,7 @@ class Hooks(RangeObserver):
         try:
             if self.is_recording and next_number() != opened.carrier.passed:
                 self._outside.passes((output,), call, call, opened.carrier)
-            opened.close_call(call)
+            opened.close(call)
             if opened.root is None:
                 if opened.is_interrupted_by(module):
                     opened.resume_backward(module)

@@ -56,8 +56,7 @@ class Call:
             opened = hooks.on_thread.ranges
             if opened.graph_task != running_graph():
                 hooks.enter_graph(opened)
-            if not opened.log_next_backward(self):
-                opened.enter_backward_of(self)
+            opened.enter_backward_of(self)
         except Exception as error:
             hooks.fail(error)
 
@@ -85,18 +84,18 @@ class BackwardHooks(Protocol):
         """A hook failed."""
 
 
-# An open range: who opened it, its name, the range and what it needs to close (both None where there is none), and the
-# call with the forward or backward that it is. A plain tuple, because one is made twice for each call of a module.
-_Entry = tuple[object, str | None, Range | None, Any, Call | None]
+# Who opened it, its name, what closes its range (both None where there is none), and the call with the forward or
+# backward that it is. A plain tuple, because one is made for each call of a module.
+_Entry = tuple[object, str | None, Any, Call | None]
 _KEY: Final = 0
 _NAME: Final = 1
-_CALL: Final = 4
+_CALL: Final = 3
 
 _BACKWARD_OF_CALL = object()
+"""The key of the one entry that stands for the backward ranges of a call and of all calls around it."""
 _SCRIPTS = object()
 _LOGGED = object()
 """What closes a range that the log alone has."""
-_NOTHING: _Entry = (None, None, None, None, None)
 
 _PURPOSES = frozenset({*PHASES, RECOMPUTE, "data", "inference"})
 
@@ -116,6 +115,7 @@ class OpenRanges:
     """
 
     __slots__ = (
+        "_backward",
         "_entries",
         "_interrupted",
         "_log",
@@ -139,6 +139,8 @@ class OpenRanges:
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
         self._entries: list[_Entry] = []
+        self._backward: list[Any] = []
+        """What closes the backward ranges of calls."""
         # By the key of what interrupted it, the call whose backward work goes on where that closes.
         self._interrupted: dict[object, Call | None] = {}
         self.call: Call | None = None
@@ -157,7 +159,7 @@ class OpenRanges:
         for name in names:
             _ = _ranges[name]
 
-    def begin_range(self, name: str, range_: Range) -> Any:
+    def begin_range(self, name: str, range_: Range | None = None) -> Any:
         """Open the range of this name on this thread: in the log while that is on, else for NVTX and torch.profiler.
 
         Return what `end_range` needs.
@@ -168,80 +170,40 @@ class OpenRanges:
                 observer.opening(name)
             logged = self._logged
             if logged is None:
-                logged = self._begin_log()
+                logged = self._logged = self._log.begin_thread()
             logged += (self._number_of[name], time_ns())
             return _LOGGED
+        range_ = range_ or _ranges[name]
         if shown_to or profiler._is_profiler_enabled:
-            return range_.open(shown_to)
+            return range_, range_.open(shown_to)
         range_.push(range_.attributes, range_.domain)
-        return None
+        return range_, None
 
-    def end_range(self, range_: Range, token: Any) -> None:
-        """Close a range, this thread's innermost; ``token`` is what `begin_range` returned."""
+    def end_range(self, token: Any) -> None:
+        """Close this thread's innermost range; ``token`` is what `begin_range` returned."""
+        if token is not _LOGGED:
+            range_, record = token
+            range_.close(record, self._shown_to)
+            return
         shown_to = self._shown_to
-        if token is _LOGGED:
-            for observer in shown_to:
-                observer.closing()
-            if self._log.is_on and self._logged is not None:  # as `_leave` does, in its place
-                self._logged += (LEFT, time_ns())
-            for observer in shown_to:
-                observer.closed()
-        elif token is None and not shown_to:
-            range_.pop(range_.domain)
-        else:
-            range_.close(token, shown_to)
-
-    def _begin_log(self) -> list[int]:
-        self._logged = self._log.begin_thread()
-        return self._logged
+        for observer in shown_to:
+            observer.closing()
+        self._leave()
+        for observer in shown_to:
+            observer.closed()
 
     def _leave(self) -> None:
-        if self._log.is_on and self._logged is not None:
-            self._logged += (LEFT, time_ns())
-
-    def open_call(self, call: Call) -> None:
-        """Open the range of a call of a module that begins."""
-        name = call.name
-        if name is None:
-            self._entries.append((call, None, None, None, call))
-        else:
-            range_, logged = _ranges[name], self._logged
-            token: Any = _LOGGED
-            if logged is not None and self._log.is_on and not self._shown_to:  # as `begin_range` does, in its place
-                logged += (self._number_of[name], time_ns())
-            else:
-                token = self.begin_range(name, range_)
-            self._entries.append((call, name, range_, token, call))
-        self.call = call
-        if self._runs_for is not None:
-            self._changed()
+        logged = self._logged
+        if logged is not None:
+            logged += (LEFT, time_ns())
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
-        if name is None:
-            self._entries.append((key, None, None, None, call))
-        else:
-            range_ = _ranges[name]
-            self._entries.append((key, name, range_, self.begin_range(name, range_), call))
+        self._entries.append((key, name, None if name is None else self.begin_range(name), call))
         if call is not None:
             self.call = call
         if self._runs_for is not None:
             self._changed()
-
-    def close_call(self, call: Call) -> None:
-        """Close the range of a call that has ended."""
-        entries = self._entries
-        if entries and entries[-1][_KEY] is call:
-            _, _, range_, token, _ = entries.pop()
-            if token is _LOGGED and self._logged is not None and self._log.is_on and not self._shown_to:
-                self._logged += (LEFT, time_ns())
-            elif range_ is not None:
-                self.end_range(range_, token)
-            self.call = call.around
-            if self._runs_for is not None:
-                self._changed()
-        else:
-            self.close(call)
 
     def note_opening(self, name: str | None, logged_as: str | None = None) -> None:
         """Note a range of the script's own that opens on this thread.
@@ -252,10 +214,11 @@ class OpenRanges:
         """
         token = None
         if logged_as is not None and self._log.is_on:
-            logged = self._begin_log() if self._logged is None else self._logged
-            logged += (self._number_of[logged_as], time_ns())
+            if self._logged is None:
+                self._logged = self._log.begin_thread()
+            self._logged += (self._number_of[logged_as], time_ns())
             token = _LOGGED
-        self._entries.append((_SCRIPTS, name, None, token, None))
+        self._entries.append((_SCRIPTS, name, token, None))
         self.scripts += 1
         if self._runs_for is not None:
             self._changed()
@@ -264,7 +227,7 @@ class OpenRanges:
         """Note that the script's innermost range has closed on this thread; return its name, None if it is unknown."""
         for index in range(len(self._entries) - 1, -1, -1):
             if self._entries[index][_KEY] is _SCRIPTS:
-                _, name, _, token, call = self._entries.pop(index)
+                _, name, token, call = self._entries.pop(index)
                 if token is _LOGGED:
                     self._leave()
                 self.scripts -= 1
@@ -286,9 +249,9 @@ class OpenRanges:
         """Make the script's innermost range that of a call, and return the call."""
         if not self._entries or self._entries[-1][_KEY] is not _SCRIPTS:  # it opened before anybody took note
             return None
-        _, name, _, token, _ = self._entries[-1]
+        _, name, token, _ = self._entries[-1]
         self.call = Call(name, self.call, hooks)
-        self._entries[-1] = (_SCRIPTS, name, None, token, self.call)
+        self._entries[-1] = (_SCRIPTS, name, token, self.call)
         return self.call
 
     def has_range(self, name: str) -> bool:
@@ -299,11 +262,11 @@ class OpenRanges:
         """Close the innermost entry of ``key`` and all above it; return False if there is none."""
         entries = self._entries
         if entries and entries[-1][_KEY] is key:
-            _, _, range_, token, call = entries.pop()
-            if range_ is not None:
-                self.end_range(range_, token)
+            _, _, token, call = entries.pop()
+            if token is not None:
+                self.end_range(token)
             if call is not None:
-                self.call = self._innermost_call()
+                self.call = call.around if key is call else self._innermost_call()
             if self._runs_for is not None:
                 self._changed()
             return True
@@ -331,65 +294,38 @@ class OpenRanges:
         """
         if call is not None and call.depth < 0:
             call = None
-        entries, is_outside = self._entries, call is None
-        missing: list[Call] = []
-        while entries:
-            key, _, last, token, innermost = entries[-1]
-            if key is not _BACKWARD_OF_CALL or innermost is None:
-                break
-            while call is not None and call.depth > innermost.depth:
-                missing.append(call)
-                call = call.around
-            if call is innermost:  # and below it are the ranges of the calls around it, no others
-                call = None
-                break
-            entries.pop()
-            if last is not None:
-                self.end_range(last, token)
-        while call is not None:
-            missing.append(call)
-            call = call.around
-        while missing:
-            call = missing.pop()
-            entries.append(self._begin_backward_of(call))
-        self.call = None if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL else self._innermost_call()
-        if self._runs_for is not None:
-            if is_outside:
-                self._tell(BACKWARD, None)
-            else:
-                self._changed()
-
-    def _begin_backward_of(self, call: Call) -> _Entry:
-        if call.name is None:
-            return _BACKWARD_OF_CALL, None, None, None, call
-        range_ = _ranges[call.name]
-        return _BACKWARD_OF_CALL, call.name, range_, self.begin_range(call.name, range_), call
-
-    def log_next_backward(self, call: Call) -> bool:
-        """Do what `enter_backward_of` does in the most frequent cases: a call beside the last one, around it or in it.
-
-        Return False if it is another case, or if ranges do not go to the log alone.
-        """
-        key, _, _, token, innermost = self._entries[-1] if self._entries else _NOTHING
-        if key is not _BACKWARD_OF_CALL or token is not _LOGGED or innermost is None or call.name is None:
-            return False
-        logged = self._logged
-        if logged is None or not self._log.is_on or self._shown_to or self._runs_for is not None:
-            return False
-        if innermost.around is call.around:
-            if innermost is not call:
-                now_ns = time_ns()
-                logged += (LEFT, now_ns, self._number_of[call.name], now_ns)
-                self._entries[-1] = _BACKWARD_OF_CALL, call.name, _ranges[call.name], _LOGGED, call
-        elif call.around is innermost:
-            logged += (self._number_of[call.name], time_ns())
-            self._entries.append((_BACKWARD_OF_CALL, call.name, _ranges[call.name], _LOGGED, call))
-        elif innermost.around is call:
-            logged += (LEFT, time_ns())
-            self._entries.pop()
+        entries, last = self._entries, None
+        if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL:
+            last = entries.pop()[_CALL]
+        if last is not call:
+            self._change_backward(last, call)
+        if call is None:
+            self.call = self._innermost_call()
         else:
-            return False
-        return True
+            entries.append((_BACKWARD_OF_CALL, None, None, call))
+            self.call = None
+        if self._runs_for is None:
+            return
+        if call is None:
+            self._tell(BACKWARD, None)
+        else:
+            self._changed()
+
+    def _change_backward(self, last: Call | None, call: Call | None) -> None:
+        """Close the backward ranges of ``last`` that ``call`` does not lie in, and open those that are missing."""
+        missing = []
+        while last is not call:
+            if call is None or (last is not None and last.depth >= call.depth):
+                assert last is not None
+                if last.name is not None:
+                    self.end_range(self._backward.pop())
+                last = last.around
+            else:
+                if call.name is not None:
+                    missing.append(call.name)
+                call = call.around
+        while missing:
+            self._backward.append(self.begin_range(missing.pop()))
 
     @property
     def running_call(self) -> Call | None:
@@ -437,9 +373,11 @@ class OpenRanges:
     def _close_down_to(self, index: int) -> None:
         above = self._entries[index:]
         self._entries[index:] = [entry for entry in above if entry[_KEY] is _SCRIPTS]
-        for _, _, range_, token, _ in reversed(above):
-            if range_ is not None:
-                self.end_range(range_, token)
+        for key, _, token, call in reversed(above):
+            if key is _BACKWARD_OF_CALL:
+                self._change_backward(call, None)
+            elif token is not None and key is not _SCRIPTS:
+                self.end_range(token)
         self.call = self._innermost_call()
         if above:
             self._changed()
@@ -450,8 +388,8 @@ class OpenRanges:
             return
         phase: str | None = None
         call: Call | None = None
-        for key, name, _, _, one in reversed(self._entries):
-            call = call or one
+        for key, name, _, opened in reversed(self._entries):
+            call = call or opened
             if key is _BACKWARD_OF_CALL:
                 phase = BACKWARD
                 break
