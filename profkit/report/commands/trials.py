@@ -58,7 +58,7 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *,
     rows = [_row(trial, name) for trial, name in zip(trials, _name_rows(trials), strict=True)]
     best = find_best(trials)
     parts: list[Table | Lines] = [
-        trials_table(rows),
+        _tabulate(rows),
         Lines(_notes(plan, trials)),
         Lines(_evidence(trials), title="Edits"),
         Lines(_to_make(best, trials[0], with_source=with_source)),
@@ -73,7 +73,7 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *,
     return Document("try", data, parts, Table((), rows, exact=_EXACT))
 
 
-def trials_table(rows: Sequence[Row]) -> Table:
+def _tabulate(rows: Sequence[Row]) -> Table:
     """Return the table of trials; where there is no GPU, or no loss was seen, without those columns."""
     empty = {key for key in ("allocated_peak_bytes", "loss") if not any(row.get(key) for row in rows)}
     return Table([column for column in _COLUMNS if column.key not in empty], rows)
@@ -90,24 +90,13 @@ def _name_rows(trials: Sequence[Trial]) -> Iterator[str]:
         elif len(trial.edits) == 1:
             yield f"{numbers[trial.edits[0]]} {trial.edits[0]}"
         else:
-            yield " + ".join(sorted(numbers[edit] for edit in trial.edits)) or _AS_IS
+            yield " + ".join(number for edit, number in numbers.items() if edit in trial.edits) or _AS_IS
 
 
 def _row(trial: Trial, name: str) -> Row:
-    return {
-        "name": name,
-        "processes": trial.processes,
-        "step_ns": trial.step_ns,
-        "error_ns": trial.error_ns,
-        "change_ns": trial.change_ns,
-        "change_low_ns": trial.change_low_ns,
-        "change_high_ns": trial.change_high_ns,
-        "interval": _interval(trial),
-        "allocated_peak_bytes": trial.allocated_peak_bytes,
-        "loss": None if trial.loss is None else describe_loss(trial.loss),
-        "loss_share": None if trial.loss is None else trial.loss.share,
-        "reason": trial.reason,
-    }
+    loss = trial.loss
+    words = {"name": name, "interval": _interval(trial), "loss": None if loss is None else _describe_loss(loss)}
+    return {**vars(trial), **words, "loss_share": None if loss is None else loss.share}
 
 
 def _interval(trial: Trial) -> str | None:
@@ -118,7 +107,7 @@ def _interval(trial: Trial) -> str | None:
     return None
 
 
-def describe_loss(loss: LossChange) -> str:
+def _describe_loss(loss: LossChange) -> str:
     """Return in words how far the losses depart from those of the program as it is."""
     if not loss.is_comparable:
         return "not comparable"
