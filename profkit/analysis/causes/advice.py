@@ -152,7 +152,8 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     notes = tuple(note for find in NOTES for note in find(evidence))
     if not chosen.causes:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
-    tries = tuple(_advise(evidence, cause) for cause in chosen.causes)
+    by_effect = sorted(chosen.causes, key=lambda cause: -_weight(evidence, cause, _Chosen()))
+    tries = tuple(_advise(evidence, cause) for cause in by_effect)
     timed = [cause for cause in chosen.causes if cause.changes]
     together = _interval(evidence.predict(chosen.changes)) if len(timed) > 1 else None
     return AdviceResult(tries, together, notes=notes)

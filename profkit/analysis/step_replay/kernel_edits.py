@@ -149,13 +149,19 @@ def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
 
 
 def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Kernels that convert layouts are gone, and convolutions and norms around them are others."""
+    """Kernels that convert layouts are gone, and convolutions and norms around them are others.
+
+    Python before a conversion is that of the convolution that makes it, and stays.
+    """
     conversions = find_rows(columns, setting, lambda name, _: any(kind in name.lower() for kind in _CONVERSIONS))
     norms = find_rows(columns, setting, lambda _, category: category == "normalization")
     columns = _speed_up(columns, [*_convolutions(columns, setting), *norms], _CHANNELS_LAST, setting.world)
     if setting.world == "most":
         return columns
-    return drop_operations(drop_calls(columns, {columns.launcher[row] for row in conversions}), conversions)
+    own = list(columns.own_ns)
+    for row in conversions:
+        own[columns.launcher[row]] = 0
+    return drop_operations(replace(columns, own_ns=own), conversions)
 
 
 def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumns:
