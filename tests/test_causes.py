@@ -200,6 +200,29 @@ def test_a_tensor_made_on_the_cpu_is_made_on_the_gpu_without_its_copy(tmp_path: 
     assert low - 10_000 <= program.lengths[0] - 6 * MS - 18_000 <= high
 
 
+@pytest.mark.parametrize(("called", "is_named"), [("torch.tensor", True), ("make_batch", False)])
+def test_a_tensor_of_pythons_numbers_is_named_where_the_move_that_waits_leaves_the_gpu_without_work(
+    tmp_path: Path, called: str, *, is_named: bool
+) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            program.now += MS // 2
+            program.copy(10_000)
+            program.now += MS // 4
+            with program.range("forward"):
+                program.launch(NVJET, 200_000, 20)
+    lines = [line(MS // 2, called=called, line=20), line(MS, called="ids.to", line=31, waits=1, waiting_ns=MS)]
+    advice = found(program.write(tmp_path, lines))
+    assert ("python" in advice) == is_named
+    if is_named:
+        assert advice["python"].line is not None
+        assert (advice["python"].line.line, advice["python"].edit) == (20, "no-wait:/work/train.py:31")
+        low, expected, high = after(advice["python"])
+        assert low <= 20 * 201_000 <= high
+        assert expected == pytest.approx(20 * 201_000, rel=0.02)
+
+
 def test_a_copy_from_pageable_memory_holds_the_host_only_where_the_gpu_is_late_for_it(tmp_path: Path) -> None:
     def write(folder: Path, kernels: int) -> dict[str, Advice]:
         program = Program()

@@ -27,6 +27,7 @@ from profkit.run.lines import LineTime
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _MOVES = ("to", "cuda")
+_MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
@@ -98,6 +99,28 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
                 "time_ns": sum(one.time_ns - one.waiting_ns for one in lines),
                 "lines": ", ".join(str(one.line) for one in lines),
             },
+        )
+
+
+def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
+    """A line makes a tensor of Python's numbers, and the line that moves it waits until the GPU has nothing left."""
+    known = {(line.file, line.line) for lines in _group_lines(evidence) for line in lines}
+    own = [line for line in evidence.lines if line.file and line.thread == "main"]
+    for move in own:
+        if move.waits < 1 or (move.called or "").rpartition(".")[2] not in _MOVES:
+            continue
+        makers = [line for line in own if line.phase == move.phase and (line.called or "").endswith(_MAKERS)]
+        line = max(makers, key=lambda line: line.time_ns, default=None)
+        if line is None or line.time_ns < _LEAST_SHARE * evidence.now_ns or (line.file, line.line) in known:
+            continue
+        yield Cause(
+            code="python",
+            cause=f"{line.called} makes a tensor on the CPU, and moving it waits for the GPU",
+            line=source_line(line),
+            change="make it in a DataLoader's worker, or move it pinned and with non_blocking=True",
+            changes=edits(f"no-host:{line.file}:{line.line}", f"no-wait:{move.file}:{move.line}"),
+            edit=f"no-wait:{move.file}:{move.line}",
+            evidence={"time_ns": line.time_ns, "waits": move.waits},
         )
 
 
@@ -316,4 +339,14 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-HOST = (_collections, _recompilations, _loader, _python_lines, _copies, _anomaly, _blocking_launches, _allocations)
+HOST = (
+    _collections,
+    _recompilations,
+    _loader,
+    _python_lines,
+    _moved_tensors,
+    _copies,
+    _anomaly,
+    _blocking_launches,
+    _allocations,
+)
