@@ -104,7 +104,8 @@ class CompilationRecorder:
     def _watch_autotuning(self) -> None:
         def wrap(plain: Function) -> Function:
             def choosing(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-                self._open_range(f"{COMPILING}: choosing among configurations of {_kernel_name(tuner)}")
+                kernel = getattr(getattr(tuner, "fn", None), "__name__", None) or "a Triton kernel"
+                self._open_range(f"{COMPILING}: choosing among configurations of {kernel}")
                 try:
                     return plain(tuner, *args, **kwargs)
                 finally:
@@ -197,7 +198,7 @@ class CompilationRecorder:
             self._breaks_seen = 0
         new = list(reasons[self._breaks_seen :])
         self._breaks_seen += len(new)
-        compile_id = _running_compile_id() if new else None
+        compile_id = _text(CompileContext.current_compile_id()) if new else None
         places: dict[tuple[str, tuple[str, ...]], GraphBreak] = {}
         for break_ in new:
             lines = tuple(program_line(at.filename, at.lineno, at.name) for at in reversed(break_.user_stack))
@@ -245,11 +246,6 @@ def _describe_running(frame: FrameType | None) -> str:
     return f"{COMPILING} backward"
 
 
-def _running_compile_id() -> str | None:
-    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
-    return None if context is None else _text(context.current_compile_id())
-
-
 def _duration_ns(record: Any) -> int | None:
     start, end = (getattr(record, name, None) for name in ("start_time_us", "end_time_us"))
     if start and end:
@@ -275,10 +271,6 @@ def _reason(text: str | None) -> str | None:
 
 def _part(text: str, head: str) -> str | None:
     return next((line.removeprefix(head).strip() for line in text.splitlines() if line.startswith(head)), None)
-
-
-def _kernel_name(tuner: Any) -> str:
-    return str(getattr(getattr(tuner, "fn", None), "__name__", None) or "a Triton kernel")
 
 
 def _text(value: Any) -> str | None:

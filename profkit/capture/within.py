@@ -110,14 +110,10 @@ def why_not() -> str | None:
         return "`profkit run` already records this program: leave one of the two out"
     if torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled():
         return "a torch.profiler already runs, and a process has only one: end it before profkit.record begins"
-    if _has_ranks():
+    is_joined = distributed.is_available() and distributed.is_initialized()
+    if (distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         return "profkit.record sees one process, and this is one of several ranks: `profkit run -- torchrun …` sees all"
     return None
-
-
-def _has_ranks() -> bool:
-    is_joined = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))) > 1
 
 
 def why_no_memory() -> str | None:

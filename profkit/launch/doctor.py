@@ -162,17 +162,13 @@ def check_nsys_against_driver(machine: Machine, nsys: Nsys, driver: str | None) 
         )
     said = f"CUPTI {cupti}, driver {driver} knows CUDA {cuda}"
     if numbers(cupti)[0] < numbers(cuda)[0]:
-        newer = next((path for path in list_installed(machine.root) if _is_fit(path, cuda)), None)
+        installed = ((path, cupti_of(path)) for path in list_installed(machine.root))
+        newer = next((path for path, other in installed if other and numbers(other)[0] >= numbers(cuda)[0]), None)
         cure = f"set NSYS={newer}" if newer else f"install an Nsight Systems made for CUDA {numbers(cuda)[0]}"
         return Check(check, "warning", f"{said}: nsys is too old and may lose kernels without an error", cure)
     if is_before(cupti, cuda):
         return Check(check, "note", f"{said}: same major version", "if a capture fails its self-check, update nsys")
     return Check(check, "ok", said)
-
-
-def _is_fit(nsys: Path, cuda: str) -> bool:
-    cupti = cupti_of(nsys)
-    return cupti is not None and numbers(cupti)[0] >= numbers(cuda)[0]
 
 
 def check_importer(machine: Machine, nsys: Nsys) -> Check:

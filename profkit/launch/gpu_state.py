@@ -130,11 +130,15 @@ class _Device:
 
     def nvlinks_to(self, other: _Device) -> tuple[int, ...]:
         """Return the NVLinks of this GPU that lead to another one: straight, or through a switch that both are at."""
-        switched = other._nvlinks(lambda link: other._remote_type(link) == _SWITCH)
-        bus_id = other._bus_id()
-        return self._nvlinks(
-            lambda link: self._remote_bus_id(link) == bus_id if self._remote_type(link) != _SWITCH else bool(switched)
-        )
+        switched = bool(other._nvlinks(lambda link: other._remote_type(link) == _SWITCH))
+        bus_id = other._bus_id(self._nvml.nvmlDeviceGetPciInfo) or "unknown"
+
+        def leads_there(link: int) -> bool:
+            if self._remote_type(link) == _SWITCH:
+                return switched
+            return self._bus_id(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo, link) == bus_id
+
+        return self._nvlinks(leads_there)
 
     def nvlink_facts(self, link: int) -> tuple[int | None, int | None]:
         """Return the version of NVLink, and what one link carries each way in bytes a second."""
@@ -152,11 +156,8 @@ class _Device:
         ask = getattr(self._nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", None)
         return None if ask is None else self._ask(ask, link)
 
-    def _remote_bus_id(self, link: int) -> str | None:
-        return _text(getattr(self._ask(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo, link), "busId", None))
-
-    def _bus_id(self) -> str:
-        return _text(getattr(self._ask(self._nvml.nvmlDeviceGetPciInfo), "busId", None)) or "unknown"
+    def _bus_id(self, function: Callable[..., Any], *link: int) -> str | None:
+        return _text(getattr(self._ask(function, *link), "busId", None))
 
     def level_to(self, other: _Device) -> int:
         level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, other._handle)

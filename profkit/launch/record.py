@@ -241,7 +241,9 @@ class _Recording:
         else:
             _keep_manifest(self.run, replace(manifest, status="complete"))
         has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self.run).traces)
-        has_kernels = has_trace and self._sees_kernels(last)
+        has_kernels = has_trace and (
+            self.nsys is None or (last.processes[0].device == "cuda" and "cuda" in self.nsys.options.traces)
+        )
         return Recorded(self.run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
 
     def _what_lacks(self, counted: Sequence[Outcome]) -> list[str]:
@@ -327,7 +329,10 @@ class _Recording:
         if again is None or has_tried or is_refused:
             return None
         if self._makes_anew(again):
-            against = self._why_not(again)
+            if self.manifest.job is not None:
+                against: str | None = "the job's other machines do not run it again"
+            else:
+                against = self._why_not_by_itself() or why_not_twice(self.target.argv, self.run / MANIFEST, self.run)
             if against is not None:
                 self._decline(again.why_not(against))
                 return None
@@ -346,11 +351,6 @@ class _Recording:
         """
         return bool(again.caches) or self._done[-1].order.recorder != "memory"
 
-    def _why_not(self, again: AnotherTry) -> str | None:
-        if self.manifest.job is not None:
-            return "the job's other machines do not run it again"
-        return self._why_not_by_itself() or why_not_twice(self.target.argv, self.run / MANIFEST, self.run)
-
     def _decline(self, why: str) -> None:
         """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
         last, self._may_not_compile = self._done[-1], True
@@ -366,11 +366,6 @@ class _Recording:
             path.unlink()
         for path in self.run.glob(_COMPILED):
             os.truncate(path, self._compiled_before.get(path, 0))
-
-    def _sees_kernels(self, outcome: Outcome) -> bool:
-        if self.nsys is None:
-            return True
-        return outcome.processes[0].device == "cuda" and "cuda" in self.nsys.options.traces
 
     def _uses_cuda(self) -> bool:
         """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""

@@ -172,7 +172,9 @@ class CodeGeneration:
         if written is None:
             return None
         is_backward = bool(getattr(graph, "is_backward", False))
-        return _with_work(written, is_backward=is_backward), is_backward
+        works = work_of_launches(written.nodes, written.are_calls, is_backward=is_backward)
+        records = zip(written.records, works, strict=True)
+        return tuple(replace(record, work=work) for record, work in records), is_backward
 
     def _count(self) -> int:
         graph = _current_graph()
@@ -336,11 +338,6 @@ def _current_graph() -> Any | None:
     while getattr(graph, "parent", None) is not None:
         graph = graph.parent
     return graph
-
-
-def _with_work(written: _Written, *, is_backward: bool) -> tuple[Record, ...]:
-    works = work_of_launches(written.nodes, written.are_calls, is_backward=is_backward)
-    return tuple(replace(record, work=work) for record, work in zip(written.records, works, strict=True))
 
 
 @dataclass(frozen=True)

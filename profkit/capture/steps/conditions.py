@@ -40,7 +40,6 @@ def read_conditions(
         optimizers: those that made a step; None if they were not watched.
         anomaly_detection: whether it was seen to be on; None if that was not watched.
     """
-    reserved_peak_bytes, gpu_memory_bytes = _gpu_memory()
     return Conditions(
         float32_matmul_precision=_read(torch.get_float32_matmul_precision),
         cuda_matmul_allow_tf32=_read(lambda: torch.backends.cuda.matmul.allow_tf32),
@@ -52,13 +51,11 @@ def read_conditions(
         cpu_threads=torch.get_num_threads(),
         autocast_dtypes=tuple(sorted(autocast_dtypes)),
         compiled=_compiled(),
-        gpu_uuid=_gpu_uuid(),
         optimizers=None if optimizers is None else tuple(optimizers),
         anomaly_detection=anomaly_detection,
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        reserved_peak_bytes=reserved_peak_bytes,
-        gpu_memory_bytes=gpu_memory_bytes,
         launch_blocking=os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
+        **_describe_gpu(),
     )
 
 
@@ -123,7 +120,7 @@ def read_counters() -> dict[str, int]:
     calls that failed and were tried again after its cache was freed, out-of-memory errors, and the bytes that are
     allocated, whose difference is by how much memory has grown. ``full_collections`` are those of Python's garbage.
     """
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_gpu = _is_on_gpu()
     allocator = torch.cuda.memory_stats() if on_gpu else {}
     return {
         "compiled_graphs": count_compiled_graphs(),
@@ -170,19 +167,21 @@ def _compiled() -> Compiled | None:
     return Compiled(graphs, tuple(backends))
 
 
-def _gpu_memory() -> tuple[int | None, int | None]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None, None
-    device = torch.cuda.current_device()
-    return torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+def _is_on_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def _gpu_uuid() -> str | None:
-    """Return the current GPU's UUID as nvidia-smi writes it; torch reports it since 2.5."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    return None if uuid is None else f"GPU-{uuid}"
+def _describe_gpu() -> dict[str, Any]:
+    """Return the current GPU's UUID as nvidia-smi writes it, its memory, and the most that PyTorch held of that."""
+    if not _is_on_gpu():
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    uuid = getattr(properties, "uuid", None)  # since torch 2.5
+    return {
+        "gpu_uuid": None if uuid is None else f"GPU-{uuid}",
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+        "gpu_memory_bytes": properties.total_memory,
+    }
 
 
 _IDLE = "gpu_idle"
@@ -198,7 +197,7 @@ class GpuClock:
 
     def look(self) -> tuple[int | None, tuple[str, ...]]:
         """Return the clock of the multiprocessors in MHz, None if unknown, and why it is not higher."""
-        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        if not _is_on_gpu():
             return None, ()
         if not self._is_tried:
             self._is_tried = True

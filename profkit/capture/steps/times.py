@@ -268,10 +268,6 @@ _READ_TOGETHER = 64
 """After so many steps their times are read, which waits for the GPU."""
 
 
-def _times_of(step: UnreadStep) -> dict[str, int]:
-    return {**step.context, **sum_times(step.spans), "step_ns": time_between(step.began, step.ended)}
-
-
 class StepCollector:
     """Collects each step's times, part by part, and what `read_counters` counted in each part."""
 
@@ -302,4 +298,7 @@ class StepCollector:
     def read(self) -> None:
         unread, self._unread = self._unread, []
         if self._part is not None:
-            self.steps[self._part] += map(_times_of, unread)
+            self.steps[self._part] += (
+                {**step.context, **sum_times(step.spans), "step_ns": time_between(step.began, step.ended)}
+                for step in unread
+            )
