@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_snapshot, open_trace
 from profkit.report.chrome_layout import Counter, MemoryTracks, _numbered, assign_lanes
 from profkit.report.chrome_trace import write_chrome_trace
-from profkit.snapshot.unpickler import load_data
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -185,19 +183,6 @@ def test_a_snapshot_alone_is_exported_too(profkit: Run, tmp_path: Path) -> None:
     read = Read(exported(profkit, SNAPSHOT, tmp_path))
     assert set(read.processes.values()) == {"memory"}
     assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
-
-
-def test_memory_without_times_says_so(profkit: Run, tmp_path: Path) -> None:
-    data = load_data(SNAPSHOT)
-    for events in data["device_traces"]:
-        for event in events:
-            event.pop("time_us", None)
-    snapshot = tmp_path / "snapshot.pickle"
-    snapshot.write_bytes(pickle.dumps(data))
-    read = Read(exported(profkit, snapshot, tmp_path))
-    assert set(read.processes.values()) == {"memory, no times recorded: an event every µs"}
-    assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
-    assert max(time for time, _ in read.counters["GPU 0 allocated"]) < 20_000_000
 
 
 def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:

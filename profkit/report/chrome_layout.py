@@ -198,11 +198,10 @@ class MemoryTracks:
 def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTracks]:
     """Return the memory tracks of each rank's snapshot; None stands for a program without ranks.
 
-    The ranks of one machine share a clock, so their tracks begin at the first event of all. A history without times
-    has an event every microsecond, and its name says so.
+    The ranks of one machine share a clock, so their tracks begin at the first event of all.
     """
     devices = [memory.device for snapshot in snapshots.values() for memory in snapshot.devices.values()]
-    first_us = min((device.zero_us for device in devices if device.events.has_times), default=0)
+    first_us = min((device.zero_us for device in devices if len(device.events)), default=0)
     tracks = []
     for rank, snapshot in snapshots.items():
         counters: list[Counter] = []
@@ -215,8 +214,6 @@ def find_memory(snapshots: Mapping[int | None, OpenedSnapshot]) -> list[MemoryTr
             counters += [Counter(f"GPU {index} {name}", times, values) for name, values in named]
             counters.append(_reserved(f"GPU {index} reserved", bins.moments, times, memory.history.curves.reserved))
         label = "memory" if rank is None else f"rank {rank} memory"
-        if not any(memory.device.events.has_times for memory in snapshot.devices.values()):
-            label += ", no times recorded: an event every µs"
         peaks = {index: memory.history.allocated_peak_bytes for index, memory in snapshot.devices.items()}
         tracks.append(MemoryTracks(label, tuple(counters), spans.steps, spans.phases, first_us, peaks))
     return tracks

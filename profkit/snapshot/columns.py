@@ -45,7 +45,7 @@ NO_SPLIT_LIMIT = 2**62
 
 @dataclass(frozen=True)
 class Settings:
-    """The allocator's settings at the time of the dump; the defaults where the file records none (before torch 2.2)."""
+    """The allocator's settings at the time of the dump; the defaults where the file records none."""
 
     is_recorded: bool = False
     expandable_segments: bool = False
@@ -69,8 +69,6 @@ class Events:
     stream: Ints
     """Of events on segments and of an `OOM`; 0 for allocs and frees, where reading it would only take time."""
     raw: Sequence[dict[str, Any]] = ()
-    has_times: bool = True
-    """False when the file records no times (torch 2.1); ``time_us`` then counts events."""
 
     def __len__(self) -> int:
         return len(self.action)

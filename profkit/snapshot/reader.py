@@ -107,8 +107,8 @@ def _build(path: Path, data: Any) -> Snapshot:
         device = Device(index, events, segments, blocks, annotations)
         if device.was_used:
             devices.append(device)
-    starts = [int(device.events.time_us[0]) for device in devices if len(device.events) and device.events.has_times]
-    devices = [replace(device, zero_us=min(starts)) if device.events.has_times else device for device in devices]
+    starts = [int(device.events.time_us[0]) for device in devices if len(device.events)]
+    devices = [replace(device, zero_us=min(starts)) if len(device.events) else device for device in devices]
     if not devices:
         raise SnapshotError(f"{path}: no device was used in this snapshot; was it dumped before any CUDA allocation?")
     return Snapshot(str(path), tuple(devices), _read_settings(data.get("allocator_settings")), dict(unknown))
@@ -141,7 +141,8 @@ def _integer(record: dict[str, Any], key: str, default: int | None = None) -> in
 def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
     _records(trace, "a history")
     codes = _Codes(ACTIONS)
-    has_times = bool(trace) and "time_us" in trace[0]
+    if trace and "time_us" not in trace[0]:
+        raise ValueError("a history without times, as torch before 2.2 wrote it")
     count = len(trace)
     names = list(map(itemgetter("action"), trace))
     if not set(map(type, names)) <= {str}:
@@ -156,10 +157,9 @@ def _read_events(trace: list[dict[str, Any]], unknown: Counter[str]) -> Events:
         action=action,
         address=_bounded(_read_addresses(trace), "address"),
         size_bytes=_bounded(_column(trace, "size"), "size"),
-        time_us=_bounded(_column(trace, "time_us"), "time") if has_times else np.arange(count, dtype=np.int64),
+        time_us=_bounded(_column(trace, "time_us"), "time"),
         stream=stream,
         raw=trace,
-        has_times=has_times,
     )
 
 
@@ -249,7 +249,7 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
             state = _STATES.get(block["state"]) if isinstance(block["state"], str) else None
             if state is None:
                 raise ValueError("a block in an unknown state")
-            rows.append((end, size, _requested(block, size), state, index))
+            rows.append((end, size, _integer(block, "requested_size", size), state, index))
             raw.append(block)
             end += size
         if end != start + _integer(entry, "total_size") or not 0 <= start <= end < _LARGEST:
@@ -265,14 +265,6 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
     )
     address, size_bytes, requested_bytes, state_codes, segment = columns.T
     return segments, Blocks(address, size_bytes, requested_bytes, state_codes.astype(np.int8), segment, raw)
-
-
-def _requested(block: dict[str, Any], size: int) -> int:
-    """Return the bytes that the program asked for; snapshots before torch 2.1 keep them in the block's history."""
-    if "requested_size" in block:
-        return _integer(block, "requested_size")
-    history = block.get("history")
-    return _integer(_records(history, "history")[0], "real_size", size) if history else size
 
 
 def _is_number(text: Any) -> bool:

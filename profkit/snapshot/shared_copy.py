@@ -189,7 +189,6 @@ _EVENT: Mapping[str, Any] = {
 _BLOCK: Mapping[str, Any] = {
     **dict.fromkeys(("address", "size", "requested_size"), int),
     "state": WORD,
-    "history": lambda copy, value: _records({"real_size": int})(copy, value) or None,
     "user_metadata": _metadata,
     **_STACKS,
 }

@@ -78,7 +78,7 @@ class Bins:
 
     moments: Ints
     times_us: Ints
-    """When the moments were, since the first event on any device; the event's number if the file records no times."""
+    """When the moments were, since the first event on any device."""
     has_times: bool
     allocated: Ints
     lowest: Ints
@@ -108,7 +108,7 @@ def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: i
     return Bins(
         moments=moments,
         times_us=times,
-        has_times=memory.device.events.has_times and bool(replay.event_count),
+        has_times=bool(replay.event_count),
         allocated=allocated[moments],
         lowest=np.minimum.reduceat(allocated, edges[:-1]),
         reserved=curves.reserved[moments],
@@ -194,7 +194,7 @@ class _Grouping:
         replay, times = self._memory.history.replay, self._memory.timeline.times_us
         claim, facts = self._claims[row], self._memory.stacks.of(row)
         birth, freed = int(replay.birth[row]), int(replay.freed[row])
-        has_times, zero = self._memory.device.events.has_times, self._memory.device.zero_us
+        zero = self._memory.device.zero_us
         is_freed = freed < replay.event_count
         return Shape(
             bytes=int(replay.size_bytes[row]),
@@ -207,8 +207,8 @@ class _Grouping:
             module=self._module_of(row),
             label=facts.label,
             stack=facts.user_first,
-            born_us=int(times[birth] - zero) if birth >= 0 and has_times else None,
-            freed_us=int(times[freed] - zero) if is_freed and has_times else None,
+            born_us=int(times[birth] - zero) if birth >= 0 else None,
+            freed_us=int(times[freed] - zero) if is_freed else None,
             born_event=birth,
             freed_event=freed if is_freed else None,
         )

@@ -311,7 +311,9 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
             f"moment {at!r}: write peak, oom, phase:NAME, or a time after the first event such as 1.5s or 300ms"
         )
     if history.time_us(1) is None:
-        raise SnapshotError(f"moment {at!r}: the snapshot records no times; only peak is possible")
+        raise SnapshotError(
+            f"moment {at!r}: without a history there are no times; only peak is possible"
+        )
     first = memory.device.zero_us
     unit = match["unit"]
     value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
@@ -397,11 +399,7 @@ def _find_warnings(
     for action, count in snapshot.unknown_actions.items():
         yield Finding("unknown-action", f"{count:,} events of the unknown kind {action!r} were ignored")
     if not snapshot.settings.is_recorded:
-        yield Finding("no-settings", "the file records no allocator settings (torch before 2.2): defaults are assumed")
-    if len(memory.device.events) and not memory.device.events.has_times:
-        yield Finding(
-            "no-times", "the file records no times (torch before 2.2): phases are unknown, and times are event numbers"
-        )
+        yield Finding("no-settings", "the file records no allocator settings: defaults are assumed")
     unknown = composition.evidence["none"]
     # A run with a ledger has recorded what can be known: nothing is left to do about the rest.
     if memory.recorded is None and unknown > _MANY_UNKNOWN * composition.allocated_bytes:

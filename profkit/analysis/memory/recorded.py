@@ -114,7 +114,7 @@ def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps:
     """
     events = device.events
     times = np.maximum.accumulate(events.time_us) if len(events) else events.time_us
-    if not events.has_times or not len(events):
+    if not len(events):
         return Timeline(times, (), ())
     end = int(times[-1])
     annotations = device.annotations
