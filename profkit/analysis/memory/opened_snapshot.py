@@ -311,9 +311,7 @@ def find_moment(memory: DeviceMemory, at: str) -> int:
             f"moment {at!r}: write peak, oom, phase:NAME, or a time after the first event such as 1.5s or 300ms"
         )
     if history.time_us(1) is None:
-        raise SnapshotError(
-            f"moment {at!r}: without a history there are no times; only peak is possible"
-        )
+        raise SnapshotError(f"moment {at!r}: without a history there are no times; only peak is possible")
     first = memory.device.zero_us
     unit = match["unit"]
     value = float(match["value"]) * _UNITS[unit] + first if unit else float(match["value"])
