@@ -34,9 +34,8 @@ def build_export_document(
     memory: Sequence[MemoryTracks],
     check: SelfCheck | None,
 ) -> Document:
-    """Return which file was written, what opens it, and what stands in it; profkit reads back what has a trace."""
-    viewers = _VIEWERS if opened is None else f"{_VIEWERS}, profkit"
-    rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": viewers}]
+    """Return which file was written, what opens it, and what stands in it."""
+    rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": _VIEWERS}]
     table = Table(_COLUMNS, rows)
     data: dict[str, Any] = {"capture": str(capture), "files": rows, "time": None, "memory": []}
     lines = []
