@@ -14,14 +14,14 @@ from tests.conftest import ROOT
 FOLDER = ROOT / "tests" / "programs" / "faults"
 sys.path.insert(0, str(FOLDER))
 from fault_table import judge, print_table  # noqa: E402
-from record_faults import FAULTS, PLAIN, find_line  # noqa: E402
+from record_faults import FAULTS, PLAIN, find_lines  # noqa: E402
 
 
 def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert sum(bool(fault.codes) for fault in FAULTS) >= 20
     for fault in FAULTS:
-        assert (fault.marker is None) == (find_line(fault) is None)
+        assert (fault.marker is None) == (not find_lines(fault))
         assert not fault.codes or fault.faults or fault.without
         assert not fault.codes or fault.marker is not None or fault.module is not None
 
@@ -49,7 +49,7 @@ def _row(**advice: Any) -> dict[str, Any]:
     one = {"code": "waits", "line": {"file": "/x/transformer.py", "line": 83}, "module": None, "after_ns": after}
     return {
         "fault": {"name": "f", "codes": ["waits"], "module": None, "fits": True},
-        "line": ["transformer.py", 83],
+        "lines": [["transformer.py", 80], ["transformer.py", 83]],
         "truth_ms": {"now": 12.0, "after": 10.5},
         "summary": {"advice": [{"code": "compile"}, {**one, **advice}]},
     }

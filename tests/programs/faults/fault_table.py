@@ -29,9 +29,11 @@ def judge(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_place(advice: dict[str, Any], row: dict[str, Any]) -> bool:
-    if row["line"] is not None:
+    if row["lines"]:
         line = advice["line"]
-        return line is not None and [PurePath(line["file"]).name, line["line"]] == list(row["line"])
+        return line is not None and [PurePath(line["file"]).name, line["line"]] in [
+            list(place) for place in row["lines"]
+        ]
     return row["fault"]["module"] in (advice["module"] or "")
 
 

@@ -42,7 +42,7 @@ def make_step(settings: Settings):
         nonlocal confident
         mask = ready
         if "mask" in faults:
-            mask = torch.tensor(make_mask(rows, length)).to(device)
+            mask = torch.tensor(make_mask(rows, length)).to(device)  # fault: mask
         with torch.autocast(device, dtype=torch.bfloat16):
             logits = model(bags * mask)
         loss = F.cross_entropy(logits.float(), labels)

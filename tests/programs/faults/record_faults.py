@@ -104,13 +104,11 @@ FAULTS = (
 )
 
 
-def find_line(fault: Fault) -> tuple[str, int] | None:
-    """Return the file and line that a fault's mark stands in."""
+def find_lines(fault: Fault) -> list[tuple[str, int]]:
+    """Return the file and line of each mark of a fault: any of them is the right one."""
     path = HERE / f"{fault.program}.py"
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        if fault.marker is not None and fault.marker in text.partition("# fault:")[2].split():
-            return path.name, number
-    return None
+    marks = [text.partition("# fault:")[2].split() for text in path.read_text().splitlines()]
+    return [(path.name, number) for number, names in enumerate(marks, 1) if fault.marker in names]
 
 
 def record(fault: Fault, folder: Path, *, tiny: bool) -> dict[str, Any]:
@@ -245,7 +243,7 @@ def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) 
     with ThreadPoolExecutor(6) as pool:
         summaries = dict(zip(recorded, pool.map(summarize, (row["run"] for row in recorded.values())), strict=True))
     rows = [
-        {"fault": asdict(fault), "line": find_line(fault), **recorded[fault.name], "summary": summaries[fault.name]}
+        {"fault": asdict(fault), "lines": find_lines(fault), **recorded[fault.name], "summary": summaries[fault.name]}
         for fault in faults
         if fault.name in recorded
     ]

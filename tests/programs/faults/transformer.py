@@ -112,7 +112,7 @@ def python_batch(sizes, number):
     rows = []
     for row in range(sizes["batch"]):
         rows.append([(row * 7 + at * 13 + number) % 1000 for at in range(sizes["length"])])  # fault: python-batch
-    return torch.tensor(rows)
+    return torch.tensor(rows)  # fault: python-batch
 
 
 class Record:
