@@ -192,7 +192,7 @@ BREAKABLE = [
     ("steps.times", "PhaseClock.begin"),
     ("steps.times", "PhaseClock.end"),
     ("steps.times", "PhaseClock.take"),
-    ("steps.times", "StepCollector.note"),
+    ("steps.times", "StepCollector.step_ended"),
     ("steps.policy", "StepPolicy.call_begins"),
     ("steps.policy", "StepPolicy.call_ends"),
     ("steps.policy", "StepPolicy.backward_begins"),

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit.capture.steps import times  # noqa: E402
-from profkit.capture.steps.times import PhaseClock, StepCollector, UnreadStep, mark_on_host, sum_times  # noqa: E402
+from profkit.capture.steps.times import PhaseClock, StepCollector, mark_on_host, sum_times  # noqa: E402
 
 
 @pytest.fixture
@@ -225,9 +225,12 @@ def test_a_phase_within_a_capture_into_a_cuda_graph_is_left_out(
     assert sum_times(clock.take()) == {}
 
 
-def _step(step_ns: int) -> UnreadStep:
+def _make_step(samples: StepCollector, step_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     began = mark_on_host()
-    return UnreadStep({}, [], began, began._replace(host_ns=began.host_ns + step_ns))
+    moments = iter((began, began._replace(host_ns=began.host_ns + step_ns)))
+    monkeypatch.setattr(times, "mark_on_host", lambda: next(moments))
+    samples.step_begins()
+    samples.step_ended({})
 
 
 def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +239,13 @@ def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pyt
     monkeypatch.setattr(
         times, "counted_since", lambda before: {name: count - before[name] for name, count in counts.items()}
     )
-    samples = StepCollector()
-    samples.note(_step(9))
+    samples = StepCollector(PhaseClock())
+    _make_step(samples, 9, monkeypatch)
     samples.begin("attached")
-    samples.note(_step(3))
+    _make_step(samples, 3, monkeypatch)
     counts["compiled_graphs"] = 4
     samples.begin("profiled")
-    samples.note(_step(5))
+    _make_step(samples, 5, monkeypatch)
     samples.end()
     counts["compiled_graphs"] = 7
     samples.end()

@@ -25,24 +25,16 @@ from profkit.capture.flight_recorder import is_slowest, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
-from profkit.capture.lines.recorder import LineSearch
 from profkit.capture.memory_history import MemoryRecording
 from profkit.capture.patches import restore_all
 from profkit.capture.recorders.recorded_steps import StepsRecorder
+from profkit.capture.steps.after import StepsAfter
 from profkit.capture.steps.boundaries import OwnSteps
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
-from profkit.capture.steps.times import (
-    Mark,
-    StepCollector,
-    UnreadStep,
-    mark_moment,
-    mark_on_host,
-    wait_for_device,
-)
-from profkit.capture.work.counted_step import CountedStep
+from profkit.capture.steps.times import StepCollector
 from profkit.run.compiled_code import CapturedGraph, append_records
-from profkit.run.directory import COMPILED, KINETO_TRACE, LINES, name_of_rank
+from profkit.run.directory import COMPILED, KINETO_TRACE, name_of_rank
 from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError, finish_trace, log_beside
@@ -132,8 +124,7 @@ class Session:
         self._end = None if order.steps is None else order.warmup_steps + order.steps
         self._begun = -1
         self._start_ns = 0
-        self._step_began = mark_on_host()
-        self._samples = StepCollector()
+        self._samples = StepCollector(self.hooks.clock)
         self._memory_lead = 0
         """How many steps were counted before counting began anew: the allocator's history has them too."""
         self._drain = QueueDrain(self.run, self.hooks.loading)
@@ -145,9 +136,8 @@ class Session:
         self._compilations: CompilationRecorder | None = None
         if order.recorder in ("kineto", "nsys"):
             self._compilations = CompilationRecorder(self._records, lambda: self.hooks.is_recording)
-        self._lines: LineSearch | None = None
         self._failure: str | None = None
-        self._counted = CountedStep(order, self.hooks)
+        self._after = StepsAfter(order, self.hooks)
         self._process: Process | None = None
         # Steps do not matter, and counting them would wait for the device at each.
         self._is_over = order.recorder == "oom"
@@ -162,8 +152,8 @@ class Session:
             self._compiled.install()
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
-        if self._wants_lines:
-            self._lines = LineSearch(self.run, self.hooks)
+        if self._is_chosen is not False:
+            self._after.prepare()
         if self.memory is not None:
             self.memory.wait_for_cuda()
         if self._records_memory:
@@ -188,19 +178,16 @@ class Session:
             self._note_step()
             self._pass(number)
             self._begin_light_step(number)
-            self._step_began = self._mark()
+            self._samples.step_begins()
         is_complete = self._process is not None and self._process.state == COMPLETE
         if self.order.stop and is_complete and self.is_done:
             raise SystemExit(0)
 
     def _pass_after(self, number: int) -> None:
-        """Go on after the recorded steps: with the counted one, then those in which lines are looked for."""
+        """Go on after the recorded steps."""
         spans = self.hooks.clock.take()
-        if self._counted.is_on:
-            self.end_counting()
-            self._begin_lines()
-        elif self._lines is not None and self._lines.step_ended(spans):
-            self._end_lines()
+        self._after.step_ended(spans)
+        self._leave_why_uncounted()
         if self.is_done:
             self._remove_hooks()
         if self._light is not None:
@@ -210,7 +197,7 @@ class Session:
     def _begin_light_step(self, number: int) -> None:
         """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
-        is_left_out = self._counted.is_on or self._looks_for_lines or self._recorder.is_warming_up
+        is_left_out = self._after.is_on or self._recorder.is_warming_up
         wants_phases = self._light is not None and self._light.step_begins(
             number, is_recorded=is_recorded, is_left_out=is_left_out
         )
@@ -225,7 +212,7 @@ class Session:
     def _pass(self, number: int) -> None:
         """Begin or end the recording if it is time to."""
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
-            self._samples = StepCollector()
+            self._samples = StepCollector(self.hooks.clock)
             self.hooks.loading.forget_steps()
             self._memory_lead += self._begun + 1 - number
         self._begun = number
@@ -236,10 +223,10 @@ class Session:
             self._compilations.step_begins(self._number_in_range(number), is_recorded=is_recorded)
         if number == self._end:
             self._finish(COMPLETE)
-            if not self.order.own_steps:
-                self.begin_counting()
-            if not self._counted.is_on:
-                self._begin_lines()
+            self._after.begin(self._rank, shows_lines=self._is_chosen is not False)
+            self._leave_why_uncounted()
+            if self.is_done:
+                self._remove_hooks()
         elif number == self._first and self._recorder.meets_the_scripts:
             self._wait_a_step()
         elif number == self._first:
@@ -274,8 +261,7 @@ class Session:
     def hooks_failed(self, error: Exception) -> None:
         """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
-        self._counted.drop()
-        self._end_lines()
+        self._after.end()
 
     def leave(self) -> None:
         """End with the process; whatever fails is said in a line."""
@@ -312,11 +298,10 @@ class Session:
     @property
     def is_done(self) -> bool:
         """Whether nothing more is recorded, timed or looked for."""
-        return self._is_over and not self._looks_for_lines and not self._counted.is_on
+        return self._is_over and not self._after.is_on
 
     def _end_steps(self) -> None:
-        self._counted.drop()
-        self._end_lines()
+        self._after.end()
         if self._light is not None:
             self._light.end()
         if not self._is_over:
@@ -361,13 +346,11 @@ class Session:
     def abandon(self) -> None:
         """Do nothing more: this process is a forked copy."""
         self._is_over = True
-        if self._lines is not None:
-            self._lines.forget()
+        self._after.forget()
         self._recorder.forget()
-        self._process = self._lines = None
+        self._process = None
         if self._light is not None:
             self._light.stop()
-        self._counted.drop()
         if self.memory is not None:
             self.memory.forget()
             self.memory = None
@@ -375,32 +358,26 @@ class Session:
         self.hooks.clock.stop()
 
     def begin_counting(self) -> None:
-        """Count the work that runs from now on, where that is wanted and can be."""
+        """Count the work of one of the target's own steps, which begins."""
         self._samples.end()
-        self._counted.begin(self._rank)
+        self._after.counted.begin(self._rank)
 
     def end_counting(self) -> None:
         """Write down the work that was counted, or why it was not."""
-        self._counted.end(keeps_ranges=self._recorder.is_on)
-        if self._is_over and self._process is not None:
-            self._leave(replace(self._process, uncounted=self._counted.why_not))
+        self._after.counted.end(keeps_ranges=self._recorder.is_on)
+        self._leave_why_uncounted()
 
-    def _mark(self) -> Mark:
-        """Return this moment: on the GPU where phases are timed there, else once the GPU has done its work."""
-        if self.hooks.clock.is_running:
-            return mark_moment()
-        wait_for_device()
-        return mark_on_host()
+    def _leave_why_uncounted(self) -> None:
+        reason = self._after.counted.why_not
+        if self._process is not None and self._process.uncounted != reason:
+            self._leave(replace(self._process, uncounted=reason))
 
     def _note_step(self) -> None:
-        """Note when the step ended, without waiting for the GPU: a program that waits nowhere goes on at once, too."""
+        """Note when the step ended."""
         if self._begun < 0:
             return
-        ended = self._mark()
-        spans = self.hooks.clock.take()
+        spans = self._samples.step_ended({} if self.context is None else {"context": self.context})
         self.hooks.loading.step_ended()
-        context = {} if self.context is None else {"context": self.context}
-        self._samples.note(UnreadStep(context, spans, self._step_began, ended))
         if self._light is not None:
             if self._light.is_kept:
                 self._samples.read()  # the light record has events that it has read recorded anew
@@ -482,37 +459,13 @@ class Session:
             self.memory.steps_end()
         self._leave(self._describe(state))
         if state != COMPLETE:
-            self._end_lines()
+            self._after.end()
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         """Take the hooks away, where nothing is to be seen any more."""
         if self.memory is None and self.hooks.steps.is_final and not several_ranks():
             self.hooks.remove()
-
-    @property
-    def _wants_lines(self) -> bool:
-        return self.order.lines and self._is_chosen is not False and not self.order.own_steps
-
-    @property
-    def _looks_for_lines(self) -> bool:
-        return self._lines is not None and self._lines.is_on
-
-    def _begin_lines(self) -> None:
-        """Look for the lines behind the time of the steps that follow, in which nothing else is on."""
-        if self._lines is not None and not (self._wants_lines and self._lines.begin()):
-            self._end_lines()
-        if self.is_done:
-            self._remove_hooks()
-
-    def _end_lines(self) -> None:
-        """Write down the lines, also where the process ends before there were enough steps."""
-        lines, self._lines = self._lines, None
-        if lines is None:
-            return
-        if lines.is_on:
-            self.hooks.clock.stop()
-        lines.end(self.run / name_of_rank(LINES, self._rank or 0))
 
     def _leave(self, process: Process) -> None:
         self._process = process
@@ -564,7 +517,7 @@ class Session:
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,
             cached_graphs=self._compiled.cached_graphs,
-            uncounted=self._counted.why_not,
+            uncounted=self._after.counted.why_not,
         )
 
     def _leave_failure(self) -> None:

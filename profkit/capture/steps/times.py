@@ -255,9 +255,7 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-class UnreadStep(NamedTuple):
-    """A step that has ended on the host: its context, its phases, and when it began and ended."""
-
+class _UnreadStep(NamedTuple):
     context: Mapping[str, int]
     spans: list[Span]
     began: Mark
@@ -269,10 +267,17 @@ _READ_TOGETHER = 64
 
 
 class StepCollector:
-    """Collects each step's times, part by part, and what `read_counters` counted in each part."""
+    """Collects each step's times, part by part, and what `read_counters` counted in each part.
 
-    def __init__(self) -> None:
-        self._unread: list[UnreadStep] = []
+    Args:
+        clock: knows the steps' phases. While it runs, a step ends on the GPU, and a program that waits nowhere goes on
+            at once, too; else once the GPU has done its work.
+    """
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+        self._began = mark_on_host()
+        self._unread: list[_UnreadStep] = []
         self.steps: dict[Part, list[dict[str, int]]] = {"attached": [], "profiled": []}
         self.during: dict[str, dict[str, int]] = {}
         self._part: Part | None = None
@@ -289,11 +294,23 @@ class StepCollector:
             self.during[self._part] = counted_since(self._before)
             self._part = None
 
-    def note(self, step: UnreadStep) -> None:
-        """Note that a step has ended; those from before the first part are dropped."""
-        self._unread.append(step)
+    def step_begins(self) -> None:
+        self._began = self._mark()
+
+    def step_ended(self, context: Mapping[str, int]) -> list[Span]:
+        """Note that a step of this context has ended, and return its phases; one before the first part is dropped."""
+        ended = self._mark()
+        spans = self._clock.take()
+        self._unread.append(_UnreadStep(context, spans, self._began, ended))
         if len(self._unread) >= _READ_TOGETHER:
             self.read()
+        return spans
+
+    def _mark(self) -> Mark:
+        if self._clock.is_running:
+            return mark_moment()
+        wait_for_device()
+        return mark_on_host()
 
     def read(self) -> None:
         unread, self._unread = self._unread, []
