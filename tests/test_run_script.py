@@ -210,19 +210,22 @@ def test_nothing_is_compiled_again_for_the_recording(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Seven steps of the script without profkit."""
-    place = tmp_path_factory.mktemp("plain")
+def unedited(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Path, str]:
+    """Seven steps of the script in a process of its own, after three of warm-up two recorded; and what it printed."""
+    place = tmp_path_factory.mktemp("unedited")
     (place / "train.py").write_text(TRAIN)
     words = [sys.executable, "train.py", "0.1", "7"]
-    return subprocess.run(words, cwd=place, capture_output=True, text=True, check=True)
-
-
-def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: Start, plain: Any) -> None:
-    done = start("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
+    plain = forks.run(words, place)
+    recorder = ("run", "-o", "run", "--warmup", "3", "--steps", "2", "--", *words)
+    done = run_profkit(*recorder, cwd=place, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
+    return place, done.stdout
+
+
+def test_an_unedited_script_is_recorded_between_its_steps(unedited: tuple[Path, str]) -> None:
+    place, said = unedited
     names = sorted(path.name for path in (place / "run").iterdir())
     assert names == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
     ranges = _ranges(place / "run" / "trace.json.gz")
@@ -238,7 +241,7 @@ def test_an_unedited_script_is_recorded_between_its_steps(place: Path, start: St
             assert list(step) == ["forward_ns", "loss_ns", "backward_ns", "optimizer_ns", "step_ns"]
             assert 0 < sum(step.values()) - step["step_ns"] < step["step_ns"]
         assert set(manifest[part]["during"].values()) == {0}
-    assert "unprofiled (2 steps" in done.stdout
+    assert "unprofiled (2 steps" in said
     table = run_command("kernels", place / "run").stdout.partition("time of")[2].splitlines()
     assert [line.split()[0] for line in table[2:6]] == ["forward", "loss", "backward", "optimizer"]
 
@@ -343,15 +346,9 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
     assert work.model_flops == 2 * (2 * 3 * 4 * 2), "forward, and the weight's gradient"
 
 
-def test_the_step_after_the_recorded_ones_is_counted(place: Path, run: Start, plain: Any) -> None:
-    done = run("--warmup", "3", "--steps", "2", "--", sys.executable, "train.py", "0.1", "7")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
-    manifest = _manifest(place)
-    assert len(manifest["attached"]["steps"]) == 2, "of three the first one is not timed"
-    assert len(manifest["profiled"]["steps"]) == 2
-    assert manifest["processes"][0]["uncounted"] is None
-    work = read_work(place / "run" / "work.json")
+def test_the_step_after_the_recorded_ones_is_counted(unedited: tuple[Path, str]) -> None:
+    assert _manifest(unedited[0])["processes"][0]["uncounted"] is None
+    work = read_work(unedited[0] / "run" / "work.json")
     assert (work.source, work.dtype, work.missing) == ("counted", "fp32", ())
     first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
     flops = {"/".join(one.path): one.flops for one in work.ranges}
@@ -375,13 +372,6 @@ def test_the_step_after_the_recorded_ones_is_counted(place: Path, run: Start, pl
     assert optimizer.least_bytes == 3 * 4 * (8 * 8 + 8 + 8 + 1), "parameters and gradients are read, parameters written"
 
 
-def test_without_annotation_the_step_as_a_whole_is_counted(place: Path, run: Start) -> None:
-    target = ("--", sys.executable, "train.py", "0.1", "4")
-    assert run("--no-annotate", "--warmup", "2", "--steps", "1", *target).returncode == 0
-    work = read_work(place / "run" / "work.json")
-    assert [one.path for one in work.ranges] == [()]
-
-
 def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start) -> None:
     done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "9", "raise", "1")
     assert done.returncode == 1
@@ -391,7 +381,7 @@ def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start
 
 
 def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None:
-    target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "3")
+    target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "4")
     assert run("--depth", "0", *target).returncode == 0
     ranges = _ranges(place / "run" / "trace.json.gz")
     assert ranges.count("model") == 2
@@ -402,6 +392,7 @@ def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None
         "Optimizer.step",
         "Optimizer.zero_grad",
     }
+    assert [one.path for one in read_work(place / "run" / "work.json").ranges] == [()], "the step is counted as a whole"
 
 
 def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
