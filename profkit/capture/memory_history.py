@@ -239,7 +239,9 @@ class MemoryRecording(Watcher):
         for model in self._roots.list():
             owners.note_module(model, self._roots.prefix(model))
         # Other devices' gradients may be changing on other threads.
-        owners.note_gradients((name, one) for one, name in names.items() if one.device.index in {device, None})
+        owners.note_gradients(
+            (name, parameter) for parameter, name in names.items() if parameter.device.index in {device, None}
+        )
         for optimizer in list(self._optimizers):
             owners.note_optimizer(optimizer, names)
         if running_graph() == -1:  # in a backward pass others may be freeing what would be read

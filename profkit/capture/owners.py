@@ -54,11 +54,11 @@ def tensors_at_hand() -> list[Tensor]:
 
     In the middle of a forward pass they lead to what it has saved so far.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in variables_at_hand():
         parts = value if type(value) in (tuple, list) else (value,)
-        found += [one for one in parts if issubclass(type(one), Tensor) and one.grad_fn is not None]
-    return found
+        tensors += [part for part in parts if issubclass(type(part), Tensor) and part.grad_fn is not None]
+    return tensors
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
@@ -66,7 +66,7 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
     node = _base(tensor).grad_fn
     if node is None or type(node).__name__ != "ToCopyBackward0":
         return False
-    return all(type(one).__name__ == "AccumulateGrad" for one, _ in node.next_functions)
+    return all(type(following).__name__ == "AccumulateGrad" for following, _ in node.next_functions)
 
 
 def watch_hooks() -> None:
@@ -103,7 +103,7 @@ class _Walk:
                 return self._unread + len(waiting) + 1
             seen.add(node)
             self._visit(node)
-            waiting.extend(one for one, _ in node.next_functions if one is not None)
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
         return self._unread
 
     def _visit(self, node: Any) -> None:
@@ -140,8 +140,8 @@ class _Walk:
             frame = cell.cell_contents
             if type(frame).__name__ == "_CheckpointFrame" and id(frame) not in self._frames:
                 self._frames.add(id(frame))
-                for one in _inputs_of(frame):
-                    self._read_content(one)
+                for given in _inputs_of(frame):
+                    self._read_content(given)
 
     def _note_tensors(self, value: Any, nesting: int = _NESTING) -> bool:
         """Note the tensors in a value, and return whether there are any."""
@@ -150,14 +150,14 @@ class _Walk:
                 self._note(value)
             return True
         parts = value if nesting and isinstance(value, tuple | list) else ()
-        are_noted = [self._note_tensors(one, nesting - 1) for one in parts]
+        are_noted = [self._note_tensors(part, nesting - 1) for part in parts]
         return any(are_noted)
 
 
 def _inputs_of(frame: Any) -> list[Any]:
     """Return what a checkpoint's frame saves of its inputs; where, differs between versions of torch."""
     if hasattr(frame, "saved_args"):
-        return [one for one in frame.saved_args if hasattr(one, "unpack_hook")]
+        return [saved for saved in frame.saved_args if hasattr(saved, "unpack_hook")]
     return list(_each(getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", ())))
 
 
@@ -169,8 +169,8 @@ def _nodes(value: Any, nesting: int = _NESTING) -> Iterator[Any]:
     elif hasattr(value, "next_functions"):
         yield value
     elif nesting and isinstance(value, tuple | list):
-        for one in value:
-            yield from _nodes(one, nesting - 1)
+        for part in value:
+            yield from _nodes(part, nesting - 1)
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -256,9 +256,9 @@ class LineSearch:
             return
         self._hooks.on_backward = None
         try:
-            found = recorder.stop()
-            if found is not None:
-                write_lines(path, found)
+            lines = recorder.stop()
+            if lines is not None:
+                write_lines(path, lines)
         except Exception as error:  # a full disk, say: what was recorded before is kept
             say(f"{self._run}: the lines could not be saved: {describe_error(error)}")
 

@@ -76,12 +76,12 @@ class UsedOptimizers:
 def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
     """Return an optimizer's class, its flags in any group of parameters, and the bytes on this process's device."""
     groups = optimizer.param_groups
-    parameters = [one for group in groups for one in group["params"] if one.grad is not None]
+    parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
     states = [
         value
-        for one in parameters
-        if isinstance(optimizer.state.get(one), dict)
-        for value in optimizer.state[one].values()
+        for parameter in parameters
+        if isinstance(optimizer.state.get(parameter), dict)
+        for value in optimizer.state[parameter].values()
         if isinstance(value, Tensor)
     ]
 

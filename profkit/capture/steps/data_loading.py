@@ -107,17 +107,17 @@ class DataLoading:
 
     def look(self) -> Queue:
         try:
-            queues = [queue_of(one) for one in list(self._iterators)]
+            queues = [queue_of(iterator) for iterator in list(self._iterators)]
         except (AttributeError, TypeError):  # what torch does not say under these names
             return Queue(ready=None)
         except (OSError, RuntimeError, ValueError):  # another thread begins or ends an epoch at this moment
             return Queue(ready=None)
-        ready = [one.ready for one in queues if one.ready is not None]
+        ready = [queue.ready for queue in queues if queue.ready is not None]
         return Queue(
-            sum(one.workers for one in queues),
-            sum(one.capacity for one in queues),
+            sum(queue.workers for queue in queues),
+            sum(queue.capacity for queue in queues),
             sum(ready) if len(ready) == len(queues) else None,
-            any(one.is_young for one in queues),
+            any(queue.is_young for queue in queues),
         )
 
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
@@ -150,9 +150,9 @@ def queue_of(iterator: Any) -> Queue:
     if not capacity:
         return Queue()
     is_young = iterator._rcvd_idx < workers * (iterator._prefetch_factor + 1)
-    queues = {id(one): one for one in (iterator._data_queue, iterator._worker_result_queue)}
+    queues = {id(queue): queue for queue in (iterator._data_queue, iterator._worker_result_queue)}
     try:
-        ready = held + sum(one.qsize() for one in queues.values())
+        ready = held + sum(queue.qsize() for queue in queues.values())
     except NotImplementedError:  # macOS cannot count what waits in a queue
         return Queue(workers, capacity, None, is_young)
     return Queue(workers, capacity, min(ready, capacity), is_young)
@@ -195,8 +195,8 @@ class QueueDrain:
         """
         start_ns = perf_counter_ns() - self._began_ns
         after, per_step = self._loading.look(), self._loading.batches_per_step
-        step_ns = fmean(one["step_ns"] for one in unprofiled) if unprofiled else 0.0
-        waited_ns = fmean(one.get("data_ns", 0) for one in unprofiled) if unprofiled else 0.0
+        step_ns = fmean(step["step_ns"] for step in unprofiled) if unprofiled else 0.0
+        waited_ns = fmean(step.get("data_ns", 0) for step in unprofiled) if unprofiled else 0.0
         usually_waits = self._loading.falls_behind or waited_ns > _WAITS * step_ns
         needed = count_steps_to_drain(
             self._before, after, per_step, usually_waits=usually_waits, keeps_full=self._loading.keeps_full

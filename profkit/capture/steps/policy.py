@@ -80,7 +80,7 @@ class StepPolicy:
         """Return what an outermost module is called in ranges: of several models each has a name of its own."""
         if not _has_parameters(module):
             return type(module).__name__
-        models = [one for one in self._models.list() if _has_parameters(one)]
+        models = [model for model in self._models.list() if _has_parameters(model)]
         return tell_apart(unwrap(module), models, self._variables.known) or ROOT
 
     def label(self, optimizer: Optimizer) -> str | None:
@@ -226,30 +226,30 @@ class StepPolicy:
             return None
         return self._captured.get(graph, StepKind.REPLAY)
 
-    def _begins(self, kind: StepKind, one: Any) -> int | None:
+    def _begins(self, kind: StepKind, thing: Any) -> int | None:
         if self._is_weaker(kind):
             return None
-        self._rounds[kind].note(one)
+        self._rounds[kind].note(thing)
         return self._due(kind, is_boundary=False)
 
-    def _ends(self, kind: StepKind, one: Any = None, *names: str | None) -> int | None:
+    def _ends(self, kind: StepKind, thing: Any = None, *names: str | None) -> int | None:
         self._count(kind, names[0] if names else None)
         if self._is_weaker(kind):
             return None
-        return self._due(kind, is_boundary=self._is_last(kind, one, *names))
+        return self._due(kind, is_boundary=self._is_last(kind, thing, *names))
 
     def _is_weaker(self, kind: StepKind) -> bool:
         """Return whether things of this kind cannot end a step any more, because stronger ones do."""
         return self._choice is None and self._kind is not None and kind < self._kind
 
-    def _is_last(self, kind: StepKind, one: Any, *names: str | None) -> bool:
+    def _is_last(self, kind: StepKind, thing: Any, *names: str | None) -> bool:
         if self._choice is not None and self._choice.name is not None:
             return self._choice.allows(kind, names)
-        return one is None or self._rounds[kind].ends_with(one)
+        return thing is None or self._rounds[kind].ends_with(thing)
 
-    def _names_known(self, one: Any) -> tuple[str, str | None]:
+    def _names_known(self, thing: Any) -> tuple[str, str | None]:
         """Return what a person may call it: its class, and its variable where somebody chose a name."""
-        return type(one).__name__, None if self._choice is None else self._variables.known(one)
+        return type(thing).__name__, None if self._choice is None else self._variables.known(thing)
 
     def _count(self, kind: StepKind, name: str | None) -> None:
         if self._capturing is None:
@@ -283,10 +283,10 @@ class StepPolicy:
             return ()
         members = self._rounds[kind].members()
         return tuple(
-            one.name
-            if isinstance(one, _Function)
-            else tell_apart(one, members, self._variables.known) or type(one).__name__
-            for one in members
+            thing.name
+            if isinstance(thing, _Function)
+            else tell_apart(thing, members, self._variables.known) or type(thing).__name__
+            for thing in members
         )
 
     def _may_count(self, kind: StepKind) -> bool:
@@ -356,12 +356,12 @@ def _has_parameters(module: nn.Module) -> bool:
 class _Known(dict[int, ref[Any]]):
     """Things that were seen, of which it holds none alive: by their ids, which is far faster than a weak set."""
 
-    def add(self, one: Any) -> None:
-        key = id(one)
-        self[key] = ref(one, lambda _: self.pop(key, None))
+    def add(self, thing: Any) -> None:
+        key = id(thing)
+        self[key] = ref(thing, lambda _: self.pop(key, None))
 
-    def __contains__(self, one: object) -> bool:
-        return id(one) in self.keys()
+    def __contains__(self, thing: object) -> bool:
+        return id(thing) in self.keys()
 
 
 _with_parameters = _Known()
@@ -388,38 +388,38 @@ class Round:
         self._others: list[ref[Any]] = []
         self._is_learned = False
 
-    def note(self, one: Any) -> None:
-        if self._is_learned and not self._others and len(self._members) == 1 and self._members[0]() is one:
+    def note(self, thing: Any) -> None:
+        if self._is_learned and not self._others and len(self._members) == 1 and self._members[0]() is thing:
             return
         self.changes += 1
         self._members, self._others = _alive(self._members), _alive(self._others)
-        at = _index(self._others, one)
+        at = _index(self._others, thing)
         if at is not None:
             self._members, self._others, self._is_learned = self._others[at:], [], True
         elif not self._members:
-            self._members, self._others, self._is_learned = [ref(one)], [ref(one)], False
-        elif _index(self._members, one) is None:
-            self._others.append(ref(one))
+            self._members, self._others, self._is_learned = [ref(thing)], [ref(thing)], False
+        elif _index(self._members, thing) is None:
+            self._others.append(ref(thing))
         elif self._is_learned:
             self._others = []
 
-    def ends_with(self, one: Any) -> bool:
-        """Return whether ``one`` is the last of a round; of the first round, the first that happened is."""
-        return bool(self._members) and self._members[-1]() is one
+    def ends_with(self, thing: Any) -> bool:
+        """Return whether ``thing`` is the last of a round; of the first round, the first that happened is."""
+        return bool(self._members) and self._members[-1]() is thing
 
     def happening(self) -> list[Any]:
         """Return the things of a round, and those that have happened since the last one."""
-        others = [one for other in self._others if (one := other()) is not None]
+        others = [thing for other in self._others if (thing := other()) is not None]
         members = self.members()
-        return members + [one for one in others if all(one is not member for member in members)]
+        return members + [thing for thing in others if all(thing is not member for member in members)]
 
     def members(self) -> list[Any]:
-        return [one for member in self._members if (one := member()) is not None]
+        return [thing for member in self._members if (thing := member()) is not None]
 
 
 def _alive(refs: list[ref[Any]]) -> list[ref[Any]]:
-    return [one for one in refs if one() is not None]
+    return [thing for thing in refs if thing() is not None]
 
 
-def _index(refs: list[ref[Any]], one: Any) -> int | None:
-    return next((at for at, member in enumerate(refs) if member() is one), None)
+def _index(refs: list[ref[Any]], thing: Any) -> int | None:
+    return next((at for at, member in enumerate(refs) if member() is thing), None)

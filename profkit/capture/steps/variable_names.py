@@ -53,23 +53,23 @@ class VariableNames:
         return self._names[optimizer]
 
 
-def tell_apart(one: Any, things: Sequence[Any], variable: Callable[[Any], str | None]) -> str | None:
-    """Return what tells ``one`` from the others of ``things``: its class, its variable's name, or a number.
+def tell_apart(thing: Any, things: Sequence[Any], variable: Callable[[Any], str | None]) -> str | None:
+    """Return what tells ``thing`` from the others of ``things``: its class, its variable's name, or a number.
 
     None if there are no others. Many of one class have no numbers: as where every parameter has its optimizer.
     """
-    others = [other for other in things if other is not one]
+    others = [other for other in things if other is not thing]
     if not others:
         return None
-    kind, name = type(one), variable(one)
+    kind, name = type(thing), variable(thing)
     if not any(type(other) is kind for other in others) and not (name and kind.__module__.startswith("torch.nn.")):
         return kind.__name__
     if name is not None and not any(variable(other) == name for other in others):
         return name
     alike = [other for other in things if type(other) is kind]
-    if len(alike) > _MOST_NUMBERED or not any(other is one for other in alike):
+    if len(alike) > _MOST_NUMBERED or not any(other is thing for other in alike):
         return kind.__name__
-    return f"{kind.__name__} {next(at for at, other in enumerate(alike) if other is one)}"
+    return f"{kind.__name__} {next(at for at, other in enumerate(alike) if other is thing)}"
 
 
 def _frames_around() -> Iterator[FrameType]:
