@@ -138,24 +138,6 @@ def test_work_with_a_correlation_id_of_two_processes_has_no_launch(tmp_path: Pat
     assert "1 GPU rows have a correlation id" in trace.notes[0]
 
 
-def test_old_traces_with_capitals_and_numbers_as_text_are_read(tmp_path: Path) -> None:
-    trace = read(
-        tmp_path,
-        [
-            row("Operator", "aten::mm", 1614800519473000, 9, "3239786240"),
-            {**row("Runtime", "cudaLaunchKernel", 1614800519473001, 2, "3239786240"), "args": {"correlation": "8"}},
-            {**row("Kernel", "sgemm", 1614800519473220, 5, "stream 7", pid=0), "args": {"device": 0, "correlation": 8}},
-            {**row("Memcpy", "Memcpy HtoD", 1614800519473230, 5, "stream 7", pid=0), "args": {"bytes": 200}},
-            row("user_annotation", "ProfilerStep#1", 1614800519472000, 2000, 3239786240),
-        ],
-    )
-    assert work_names(trace) == ["sgemm"]
-    assert trace.work.launch_ns.tolist() == [1614800519473001000]
-    assert trace.work.stream.tolist() == [7]
-    assert trace.ranges.thread.tolist() == trace.work.launch_thread.tolist()
-    assert len(trace.copies) == 1
-
-
 def origins_of(trace: Trace) -> dict[str, int | None]:
     assert trace.work.sequence is not None
     assert trace.origins is not None

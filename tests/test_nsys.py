@@ -248,15 +248,6 @@ def test_a_missing_column_that_is_needed_is_named(tmp_path: Path) -> None:
         read_nsys(path)
 
 
-def test_without_demangled_names_short_ones_are_used(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.kernel(10, 50, name="gemm")
-    path = builder.write(tmp_path / "t.sqlite", drop_columns={"CUPTI_ACTIVITY_KIND_KERNEL": {"demangledName"}})
-    trace = read_nsys(path)
-    assert trace.names[int(trace.work.name[0])] == "gemm"
-    assert "short names" in trace.notes[0]
-
-
 def _not_sqlite(path: Path) -> None:
     path.write_text("QDSTRM nothing to see")
 

@@ -2,8 +2,7 @@
 
 What counts: rows of category ``kernel`` on a GPU, and ``gpu_mem*``; without any kernel, the CPU's ``cpu_op``
 rows by self time, and launches of compiled code that call no operator. Ranges are ``user_annotation`` rows, never
-``gpu_user_annotation``, which is Kineto's own guess at the same ranges on the GPU. PyTorch 1.8 to 1.11 wrote
-``Kernel``, ``Memcpy``, ``Memset``, ``Runtime`` and ``Operator``.
+``gpu_user_annotation``, which is Kineto's own guess at the same ranges on the GPU.
 """
 
 from __future__ import annotations

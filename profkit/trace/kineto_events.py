@@ -41,18 +41,13 @@ RowKind = Literal["kernel", "memcpy", "memset", "call", "sync", "operator", "ann
 _KINDS: dict[str, RowKind] = {
     "kernel": "kernel",
     "gpu_memcpy": "memcpy",
-    "memcpy": "memcpy",
     "gpu_memset": "memset",
-    "memset": "memset",
-    "runtime": "call",
     "cuda_runtime": "call",
     "cuda_driver": "call",
     "cuda_sync": "sync",
     "cpu_op": "operator",
-    "operator": "operator",
     "user_annotation": "annotation",
     "fwdbwd": "flow",
-    "forward_backward": "flow",
 }
 Rows = defaultdict[RowKind, list[Event]]
 _EVENTS = "traceEvents"
@@ -268,8 +263,7 @@ def _kind_of(event: Event) -> RowKind | None:
     category = event.get("cat")
     if not isinstance(category, str) or phase not in ("X", "s", "f"):
         return None
-    kind = _KINDS.get(category) or _KINDS.get(category := category.lower())
-    kind = kind or ("call" if category.endswith(_CALL_SUFFIXES) else None)
+    kind = _KINDS.get(category) or ("call" if category.endswith(_CALL_SUFFIXES) else None)
     return kind if kind and (kind == "flow") == (phase != "X") else None
 
 

@@ -221,9 +221,7 @@ def _devices(rows: list[Event]) -> Ints:
 
 
 def _stream(event: Event) -> int:
-    track = event.get("tid")
-    named = parse_integer(track.removeprefix("stream ").strip()) if isinstance(track, str) else parse_integer(track)
-    return _first(parse_argument(event, "stream"), named)
+    return _first(parse_argument(event, "stream"), parse_integer(event.get("tid")))
 
 
 def _stream_or_none(stream: int | None) -> int:

@@ -67,7 +67,6 @@ _LARGEST_ID = 1 << 62
 _ENUMS = "ENUM_"
 
 _GRAPH_NAME = "CUDA graph {}"
-_NO_DEMANGLED = "this export has no demangled kernel names; short names are used, and categories are coarser"
 
 Columns = dict[str, Ints]
 _Wanted = dict[str, tuple[str, int]]
@@ -122,9 +121,6 @@ class _Reader:
 
     def read(self) -> Trace:
         requests = {table: wanted for table, wanted in _WANTED.items() if table in self.tables}
-        if "demangledName" not in self.tables.get(KERNELS, ("demangledName",)):
-            requests[KERNELS] = requests[KERNELS] | {"name": ("shortName", -1)}
-            self.notes.append(_NO_DEMANGLED)
         tables = {table: {name: empty_ints() for name in wanted} for table, wanted in _WANTED.items()}
         tables |= {table: self._without_reversed(table, rows) for table, rows in self._read_tables(requests).items()}
         self._number_gpus(tables)

@@ -65,7 +65,6 @@ ARGUMENTS: dict[str, Kind | None] = {
     "Process Group Name": GROUP,
     "Process Group Ranks": Kind("ranks", r"\[[\d, ]*\]"),
 }
-_STREAM = re.compile(r"stream \d{1,9}")
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
 _FIRST_TRACK = 1 << 40
 """Numbers from here on stand for threads that have no number in the trace."""
@@ -144,8 +143,7 @@ class _KinetoCopy:
         number = parse_integer(track)
         if number is not None or track is None:
             return number
-        text = str(track)
-        return text if _STREAM.fullmatch(text) else self._tracks.setdefault(text, _FIRST_TRACK + len(self._tracks))
+        return self._tracks.setdefault(str(track), _FIRST_TRACK + len(self._tracks))
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         ranks = group.get("ranks")
