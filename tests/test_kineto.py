@@ -268,12 +268,6 @@ def test_kernels_of_impossible_times_alone_leave_the_operators_to_measure(tmp_pa
     assert "1 row of kernels with impossible times" in trace.diagnostics[0].text
 
 
-def test_a_range_that_outlives_its_parent_by_rounding_lies_within_it(tmp_path: Path) -> None:
-    rows = [row("user_annotation", "forward", 0, 100), row("user_annotation", "layer", 50, 51)]
-    path = written(tmp_path, [*rows, row("cpu_op", "aten::mm", 60, 5)])
-    assert [line.path for line in read_trace(path).ranges().ranges] == ["forward", "forward/layer"]
-
-
 def test_launches_without_gpu_work_give_a_note(tmp_path: Path) -> None:
     trace = read(tmp_path, [row("cpu_op", "aten::mm", 1, 5), launch(2, 1)])
     assert trace.measure == "cpu-operator"

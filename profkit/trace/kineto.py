@@ -31,7 +31,6 @@ from profkit.trace.kineto_events import (
 )
 from profkit.trace.kineto_gpu import CollectiveArguments, GpuReader
 
-_ROUNDING_NS = 1000  # older versions wrote whole microseconds
 _AUTOGRAD_THREAD = "pt_autograd"
 THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
@@ -101,33 +100,18 @@ def read_kineto(path: Path) -> Trace:
 
 
 def _read_ranges(reading: Reading, rows: HostRows, others: tuple[HostRows, ...]) -> Ranges:
-    """Return the ranges, nested in spite of rounding; one in which the profiler stopped ends with the capture."""
+    """Return the ranges; one in which the profiler stopped ends with the capture."""
     last = max(int(table.end_ns.max(initial=0)) for table in (rows, *others))
-    end_ns = np.where(rows.is_open, last, rows.end_ns)
     return Ranges(
         name=rows.name,
         domain=np.full(len(rows.events), reading.intern(""), dtype=np.int64),
         start_ns=rows.start_ns,
-        end_ns=_ends_within_parents(rows.start_ns, end_ns, rows.thread),
+        end_ns=np.where(rows.is_open, last, rows.end_ns),
         process=rows.process,
         thread=rows.thread,
         end_thread=rows.thread,
         is_open=rows.is_open,
     )
-
-
-def _ends_within_parents(start_ns: Ints, end_ns: Ints, thread: Ints) -> Ints:
-    """Return the ends, those moved back that lie past the end of the range around them by no more than rounding."""
-    ends: list[int] = end_ns.tolist()
-    open_now: dict[int, list[int]] = {}
-    for index in np.lexsort((-end_ns, start_ns)).tolist():
-        around = open_now.setdefault(int(thread[index]), [])
-        while around and ends[around[-1]] <= start_ns[index]:
-            around.pop()
-        if around and 0 < ends[index] - ends[around[-1]] <= _ROUNDING_NS:
-            ends[index] = ends[around[-1]]
-        around.append(index)
-    return np.array(ends, dtype=np.int64)
 
 
 def _build_calls(rows: HostRows, gpu: GpuReader) -> Calls:
