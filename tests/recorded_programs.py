@@ -9,8 +9,8 @@ from pathlib import Path
 
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.placing.nesting import ancestors
 from profkit.names import BACKWARD
+from profkit.trace.nesting import ancestors
 from tests.forked_scripts import ROOT, Forks
 from tests.in_process import run_profkit
 from tests.operator_links import ENGINE

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, mark_nested
 from profkit.trace.columns import Ranges
+from profkit.trace.nesting import NO_RANGE, ancestors, build_timelines, mark_nested
 from profkit.trace.nsys import read_nsys
 from tests.child import run_in_child
 from tests.fuzz import worst_exports

@@ -32,12 +32,12 @@ from profkit.analysis.efficiency.work import VECTOR_DTYPE, Amount, Peaks
 from profkit.analysis.intervals import subtract, unite
 from profkit.analysis.kernels.categories import CATEGORIES, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members
-from profkit.analysis.placing.nesting import mark_nested
 from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts, GpuTime, build_gpu_times, find_windows
 from profkit.analysis.tree.range_tree import RangeNodes, build_nodes, work_by_node
 from profkit.analysis.tree.selection import select_ranges
 from profkit.trace.columns import Ints, Measure, Trace, Work, rows_by_value
+from profkit.trace.nesting import mark_nested
 
 Word = Literal["compute-bound", "memory-bound", "launch-bound", "communication-bound", "host-bound"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.placing.nesting import ancestors
 from profkit.analysis.tree.range_tree import build_nodes
 from profkit.findings import Finding
 from profkit.names import COMPILED_KERNEL, LaunchPlace, is_shared, kind_of, read_launch_range, sharing_modules
 from profkit.run.compiled_code import Compilation, CompiledGraph, GraphBreak, Launch
 from profkit.run.directory import Run
 from profkit.trace.columns import Bools, Ints, NamesWithNew, Trace, distinct_values
+from profkit.trace.nesting import ancestors
 
 IN_RECORDED_STEPS = ("recompiled", "compiled")
 """Codes of findings about what the figures of recorded steps contain."""

@@ -22,11 +22,11 @@ import numpy as np
 
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
-from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, build_timelines, innermost_at_launch
 from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward, name_replicas
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Ranges, Trace, Work, empty_ints, rows_by_value
+from profkit.trace.nesting import NO_RANGE, ThreadTimeline, build_timelines, innermost_at_launch
 
 DIRECT, INFERRED, SEQUENCE = range(3)
 """How a row came under a range: by its own thread, by the thread that waited for it, by its operator's link."""

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.errors import TraceError
 from profkit.names import BACKWARD, RECOMPUTE, phase_of
 from profkit.trace.columns import Ints, Ranges, Trace, empty_ints, join_tables, rows_by_value
+from profkit.trace.nesting import NO_RANGE, ThreadTimeline, ancestors
 
 MIRROR_THREAD = -9
 """The ``thread`` of mirrors: no thread opened them."""

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.placing.nesting import NO_RANGE, ancestors, build_timelines, innermost_at_launch, mark_nested
 from profkit.errors import TraceError
 from profkit.names import LaunchPlace, graph_range, read_graph_range, read_launch_range
 from profkit.trace.columns import (
@@ -52,6 +51,7 @@ from profkit.trace.columns import (
     rows_by_value,
     take_rows,
 )
+from profkit.trace.nesting import NO_RANGE, ancestors, build_timelines, innermost_at_launch, mark_nested
 
 if TYPE_CHECKING:
     from profkit.run.compiled_code import CapturedGraph

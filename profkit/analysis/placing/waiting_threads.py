@@ -33,9 +33,9 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.placing.nesting import NO_RANGE, ThreadTimeline, ancestors
 from profkit.names import BACKWARD, FORWARD, INFERENCE, REPLICA, phase_of
 from profkit.trace.columns import Bools, Calls, Ints, Ranges, Trace, empty_ints, rows_by_value
+from profkit.trace.nesting import NO_RANGE, ThreadTimeline, ancestors
 
 AMBIGUOUS = -2
 """The host range of a launch for which two or more threads may have waited."""

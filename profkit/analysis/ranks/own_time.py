@@ -26,7 +26,6 @@ from profkit.analysis.intervals import (
     unite_all,
 )
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.gpu_time import (
     GpuTime,
     build_gpu_times,
@@ -39,6 +38,7 @@ from profkit.names import BACKWARD, DATA, phase_of
 from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
+from profkit.trace.nesting import NO_RANGE
 
 _ON_THE_HOST = re.compile(r"(gloo|mpi|ucc):\w+")
 _NCCL = "nccl"

@@ -16,7 +16,6 @@ import numpy as np
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.ranks.costs import Account, StepParts, exact_account, longer_on_gpu
 from profkit.analysis.ranks.matching import Calls, tabulate_calls
 from profkit.analysis.ranks.own_time import OwnTime, collective_ranges, divide_own_time, host_time, phase_or_data
@@ -27,6 +26,7 @@ from profkit.names import STEP, kind_of_collective
 from profkit.run.light_columns import LightColumns, StepColumns, columns_of, read_light, read_light_columns
 from profkit.run.light_record import CAUSES, NO_COLLECTIVE, P2P, Collectives, Group, LightRecord, StepRecord
 from profkit.trace.columns import CollectiveCall, Ints, distinct_values, empty_ints
+from profkit.trace.nesting import NO_RANGE
 
 _NODE = re.compile(r"node(\d+)")
 """The name of a machine's run within that of its job."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.step_replay.calibrate import (
     AS_RECORDED,
     PROFILED_HOST,
@@ -56,6 +55,7 @@ from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime
 from profkit.trace.columns import Ints, Trace, rows_by_value
+from profkit.trace.nesting import NO_RANGE
 
 FROM_HOST = "copy from the host"
 """The name of an operation that copies from the host's memory."""

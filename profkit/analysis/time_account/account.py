@@ -17,7 +17,6 @@ import numpy as np
 
 from profkit.analysis.intervals import Stretches
 from profkit.analysis.placing.attribution import Attribution, mark_members
-from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import (
     DataWait,
@@ -37,6 +36,7 @@ from profkit.findings import Finding
 from profkit.names import DATA, STEP, phase_of
 from profkit.run.manifest import Loading
 from profkit.trace.columns import Bools, Ints, empty_ints, rows_by_value
+from profkit.trace.nesting import NO_RANGE, mark_nested
 
 _NONE = -1
 """No context, no rank."""

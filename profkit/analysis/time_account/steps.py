@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution, mark_members
-from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
+from profkit.trace.nesting import NO_RANGE, mark_nested
 
 _STEP = re.compile(rf"{STEP}( (\d{{1,18}}|\*))?", re.I)
 _CONTEXT = re.compile(rf"{CONTEXT} (\d{{1,18}})")

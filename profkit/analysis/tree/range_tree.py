@@ -16,13 +16,13 @@ import numpy as np
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
-from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.selection import explain_no_ranges, join_path, outermost
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, empty_ints, rows_by_value
+from profkit.trace.nesting import NO_RANGE
 
 if TYPE_CHECKING:
     import pandas as pd

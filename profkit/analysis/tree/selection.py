@@ -20,10 +20,10 @@ import numpy as np
 
 from profkit.analysis.intervals import running_maximum
 from profkit.analysis.placing.attribution import DIRECT, INFERRED, SEQUENCE, Attribution, mark_members
-from profkit.analysis.placing.nesting import NO_RANGE, mark_nested
 from profkit.errors import TraceError, UsageError
 from profkit.names import BACKWARD, kind_of, phase_of
 from profkit.trace.columns import Bools, Copies, Ints, Ranges, Trace, Work, distinct_values, rows_by_value
+from profkit.trace.nesting import NO_RANGE, mark_nested
 
 
 def split_path(request: str) -> list[str]:

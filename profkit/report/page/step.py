@@ -22,7 +22,6 @@ from profkit.analysis.placing.attribution import (
     SEQUENCE,
     Attribution,
 )
-from profkit.analysis.placing.nesting import NO_RANGE
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.steps import measured_ranges
@@ -34,6 +33,7 @@ from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import format_count, format_ns
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
+from profkit.trace.nesting import NO_RANGE
 
 
 def build_dots(account: TimeAccount, manifest: Manifest) -> Iterator[dict[str, Any]]:
