@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count  # noqa: E402
 
@@ -437,3 +438,19 @@ def test_a_step_that_never_came_or_did_not_end_is_not_counted(tmp_path: Path) ->
     step.end()
     assert not list(tmp_path.iterdir())
     assert step.why_not is not None
+
+
+def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_path: Path) -> None:
+    step = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain"), _hooks())
+    with FlopCounterMode(display=False):
+        step.begin(None)
+        assert (step.is_on, step.why_not) == (False, "a TorchDispatchMode of the program's own is on")
+    step.begin(None)
+    with FlopCounterMode(display=False) as torchs:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+        step.end()
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert torchs.get_total_flops() == 2 * (2 * 2 * 3 * 4)
+    assert step.why_not is None
+    assert read_work(tmp_path / "work.json").model_flops == 2 * 2 * 3 * 4
+    assert not _get_current_dispatch_mode_stack()

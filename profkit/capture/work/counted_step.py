@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
 from profkit.annotation import annotate
 from profkit.capture.compilations import has_compiled
 from profkit.capture.errors import describe_error
@@ -87,7 +89,9 @@ class CountedStep:
         return counter
 
     def _forbidden(self, rank: int | None) -> str | None:
-        """Return what keeps this program from being counted by default, None if nothing does."""
+        """Return what keeps this program from being counted, with ``--flops`` or by default; None if nothing does."""
+        if _get_current_dispatch_mode() is not None:
+            return "a TorchDispatchMode of the program's own is on"
         if self._order.flops == "any":
             return None
         if rank is not None or several_ranks():

@@ -20,7 +20,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import has_compiled
@@ -87,7 +87,7 @@ class WorkCounter(OperatorMode, RangeObserver):
 
     def backward_begins(self) -> None:
         """A backward pass is about to begin: leave before it, if torch would compute a gradient by another formula."""
-        if self._differs is not None and self._is_entered and _get_current_dispatch_mode() is self:
+        if self._differs is not None and self._is_entered:
             self.failure = f"counting would change the last bits of the gradient of {self._differs}"
             self._leave()
 
@@ -103,9 +103,20 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._buffers.clear()
 
     def _leave(self) -> None:
-        if self._is_entered:
-            self._is_entered = False
+        """Take this off the thread's modes; those that the program has put on since, and will take off itself, stay."""
+        if not self._is_entered:
+            return
+        self._is_entered = False
+        above = []
+        while (mode := _get_current_dispatch_mode()) not in (self, None):
+            above.append(mode)
+            _pop_mode()
+        if mode is self:
             self.__exit__(None, None, None)
+        else:
+            self.failure = "the counted step ended on another thread than it began on"
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def content(self) -> RunWork:
         """Return the content of ``work.json``."""
