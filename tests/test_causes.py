@@ -522,6 +522,22 @@ def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_pat
     assert after(busy["compile"])[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)
 
 
+def test_compiling_a_model_leaves_the_loss_outside_of_it_as_it_is(tmp_path: Path) -> None:
+    program = Program()
+    for _ in range(STEPS):
+        with program.step():
+            with program.range("forward/model/layer"):
+                for _ in range(10):
+                    program.launch(NVJET, 50_000)
+                    program.launch(ADD, 40_000)
+            with program.range("backward"):
+                program.launch(SOFTMAX, 300_000)
+            program.wait()
+    advice = found(program.write(tmp_path))["compile"]
+    assert advice.evidence["small_ns"] == 10 * 40_000
+    assert after(advice)[1] == pytest.approx(program.lengths[0] - 0.35 * 10 * 40_000, rel=0.02)
+
+
 @pytest.mark.parametrize(("launches", "can_be"), [((160, 160, 160), True), ((160, 162, 160), False)])
 def test_a_graph_holds_no_step_whose_kernels_change(tmp_path: Path, launches: Sequence[int], *, can_be: bool) -> None:
     program = Program()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step, stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.limits import Limit
@@ -108,10 +108,16 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
     is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
-    small = [one for one in operations if one.category in _FUSABLE]
+    has_modules = any(one.module is not None for one in operations)
+
+    def is_fused(one: Operation) -> bool:
+        """Return whether the model itself runs a small kernel; a loss outside of it runs as before."""
+        return one.category in _FUSABLE and (one.module is not None or not has_modules)
+
+    small = [one for one in operations if is_fused(one)]
     mode = "reduce-overhead" if is_late else None
     waiting = _waiting_line(evidence) if is_late and _find_waits(step) else None
-    changes = [compile_step(evidence.choose(lambda one: one.category in _FUSABLE), replays=is_late)]
+    changes = [compile_step(evidence.choose(is_fused), replays=is_late)]
     if waiting is not None:
         changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(
