@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HALF_WRITTEN = ".profkit-"
 """How the name of a file begins that is not whole yet."""
@@ -56,6 +56,35 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         if error.filename in (None, str(partial), partial):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+@contextmanager
+def whole_stream(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a stream of bytes that becomes ``path`` as `whole_file` says, gzipped if its name ends so."""
+    import gzip
+
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with whole_file(path) as partial, opened(partial, "wb") as file:
+        yield file
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``path``, to be filled; when the block has gone well, it becomes ``path``.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    import shutil
+
+    partial = path.with_name(f"{HALF_WRITTEN}{os.getpid()}-{path.name}")
+    partial.mkdir(mode=0o700, parents=True)
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def user_cache(*parts: str) -> Path:

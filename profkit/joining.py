@@ -20,7 +20,7 @@ from pathlib import Path
 from profkit.analysis.ranks.comparison import RanksResult, join_ranks
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, RunError, UsageError
-from profkit.files import collector_off
+from profkit.files import collector_off, whole_folder
 from profkit.reading import open_trace
 from profkit.run.directory import MANIFEST, RANK_LIGHT, Run, runs_of_job
 from profkit.run.job import Job, claim
@@ -194,17 +194,12 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
         raise UsageError(
             f"{output}: lies within {around}, which is to be copied; name a directory outside of it with -o"
         )
-    ordered = sorted(runs, key=lambda run: ranks[run.path])
-    partial = output.with_name(f".profkit-{os.getpid()}-{output.name}")
-    try:
-        made, left_out = [], list[str]()
-        for number, run in enumerate(ordered):
-            place = claim(partial, Job(ids[0] if ids else None, expected, number))
+    made, left_out = [], list[str]()
+    with whole_folder(output) as partial_folder:
+        for number, run in enumerate(sorted(runs, key=lambda run: ranks[run.path])):
+            place = claim(partial_folder, Job(ids[0] if ids else None, expected, number))
             left_out += _copy_files(run.path, place)
             made.append((place.name, ranks[run.path]))
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Gathered(output, tuple(made), expected, tuple(left_out))
 
 

@@ -6,19 +6,16 @@ reader knows, and what a reader does not return, does not exist in the copy.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from profkit.analysis.self_check import LOSS_IN_LOG
 from profkit.errors import CaptureError, UsageError
-from profkit.files import write_json
+from profkit.files import whole_folder, write_json
 from profkit.reading import Kind, kind_of, read_trace_file
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
@@ -138,7 +135,7 @@ class _Writer:
 
     def write_run(self, run: Run, output: Path) -> None:
         """Copy every file of a run that has a reader."""
-        with _whole_folder(output) as partial:
+        with whole_folder(output) as partial:
             for path in sorted(run.path.iterdir()):
                 why = self._why_not_copied(path)
                 if why is None:
@@ -178,15 +175,3 @@ class _Writer:
             read_trace_file(path)  # refuses what no command reads
         _WRITERS[kind](path, output, self.keeper)
         self.captures.append(kind)
-
-
-@contextmanager
-def _whole_folder(output: Path) -> Iterator[Path]:
-    partial = output.with_name(f".profkit-{os.getpid()}-{output.name}")
-    partial.mkdir(mode=0o700, parents=True)
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -11,7 +11,6 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,17 @@ import numpy.typing as npt
 from profkit.allocator.recorded_heap import find_expandable_ranges, find_regions
 from profkit.allocator.replay import History
 from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
-from profkit.snapshot.columns import ALLOC, OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Device, Ints
+from profkit.snapshot.columns import (
+    ALLOC,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Device,
+    Ints,
+    read_pool,
+)
 
 Floats = npt.NDArray[np.float64]
 Kind = tuple[tuple[int, int], int]
@@ -243,7 +252,7 @@ def _find_pools(device: Device, ranges: list[tuple[int, int]]) -> tuple[list[tup
     places = zip(segments.pool, segments.stream.tolist(), strict=True)
     known: dict[int, Kind] = dict(zip(map(begin_of, segments.address.tolist()), places, strict=True))
     where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))[::-1].tolist()
-    pools = {event: _pool(events.raw[event]) if event < len(events.raw) else None for event in where}
+    pools = {event: read_pool(events.raw[event].get("pool_id")) if event < len(events.raw) else None for event in where}
     for event in where:
         pool, begin = pools[event], begin_of(int(events.address[event]))
         if events.action[event] in (SEGMENT_MAP, SEGMENT_UNMAP) and (pool or begin not in known):
@@ -274,10 +283,3 @@ def _walk(history: History, regions: list[Region], reserved: list[tuple[int, int
             at += 1
         kinds.append(kind_at[bases[max(bisect_right(bases, address) - 1, 0)]] if bases else 0)
     return np.array(kinds, dtype=np.int64)
-
-
-def _pool(record: dict[str, Any]) -> tuple[int, int] | None:
-    value = record.get("pool_id")
-    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        return (value[0], value[1])
-    return None

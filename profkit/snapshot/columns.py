@@ -175,6 +175,13 @@ def write_frame(lines: list[tuple[str, str, int]]) -> dict[str, Any]:
     return frame
 
 
+def read_pool(value: object) -> tuple[int, int] | None:
+    """Return the id of a memory pool; None of anything else."""
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, int) for part in value):
+        return value[0], value[1]
+    return None
+
+
 def _text(value: Any, longest: int = _LONGEST_TEXT) -> str:
     return value[:longest] if isinstance(value, str) else "?"
 

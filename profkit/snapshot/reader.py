@@ -43,6 +43,7 @@ from profkit.snapshot.columns import (
     Segments,
     Settings,
     Snapshot,
+    read_pool,
 )
 from profkit.snapshot.unpickler import load_data
 
@@ -272,12 +273,10 @@ def _is_number(text: Any) -> bool:
 
 
 def _pool(value: Any) -> tuple[int, int]:
-    if value is None:
-        return (0, 0)
-    first, second = value
-    if not isinstance(first, int) or not isinstance(second, int):
+    pool = (0, 0) if value is None else read_pool(value)
+    if pool is None:
         raise ValueError("segment_pool_id is no pair of integers")
-    return (first, second)
+    return pool
 
 
 def _read_settings(entry: Any) -> Settings:

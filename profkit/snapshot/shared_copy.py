@@ -7,16 +7,15 @@ number of its own. With frames kept the file's last name, the function and the l
 
 from __future__ import annotations
 
-import gzip
 import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from profkit.files import collector_off, whole_file
+from profkit.files import collector_off, whole_stream
 from profkit.names import MEMORY_TEXT
-from profkit.snapshot.columns import MOST_FRAMES, read_frame, write_frame
+from profkit.snapshot.columns import MOST_FRAMES, read_frame, read_pool, write_frame
 from profkit.snapshot.reader import build_snapshot
 from profkit.snapshot.unpickler import load_data
 from profkit.text_kinds import ALLOCATOR, LABEL, LEFT_OUT, MODULE, RANGE, WORD, Keeper, Kind, base_name
@@ -57,8 +56,7 @@ def write_shared_snapshot(path: Path, output: Path, keeper: Keeper) -> None:
         data = {"segments": data}
     with collector_off():
         copy = _SnapshotCopy(keeper).take(_SNAPSHOT, data)
-    opened: Callable[..., IO[bytes]] = gzip.open if output.suffix == ".gz" else open  # type: ignore[assignment]
-    with whole_file(output) as partial, opened(partial, "wb") as file:
+    with whole_stream(output) as file:
         pickle.dump(copy, file, protocol=4)
 
 
@@ -150,12 +148,6 @@ def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None
     return f"{MEMORY_TEXT}{keeper.text(RANGE, phase)}{colon}{keeper.text(MODULE, module)}"
 
 
-def _pair(_: _SnapshotCopy, value: object) -> tuple[int, int] | None:
-    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        return value[0], value[1]
-    return None
-
-
 def _truth(_: _SnapshotCopy, value: object) -> bool:
     """Return what the reader takes a value for, whatever it is."""
     return bool(value)
@@ -182,7 +174,7 @@ _STACKS: Mapping[str, Any] = {
 _EVENT: Mapping[str, Any] = {
     "action": WORD,
     **dict.fromkeys(("addr", "device_free", "size", "stream", "time_us"), int),
-    "pool_id": _pair,
+    "pool_id": lambda _, value: read_pool(value),
     "user_metadata": _metadata,
     **_STACKS,
 }
@@ -196,7 +188,7 @@ _SEGMENT: Mapping[str, Any] = {
     **dict.fromkeys(("device", "address", "total_size", "stream"), int),
     "segment_type": WORD,
     "is_expandable": _truth,
-    "segment_pool_id": _pair,
+    "segment_pool_id": lambda _, value: read_pool(value),
     "blocks": _records(_BLOCK),
 }
 _SETTINGS: Mapping[str, Any] = {

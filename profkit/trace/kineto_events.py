@@ -22,7 +22,7 @@ import numpy as np
 
 from profkit.errors import TraceError
 from profkit.files import GZIP_RATIO, bounded_memory, collector_off
-from profkit.trace.columns import Bools, Diagnostic, Ints, report_left_out
+from profkit.trace.columns import Bools, Diagnostic, Ints, NamesWithNew, report_left_out
 from profkit.trace.json_stream import CutOffError, JsonError, JsonStream
 
 SIZE_LIMIT_BYTES = 8 * 2**30
@@ -190,8 +190,7 @@ class HostRows:
 class Reading:
     """What is collected while one file is read."""
 
-    names: list[str] = field(default_factory=list)
-    _indices: dict[str, int] = field(default_factory=dict)
+    _names: NamesWithNew = field(default_factory=lambda: NamesWithNew(()))
     threads: dict[tuple[int, int | str], int] = field(default_factory=dict)
     """(pid, tid) → the trace's own number of the thread, counted from 0."""
     diagnostics: list[Diagnostic] = field(default_factory=list)
@@ -199,11 +198,12 @@ class Reading:
 
     def intern(self, text: str) -> int:
         """Return the index of a name."""
-        printable = text.encode("utf-8", "replace").decode()  # replaces a lone surrogate
-        if printable not in self._indices:
-            self._indices[printable] = len(self.names)
-            self.names.append(printable)
-        return self._indices[printable]
+        return self._names.intern(text.encode("utf-8", "replace").decode())  # replaces a lone surrogate
+
+    @property
+    def names(self) -> list[str]:
+        """All names so far."""
+        return self._names.strings
 
     def thread_of(self, event: Event) -> tuple[int, int] | None:
         """Return the process and the thread of a host row, or ``None`` for a row of no process ('Spans')."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from profkit.files import whole_file
+from profkit.files import whole_file, whole_stream
 from profkit.text_kinds import (
     GPU,
     GROUP,
@@ -79,8 +78,7 @@ def write_shared_kineto(path: Path, output: Path, keeper: Keeper) -> None:
     """
     header, rows = load_chrome_trace(path)
     copy = _KinetoCopy(keeper)
-    opened: Callable[..., IO[bytes]] = gzip.open if output.suffix == ".gz" else open  # type: ignore[assignment]
-    with whole_file(output) as partial, opened(partial, "wb") as file:
+    with whole_stream(output) as file:
         file.write(f'{json.dumps(copy.header(header))[:-1]}, "traceEvents": [\n'.encode())
         for number, row in enumerate(copy.rows(rows)):
             file.write(((",\n" if number else "") + row).encode())
