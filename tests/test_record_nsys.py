@@ -123,57 +123,52 @@ def _names(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "run").iterdir())
 
 
-def test_a_run_holds_the_report_its_export_and_the_log(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    recorded = start()
-    assert (recorded.run, recorded.exit_status, recorded.reason) == (tmp_path / "run", 0, None)
-    assert (recorded.has_trace, recorded.has_kernels, len(recorded.process.profiled)) == (True, False, 1)
-    assert (tmp_path / "run" / "trace.sqlite").read_text() == "report"
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
-    manifest = _manifest(tmp_path)
-    assert (manifest["status"], manifest["versions"]["nsys"]) == ("complete", "1.0")
-    assert manifest["clean"]["steps"] == manifest["profiled"]["steps"] == [{"forward_ns": 1, "step_ns": 1}]
-
-
-def test_the_targets_words_go_through_and_nsys_own_go_to_the_log(
-    tmp_path: Path, start: Callable[..., Recorded], capfd: pytest.CaptureFixture[str]
-) -> None:
-    start()
-    out = capfd.readouterr().out
-    assert out.count("the target") == 2
-    assert "nsys says" not in out
-    assert (tmp_path / "run" / "log.txt").read_text() == "nsys says: hello\n"
-
-
-def test_raw_data_lies_in_a_scratch_folder_and_the_targets_own_is_untouched(
+def test_a_run_holds_the_report_its_export_and_the_log(
     tmp_path: Path,
     start: Callable[..., Recorded],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The target runs once without nsys and once under it, with the same streams, scratch folder and umask."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    start()
-    assert capfd.readouterr().out.count(f"the target: {temporary}\n") == 2
+    before = os.umask(0o027)
+    try:
+        recorded = start()
+    finally:
+        os.umask(before)
+    assert (recorded.run, recorded.exit_status, recorded.reason) == (tmp_path / "run", 0, None)
+    assert (recorded.has_trace, recorded.has_kernels, len(recorded.process.profiled)) == (True, False, 1)
+    assert (tmp_path / "run" / "trace.sqlite").read_text() == "report"
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     assert list(temporary.iterdir()) == []
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["versions"]["nsys"]) == ("complete", "1.0")
+    assert manifest["clean"]["steps"] == manifest["profiled"]["steps"] == [{"forward_ns": 1, "step_ns": 1}]
+    out = capfd.readouterr().out
+    assert (out.count(f"the target: {temporary}\n"), out.count("with umask 27")) == (2, 2)
+    assert "nsys says" not in out
+    assert (tmp_path / "run" / "log.txt").read_text() == "nsys says: hello\n"
 
 
-def test_the_targets_status_is_the_runs(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    assert start(status=5).exit_status == 5
-    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["exit_status"]) == ("failed", 5)
+def test_the_targets_status_is_the_runs_and_lost_events_are_warned_of(
+    tmp_path: Path, start: Callable[..., Recorded]
+) -> None:
+    recorded = start(status=5, saying="Errors occurred while processing the raw events.")
+    assert recorded.exit_status == 5
+    (warning,) = recorded.warnings
+    assert "lossy" in warning
+    manifest = _manifest(tmp_path)
+    assert (manifest["status"], manifest["exit_status"], manifest["warnings"]) == ("failed", 5, [warning])
 
 
 def test_on_a_gpu_there_are_kernels_unless_cuda_was_not_traced(start: Callable[..., Recorded], tmp_path: Path) -> None:
     assert start(device="cuda").has_kernels
     shutil.rmtree(tmp_path / "run")
-    assert not start(device="cuda", options=NsysOptions(("nvtx",))).has_kernels
-
-
-def test_a_warning_says_that_nsys_lost_events(tmp_path: Path, start: Callable[..., Recorded]) -> None:
-    (warning,) = start(saying="Errors occurred while processing the raw events.").warnings
-    assert "lossy" in warning
-    assert _manifest(tmp_path)["warnings"] == [warning]
+    assert not start(device="cuda", options=NsysOptions(("nvtx",), keep_report=False)).has_kernels
+    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.sqlite"], "the report goes once it is exported"
 
 
 @pytest.mark.parametrize(
@@ -193,13 +188,6 @@ def test_a_failure_of_nsys_fails_the_run_and_keeps_the_report(
     assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["reason"]) == ("failed", str(error.value))
     report = ["trace.nsys-rep"] * ("leave" not in failing)
     assert _names(tmp_path) == ["log.txt", "manifest.json", *report]
-
-
-def test_the_report_goes_once_it_is_exported_if_it_is_not_to_be_kept(
-    tmp_path: Path, start: Callable[..., Recorded]
-) -> None:
-    start(options=NsysOptions(keep_report=False))
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.sqlite"]
 
 
 @pytest.mark.parametrize("left", [BARE, f"{BARE}; {WHOLE}"], ids=["alone", "beside a report"])
@@ -271,17 +259,6 @@ def test_an_nsys_that_never_starts_the_target_is_quoted(tmp_path: Path, start: C
     with pytest.raises(ToolError, match=r"nsys did not start the target: Connection to Agent lost\.; its output is in"):
         start(failures=3)
     assert _manifest(tmp_path)["status"] == "failed"
-
-
-def test_the_target_has_the_umask_that_it_has_without_nsys(
-    start: Callable[..., Recorded], capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = os.umask(0o027)
-    try:
-        start()
-    finally:
-        os.umask(before)
-    assert capfd.readouterr().out.count("with umask 27") == 2, "once without nsys, once under it"
 
 
 Usage = namedtuple("Usage", "total used free")
