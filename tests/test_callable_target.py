@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
+from profkit.errors import UsageError
 from profkit.run.work import read_work
+from tests.child import run_in_child
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 
 pytest.importorskip("torch")
+
+from profkit.capture.steps.call_steps import call_steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -131,22 +136,28 @@ def test_no_annotate_leaves_the_steps_ranges_alone(tmp_path: Path, run: Callable
         ("pkg.steps:zzz", "no zzz in pkg.steps; it is looked for in "),
         ("pkg.steps:number", "pkg.steps:number is of type int, not callable; name a callable without arguments"),
         ("pkg.steps:wants", "pkg.steps:wants wants arguments; name a callable without arguments"),
-        (
-            "pkg.steps:returns_none",
-            "returned NoneType, not a callable; it must return the step",
-        ),
+        ("pkg.steps:returns_none", "returned NoneType, not a callable; it must return the step"),
         ("pkg.steps:returns_one_that_wants", "returned a callable that needs arguments; it must return the step"),
     ],
 )
-def test_a_target_that_makes_no_step_is_one_line(
-    tmp_path: Path, run: Callable[..., Any], target: str, said: str
-) -> None:
-    done = run(target)
+@pytest.mark.usefixtures("run")
+def test_a_target_that_makes_no_step_is_refused(tmp_path: Path, target: str, said: str) -> None:
+    def refused() -> str:
+        os.chdir(tmp_path)
+        with pytest.raises(UsageError) as error:
+            call_steps(target, 0, 1, count=False)
+        return str(error.value)
+
+    assert said in run_in_child(refused, cpu_seconds=30)
+
+
+def test_a_run_without_steps_ends_with_the_line_that_says_why(tmp_path: Path, run: Callable[..., Any]) -> None:
+    done = run("pkg.steps:wants")
     assert done.returncode == 2
     first, last = done.stderr.removeprefix("importing\n").splitlines()
-    assert said in first
-    assert last == f"profkit: {target} failed with exit status 2; nothing was recorded; see run/manifest.json"
-    assert f"profkit: {_manifest(tmp_path)['reason']}" == first
+    assert last == "profkit: pkg.steps:wants failed with exit status 2; nothing was recorded; see run/manifest.json"
+    assert first == f"profkit: {_manifest(tmp_path)['reason']}"
+    assert "pkg.steps:wants wants arguments" in first
 
 
 @pytest.mark.parametrize(
