@@ -454,3 +454,12 @@ def test_modes_of_the_program_stay_as_it_puts_them_on_and_takes_them_off(tmp_pat
     assert step.why_not is None
     assert read_work(tmp_path / "work.json").model_flops == 2 * 2 * 3 * 4
     assert not _get_current_dispatch_mode_stack()
+
+
+def test_products_of_groups_count_as_one_product_of_all_their_rows() -> None:
+    rows, experts = torch.randn(10, 16, dtype=torch.bfloat16), torch.randn(3, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([3, 5, 10], dtype=torch.int32)
+    grouped = torch.ops.aten._grouped_mm.default
+    assert operators.torch_flops(grouped, (rows, experts), {"offs": ends}, None) == 2 * 10 * 16 * 8
+    assert operators.torch_flops(grouped, (rows.T, torch.randn(10, 8)), {"offs": ends}, None) == 2 * 16 * 10 * 8
+    assert operators.torch_flops(grouped, (torch.randn(3, 4, 16), experts), {}, None) == 3 * 2 * 4 * 16 * 8

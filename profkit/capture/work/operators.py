@@ -68,7 +68,9 @@ MOVES = _names(
     """
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale _efficientzerotensor _index_put_impl
     _local_scalar_dense _pin_memory _reshape_copy _to_copy _unique2 alias arange argmax argmin argsort as_strided
-    bernoulli bucketize cat clone col2im constant_pad_nd copy count_nonzero diag_embed diagonal_backward embedding empty
+    bernoulli bucketize cat clone col2im constant_pad_nd copy count_nonzero cummax cummin diag_embed diagonal_backward
+    embedding empty histc index_fill isin kthvalue native_channel_shuffle pixel_unshuffle reflection_pad1d
+    unique_consecutive view_as_complex
     empty_like empty_permuted empty_strided equal exponential eye fill flip full full_like gather im2col index index_put
     index_select is_pinned isfinite isinf isnan lift_fresh_copy linspace masked_fill masked_scatter masked_select
     max_pool2d_with_indices multinomial new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_backward
@@ -80,6 +82,15 @@ MOVES = _names(
     """
 )
 """They move, make, select or compare values: no arithmetic."""
+
+ELEMENTWISE = _names(
+    """
+    _prelu_kernel _prelu_kernel_backward elu_backward floor_divide glu_backward hardshrink_backward hardsigmoid_backward
+    hardtanh_backward leaky_relu_backward log_sigmoid_backward mish_backward polar prelu rrelu_with_noise_backward rsub
+    softplus_backward softshrink_backward
+    """
+)
+"""One operation for each element, of operators that torch does not mark as elementwise."""
 
 REDUCTIONS = _names(
     """
@@ -138,6 +149,16 @@ PER_ELEMENT = {
     "lerp": 3,
     "mse_loss": 3,
     "mse_loss_backward": 3,
+    "huber_loss": 4,
+    "huber_loss_backward": 3,
+    "smooth_l1_loss": 4,
+    "smooth_l1_loss_backward": 3,
+    # two logarithms, two differences, two products, a sum; the difference over x (1 - x), times the gradient
+    "binary_cross_entropy": 7,
+    "binary_cross_entropy_backward": 5,
+    # four neighbours, weighed and added
+    "upsample_bilinear2d": 7,
+    "upsample_bilinear2d_backward": 7,
     # p decays; m moves towards g (3); v decays and gets g g times a number (4); root, its correction, epsilon; p moves
     # by m over it times a number (3)
     "_fused_adam": 14,
@@ -157,18 +178,25 @@ _ATTENTION = (
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-_FLEX_ATTENTION = {
+def _grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of products of several groups: without a dimension for the groups their sizes add up to one."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return int(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+_OWN_FORMULAS = {
     "flex_attention": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
     "flex_attention_backward": lambda q, k, v, out, *_, **__: sdpa_backward_flop_count(
         out.shape, q.shape, k.shape, v.shape
     ),
+    "_grouped_mm": _grouped_flops,
 }
-"""torch 2.13's formulas, for those before: every block counts, whatever the mask leaves out when it runs."""
+"""For torch before 2.13, which has the first two: every block counts, whatever the mask leaves out when it runs."""
 
 
 def product_formula(func: Any) -> Any | None:
     """Return torch's formula for an operator's matrix products; None if torch has none for it."""
-    return flop_registry.get(getattr(func, "_overloadpacket", func)) or _FLEX_ATTENTION.get(base_name(func))
+    return flop_registry.get(getattr(func, "_overloadpacket", func)) or _OWN_FORMULAS.get(base_name(func))
 
 
 def has_other_gradient(func: Any, args: Sequence[Any]) -> bool:
@@ -317,7 +345,7 @@ def _factor(func: Any, name: str) -> int | None:
         return 0
     if name in PER_ELEMENT:
         return PER_ELEMENT[name]
-    if name in REDUCTIONS:
+    if name in REDUCTIONS or name in ELEMENTWISE:
         return 1
     if torch.Tag.pointwise in getattr(func, "tags", ()) or "_foreach_" in str(func):
         return 1
