@@ -157,6 +157,7 @@ def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
         twin = "clean"
         gpu = "NVIDIA H200"
         dtype = "bf16"
+        uncounted = None
 
     found = Found()
     assert {name for name in vars(Found) if name[0] != "_"} <= set(EfficiencyResult.__dataclass_fields__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from profkit.report.commands.clean_times import clean_times_parts
+from profkit.report.commands.steps import clean_times_parts
 from profkit.report.document import Document, Table, render
 from profkit.run.manifest import Manifest, Samples
 

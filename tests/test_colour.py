@@ -14,7 +14,7 @@ import pytest
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.cli.outputs import _colour, has_colours
 from profkit.reading import open_capture
-from profkit.report.commands.check import build_check_document
+from profkit.report.commands.compare import build_check_document
 from profkit.report.document import render
 from tests.conftest import ROOT
 

@@ -17,8 +17,15 @@ from profkit.cli.outputs import Output, output_options, refuse_overwriting, show
 from profkit.errors import CheckError, UsageError
 from profkit.reading import open_capture
 from profkit.report.commands.answer import answer_capture
-from profkit.report.commands.check import budget_label, build_check_document
-from profkit.report.commands.compare import TOP, VIEWS, View, build_compare_document, describe_difference
+from profkit.report.commands.compare import (
+    TOP,
+    VIEWS,
+    View,
+    budget_label,
+    build_check_document,
+    build_compare_document,
+    describe_difference,
+)
 
 
 @click.command()

@@ -23,7 +23,7 @@ from profkit.errors import UsageError
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.answer import answer_capture
 from profkit.report.commands.efficiency import build_efficiency_document
-from profkit.report.commands.lines import build_lines_document
+from profkit.report.commands.steps import build_lines_document
 from profkit.run.directory import Run, choose_run, find_run
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")

@@ -122,7 +122,7 @@ def kernels(
         compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
-        from profkit.report.commands.clean_times import clean_times_parts
+        from profkit.report.commands.steps import clean_times_parts
 
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
     if plot is not None:

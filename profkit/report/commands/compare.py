@@ -1,4 +1,4 @@
-"""The document of ``profkit compare``: what differs in origin, then the changes of time and of memory."""
+"""The documents of ``profkit compare`` and ``check``: what differs in origin, time and memory; which budgets held."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ from difflib import SequenceMatcher
 from pathlib import PurePath
 from typing import Any, Literal
 
+from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
 from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, TimeComparison
 from profkit.analysis.compare.module_changes import ModuleComparison, larger_time
 from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic
 from profkit.names import SHARED, is_shared, sharing_modules
+from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.memory_compare import TOP_PARTS, memory_parts, memory_table
-from profkit.report.document import Column, Document, Lines, Row, Table
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
-from profkit.report.units import NS, SIGNED_NS, TEXT, Unit, format_change, format_count, format_interval, format_ns
+from profkit.report.units import (
+    BYTES,
+    NS,
+    SHARE,
+    SIGNED_NS,
+    TEXT,
+    Unit,
+    format_change,
+    format_count,
+    format_interval,
+    format_ns,
+)
 
 View = Literal["phase", "category", "module", "range", "kernel"]
 VIEWS: tuple[View, ...] = ("phase", "category", "module", "range", "kernel")
@@ -368,3 +382,58 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
 
 def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
     return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
+
+
+_BUDGET_UNITS = {
+    "ns": NS,
+    "bytes": Unit(lambda value: BYTES.show(round(value))),
+    "share": SHARE,
+}
+_BUDGET_COLUMNS = (
+    Column("verdict", "verdict", TEXT),
+    Column("label", "budget", TEXT, flexible=True),
+    Column("measured_text", "measured", Unit(str)),
+    Column("limit_text", "limit", Unit(str)),
+)
+_EXACT_BUDGET = ("budget", "subject", "measured", "limit", "unit", "held", "judged", "detail")
+
+
+def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, answer: str = "") -> Document:
+    """Return the verdict on each budget, and under the table each one's detail.
+
+    ``ranks`` are the ranks that budgets were judged by: which of them is late is said too. ``answer`` is what the
+    summary says of the run first.
+    """
+    rows = [_budget_row(line) for line in check.lines]
+    table = Table(_BUDGET_COLUMNS, rows, exact=_EXACT_BUDGET, is_wrong=lambda row: not row["held"])
+    details = [
+        f"{budget_label(line)}: {'' if line.judged else 'NOT JUDGED (counts as failed): '}{line.detail}"
+        for line in check.lines
+    ]
+    late = [] if ranks is None else describe_verdict(ranks)[:1]
+    return Document(
+        "check",
+        {**check.to_dict(), **({"answer": answer} if answer else {})},
+        [table, Lines([*details, *late, *([answer] if answer else [])])],
+        table,
+    )
+
+
+def budget_label(line: BudgetLine) -> str:
+    """Return the name of a budget: the option, and what it is about."""
+    return line.budget if line.subject is None else f"{line.budget} {line.subject}"
+
+
+def _budget_row(line: BudgetLine) -> dict[str, Any]:
+    sign = "" if line.limit is None or line.budget == BASELINE else "≥ " if line.budget == MIN_MFU else "≤ "
+    return {
+        **vars(line),
+        "verdict": "held" if line.held else "BROKEN" if line.judged else "NOT JUDGED",
+        "label": budget_label(line),
+        "measured_text": _show_quantity(line, line.measured),
+        "limit_text": sign + _show_quantity(line, line.limit),
+    }
+
+
+def _show_quantity(line: BudgetLine, value: float | None) -> str:
+    return UNKNOWN if value is None else _BUDGET_UNITS[line.unit].show(value)

@@ -22,8 +22,8 @@ from profkit.report.commands.answer import (
     draw_tree,
     name_place,
 )
-from profkit.report.commands.lines import describe_line
 from profkit.report.commands.step_replay import describe_limits
+from profkit.report.commands.steps import describe_line
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table
 from profkit.report.text import shorten

@@ -22,9 +22,9 @@ from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
 from profkit.report import colours
-from profkit.report.commands.clean_times import clean_times_parts
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
+from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
