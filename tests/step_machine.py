@@ -182,6 +182,7 @@ class Machine:
             awaited=awaited,
             start_ns=[one.start_ns or 0 for one in self.operations],
             end_ns=[one.end_ns or 0 for one in self.operations],
+            slots=[1] * len(launcher),
         )
 
 

@@ -15,7 +15,16 @@ from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import Cause, find_limits
-from profkit.analysis.step_replay.replay import QUEUE_DEPTH, Constants, Replayed, measure_constants, prepare, prove, run
+from profkit.analysis.step_replay.replay import (
+    EARLIER,
+    QUEUE_DEPTH,
+    Constants,
+    Replayed,
+    measure_constants,
+    prepare,
+    prove,
+    run,
+)
 from profkit.analysis.step_replay.steps import StepReplay, replay_steps
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import STEP
@@ -177,6 +186,30 @@ def test_a_launch_into_a_full_queue_ends_when_one_operation_has_begun() -> None:
         assert found.call_end_ns[QUEUE_DEPTH + number] >= begun[number]
     assert found.call_end_ns[QUEUE_DEPTH + 4] == begun[4]
     check_chain(step, found)
+
+
+def test_events_take_places_in_a_queue_too() -> None:
+    program = [Doing(100, 1_000, LAUNCH, durations_ns=(10_000_000,)) for _ in range(5)]
+    step = prepare(replace(recorded(program), slots=[QUEUE_DEPTH // 2] * 5), CONSTANTS)
+    found = run(step, CONSTANTS)
+    assert found.call_end_ns[3] < found.start_ns[1] == found.call_end_ns[4]
+    check_chain(step, found)
+
+
+def test_a_queue_that_earlier_steps_have_filled_holds_launches_up_and_their_wait_is_no_time_of_the_host() -> None:
+    step = Machine([Doing(100, 1_000, LAUNCH, durations_ns=(10_000,)) for _ in range(5)], CONSTANTS).run().columns()
+    begins = [1_000_000 * (number + 1) for number in range(QUEUE_DEPTH)]
+    free_ns = begins[-1] + 1_000_000
+    held_up = replace(step, own_ns=[900_000] * 5, backlog_ns={0: begins}, free_ns={0: free_ns})
+    ready = prepare(held_up, CONSTANTS)
+    assert ready.own_ns == [CONSTANTS.launch_ns] * 5
+    found = run(ready, CONSTANTS)
+    assert found.call_end_ns == begins[:5]
+    assert found.call_cause == [EARLIER] * 5
+    assert found.start_ns[0] == free_ns
+    free = run(replace(ready, backlog_ns={}, free_ns={}), CONSTANTS)
+    assert free.call_end_ns[-1] < 5 * (100 + 900_000)
+    check_chain(ready, found)
 
 
 def test_an_operation_that_began_for_no_reason_keeps_its_delay() -> None:

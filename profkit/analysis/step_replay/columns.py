@@ -28,6 +28,7 @@ NONE = -1
 
 _WAITS = re.compile(r"^(cuda|cu)(Device|Stream|Event|Ctx|Thread)Synchronize")
 _STREAM_WAITS = re.compile(r"^(cuda|cu)StreamWaitEvent")
+_EVENTS = re.compile(r"^(cuda|cu)(EventRecord|StreamWaitEvent)")
 _COPIES = re.compile(r"^(cuda|cu)Memcpy")
 
 
@@ -38,8 +39,9 @@ class StepColumns:
     Times are nanoseconds since the step began. Of calls: ``before`` is the call whose end the gap is counted from,
     ``own_ns`` how long the call took by itself, ``targets`` the operations that it waits for, ``launches`` those that
     it launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
-    ``awaited`` operations of other streams that it waits for. ``free_ns`` is until when earlier steps' work kept each
-    stream busy.
+    ``awaited`` operations of other streams that it waits for, ``slots`` how many places of its stream's queue it takes.
+    ``free_ns`` is until when earlier steps' work kept each
+    stream busy, and ``backlog_ns`` when those of its operations begin that wait in the queue when the step begins.
     """
 
     call: Ints
@@ -64,7 +66,9 @@ class StepColumns:
     awaited: dict[int, list[int]]
     start_ns: list[int]
     end_ns: list[int]
+    slots: list[int]
     free_ns: dict[int, int] = field(default_factory=dict)
+    backlog_ns: dict[int, list[int]] = field(default_factory=dict)
     between_ns: list[int] = field(default_factory=list)
     """Between each operation and the one before it on its stream.
 
@@ -97,6 +101,8 @@ class _Operations:
     end_ns: Ints
     stream: Ints
     call: Ints
+    slots: Ints
+    """How many places of its stream's queue it takes, with the events that are recorded and awaited after it."""
 
     def take(self, rows: Ints | Bools) -> _Operations:
         return _Operations(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
@@ -145,12 +151,20 @@ class ProcessCalls:
             call = np.append(self._place, NONE)[self._find_calls(table.launch_ns[rows], table.launch_thread[rows])]
             rows, call = rows[call != NONE], call[call != NONE]
             stream = self._number_streams(table.device[rows], table.stream[rows])
-            parts.append(_Operations(rows + offset, kind[rows], table.start_ns[rows], table.end_ns[rows], stream, call))
+            slots = np.ones(len(rows), dtype=np.int64)
+            parts.append(
+                _Operations(rows + offset, kind[rows], table.start_ns[rows], table.end_ns[rows], stream, call, slots)
+            )
         joined = _Operations(
             *(np.concatenate([getattr(part, name) for part in parts]) for name in _Operations.__dataclass_fields__)
         )
         # Operations of one stream run in the order in which they were launched.
-        return joined.take(np.lexsort((joined.start_ns, joined.call)))
+        ordered = joined.take(np.lexsort((joined.start_ns, joined.call)))
+        of_events = np.array([bool(_EVENTS.match(name)) for name in trace.names], dtype=np.bool_)
+        events = np.flatnonzero(of_events[trace.calls.name[self._calls]])
+        before = np.searchsorted(ordered.call, events, side="right") - 1
+        np.add.at(ordered.slots, before[before >= 0], 1)
+        return ordered
 
     def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
         """Return the call that began at each time on each thread, `NONE` if there is none.
@@ -206,6 +220,7 @@ class ProcessCalls:
         streams = mine.stream.tolist()
         previous = _previous(streams)
         is_node = [at != NONE and launcher[at] == launcher[row] for row, at in enumerate(previous)]
+        free_ns, backlog_ns = self._earlier(first, start_ns)
         step = StepColumns(
             call=rows,
             thread=threads,
@@ -226,20 +241,28 @@ class ProcessCalls:
             awaited={},
             start_ns=(mine.start_ns - start_ns).tolist(),
             end_ns=(mine.end_ns - start_ns).tolist(),
-            free_ns=self._free(first, start_ns),
+            slots=mine.slots.tolist(),
+            free_ns=free_ns,
+            backlog_ns=backlog_ns,
         )
         self._find_waits(step, first)
         if ends and host_end_ns is not None and host_end_ns - start_ns > max(ends):
             _add_end(step, host_end_ns - start_ns)
         return step
 
-    def _free(self, first: int, start_ns: int) -> dict[int, int]:
-        """Return until when operations that were launched before keep each stream busy."""
+    def _earlier(self, first: int, start_ns: int) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Return until when operations that were launched before keep each stream busy, and when the queued ones begin.
+
+        Streams run their operations in the order of the launches.
+        """
         earlier = self._operations.take((self._operations.call < first) & (self._operations.end_ns > start_ns))
-        return {
-            number: int(earlier.end_ns[earlier.stream == number].max()) - start_ns
-            for number in distinct_values(earlier.stream).tolist()
-        }
+        free_ns, backlog_ns = {}, {}
+        for stream in distinct_values(earlier.stream).tolist():
+            mine = earlier.take(earlier.stream == stream)
+            free_ns[stream] = int(mine.end_ns.max()) - start_ns
+            queued = mine.take(mine.start_ns > start_ns)
+            backlog_ns[stream] = np.repeat(np.sort(queued.start_ns) - start_ns, queued.slots).tolist()
+        return free_ns, backlog_ns
 
     def _find_waits(self, step: StepColumns, first: int) -> None:
         """Say of each call what it is and what it waits for, and of each operation what its stream waited for."""

@@ -153,10 +153,11 @@ def drop_calls(columns: StepColumns, calls: Iterable[int]) -> StepColumns:
 
 def drop_operations(columns: StepColumns, rows: Iterable[int]) -> StepColumns:
     duration, between, stalls = list(columns.duration_ns), list(columns.between_ns), dict(columns.stall_ns)
+    slots = list(columns.slots)
     for row in rows:
-        duration[row] = between[row] = 0
+        duration[row] = between[row] = slots[row] = 0
         stalls.pop(row, None)
-    return replace(columns, duration_ns=duration, between_ns=between, stall_ns=stalls)
+    return replace(columns, duration_ns=duration, between_ns=between, stall_ns=stalls, slots=slots)
 
 
 def _refuse_waits(columns: StepColumns, calls: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from profkit.analysis.step_replay.calibrate import Fit, describe_replay
 from profkit.analysis.step_replay.columns import COPY, NONE, WAIT, StepColumns
-from profkit.analysis.step_replay.replay import BY_LAUNCH, Proof, Replayed
+from profkit.analysis.step_replay.replay import BY_LAUNCH, EARLIER, Proof, Replayed
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import DATA
 from profkit.run.lines import LineTime
@@ -318,6 +318,8 @@ def _earlier(step: StepColumns, found: Replayed, moment: Moment) -> tuple[Moment
         before = step.before[at]
         return (None if before == NONE else Moment(True, before, is_end=True)), Cause.PYTHON
     awaited = found.call_cause[at]
+    if awaited == EARLIER:
+        return None, Cause.EARLIER
     if awaited == NONE:
         return Moment(True, at, is_end=False), Cause.CALL
     # Of a full queue the launch awaits an operation's start.

@@ -6,7 +6,7 @@
 - A call that waits ends its own time after it began, or a wake-up time after its last target has ended.
 - A copy from or to pageable memory runs inside its call, whose own time is what passes until the copy can begin.
 - The first operation of a CUDA graph begins during its launch, after the recorded share of it.
-- A launch into a queue that holds `QUEUE_DEPTH` operations ends when the first of them has begun.
+- A launch into a queue that holds `QUEUE_DEPTH` operations and events ends when the first of them has begun.
 
 The constants are medians and means of the recording itself. An operation that began more than `STALL_NS` after the
 rules say keeps that delay: idle GPUs sometimes do, and nobody knows why (a shared GPU would look so). Latencies,
@@ -22,11 +22,14 @@ from statistics import mean, median
 
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, NODE, NONE, WAIT, StepColumns
 
-QUEUE_DEPTH = 1024
+QUEUE_DEPTH = 1021
+"""Of 199 launches that a full queue held up, in a recording of an H200, each ended with 1,020 left before its own."""
 STALL_NS = 20_000
 
 BY_LAUNCH = -2
 """Of an operation: it began as soon as it was launched; its stream was free."""
+EARLIER = -3
+"""Of a call: an operation of an earlier step made room for its launch."""
 
 _FEWEST = 3
 _STEADY = 0.001
@@ -136,6 +139,29 @@ class Replayed:
         return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
 
 
+class Queues:
+    """What waits on each stream, in the order of the launches: operations of earlier steps, then those of this one."""
+
+    def __init__(self, backlog_ns: Mapping[int, list[int]]) -> None:
+        self._backlog_ns = backlog_ns
+        self._rows: defaultdict[int, list[int]] = defaultdict(list)
+
+    def find_room(self, stream: int, start_ns: Sequence[int]) -> tuple[int, int]:
+        """Return when a launch finds room in a stream's queue, and the operation that makes it by beginning then.
+
+        It is 0 where there is room, and the operation is `EARLIER` where another step has launched it.
+        """
+        rows, backlog_ns = self._rows[stream], self._backlog_ns.get(stream, ())
+        at = len(rows) - QUEUE_DEPTH
+        if at >= 0:
+            return start_ns[rows[at]], rows[at]
+        at += len(backlog_ns)
+        return (backlog_ns[at], EARLIER) if at >= 0 else (0, NONE)
+
+    def add(self, stream: int, row: int, slots: int) -> None:
+        self._rows[stream].extend([row] * slots)
+
+
 def prepare(step: StepColumns, constants: Constants) -> StepColumns:
     """Return a recorded step that is ready to run.
 
@@ -165,7 +191,7 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
     )
     call_start, call_end, call_cause = [0] * len(own), [0] * len(own), [NONE] * len(own)
     start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
-    queued: defaultdict[int, list[int]] = defaultdict(list)
+    queues, slots = Queues(step.backlog_ns), step.slots
     for at, earlier in enumerate(before):
         begun = gap[at] if earlier < 0 else call_end[earlier] + gap[at]
         ended = begun + own[at]
@@ -180,9 +206,9 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
             if kind == COPY:
                 ready = ended
             else:
-                queue = queued[streams[first]]
-                if len(queue) >= QUEUE_DEPTH and start[queue[-QUEUE_DEPTH]] > ended:
-                    ended, call_cause[at] = start[queue[-QUEUE_DEPTH]], queue[-QUEUE_DEPTH]
+                room_ns, row = queues.find_room(streams[first], start)
+                if room_ns > ended:
+                    ended, call_cause[at] = room_ns, row
                 ready = begun + round(shares[at] * own[at]) if at in shares else max(begun, ended + latency[first])
             for row in range(first, last):
                 begins, last_row = ready, previous[row]
@@ -198,7 +224,7 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                 if row in stalls:
                     begins += stalls[row]
                 start[row], end[row] = begins, begins + duration[row]
-                queued[streams[row]].append(row)
+                queues.add(streams[row], row, slots[row])
             if kind == COPY:
                 ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
                 call_cause[at] = last - 1
@@ -229,7 +255,7 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
         host_ns = max(found.call_end_ns, default=0)
         ended_ns, busy, before_ns = found.step_ns - host_ns, _still_busy(step, found, host_ns), step_ns
         if busy != step.free_ns:
-            step = replace(step, free_ns=busy)
+            step = replace(step, free_ns=busy, backlog_ns=_still_queued(step, found, host_ns))
             found = run(step, constants)
         step_ns = found.step_ns - ended_ns
         if abs(step_ns - before_ns) <= _STEADY * step_ns or not busy:
@@ -245,20 +271,29 @@ def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, i
     return {stream: end - host_ns for stream, end in ends.items() if end > host_ns}
 
 
+def _still_queued(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, list[int]]:
+    """Return when the operations that have not begun when the host ends the step begin, by stream."""
+    begins: defaultdict[int, list[int]] = defaultdict(list)
+    for stream, earlier in step.backlog_ns.items():
+        begins[stream].extend(earlier)
+    for stream, start, slots in zip(step.stream, found.start_ns, step.slots, strict=True):
+        begins[stream].extend([start] * slots)
+    return {stream: [start - host_ns for start in starts if start > host_ns] for stream, starts in begins.items()}
+
+
 def _own_times(step: StepColumns, constants: Constants) -> list[int]:
     """Return the calls' own times: less what they waited for the GPU, for a queue with room, or for their copy."""
     own = list(step.own_ns)
-    order: defaultdict[int, list[int]] = defaultdict(list)
+    queues = Queues(step.backlog_ns)
     for at, (first, last) in enumerate(step.launches):
         if step.kind[at] == WAIT and any(step.end_ns[row] > step.call_start_ns[at] for row in step.targets[at]):
             own[at] = min(own[at], constants.wait_ns)
         elif step.kind[at] == COPY:
             own[at] = _time_to_copy(step, at, constants)
         for row in range(first, last):
-            queue = order[step.stream[row]]
-            if len(queue) >= QUEUE_DEPTH and step.start_ns[queue[-QUEUE_DEPTH]] > step.call_start_ns[at]:
+            if queues.find_room(step.stream[row], step.start_ns)[0] > step.call_start_ns[at]:
                 own[at] = min(own[at], constants.launch_ns)
-            queue.append(row)
+            queues.add(step.stream[row], row, step.slots[row])
     return own
 
 
