@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -41,42 +43,42 @@ class Program:
         if name is not None:
             self.builder.range(name, start, self.now - 1, tid=tid)
 
-    def step(self, number: int) -> None:
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Open a range of the main thread around what is launched in the block."""
         begin = self.now
         self.now += 5
-        forward = self.now
+        yield
+        self.builder.range(name, begin, self.now)
         self.now += 5
-        model = self.now
-        self.now += 5
-        self.launch(place(10, "model", "h.0", ATTENTION))
-        self.launch(place(11, "model", "h.0", ATTENTION), kernels=2)
-        self.launch(place(12, "model", "h.0", shared=(ATTENTION, MLP)))
-        self.launch(place(13, "model", "h.0", MLP))
-        self.launch(place(14, "model", "h.1", "h.1.attn"))
-        self.launch(place(15, "model"))
-        self.launch(place(16))
-        self.builder.range("model", model, self.now)
-        self.now += 1
-        self.builder.range("forward", forward, self.now)
-        self.now += 5
-        backward = self.now
-        self.now += 5
-        self.launch(place(20, "model", "h.1", "h.1.attn", graph="b000000000"), tid=AUTOGRAD)
-        self.launch(place(21, "model", "h.0", MLP, graph="b000000000"), tid=AUTOGRAD)
-        self.launch(place(22, "model", "h.0", ATTENTION, graph="b000000000"), tid=AUTOGRAD)
-        self.now += 5
-        self.builder.range("backward", backward, self.now)
-        self.builder.kernel(self.now + 2, 7, name="zero", start=self.now + 20)
-        self.now += 30
-        self.builder.range(f"step {number}", begin, self.now)
-        self.now += 10
+
+    def step(self, number: int) -> None:
+        with self.inside(f"step {number}"):
+            with self.inside("forward"), self.inside("model"):
+                self.launch(place(10, "model", "h.0", ATTENTION))
+                self.launch(place(11, "model", "h.0", ATTENTION), kernels=2)
+                self.launch(place(12, "model", "h.0", shared=(ATTENTION, MLP)))
+                self.launch(place(13, "model", "h.0", MLP))
+                self.launch(place(14, "model", "h.1", "h.1.attn"))
+                self.launch(place(15, "model"))
+                self.launch(place(16))
+            with self.inside("backward"):
+                self.launch(place(20, "model", "h.1", "h.1.attn", graph="b000000000"), tid=AUTOGRAD)
+                self.launch(place(21, "model", "h.0", MLP, graph="b000000000"), tid=AUTOGRAD)
+                self.launch(place(22, "model", "h.0", ATTENTION, graph="b000000000"), tid=AUTOGRAD)
+                self.now += 5
+            self.builder.kernel(self.now + 2, 7, name="zero", start=self.now + 20)
+            self.now += 30
+
+    def write(self, folder: Path) -> Path:
+        return self.builder.write(folder / "trace.sqlite")
 
 
 def whole_run(folder: Path, steps: int = 2) -> Path:
     program = Program()
     for number in range(steps):
         program.step(number)
-    return program.builder.write(folder / "trace.sqlite")
+    return program.write(folder)
 
 
 def tree(path: Path) -> dict[str, tuple[int, int, int]]:
@@ -152,18 +154,16 @@ def test_the_tree_equals_one_made_launch_by_launch(tmp_path: Path) -> None:
 def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     program = Program()
-    begin = program.now
-    program.now += 5
     modules = [("h.0", ATTENTION), ("h.0", MLP), ("h.0",), ("h.1", "h.1.attn"), (), ("h.0", ATTENTION, "h.0.attn.proj")]
-    for line in range(200):
-        module = modules[random.integers(len(modules))]
-        shared = (ATTENTION, MLP) if module == ("h.0",) and random.integers(2) else ()
-        program.launch(None if random.integers(8) == 0 else place(line, "model", *module, shared=shared))
-        if random.integers(10) == 0:
-            program.builder.range("mine", program.now, program.now + 3)
-            program.now += 4
-    program.builder.range("forward", begin, program.now)
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    with program.inside("forward"):
+        for line in range(200):
+            module = modules[random.integers(len(modules))]
+            shared = (ATTENTION, MLP) if module == ("h.0",) and random.integers(2) else ()
+            program.launch(None if random.integers(8) == 0 else place(line, "model", *module, shared=shared))
+            if random.integers(10) == 0:
+                with program.inside("mine"):
+                    pass
+    path = program.write(tmp_path)
     assert rows_of(path) == tree_launch_by_launch(read_nsys(path))
     opened = read_trace(path)
     assert sum(row.kernel_time_ns for row in opened.ranges().ranges if row.path == "forward") == 2000
@@ -174,19 +174,15 @@ def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) ->
 def test_a_module_has_one_instance_for_launches_in_a_row_and_a_new_one_after_anything_else(tmp_path: Path) -> None:
     program = Program()
     mine = place(10, "model", "h.0")
-    begin = program.now
-    program.now += 5
-    for _ in range(3):
-        program.launch(mine)
-    program.launch(None)  # a kernel that no launch range holds
-    program.launch(mine)
-    program.builder.range("print", program.now, program.now + 2)
-    program.now += 5
-    program.launch(mine)
-    program.launch(place(11, "model", "h.1"))
-    program.launch(mine)
-    program.builder.range("forward", begin, program.now)
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    with program.inside("forward"):
+        # Between them: a kernel that no launch range holds, another range, another module's launch.
+        for name in (mine, mine, mine, None, mine):
+            program.launch(name)
+        with program.inside("print"):
+            pass
+        for name in (mine, place(11, "model", "h.1"), mine):
+            program.launch(name)
+    path = program.write(tmp_path)
     assert tree(path) == {
         "forward": (1, 80, 8),
         "forward/model": (3, 70, 7),
@@ -198,31 +194,22 @@ def test_a_module_has_one_instance_for_launches_in_a_row_and_a_new_one_after_any
 
 def test_what_is_open_around_a_launch_is_not_repeated(tmp_path: Path) -> None:
     program = Program()
-    begin = program.now
-    program.now += 5
-    block = program.now
-    program.now += 5
-    program.launch(place(10, "model", "h.0", ATTENTION))
-    program.launch(place(11, "model", "h.0"))
-    program.launch(place(12, "model"))
-    program.builder.range("h.0", block, program.now)
-    program.builder.range("model", begin, program.now + 1)
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    with program.inside("model"), program.inside("h.0"):
+        program.launch(place(10, "model", "h.0", ATTENTION))
+        program.launch(place(11, "model", "h.0"))
+        program.launch(place(12, "model"))
+    path = program.write(tmp_path)
     assert set(tree(path)) == {"model", "model/h.0", "model/h.0/h.0.attn"}
     assert read_trace(path).kernels("h.0").total_ns == 30
 
 
 def test_a_model_in_a_model_of_the_same_name_keeps_its_range(tmp_path: Path) -> None:
     program = Program()
-    begin = program.now
-    program.now += 5
-    program.launch(place(10, "model", "model", "model.layers.0"))
-    program.builder.range("model", program.now, program.now + 20)
-    program.now += 5
-    program.launch(place(11, "model", "model", "model.layers.1"))
-    program.now += 20
-    program.builder.range("model", begin, program.now)
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    with program.inside("model"):
+        program.launch(place(10, "model", "model", "model.layers.0"))
+        with program.inside("model"):
+            program.launch(place(11, "model", "model", "model.layers.1"))
+    path = program.write(tmp_path)
     assert {name: count for name, (_, _, count) in tree(path).items()} == {
         "model": 2,
         "model/model": 2,
@@ -232,11 +219,9 @@ def test_a_model_in_a_model_of_the_same_name_keeps_its_range(tmp_path: Path) -> 
 
 def test_what_is_open_below_a_missing_range_is_not_repeated_either(tmp_path: Path) -> None:
     program = Program()
-    begin = program.now
-    program.now += 5
-    program.launch(place(10, "model", "h.0", ATTENTION))
-    program.builder.range("h.0", begin, program.now)
-    assert set(tree(program.builder.write(tmp_path / "trace.sqlite"))) == {"h.0", "h.0/h.0.attn"}
+    with program.inside("h.0"):
+        program.launch(place(10, "model", "h.0", ATTENTION))
+    assert set(tree(program.write(tmp_path))) == {"h.0", "h.0/h.0.attn"}
 
 
 def test_other_ranges_within_a_launch_stay_in_its_module(tmp_path: Path) -> None:
@@ -245,7 +230,7 @@ def test_other_ranges_within_a_launch_stay_in_its_module(tmp_path: Path) -> None
     program.builder.range("library", start + 1, start + 8, uint64Value=5)
     program.launch(place(10, "model", "h.0"))
     program.builder.range("later", program.now, program.now + 2, uint64Value=7)
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    path = program.write(tmp_path)
     trace = read_trace(path).trace
     assert tree(path)["model/h.0/library"] == (1, 10, 1)
     assert {trace.names[trace.ranges.name[at]]: number for at, number in trace.ranges.payload.items()} == {
@@ -260,7 +245,7 @@ def test_a_launch_within_a_launch_belongs_to_the_outer_one(tmp_path: Path) -> No
     program.builder.range(place(5, "model", "h.0", graph="0000000001"), start, start + 40)
     program.now += 5
     program.launch(place(10, "other", graph="0000000002"))
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    path = program.write(tmp_path)
     assert set(tree(path)) == {"model", "model/h.0"}
     (inner,) = read_trace(path).trace.work.compiled_launch
     assert read_launch_range(read_trace(path).trace.names[inner]) == LaunchPlace("0000000002", 10, ("other",))
@@ -323,7 +308,7 @@ def test_lines_that_name_the_same_kinds_are_one_kind(tmp_path: Path) -> None:
     program = Program()
     program.launch(place(1, "model", shared=("h.0", "h.1.ln_1")))
     program.launch(place(2, "model", shared=("h.0", "h.1", "h.2.ln_1")))
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    path = program.write(tmp_path)
     assert set(tree(path)) == {"model", "model/shared: h.* + h.*.ln_*"}
     assert read_trace(path).kernels("shared: h.* + h.*.ln_*").kernel_count == 2
 
@@ -332,6 +317,6 @@ def test_the_same_modules_share_one_line_whatever_the_order_of_their_names(tmp_p
     program = Program()
     program.launch(place(1, "model", shared=("h.10", "h.9.ln_1", "h.9")))
     program.launch(place(2, "model", shared=("h.9", "h.10", "h.9.ln_1")))
-    path = program.builder.write(tmp_path / "trace.sqlite")
+    path = program.write(tmp_path)
     assert set(tree(path)) == {"model", "model/shared: h.9 + h.9.ln_1 + h.10"}
     assert read_trace(path).kernels("shared: h.9 + h.9.ln_1 + h.10").kernel_count == 2
