@@ -193,6 +193,20 @@ def test_an_edit_that_fails_is_a_row_with_its_reason(forks: Forks, tmp_path: Pat
     assert trials["zero-grad:none"]["step_ns"] > 0
 
 
+def test_an_edit_that_runs_out_of_memory_is_a_row_that_says_how_much_was_asked_for(
+    forks: Forks, tmp_path: Path
+) -> None:
+    make_script(tmp_path)
+    script = (tmp_path / "script.py").read_text()
+    text = "CUDA out of memory. Tried to allocate 130.83 GiB. GPU 0 has a total capacity of 139.80 GiB of which …"
+    fails = f"        if len(inputs) == 8: raise torch.OutOfMemoryError('{text}')\n        optimizer.zero_grad("
+    (tmp_path / "script.py").write_text(script.replace("        optimizer.zero_grad(", fails))
+    trials = try_edits(forks, tmp_path, "batch:×2", "zero-grad:none")
+    said = "the program failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 130.83 GiB"
+    assert trials["batch:×2"]["reason"] == said
+    assert trials["zero-grad:none"]["step_ns"] > 0
+
+
 def test_a_script_that_writes_is_not_tried_unless_that_is_wanted(forks: Forks, tmp_path: Path) -> None:
     make_script(tmp_path, before="open('log.csv', 'a').write('a line')\n")
     words = ["try", "--run", "run", "--processes", "1", "--edit", "zero-grad:none", "--", sys.executable, "script.py"]

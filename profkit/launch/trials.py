@@ -22,7 +22,7 @@ from profkit.launch.manifest import utc_now
 from profkit.launch.processes import run_child
 from profkit.launch.record import Progress, Say, build_environment
 from profkit.run.edits import parse_edits
-from profkit.run.recording import Order, take_failures, take_measured
+from profkit.run.recording import Failure, Order, take_failures, take_measured
 from profkit.run.trials import VERSION, Measured, TrialPlan, TrialProcess
 
 Edits = tuple[str, ...]
@@ -156,7 +156,7 @@ class TrialRunner:
         measured, failures = take_measured(folder), take_failures(folder)
         reason = _why_not_measured(measured, self._warmup + self._steps)
         if failures and reason is not None:
-            reason = f"{_FAILED}: {failures[0].error}"
+            reason = f"{_FAILED}: {_first_words(failures[0])}"
         elif status and reason is not None:
             reason = f"{_FAILED} with exit status {status}: {lines[-1] if lines else 'it printed nothing'}"
         return TrialProcess(edits, turn, wall_s, _choose_rank(measured), reason)
@@ -175,6 +175,11 @@ class TrialRunner:
         """Time what steps a short script makes, after fewer that are not timed."""
         self._warmup = min(_SHORT_WARMUP, steps_seen - _FEWEST_STEPS)
         self._steps = steps_seen - self._warmup
+
+
+def _first_words(failure: Failure) -> str:
+    """Return what ended a program; of an allocation that failed, without what PyTorch says of the GPU's other users."""
+    return failure.error.partition(". GPU ")[0] if failure.out_of_memory else failure.error
 
 
 def _allocator_settings(edits: Edits) -> dict[str, str]:
