@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
-from profkit.trace.columns import Bools, Ints, Work, empty_ints, rows_by_value
+from profkit.trace.columns import Bools, Ints, Work, empty_ints
+from profkit.trace.nesting import nest_spans
 
 _EVER = 1 << 62
 
@@ -166,29 +165,11 @@ class BusyTime:
 
 def _between_operators(work: Work) -> tuple[Ints, Ints, Ints]:
     """Return the stretches in which operators themselves ran, by row: row, start and end."""
-    stretches: list[tuple[int, int, int]] = []
-    for rows in rows_by_value(work.launch_thread).values():
-        order = rows[np.lexsort((-work.end_ns[rows], work.start_ns[rows]))]
-        spans = zip(order.tolist(), work.start_ns[order].tolist(), work.end_ns[order].tolist(), strict=True)
-        stretches += _run_in_turn(spans)
-    columns = np.array(sorted(stretches), dtype=np.int64).reshape(-1, 3)
-    return columns[:, 0], columns[:, 1], columns[:, 2]
-
-
-def _run_in_turn(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield when each operator of one thread, given in order with its start and end, was the innermost one."""
-    around: list[tuple[int, int]] = []
-    since = 0
-    for row, start, end in chain(spans, [(-1, _EVER, _EVER)]):
-        while around and around[-1][1] <= start:
-            last, its_end = around.pop()
-            if since < its_end:
-                yield last, since, its_end
-            since = max(since, its_end)
-        if around and since < start:
-            yield around[-1][0], since, start
-        since = max(since, start)
-        around.append((row, end))
+    timelines, _ = nest_spans(work.start_ns, work.end_ns, work.launch_thread)
+    stretches = [np.stack(timeline.own_stretches()) for timeline in timelines.values()]
+    row, start_ns, end_ns = np.concatenate(stretches, axis=1) if stretches else np.zeros((3, 0), dtype=np.int64)
+    order = np.argsort(row, kind="stable")
+    return row[order], start_ns[order], end_ns[order]
 
 
 def running_maximum(values: Ints, first: Ints) -> Ints:

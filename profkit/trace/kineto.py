@@ -30,7 +30,7 @@ from profkit.trace.kineto_events import (
     parse_microseconds,
 )
 from profkit.trace.kineto_gpu import CollectiveArguments, GpuReader
-from profkit.trace.nesting import NO_RANGE, build_timelines
+from profkit.trace.nesting import NO_RANGE, nest_spans
 
 _AUTOGRAD_THREAD = "pt_autograd"
 THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
@@ -284,15 +284,12 @@ class OperatorForest:
     """
 
     def __init__(self, start_ns: Ints, end_ns: Ints, thread: Ints) -> None:
-        zeros = np.zeros(len(start_ns), dtype=np.int64)
-        operators = Ranges(zeros, zeros, start_ns, end_ns, zeros, thread, thread, zeros.astype(np.bool_))
-        self._timelines, self.parent = build_timelines(operators)
+        self._timelines, self.parent = nest_spans(start_ns, end_ns, thread)
         self._outer_first: Ints = np.lexsort((-end_ns, start_ns))
-        self.self_ns = zeros.copy()
+        self.self_ns = np.zeros(len(start_ns), dtype=np.int64)
         for timeline in self._timelines.values():
-            innermost, lasts_ns = timeline.innermost[:-1], np.diff(timeline.time_ns)
-            is_open = innermost != NO_RANGE
-            np.add.at(self.self_ns, innermost[is_open], lasts_ns[is_open])
+            operator, from_ns, to_ns = timeline.own_stretches()
+            np.add.at(self.self_ns, operator, to_ns - from_ns)
 
     def innermost_at(self, moment_ns: Ints, thread: Ints) -> Ints:
         """Return the innermost operator open at each moment on its thread, or -1."""

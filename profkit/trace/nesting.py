@@ -30,6 +30,11 @@ class ThreadTimeline:
         """Return the innermost range open at each time, or `NO_RANGE`."""
         return self.innermost[self.segment_at(time_ns)]
 
+    def own_stretches(self) -> tuple[Ints, Ints, Ints]:
+        """Return in which stretches a range was the innermost one: which range, from and to."""
+        is_own = (self.innermost[:-1] != NO_RANGE) & (self.time_ns[:-1] < self.time_ns[1:])
+        return self.innermost[:-1][is_own], self.time_ns[:-1][is_own], self.time_ns[1:][is_own]
+
 
 def build_timelines(ranges: Ranges) -> tuple[dict[int, ThreadTimeline], Ints]:
     """Return each thread's `ThreadTimeline` and each range's parent on its own thread (`NO_RANGE` at the top).
@@ -46,6 +51,12 @@ def build_timelines(ranges: Ranges) -> tuple[dict[int, ThreadTimeline], Ints]:
         nested = _sweep_nested(ranges, members, parent) if is_pushed else None
         timelines[thread] = nested or _sweep_any(ranges, members, thread, parent)
     return timelines, parent
+
+
+def nest_spans(start_ns: Ints, end_ns: Ints, thread: Ints) -> tuple[dict[int, ThreadTimeline], Ints]:
+    """Return the same of spans that each lie on one thread, as operators do."""
+    zeros = np.zeros(len(start_ns), dtype=np.int64)
+    return build_timelines(Ranges(zeros, zeros, start_ns, end_ns, zeros, thread, thread, zeros.astype(np.bool_)))
 
 
 def innermost_at_launch(rows: Work | Copies, timelines: dict[int, ThreadTimeline]) -> Ints:
