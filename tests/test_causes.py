@@ -593,17 +593,17 @@ def _write_pauses(
             program.wait()
     folder.mkdir(exist_ok=True)
     during = {"steps": [{"step_ns": length} for length in program.lengths], "during": {counter: counted}}
-    lines = [line(2 * MS, "forward", "gc.collect", line=44)]
+    lines = [line(2 * MS, "forward", "gc.collect", line=44), line(2 * MS, "forward", "scale", line=50)]
     return program, program.write(folder, lines, attached=during, processes=[{"pid": 7}])
 
 
-@pytest.mark.parametrize(("in_steps", "counted"), [(STEPS, STEPS), (STEPS - 1, STEPS), (STEPS, STEPS - 1)])
-def test_garbage_is_a_cause_where_every_step_collects_it(tmp_path: Path, in_steps: int, counted: int) -> None:
+@pytest.mark.parametrize(("in_steps", "counted"), [(STEPS, STEPS), (STEPS - 1, STEPS), (1, STEPS), (STEPS, 1)])
+def test_garbage_is_a_cause_where_most_steps_collect_it(tmp_path: Path, in_steps: int, counted: int) -> None:
     program, result = _write_pauses(
         tmp_path, "collecting garbage", "full_collections", in_steps=in_steps, counted=counted
     )
     advice = found(result)
-    assert ("garbage" in advice) == (in_steps == counted)
+    assert ("garbage" in advice) == (min(in_steps, counted) > 1)
     if "garbage" in advice:
         assert advice["garbage"].line == SourceLine("/work/train.py", 44, "main")
         assert advice["garbage"].evidence["paused_ns"] == 2 * MS
@@ -627,15 +627,16 @@ def test_a_step_that_compiles_again_every_time_is_named_with_the_function_and_th
         is_recorded=True,
         is_again=is_again,
         duration_ns=2 * MS,
-        reason="name == 'step 1'",
+        reason="name == 'step 1'              # return loss * 2  # loss.py:13 in scale",
     )
     append_records(tmp_path / "compiled.jsonl", [compiled])
     _, result = _write_pauses(tmp_path, "compiling scale", "compiled_graphs", in_steps=STEPS, counted=STEPS)
     advice = found(result)
     assert ("recompile" in advice) == is_again
+    assert "python" not in advice
     if is_again:
         assert advice["recompile"].line == SourceLine("loss.py", 12, "scale")
-        assert advice["recompile"].cause.endswith("compiles again in every step: name == 'step 1'")
+        assert advice["recompile"].cause.endswith("compiles again in most steps: name == 'step 1'")
 
 
 @pytest.mark.parametrize(("is_set", "blocks"), [(True, True), (False, True), (True, False)])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -249,19 +250,19 @@ class Evidence:
         inside_ns = ranges.within(ends_ns - gaps_ns, ends_ns)
         return {call: float(inside_ns[call] / gaps_ns[call]) for call in np.flatnonzero(inside_ns).tolist()}
 
-    def time_in_every_step(self, beginning: str, counter: str) -> int:
-        """Return for how long at least every recorded step ran Python in ranges whose names begin so.
+    def usual_time_in(self, beginning: str, counter: str) -> int:
+        """Return how long the median recorded step ran Python in ranges whose names begin so.
 
-        0 where the unprofiled steps, by their ``counter``, mostly had nothing of it.
+        0 where most of the unprofiled steps, by their ``counter``, had nothing of it.
         """
         unprofiled = self.manifest.unprofiled
-        if unprofiled is not None and unprofiled.during.get(counter, 0) < len(unprofiled.steps):
+        if unprofiled is not None and 2 * unprofiled.during.get(counter, 0) <= len(unprofiled.steps):
             return 0
         times = [
             sum(share * step.columns.gap_ns[call] for call, share in self.shares_in_ranges(step, beginning).items())
             for step in (() if self.replay is None else self.replay.steps)
         ]
-        return round(min(times, default=0))
+        return round(median(times)) if times else 0
 
     def choose(self, holds: Callable[[Operation], bool]) -> Callable[[ReplayedStep], list[int]]:
         """Return what chooses the operations of any recorded step for which a condition holds."""

@@ -162,16 +162,23 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
 
 
 def _pauses(evidence: Evidence) -> dict[str, int]:
-    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps."""
+    """Return phase → how long Python ran in pauses of over `LONGEST_PAUSE_NS`: the least of the recorded steps.
+
+    What garbage collection and compiling take of them have rows of their own.
+    """
     steps = () if evidence.replay is None else evidence.replay.steps
-    found: dict[str, int] = {}
-    for number, step in enumerate(steps):
-        sums: dict[str, int] = {}
-        for gap_ns, phases in zip(step.columns.gap_ns, step.gap_phases, strict=True):
-            for phase, time_ns in phases.items() if gap_ns > LONGEST_PAUSE_NS else ():
-                sums[phase] = sums.get(phase, 0) + time_ns
-        found = sums if number == 0 else {phase: min(found[phase], sums.get(phase, 0)) for phase in found}
-    return found
+    of_steps = [_pauses_of(evidence, step) for step in steps]
+    phases = set().union(*of_steps)
+    return {phase: min(pauses.get(phase, 0) for pauses in of_steps) for phase in phases}
+
+
+def _pauses_of(evidence: Evidence, step: ReplayedStep) -> dict[str, int]:
+    others = evidence.shares_in_ranges(step, COLLECTING) | evidence.shares_in_ranges(step, COMPILING)
+    sums: dict[str, int] = {}
+    for call, (gap_ns, phases) in enumerate(zip(step.columns.gap_ns, step.gap_phases, strict=True)):
+        for phase, time_ns in phases.items() if gap_ns > LONGEST_PAUSE_NS else ():
+            sums[phase] = sums.get(phase, 0) + round(time_ns * (1 - others.get(call, 0)))
+    return sums
 
 
 def _launches(line: LineTime) -> bool:
@@ -285,8 +292,8 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _collections(evidence: Evidence) -> Iterator[Cause]:
-    """Python collects garbage in every step, and looks at all objects of the process for it."""
-    paused_ns = evidence.time_in_every_step(COLLECTING, "full_collections")
+    """Python collects garbage in most steps, and looks at all objects of the process for it."""
+    paused_ns = evidence.usual_time_in(COLLECTING, "full_collections")
     if not paused_ns:
         return
     lines = [line for line in evidence.lines if line.called == "gc.collect"]
@@ -294,7 +301,7 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
     is_asked_for = line is not None
     yield Cause(
         code="garbage",
-        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in every step, and looks at all objects for it",
+        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in most steps, and looks at all objects for it",
         line=source_line(line) if line is not None else None,
         change="no gc.collect() in the step"
         if is_asked_for
@@ -306,16 +313,17 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _recompilations(evidence: Evidence) -> Iterator[Cause]:
-    """torch.compile compiles in every step, since what it has compiled does not fit the step's inputs."""
-    compiling_ns = evidence.time_in_every_step(COMPILING, "compiled_graphs")
+    """torch.compile compiles in most steps, since what it has compiled does not fit the step's inputs."""
+    compiling_ns = evidence.usual_time_in(COMPILING, "compiled_graphs")
     known = evidence.summary.compilations
     again = [] if known is None else [compiled for step in known.steps for compiled in step.again if compiled.line]
     if not compiling_ns or not again:
         return
     longest = max(again, key=lambda compiled: compiled.duration_ns or 0)
+    reason = (longest.reason or "torch does not say why").partition("  #")[0].strip()
     yield Cause(
         code="recompile",
-        cause=f"torch.compile compiles again in every step: {longest.reason or 'torch does not say why'}",
+        cause=f"torch.compile compiles again in most steps: {reason}",
         line=find_line(longest.line or ""),
         change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
         changes=[shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING))],
