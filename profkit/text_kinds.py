@@ -53,6 +53,7 @@ THREAD = Kind("thread", r"pt_\w{1,12}|python[\d.]{0,5}|cuda[\da-f]{6,12}")
 STATE = Kind("state", r"complete|cut short|not reached")
 REASON = Kind("reason of a clock", r"[a-z_]{1,30}( [a-z_]{1,30}){0,3}")
 BACKEND = Kind("backend", r"[\w:,+]{0,60}")
+UNCOUNTED = Kind("why no step was counted", r"[A-Za-z ,'-]{1,100}")
 EDIT = Kind("edit", r"(?!checkpoint|no-|drop|kernels)[a-z\d-]{1,20}(:[×a-z\d-]{1,30})?")
 CODE_ID = Kind("compiled code", r"[\d/_.!?-]{1,40}")
 LINE = Kind("source line")
@@ -79,6 +80,7 @@ State = Annotated[str, STATE]
 Reason = Annotated[str, REASON]
 Backend = Annotated[str, BACKEND]
 EditName = Annotated[str, EDIT]
+Uncounted = Annotated[str, UNCOUNTED]
 CodeId = Annotated[str, CODE_ID]
 Message = Annotated[str, MESSAGE]
 

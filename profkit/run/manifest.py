@@ -16,7 +16,7 @@ from profkit.files import write_json, write_new_json
 from profkit.names import DATA, PHASES, STEP
 from profkit.run.job import Job
 from profkit.run.records import Plain, read_record
-from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Version, Word
+from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Uncounted, Version, Word
 
 Status = Literal["complete", "incomplete", "failed"]
 Kind = Literal["model", "callable", "command", "block"]
@@ -299,7 +299,7 @@ class Process:
     left_out: RangesLeftOut | None = None
     compiled_failure: Message | None = None
     cached_graphs: int = 0
-    uncounted: Message | None = None
+    uncounted: Uncounted | None = None
 
 
 @dataclass(frozen=True)
