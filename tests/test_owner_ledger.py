@@ -59,6 +59,27 @@ def test_a_view_with_gaps_spans_from_its_first_to_its_last_element(ledger: Owner
     assert empty.own_bytes == 0
 
 
+def test_figures_of_gpus_in_use_are_noted_and_later_those_with_a_higher_peak_alone(
+    ledger: OwnerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = [100, 0]
+    statistics = ("allocated_bytes", "requested_bytes", "reserved_bytes")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(peaks))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1000))
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {f"{name}.all.peak": peaks[device] for name in statistics}
+    )
+    ledger.note_figures("step 0")
+    ledger.note_figures("no higher", only_higher=True)
+    peaks[0] = 200
+    ledger.note_figures("higher", only_higher=True)
+    ledger.close()
+    figures = read_owners(tmp_path / "ledger.jsonl").figures
+    noted = [(one.moment, one.device, one.allocated_peak_bytes, one.capacity_bytes) for one in figures]
+    assert noted == [("step 0", 0, 100, 1000), ("higher", 0, 200, 1000)]
+    assert ledger.allocated_peak_bytes == 200
+
+
 def _owners(names: ModuleNames, model: nn.Module) -> list[str]:
     return [part.owner for one in model.modules() if (part := names.part(one)) is not None]
 
