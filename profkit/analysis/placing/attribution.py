@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from profkit.analysis.intervals import running_maximum
+from profkit.analysis.intervals import running_maximum, spread
 from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
 from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward, name_replicas
 from profkit.errors import TraceError
@@ -154,17 +154,15 @@ class PlacedRows:
         before = np.concatenate([[0], running_maximum(high, first)[:-1]])
         before[first] = low[first]
         low = np.maximum(low, before)
-        length = np.maximum(high - low, 0)
-        self.refuse_many(int(length.sum()))
-        step = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-        rows = self._order[np.repeat(low, length) + step]
-        position, evidence = np.repeat(position, length), np.repeat(evidence, length)
+        self.refuse_many(int(np.maximum(high - low, 0).sum()))
+        which, at = spread(low, high)
+        rows, position, evidence = self._order[at], position[which], evidence[which]
         if self._has_two_places and len(rows):
             # One sort brings together what lies in one group twice, the best evidence first.
-            keys = (group[position] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
-            order = np.argsort(keys, kind="stable")
-            keys = keys[order] // (SEQUENCE + 1)
-            kept = order[np.concatenate([[True], keys[1:] != keys[:-1]])]
+            pairs = (group[position] * len(self._rows) + rows) * (SEQUENCE + 1) + evidence
+            order = np.argsort(pairs, kind="stable")
+            pairs = pairs[order] // (SEQUENCE + 1)
+            kept = order[np.concatenate([[True], pairs[1:] != pairs[:-1]])]
             rows, position, evidence = rows[kept], position[kept], evidence[kept]
         return Under(rows, position, evidence)
 
