@@ -19,6 +19,7 @@ from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import MemoryUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
+from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
 from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.edits import parse_edits
@@ -691,6 +692,14 @@ def test_a_batch_is_small_where_the_gpu_waits_for_python_and_memory_has_room(tmp
     assert expected == pytest.approx(program.lengths[0] / 2, rel=0.2)
     assert "batch" not in _write_small_passes(tmp_path / "busy", 1, 20_000)[1]
     assert "batch" not in _write_small_passes(tmp_path / "full", 1, 3_000, reserved_peak_bytes=60 * GIB)[1]
+
+
+def test_a_step_of_more_samples_that_was_measured_says_nothing_of_its_effect(tmp_path: Path) -> None:
+    batch = _write_small_passes(tmp_path / "small", 1, 3_000)[1]["batch"]
+    assert batch.saves_ns is not None
+    longer = Trial(("batch:×2",), processes=3, change_ns=0.5 * MS, batch_factor=2.0)
+    assert replace(batch, measured=longer).effect_ns == batch.saves_ns.expected
+    assert replace(batch, measured=replace(longer, batch_factor=1.0)).effect_ns == -0.5 * MS
 
 
 def test_small_passes_of_one_step_become_fewer_without_another_batch(tmp_path: Path) -> None:
