@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.placing import nesting
 from profkit.analysis.tree.range_tree import RangeRow
+from profkit.trace import nesting
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder
 
