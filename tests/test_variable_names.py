@@ -1,7 +1,9 @@
-"""What a script calls its optimizers and models, read from the line that uses them."""
+"""What a script calls its optimizers and models, read from the line that uses them, and variables of its functions."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import profkit
-from profkit.capture.steps.variable_names import VariableNames, tell_apart
+from profkit.capture.steps.variable_names import VariableNames, tell_apart, variable_of, variables_at_hand
 
 # Runs as a hook of profkit's own would: its frame is none of the script's.
 HOOK: Callable[..., None] = eval(
@@ -89,3 +91,46 @@ def test_one_alone_needs_no_name_and_classes_tell_apart(names: VariableNames) ->
     first, second = _optimizer(names), torch.optim.Adam(nn.Linear(1, 1).parameters())
     assert tell_apart(first, [first], names.known) is None
     assert tell_apart(first, [first, second], names.known) == "SGD"
+
+
+class Thing:
+    """Something that a weak reference can follow."""
+
+
+MODULES = Thing()
+
+
+def test_nothing_stays_alive_for_having_been_read() -> None:
+    thing = Thing()
+    alive = weakref.ref(thing)
+    for value in variables_at_hand():
+        del value
+    del thing
+    assert alive() is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="no way to read a function's variables that makes no copy")
+def test_variables_of_the_caller_and_its_callers_are_found() -> None:
+    thing, captured = Thing(), Thing()
+
+    def inner() -> list[object]:
+        own = captured
+        found = [one for one in variables_at_hand() if one is own or one is thing]
+        return list({id(one): one for one in found}.values())
+
+    assert inner() == [captured, thing]
+
+
+def test_variables_of_a_module_are_found() -> None:
+    code = compile("found = any(one is thing for one in variables_at_hand())", "module", "exec")
+    namespace = {"thing": MODULES, "variables_at_hand": variables_at_hand}
+    exec(code, namespace)
+    assert namespace["found"] is True
+
+
+def test_a_variable_of_a_running_function_is_found_by_its_name() -> None:
+    def running(number: int) -> tuple[Any, Any]:
+        frame = sys._getframe()
+        return variable_of(frame, "number"), variable_of(frame, "missing")
+
+    assert running(54321) == (54321, None)
