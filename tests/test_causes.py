@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, find_advice
+from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, _say_nothing, find_advice
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
@@ -848,6 +848,14 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
         saves = advice["late-rank"].saves_ns
         assert saves is not None
         assert saves.expected == 44_734_852 - expected
+
+
+def test_of_several_ranks_nothing_found_is_no_refusal(captures: Path) -> None:
+    opened = open_capture(captures / "ddp.nsys2025.sqlite")
+    summary = summarize_capture(opened)
+    assert summary.limits is not None
+    assert summary.limits.refusal is not None
+    assert _say_nothing(Evidence(opened, summary)) == "Nothing found that would save more than 2 %."
 
 
 @pytest.mark.parametrize(("early", "late"), [(2, 1), (0, 1), (0, 2)])

@@ -282,7 +282,7 @@ def _say_nothing(evidence: Evidence) -> str:
     limits = evidence.summary.limits
     if limits is None and evidence.summary.work is not None:
         return "Nothing is predicted: no work of a GPU was recorded."
-    if limits is None:
+    if limits is None or (limits.refusal is not None and evidence.replay is not None):
         return "Nothing found that would save more than 2 %."
     if limits.refusal is not None:
         return f"Nothing is predicted: {limits.refusal}."
