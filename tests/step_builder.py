@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from profkit.analysis.compare.samples import Key
+import numpy as np
+
+from profkit.analysis.compare.samples import Key, StepSamples
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.tree.modules import read_place
 from profkit.names import COMPILING
@@ -69,3 +71,22 @@ def key_of(path: tuple[str, ...], kernel: str) -> Key:
     place = read_place([(name, "") for name in path])
     category = COMPILING if place.phase == COMPILING else categorize(kernel).name
     return Key((COMPILING,) if place.phase == COMPILING else path, category, kernel, place)
+
+
+def samples_of(kernels: Mapping[tuple[str, str], tuple[int, int]], steps: int = 1) -> StepSamples:
+    """Return samples of equal steps, given each kernel's time and number per step by its path and name."""
+    keys = tuple(key_of(tuple(path.split("/")) if path else (), name) for path, name in kernels)
+    times = [time for time, _ in kernels.values()]
+    return StepSamples(
+        measure="gpu-kernel",
+        range=None,
+        has_steps=True,
+        keys=keys,
+        kernel_ns=np.array([times] * steps, dtype=np.int64).reshape(steps, len(keys)),
+        kernel_count=np.array([count * steps for _, count in kernels.values()], dtype=np.int64),
+        busy_ns=np.array([sum(times)] * steps, dtype=np.int64),
+        wall_ns=None,
+        paths=frozenset({(), *(key.path[:end] for key in keys for end in range(len(key.path) + 1))}),
+        left_out_ns=0,
+        even=True,
+    )

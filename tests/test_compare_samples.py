@@ -13,7 +13,7 @@ from profkit.analysis.tree.selection import join_path
 from profkit.errors import UsageError
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
-from tests.step_builder import ADD, SGEMM, add_steps, write_steps
+from tests.step_builder import ADD, SGEMM, Step, add_steps, write_steps
 
 STEP = {"": [(ADD, 7)], "forward/layer 0/ffn": [(SGEMM, 100)], "forward/layer 1/ffn": [(SGEMM, 50), (ADD, 10)]}
 
@@ -129,28 +129,29 @@ def test_what_torch_compile_runs_is_apart_from_the_step_that_it_holds_up(tmp_pat
     assert sum(part.change.after_ns for part in found.parts) == found.kernel_time.after_ns
 
 
+def _both(folder: Path, *steps: Step) -> tuple[StepSamples, StepSamples]:
+    """Return the samples of two captures of two steps of these each."""
+    before, after = (
+        read_trace(write_steps(folder / f"{at}.sqlite", [one, one])).attribution for at, one in enumerate(steps)
+    )
+    return sample_both(before, after)
+
+
 def test_paths_of_two_captures_are_kinds_if_either_has_several(tmp_path: Path) -> None:
     """As in the tree of ranges, a single ``conv2`` is no ``conv*``; what both are called must be the same."""
     one = {"forward/conv2": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}
     two = {"forward/conv2": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)], "forward/layer 1": [(ADD, 2)]}
-    before, after = (
-        read_trace(write_steps(tmp_path / name, [steps, steps])).attribution
-        for name, steps in (("before.sqlite", one), ("after.sqlite", two))
-    )
-    sides = sample_both(before, after)
+    sides = _both(tmp_path, one, two)
     assert [{join_path(key.path) for key in side.keys} for side in sides] == [{"forward/conv2", "forward/layer *"}] * 2
-    assert {join_path(key.path) for key in sample_steps(before).keys} == {"forward/conv2", "forward/layer 0"}
+    alone = sampled(tmp_path / "0.sqlite")
+    assert {join_path(key.path) for key in alone.keys} == {"forward/conv2", "forward/layer 0"}
+
     assert {line.name for line in compare_times(*sides).by_range} == {"forward/conv2", "forward/layer *"}
 
 
 def test_a_path_that_one_capture_lacks_counts_in_the_range_around_it(tmp_path: Path) -> None:
-    one = {"forward": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}
-    two = {"forward": [(SGEMM, 6)]}
-    before, after = (
-        read_trace(write_steps(tmp_path / name, [steps, steps])).attribution
-        for name, steps in (("before.sqlite", one), ("after.sqlite", two))
-    )
-    sides = sample_both(before, after)
+    sides = _both(tmp_path, {"forward": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}, {"forward": [(SGEMM, 6)]})
+
     assert [{join_path(path) for path in side.paths} for side in sides] == [
         {"", "forward", "forward/layer 0"},
         {"", "forward"},

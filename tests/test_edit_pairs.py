@@ -57,58 +57,32 @@ def test_edits_of_known_tensors_are_exact(
 
 
 @pytest.mark.parametrize(
-    ("edit", "really"),
-    [("checkpoint:h.*", NANOGPT_CHECKPOINTS), ("checkpoint:transformer.h.*:every=2", NANOGPT_EVERY_SECOND)],
-)
-def test_checkpoints_are_exact_in_requested_and_reserved_bytes(
-    recorded: dict[str, OpenedSnapshot], edit: str, really: tuple[int, int, int]
-) -> None:
-    case = recorded["nanogpt"].whatif(edits=[edit]).cases[1]
-    assert (case.requested_peak_bytes, case.reserved_peak_bytes) == (really[0], really[2])
-    assert case.allocated_peak_bytes == pytest.approx(really[1], rel=3e-4)
-    assert not case.exact
-
-
-@pytest.mark.parametrize(
-    ("edit", "really"),
+    ("name", "edit", "really", "allocated_off", "reserved_off"),
     [
-        ("checkpoint:layer*.*", RESNET_CHECKPOINTS),
-        ("checkpoint:layer*.*:reentrant", RESNET_REENTRANT),
+        ("nanogpt", "checkpoint:h.*", NANOGPT_CHECKPOINTS, 3e-4, 0),
+        ("nanogpt", "checkpoint:transformer.h.*:every=2", NANOGPT_EVERY_SECOND, 3e-4, 0),
+        ("resnet50-adamw", "checkpoint:layer*.*", RESNET_CHECKPOINTS, 0.003, 0.02),
+        ("resnet50-adamw", "checkpoint:layer*.*:reentrant", RESNET_REENTRANT, 0.003, 0.02),
         # Whole stages; their outputs are written in place, by a module without an allocation of its own.
-        ("checkpoint:layer?", RESNET_STAGES),
+        ("resnet50-adamw", "checkpoint:layer?", RESNET_STAGES, 0.003, 0.02),
+        # A saved tensor goes 48 MiB of sums later, with its node; products with a bias need a workspace in backward.
+        ("encoder", "checkpoint:layers.*", ENCODER_CHECKPOINTS, 0.002, None),
     ],
 )
-def test_checkpoints_of_a_resnet_are_exact_in_requested_and_near_in_other_bytes(
-    recorded: dict[str, OpenedSnapshot], edit: str, really: tuple[int, int, int]
-) -> None:
-    case = recorded["resnet50-adamw"].whatif(edits=[edit]).cases[1]
-    assert case.requested_peak_bytes == really[0]
-    assert case.allocated_peak_bytes == pytest.approx(really[1], rel=0.003)
-    assert case.reserved_peak_bytes == pytest.approx(really[2], rel=0.02)
-
-
-def test_what_is_computed_again_is_freed_before_biases_are_summed(recorded: dict[str, OpenedSnapshot]) -> None:
-    """A saved tensor goes 48 MiB of sums later, with its node; products with a bias need a workspace in backward."""
-    case = recorded["encoder"].whatif(edits=["checkpoint:layers.*"]).cases[1]
-    assert case.requested_peak_bytes == ENCODER_CHECKPOINTS[0]
-    assert case.allocated_peak_bytes == pytest.approx(ENCODER_CHECKPOINTS[1], rel=0.002)
-
-
-@pytest.mark.parametrize(
-    ("name", "edit", "really"),
-    [
-        ("nanogpt", "checkpoint:h.*", NANOGPT_CHECKPOINTS),
-        ("nanogpt", "checkpoint:transformer.h.*:every=2", NANOGPT_EVERY_SECOND),
-        ("resnet50-adamw", "checkpoint:layer*.*", RESNET_CHECKPOINTS),
-        ("resnet50-adamw", "checkpoint:layer*.*:reentrant", RESNET_REENTRANT),
-        ("resnet50-adamw", "checkpoint:layer?", RESNET_STAGES),
-        ("encoder", "checkpoint:layers.*", ENCODER_CHECKPOINTS),
-    ],
-)
-def test_the_true_peaks_of_checkpointed_programs_lie_in_the_ranges(
-    recorded: dict[str, OpenedSnapshot], name: str, edit: str, really: tuple[int, int, int]
+def test_checkpoints_are_exact_in_requested_and_near_in_other_bytes_which_lie_in_the_ranges(
+    recorded: dict[str, OpenedSnapshot],
+    name: str,
+    edit: str,
+    really: tuple[int, int, int],
+    allocated_off: float,
+    reserved_off: float | None,
 ) -> None:
     case = recorded[name].whatif(edits=[edit]).cases[1]
+    assert not case.exact
+    assert case.requested_peak_bytes == really[0]
+    assert case.allocated_peak_bytes == pytest.approx(really[1], rel=allocated_off)
+    if reserved_off is not None:
+        assert case.reserved_peak_bytes == pytest.approx(really[2], rel=reserved_off, abs=0)
     ranges = (case.requested_range_bytes, case.allocated_range_bytes, case.reserved_range_bytes)
     for (low, high), true in zip(ranges, really, strict=True):
         assert high is not None

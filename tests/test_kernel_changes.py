@@ -6,7 +6,6 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,15 +13,14 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.compare.kernel_changes import (
     IN_NO_RANGE,
-    Match,
     TimeComparison,
     compare_times,
     match_parts,
     nearest,
 )
-from profkit.analysis.compare.samples import RangePath, StepSamples, sample_steps
+from profkit.analysis.compare.samples import StepSamples, sample_steps
 from tests.conftest import ROOT
-from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, key_of, write_steps
+from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, samples_of, write_steps
 
 TRACES = ROOT / "traces"
 
@@ -219,96 +217,84 @@ FLASH = "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Flash
 
 def one_sample(*kernels: tuple[str, str]) -> StepSamples:
     """Return one sample with these kernels, (path, name), of 1 ns each."""
-    keys = [key_of(tuple(path.split("/")) if path else (), name) for path, name in kernels]
-    paths: set[RangePath] = {()}
-    for key in keys:
-        paths |= {key.path[:depth] for depth in range(len(key.path) + 1)}
-    ones = np.ones((1, len(keys)), dtype=np.int64)
-    return StepSamples(
-        measure="gpu-kernel",
-        range=None,
-        has_steps=True,
-        keys=tuple(keys),
-        kernel_ns=ones,
-        kernel_count=ones[0],
-        busy_ns=ones.sum(axis=1),
-        wall_ns=None,
-        paths=frozenset(paths),
-        left_out_ns=0,
-        even=True,
-    )
+    return samples_of(dict.fromkeys(kernels, (1, 1)))
 
 
-def matched(before: StepSamples, after: StepSamples) -> set[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
-    def name(match: Match) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-        old = tuple(sorted(before.keys[column].kernel for column in match.sides[0]))
-        return (
+@pytest.mark.parametrize(
+    ("before", "after", "parts"),
+    [
+        pytest.param(
+            {"forward": [SGEMM], "backward": [SGEMM]},
+            {"forward": [SGEMM], "backward": [SGEMM]},
+            [("forward", "same", [SGEMM], [SGEMM]), ("backward", "same", [SGEMM], [SGEMM])],
+            id="a kernel is matched by name within its range and category",
+        ),
+        pytest.param(
+            {"forward/ffn": [SGEMM, ADD], "forward/attention": [SGEMM]},
+            {"forward/ffn": [NVJET, ADD], "forward/attention": [SGEMM]},
+            [
+                ("forward/ffn", "renamed", [SGEMM], [NVJET]),
+                ("forward/ffn", "same", [ADD], [ADD]),
+                ("forward/attention", "same", [SGEMM], [SGEMM]),
+            ],
+            id="another name in the same range and category is renamed",
+        ),
+        pytest.param(
+            {"ffn": [ADD, MUL, SGEMM]},
+            {"ffn": [FUSED, SGEMM]},
+            [("ffn", "renamed", [ADD, MUL], [FUSED]), ("ffn", "same", [SGEMM], [SGEMM])],
+            id="a chain that became one kernel is renamed",
+        ),
+        pytest.param(
+            # Inductor's reduction contains the additions too; matched with the reductions alone, they would look lost.
+            {"ffn": [ADD, MUL, SUM, SGEMM]},
+            {"ffn": [FUSED_SUM, NVJET]},
+            [("ffn", "replaced", [ADD, MUL, SUM], [FUSED_SUM]), ("ffn", "renamed", [SGEMM], [NVJET])],
+            id="a fused kernel replaces kernels of several categories",
+        ),
+        pytest.param(
+            {"sdpa": [SGEMM, SUM]},
+            {"sdpa": [FLASH]},
+            [("sdpa", "replaced", [SGEMM, SUM], [FLASH])],
+            id="kernels of another category replace those gone from a range",
+        ),
+        pytest.param(
+            {"a": [SGEMM, ADD], "b": [SUM]},
+            {"a": [SGEMM], "b": [SUM, NVJET]},
+            [
+                ("a", "same", [SGEMM], [SGEMM]),
+                ("b", "same", [SUM], [SUM]),
+                ("a", "gone", [ADD], []),
+                ("b", "new", [], [NVJET]),
+            ],
+            id="a kernel without a counterpart is new or gone",
+        ),
+        pytest.param(
+            {"forward/layer */ffn": [SGEMM], "forward/layer */attention": [SGEMM], "forward": [ADD]},
+            {"forward": [NVJET, FUSED]},
+            [("forward", "renamed", [SGEMM, SGEMM], [NVJET]), ("forward", "renamed", [ADD], [FUSED])],
+            id="kernels in ranges that compiled code has not count in the enclosing range",
+        ),
+    ],
+)
+def test_parts_of_two_captures_are_matched(
+    before: dict[str, list[str]],
+    after: dict[str, list[str]],
+    parts: list[tuple[str, str, list[str], list[str]]],
+) -> None:
+    sides = [one_sample(*((path, name) for path in side for name in side[path])) for side in (before, after)]
+    found = [
+        (
             "/".join(match.path),
             match.kind,
-            old,
-            tuple(sorted(after.keys[column].kernel for column in match.sides[1])),
+            *(sorted(sides[at].keys[one].kernel for one in match.sides[at]) for at in (0, 1)),
         )
-
-    return {name(match) for match in match_parts(before, after)}
-
-
-def test_a_kernel_is_matched_by_name_within_its_range_and_category() -> None:
-    one = one_sample(("forward", SGEMM), ("backward", SGEMM))
-    assert matched(one, one) == {("forward", "same", (SGEMM,), (SGEMM,)), ("backward", "same", (SGEMM,), (SGEMM,))}
+        for match in match_parts(*sides)
+    ]
+    assert sorted(found) == sorted((path, kind, sorted(old), sorted(new)) for path, kind, old, new in parts)
 
 
-def test_another_name_in_the_same_range_and_category_is_renamed() -> None:
-    before = one_sample(("forward/ffn", SGEMM), ("forward/ffn", ADD), ("forward/attention", SGEMM))
-    after = one_sample(("forward/ffn", NVJET), ("forward/ffn", ADD), ("forward/attention", SGEMM))
-    assert matched(before, after) == {
-        ("forward/ffn", "renamed", (SGEMM,), (NVJET,)),
-        ("forward/ffn", "same", (ADD,), (ADD,)),
-        ("forward/attention", "same", (SGEMM,), (SGEMM,)),
-    }
-
-
-def test_a_chain_that_became_one_kernel_is_renamed() -> None:
-    before, after = one_sample(("ffn", ADD), ("ffn", MUL), ("ffn", SGEMM)), one_sample(("ffn", FUSED), ("ffn", SGEMM))
-    assert matched(before, after) == {
-        ("ffn", "renamed", tuple(sorted((ADD, MUL))), (FUSED,)),
-        ("ffn", "same", (SGEMM,), (SGEMM,)),
-    }
-
-
-def test_a_fused_kernel_replaces_kernels_of_several_categories() -> None:
-    """Inductor's reduction contains the additions too; matched with the reductions alone, they would look lost."""
-    before = one_sample(("ffn", ADD), ("ffn", MUL), ("ffn", SUM), ("ffn", SGEMM))
-    after = one_sample(("ffn", FUSED_SUM), ("ffn", NVJET))
-    assert matched(before, after) == {
-        ("ffn", "replaced", tuple(sorted((ADD, MUL, SUM))), (FUSED_SUM,)),
-        ("ffn", "renamed", (SGEMM,), (NVJET,)),
-    }
-
-
-def test_kernels_of_another_category_replace_those_gone_from_a_range() -> None:
-    assert matched(one_sample(("sdpa", SGEMM), ("sdpa", SUM)), one_sample(("sdpa", FLASH))) == {
-        ("sdpa", "replaced", tuple(sorted((SGEMM, SUM))), (FLASH,))
-    }
-
-
-def test_a_kernel_without_a_counterpart_is_new_or_gone() -> None:
-    one, other = one_sample(("a", SGEMM), ("a", ADD), ("b", SUM)), one_sample(("a", SGEMM), ("b", SUM), ("b", NVJET))
-    assert matched(one, other) == {
-        ("a", "same", (SGEMM,), (SGEMM,)),
-        ("b", "same", (SUM,), (SUM,)),
-        ("a", "gone", (ADD,), ()),
-        ("b", "new", (), (NVJET,)),
-    }
-
-
-def test_kernels_in_ranges_of_one_side_count_in_the_enclosing_range() -> None:
-    """Compiled code has no ranges within the phase."""
-    eager = one_sample(("forward/layer */ffn", SGEMM), ("forward/layer */attention", SGEMM), ("forward", ADD))
-    compiled = one_sample(("forward", NVJET), ("forward", FUSED))
-    assert matched(eager, compiled) == {
-        ("forward", "renamed", (SGEMM, SGEMM), (NVJET,)),
-        ("forward", "renamed", (ADD,), (FUSED,)),
-    }
+def test_the_nearest_range_that_the_other_side_has_is_around_it() -> None:
     assert nearest(("a", "b", "c"), frozenset({(), ("a",)})) == ("a",)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
-from profkit.analysis.compare.samples import StepSamples
-from tests.step_builder import key_of
+from tests.step_builder import samples_of
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 NORM = "void at::native::vectorized_layer_norm_kernel<float>"
@@ -21,24 +19,6 @@ SHARED = "shared: h.* + h.*.ln_1"
 
 Kernels = dict[tuple[str, str], tuple[int, int]]
 """Path and kernel → time and number, both per step."""
-
-
-def _samples(kernels: Kernels, steps: int = 2) -> StepSamples:
-    keys = tuple(key_of(tuple(path.split("/")), name) for path, name in kernels)
-    times = [time for time, _ in kernels.values()]
-    return StepSamples(
-        measure="gpu-kernel",
-        range=None,
-        has_steps=True,
-        keys=keys,
-        kernel_ns=np.array([times] * steps, dtype=np.int64).reshape(steps, len(keys)),
-        kernel_count=np.array([count * steps for _, count in kernels.values()], dtype=np.int64),
-        busy_ns=np.array([sum(times)] * steps, dtype=np.int64),
-        wall_ns=None,
-        paths=frozenset(key.path[:end] for key in keys for end in range(len(key.path) + 1)),
-        left_out_ns=0,
-        even=True,
-    )
 
 
 EAGER = {
@@ -59,7 +39,7 @@ COMPILED = {
 
 
 def _compare(before: Kernels, after: Kernels) -> ModuleComparison:
-    found = compare_modules(_samples(before), _samples(after))
+    found = compare_modules(samples_of(before, 2), samples_of(after, 2))
     assert found is not None
     return found
 
@@ -119,7 +99,7 @@ def test_two_eager_captures_have_no_fusion() -> None:
 
 
 def test_captures_without_modules_have_no_rows() -> None:
-    assert compare_modules(_samples({("forward", ADD): (1, 1)}), _samples({("forward", ADD): (2, 1)})) is None
+    assert compare_modules(samples_of({("forward", ADD): (1, 1)}), samples_of({("forward", ADD): (2, 1)})) is None
 
 
 _PATHS = [
@@ -137,7 +117,7 @@ _KERNELS = st.dictionaries(
 @given(before=_KERNELS, after=_KERNELS)
 @settings(max_examples=60, deadline=None)
 def test_rows_without_a_parent_sum_to_the_kernel_time(before: Kernels, after: Kernels) -> None:
-    sides = _samples(before), _samples(after)
+    sides = samples_of(before, 2), samples_of(after, 2)
     found, whole = compare_modules(*sides), compare_times(*sides).kernel_time
     if found is None:
         return
