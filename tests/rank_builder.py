@@ -8,8 +8,9 @@ carried it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ class Timeline:
     def compute(self, time_ns: int) -> None:
         self.kernels.append((self.now, self.now + 5_000, self.now + time_ns, GEMM))
         self.now += time_ns
+
+    def part(self, first: int, end: int | None = None) -> Timeline:
+        """Return what was done from this step on, up to another one."""
+        starts = {name: start for name, start, _ in self.ranges}
+        begin, stop = starts[f"step {first}"], inf if end is None else starts[f"step {end}"]
+        return Timeline(
+            [one for one in self.ranges if begin <= one[1] < stop],
+            [one for one in self.kernels if begin <= one[0] < stop],
+            [one for one in self.calls if begin <= one < stop],
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,16 @@ def write_kineto_run(folder: Path, lines: Sequence[Timeline], *, shift_ns: int =
     return folder
 
 
+def write_two_hosts(folder: Path, steps: int, events_of: Callable[[int, int], list[dict[str, object]]]) -> Path:
+    """Write a run of two ranks on CPUs, given torch.profiler's events of each step by its number and the rank."""
+    start_run(folder)
+    for rank in (0, 1):
+        events = [event for step in range(steps) for event in events_of(step, rank)]
+        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
+        written(folder, events, name_of_rank(KINETO_TRACE, rank), **facts)
+    return folder
+
+
 def start_run(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"status": "complete"}))
@@ -185,6 +206,26 @@ def light_records(lines: Sequence[Timeline]) -> list[LightRecord]:
         groups = (Group(0, "0", tuple(range(len(lines))), "dp", "nccl"),)
         found.append(LightRecord(rank, len(lines), clock_base_ns=rank * 10**9, groups=groups, steps=tuple(steps)))
     return found
+
+
+NO_CALLS: Mapping[str, Any] = {}
+UNTIMED: Mapping[str, Any] = {"start_ns": [None], "end_ns": [None]}
+"""What is not known of a collective that no GPU timed."""
+
+
+def in_each_step(record: LightRecord, calls: Mapping[str, Any] = NO_CALLS, **changes: Any) -> LightRecord:
+    """Return the record with these values in every step, and with these columns of collectives."""
+    steps = (replace(step, collectives=replace(step.collectives, **calls), **changes) for step in record.steps)
+    return replace(record, steps=tuple(steps))
+
+
+def with_another_call(record: LightRecord, **columns: list[Any]) -> LightRecord:
+    """Return the record with the first collective of each step once more at its end, except for these columns."""
+    steps = []
+    for step in record.steps:
+        calls = {name: [*column, column[0]] for name, column in vars(step.collectives).items()}
+        steps.append(replace(step, collectives=Collectives(**{**calls, **columns})))
+    return replace(record, steps=tuple(steps))
 
 
 def write_light_run(folder: Path, records: Sequence[LightRecord]) -> Path:

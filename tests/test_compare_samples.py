@@ -145,13 +145,11 @@ def test_paths_of_two_captures_are_kinds_if_either_has_several(tmp_path: Path) -
     assert [{join_path(key.path) for key in side.keys} for side in sides] == [{"forward/conv2", "forward/layer *"}] * 2
     alone = sampled(tmp_path / "0.sqlite")
     assert {join_path(key.path) for key in alone.keys} == {"forward/conv2", "forward/layer 0"}
-
     assert {line.name for line in compare_times(*sides).by_range} == {"forward/conv2", "forward/layer *"}
 
 
 def test_a_path_that_one_capture_lacks_counts_in_the_range_around_it(tmp_path: Path) -> None:
     sides = _both(tmp_path, {"forward": [(SGEMM, 5)], "forward/layer 0": [(ADD, 1)]}, {"forward": [(SGEMM, 6)]})
-
     assert [{join_path(path) for path in side.paths} for side in sides] == [
         {"", "forward", "forward/layer 0"},
         {"", "forward"},

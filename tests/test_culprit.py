@@ -23,29 +23,33 @@ from profkit.joining import find_sources, read_ranks, reduce_source
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.page.page import render_report
-from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
+from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
-from profkit.run.light_record import CAUSES, Collectives, Group, LightRecord
-from tests.kineto_builder import row, written
+from profkit.run.light_record import CAUSES, Group, LightRecord
+from tests.kineto_builder import row
 from tests.launch_queues import simulate_queues
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     BYTES,
     MS,
     PLACES,
+    UNTIMED,
     WIRE_NS,
     Delay,
     compare_records,
     compare_traced,
     data_of,
+    in_each_step,
     late_rank,
     light_records,
     said,
     simulate,
     start_run,
+    with_another_call,
     write_kineto_run,
     write_light_run,
     write_nsys,
+    write_two_hosts,
 )
 
 RECORDED = Path(__file__).parent / "light_records"
@@ -365,15 +369,14 @@ def test_a_rank_that_is_late_once_or_for_no_reason_that_was_recorded_is_not_name
     once = simulate(3, 12, [Delay(1, "forward", 20 * MS, every=12)])
     assert compare_records(light_records(once)).verdict.culprit is None
     records = light_records(simulate(3, delays=[Delay(1, "data", 20 * MS)]))
-    silent = [replace(record, steps=tuple(replace(step, phases=()) for step in record.steps)) for record in records]
-    verdict = compare_records(silent).verdict
+    verdict = compare_records([in_each_step(one, phases=()) for one in records]).verdict
     assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "unexplained")
 
 
 def test_a_lower_clock_is_named_where_kernels_are_slower() -> None:
     records = light_records(simulate(3, delays=[Delay(0, "kernels", 8 * MS)]))
-    slow = tuple(replace(step, sm_mhz=1200, throttle=("power cap",)) for step in records[0].steps)
-    result = compare_records([replace(records[0], steps=slow), *records[1:]])
+    slow = in_each_step(records[0], sm_mhz=1200, throttle=("power cap",))
+    result = compare_records([slow, *records[1:]])
     assert (late_rank(result).rank, late_rank(result).cause) == (0, "clock")
 
 
@@ -418,21 +421,17 @@ def test_waits_stand_in_the_row_of_who_waited_and_the_column_of_whom_they_waited
 
 def test_time_that_is_waited_in_two_collectives_at_once_counts_once(tmp_path: Path) -> None:
     # gloo runs the reductions of two buckets at the same time.
-    start_run(tmp_path)
-    for rank in (0, 1):
-        late = rank * 20_000
-        events = []
-        for step in range(3):
-            begin = step * 60_000
-            events += [
-                row("user_annotation", f"step {step}", begin, 55_000),
-                row("cpu_op", "aten::mm", begin + 1_000, 4_000),
-                row("user_annotation", "gloo:all_reduce", begin + 10_000 + late, 21_000 - late, 8),
-                row("user_annotation", "gloo:all_reduce", begin + 15_000 + late, 21_000 - late, 9),
-            ]
-        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
-        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
-    result = read_ranks(tmp_path, workers=1)
+    def events(step: int, rank: int) -> list[dict[str, object]]:
+        begin, late = step * 60_000, rank * 20_000
+        return [
+            row("user_annotation", f"step {step}", begin, 55_000),
+            row("cpu_op", "aten::mm", begin + 1_000, 4_000),
+            row("user_annotation", "gloo:all_reduce", begin + 10_000 + late, 21_000 - late, 8),
+            row("user_annotation", "gloo:all_reduce", begin + 15_000 + late, 21_000 - late, 9),
+        ]
+
+    result = read_ranks(write_two_hosts(tmp_path, 3, events), workers=1)
+
     assert result.waits_ns.tolist() == [[0, 3 * 25 * MS], [0, 0]]
     assert sum(row.waiting_ns for row in result.groups) == 3 * 20 * MS
     text = said("ranks", tmp_path)
@@ -489,12 +488,7 @@ def test_a_light_record_that_was_cut_makes_no_wait_per_step_shorter(tmp_path: Pa
     # Ranks 0 and 1 have a group of their own, in which nothing is lost.
     for at in (0, 1):
         groups = (*records[at].groups, Group(1, "pair", (0, 1)))
-        calls = [
-            replace(step, collectives=Collectives(*([*column, *column] for column in vars(step.collectives).values())))
-            for step in records[at].steps
-        ]
-        calls = [replace(step, collectives=replace(step.collectives, group=[0, 1])) for step in calls]
-        records[at] = replace(records[at], groups=groups, steps=tuple(calls))
+        records[at] = with_another_call(replace(records[at], groups=groups), group=[0, 1])
     whole = compare_records(records)
     run = write_light_run(tmp_path / "run", [*records[:3], replace(records[3], steps=records[3].steps[:6])])
     with (run / "light.rank3.jsonl").open("a") as cut:
@@ -529,13 +523,8 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
     ]
     full = [*light]
     for rank, one in enumerate(full):
-        steps = tuple(
-            step
-            if backend == "nccl"
-            else replace(step, collectives=replace(step.collectives, start_ns=[None], end_ns=[None]))
-            for step in one.steps
-        )
-        light[rank] = replace(one, steps=steps)
+        if backend == "gloo":
+            light[rank] = in_each_step(one, UNTIMED)
         timed = tuple(
             replace(
                 step,
@@ -668,8 +657,7 @@ def test_launches_are_named_only_from_some_recorded_steps_on(tmp_path: Path, ste
 def test_a_rank_that_is_late_for_no_known_reason_is_said_to_be_late(tmp_path: Path) -> None:
     records = light_records(simulate(4, 8, [Delay(2, "forward", 8 * MS)]))
     # What the phases took is lost, the times of the collectives are not.
-    no_phases = {"phases": (), "gpu_phases": ()}
-    blind = [replace(one, steps=tuple(replace(step, **no_phases) for step in one.steps)) for one in records]
+    blind = [in_each_step(one, phases=(), gpu_phases=()) for one in records]
     text = said("ranks", write_light_run(tmp_path / "run", blind))
     assert "Rank 2 is late by 8." in text
     assert "and why is not known" in text
@@ -730,22 +718,19 @@ def test_a_report_shows_the_most_unusual_of_many_ranks_and_folds_the_others(tmp_
 
 def test_an_operator_that_waits_for_a_collective_does_not_compute(tmp_path: Path) -> None:
     # As FSDP2 does on a CPU: the operator that gathers the weights returns when all ranks are there.
-    start_run(tmp_path)
-    for rank in (0, 1):
-        events = []
-        for step in range(4):
-            begin = step * 60_000
-            called, end = begin + 2_000 + rank * 30_000, begin + 34_000
-            events += [
-                row("user_annotation", f"step {step}", begin, 55_000),
-                row("user_annotation", "forward", begin + 1_000, 50_000),
-                row("cpu_op", "c10d::_allgather_base_", called, end - called),
-                row("user_annotation", "gloo:all_gather", called + 100, end - called - 100, 8),
-                row("cpu_op", "aten::mm", end + 1_000, 10_000),
-            ]
-        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
-        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
-    result = read_ranks(tmp_path, workers=1)
+    def events(step: int, rank: int) -> list[dict[str, object]]:
+        begin = step * 60_000
+        called, end = begin + 2_000 + rank * 30_000, begin + 34_000
+        return [
+            row("user_annotation", f"step {step}", begin, 55_000),
+            row("user_annotation", "forward", begin + 1_000, 50_000),
+            row("cpu_op", "c10d::_allgather_base_", called, end - called),
+            row("user_annotation", "gloo:all_gather", called + 100, end - called - 100, 8),
+            row("cpu_op", "aten::mm", end + 1_000, 10_000),
+        ]
+
+    result = read_ranks(write_two_hosts(tmp_path, 4, events), workers=1)
+
     assert [one.parts["kernels"] for one in result.ranks] == [10 * MS, 10 * MS]
     found = late_rank(result)
     assert (found.rank, found.cause, found.phase, found.late_ns) == (1, "python", "forward", 30 * MS)

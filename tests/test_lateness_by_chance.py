@@ -26,9 +26,9 @@ from tests.rank_builder import (
     MS,
     PLACES,
     Delay,
-    Timeline,
     compare_records,
     compare_traced,
+    in_each_step,
     late_rank,
     light_records,
     simulate,
@@ -200,19 +200,9 @@ def test_what_hosts_do_in_steps_that_no_profiler_recorded_tells_whether_it_slowe
     slow = [Delay(1, "forward", 20 * MS)]
     records = light_records(simulate(2, 20, slow if is_late_without_it else ()))
     if not on_gpu:  # a host's phases hold its waits then, so that they say nothing of how long it would take alone
-        records = [replace(one, steps=tuple(replace(step, gpu_phases=()) for step in one.steps)) for one in records]
+        records = [in_each_step(one, gpu_phases=()) for one in records]
     run = write_light_run(tmp_path / "run", records)
-    lines = []
-    for line in simulate(2, 20, slow):
-        begin, end = (next(start for name, start, _ in line.ranges if name == f"step {step}") for step in (8, 17))
-        lines.append(
-            Timeline(
-                [one for one in line.ranges if begin <= one[1] < end],
-                [one for one in line.kernels if begin <= one[0] < end],
-                [one for one in line.calls if begin <= one < end],
-            )
-        )
-    write_nsys(run / NSYS_EXPORT, lines)
+    write_nsys(run / NSYS_EXPORT, [line.part(8, 17) for line in simulate(2, 20, slow)])
     verdict = read_ranks(run).verdict
     if is_late_without_it or not on_gpu:
         assert verdict.culprit is not None

@@ -24,6 +24,7 @@ from tests.rank_builder import (
     light_records,
     said,
     simulate,
+    with_another_call,
     write_kineto_run,
     write_light_run,
 )
@@ -126,15 +127,9 @@ def test_the_light_record_says_which_kernels_send_and_how_much(tmp_path: Path) -
         line.kernels.sort()
     records = []
     for record in light_records(lines):
-        steps = []
-        for step in record.steps:
-            calls = step.collectives
-            kind = "recv" if record.rank else "send"
-            both = {name: [*column, column[0]] for name, column in vars(calls).items()}
-            both |= {"group": [0, 1], "kind": ["all_reduce", kind], "bytes": [calls.bytes[0], 4096]}
-            steps.append(replace(step, collectives=Collectives(**both)))
-        groups = (*record.groups, Group(1, "7", (0, 1), "pp", "nccl"))
-        records.append(replace(record, groups=groups, steps=tuple(steps)))
+        kinds = ["all_reduce", "recv" if record.rank else "send"]
+        more = with_another_call(record, group=[0, 1], kind=kinds, bytes=[BYTES, 4096])
+        records.append(replace(more, groups=(*record.groups, Group(1, "7", (0, 1), "pp", "nccl"))))
     run = write_light_run(write_kineto_run(tmp_path / "run", lines), records)
     rows = {row.kind: row for row in read_ranks(run, workers=1).groups}
     assert {kind: (row.group, row.count) for kind, row in rows.items()} == {
@@ -247,12 +242,7 @@ def test_what_stages_send_is_counted_at_each_sender(tmp_path: Path) -> None:
 
 def _reducing(record: LightRecord) -> LightRecord:
     """Return the record with an all-reduce at the end of each step."""
-    steps = []
-    for step in record.steps:
-        both = {name: [*column, column[0]] for name, column in vars(step.collectives).items()}
-        both["kind"][-1] = "all_reduce"
-        steps.append(replace(step, collectives=Collectives(**both)))
-    return replace(record, steps=tuple(steps))
+    return with_another_call(record, kind=[*record.steps[0].collectives.kind, "all_reduce"])
 
 
 def test_a_group_that_sends_and_reduces_counts_both(tmp_path: Path) -> None:

@@ -15,40 +15,33 @@ from profkit.errors import UsageError
 from profkit.joining import read_ranks
 from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.units import format_gigabytes
-from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.light_record import Group, LightRecord
 from tests.in_process import run_command
-from tests.kineto_builder import row, written
+from tests.kineto_builder import row
 from tests.rank_builder import (
     MS,
     NCCL,
+    UNTIMED,
     Delay,
     Timeline,
     compare_records,
+    in_each_step,
     late_rank,
     light_records,
     said,
     simulate,
-    start_run,
     write_kineto_run,
     write_light_run,
     write_nsys,
+    write_two_hosts,
 )
 
 
 def _gloo(records: list[LightRecord]) -> list[LightRecord]:
     """Return the records as gloo leaves them: only when each rank called is known, by the clock of its machine."""
     return [
-        replace(
-            record,
-            clock_base_ns=0,
-            groups=(replace(record.groups[0], backend="gloo"),),
-            steps=tuple(
-                replace(step, collectives=replace(step.collectives, start_ns=[None], end_ns=[None]))
-                for step in record.steps
-            ),
-        )
-        for record in records
+        in_each_step(replace(one, clock_base_ns=0, groups=(replace(one.groups[0], backend="gloo"),)), UNTIMED)
+        for one in records
     ]
 
 
@@ -207,23 +200,19 @@ def test_the_late_rank_heads_the_ranks_also_where_the_hosts_of_the_others_wait(t
 def test_what_a_function_of_python_does_by_itself_is_python_and_what_it_calls_computes(
     tmp_path: Path, node: str, cause: str
 ) -> None:
-    start_run(tmp_path)
-    for rank in (0, 1):
-        events = []
-        for step in range(5):
-            begin, late = step * 80_000, rank * 30_000
-            called, end = begin + 22_000 + late, begin + 62_000
-            events += [
-                row("user_annotation", f"step {step}", begin, 75_000),
-                row("user_annotation", "backward", begin + 1_000, end - begin),
-                row("cpu_op", f"autograd::engine::evaluate_function: {node}Backward", begin + 2_000, 18_000 + late),
-                row("cpu_op", f"{node}Backward", begin + 3_000, 16_000 + late),
-                row("cpu_op", "aten::mm", begin + 4_000, 10_000),
-                row("user_annotation", "gloo:all_reduce", called, end - called, 8),
-            ]
-        facts = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": 10**18}
-        written(tmp_path, events, name_of_rank(KINETO_TRACE, rank), **facts)
-    found = late_rank(read_ranks(tmp_path, workers=1))
+    def events(step: int, rank: int) -> list[dict[str, object]]:
+        begin, late = step * 80_000, rank * 30_000
+        called, end = begin + 22_000 + late, begin + 62_000
+        return [
+            row("user_annotation", f"step {step}", begin, 75_000),
+            row("user_annotation", "backward", begin + 1_000, end - begin),
+            row("cpu_op", f"autograd::engine::evaluate_function: {node}Backward", begin + 2_000, 18_000 + late),
+            row("cpu_op", f"{node}Backward", begin + 3_000, 16_000 + late),
+            row("cpu_op", "aten::mm", begin + 4_000, 10_000),
+            row("user_annotation", "gloo:all_reduce", called, end - called, 8),
+        ]
+
+    found = late_rank(read_ranks(write_two_hosts(tmp_path, 5, events), workers=1))
     assert (found.rank, found.cause, found.phase, found.extra_ns) == (1, cause, "backward", 30 * MS)
 
 

@@ -17,7 +17,6 @@ from profkit.run.light_columns import read_light
 from tests.rank_builder import (
     MS,
     Delay,
-    Timeline,
     late_rank,
     light_records,
     simulate,
@@ -110,14 +109,7 @@ def test_steps_in_which_lines_are_looked_for_are_in_no_light_record(recorded: Pa
 def test_a_trace_of_one_rank_is_compared_with_light_records_of_more_steps(tmp_path: Path, traced: int) -> None:
     lines = simulate(3, 14, [Delay(2, "forward", 9 * MS)])
     run = write_light_run(tmp_path / "run", light_records(lines))
-    line = lines[traced]
-    begin = next(start for name, start, _ in line.ranges if name == "step 8")
-    recorded = Timeline(
-        [one for one in line.ranges if one[1] >= begin],
-        [one for one in line.kernels if one[0] >= begin],
-        [one for one in line.calls if one >= begin],
-    )
-    write_nsys(run / name_of_rank(NSYS_EXPORT, traced), [recorded])
+    write_nsys(run / name_of_rank(NSYS_EXPORT, traced), [lines[traced].part(8)])
     result = read_ranks(run)
     found = late_rank(result)
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
