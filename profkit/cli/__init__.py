@@ -5,6 +5,7 @@ A command's module is imported only when that command runs, so that ``profkit --
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import gc
 import io
@@ -91,14 +92,12 @@ def _suggest(name: str, known: Iterable[str]) -> str | None:
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def cli(ctx: click.Context, debug: bool) -> None:
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def cli() -> None:
     """Where the time of a training step went and who held its memory, in numbers that add up.
 
     Commands that show a run take the newest complete one here, or in runs/, if none is named.
     """
-    ctx.obj = {"debug": debug}
 
 
 @click.command()
@@ -135,9 +134,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # Nor need memory go back to the system between two columns: glibc keeps as much as it once saw freed at once.
         bytes(_KEPT_BYTES)
     debug = "--debug" in arguments[:1]
+    kept: list[object] = []
     _prepare_streams()
     try:
-        code: Any = cli.main(args=arguments, prog_name="profkit", standalone_mode=False)
+        code: Any = cli.main(
+            args=arguments, prog_name="profkit", standalone_mode=False, obj=kept if argv is None else None
+        )
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.ClickException as error:
@@ -162,7 +164,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
             raise
         _flush_or_discard()
         _exit_with(*_explain(error))
-    sys.exit(code if isinstance(code, int) else 0)
+    status = code if isinstance(code, int) else 0
+    if kept:
+        # The system takes back at once what Python would free object by object.
+        atexit._run_exitfuncs()
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _replace_with_ascii(error: UnicodeError) -> tuple[str | bytes, int]:

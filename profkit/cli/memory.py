@@ -12,7 +12,7 @@ from profkit.analysis.memory.bins import STACKINGS, Stacking
 from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, MemoryResult, OpenedSnapshot
 from profkit.cli.options import FILE, POSITIVE, SIZE, capture_argument, peak_options
-from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
+from profkit.cli.outputs import Output, keep_to_the_end, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import BY, TOP_MODULES, TOP_STACKS, By, build_memory_document
@@ -88,6 +88,7 @@ def memory(
     _check_timeline(timeline, timeline_by)
     refuse_overwriting([snapshot, against], [output.path, timeline])
     opened = _open(snapshot, phases, rank)
+    keep_to_the_end(opened)
     if against is not None:
         from profkit.report.commands.memory_compare import TOP_PARTS, build_peaks_document
 

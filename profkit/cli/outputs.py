@@ -197,6 +197,13 @@ def write_warnings(messages: Iterable[str]) -> None:
         _write_error(f"warning: {message}")
 
 
+def keep_to_the_end(many_objects: object) -> None:
+    """Keep what it would take long to free, if this process ends after the command: it then ends at once."""
+    kept: list[object] | None = click.get_current_context().obj
+    if kept is not None:
+        kept.append(many_objects)
+
+
 def say(line: str) -> None:
     """Print a line of profkit's own to standard error."""
     _write_error(f"profkit: {line}")

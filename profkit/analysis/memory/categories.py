@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, repeat
+from typing import Any
 
 import numpy as np
 
@@ -222,9 +223,11 @@ class Classifier:
     def _regimes_by_frames(self) -> Codes:
         events = self._history.device.events
         is_alloc = events.action == ALLOC
-        frames = list(map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames")))
-        is_list = np.fromiter(map(isinstance, frames, repeat(list)), np.bool_, len(frames))
-        has_frames = is_list & np.fromiter(map(bool, frames), np.bool_, len(frames))
+        frames: list[Any] = list(map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames")))
+        try:
+            has_frames = np.fromiter(map(list.__len__, frames), np.int64, len(frames)) > 0
+        except TypeError:  # some are no list
+            has_frames = np.array([isinstance(one, list) and bool(one) for one in frames], dtype=np.bool_)
         if not has_frames.any():
             return np.full(len(events), _UNKNOWN, dtype=np.int8)
         by_frames = np.where(has_frames, _MAIN, _BACKWARD).astype(np.int8)

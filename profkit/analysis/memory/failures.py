@@ -19,11 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.heap import Limit
 from profkit.allocator.layout import FreeBlock, find_free_blocks
-from profkit.allocator.requests import requests_of, until, with_request
 from profkit.allocator.rules import MIN_BLOCK_BYTES, SMALL_BYTES, format_settings, list_variants, segment_size_bytes
-from profkit.allocator.simulate import check_identity, simulate
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.snapshot.columns import OOM, Ints, Settings
@@ -250,6 +247,11 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     That is what it had reserved and what CUDA had free. Of a limit of its own only bounds are known: the most that it
     ever reserved, for what fits, and one byte less than it needed, for what does not.
     """
+    # Most histories hold no failure, and need no simulator.
+    from profkit.allocator.heap import Limit
+    from profkit.allocator.requests import requests_of, until, with_request
+    from profkit.allocator.simulate import check_identity, simulate
+
     history, events = memory.history, memory.device.events
     wanted, reserved = int(events.size_bytes[event]), history.curves.reserved[: event + 2]
     requests = requests_of(history)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from profkit.allocator.replay import Replay
 from profkit.analysis.memory.recorded import read_text
 from profkit.analysis.memory.stacks import StackBook
-from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
+
+if TYPE_CHECKING:
+    from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
 
 _END = 2**62
 _LINES = 2**31
@@ -87,6 +90,8 @@ class _Code:
 
         What a launch asks for besides (a library's workspace) is its own.
         """
+        from profkit.run.compiled_code import Allocation, Holder
+
         for number, by_line in enumerate(self._by_line):
             if line in by_line:
                 yield from ((number, allocation) for allocation in by_line[line])

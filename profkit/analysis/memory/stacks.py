@@ -174,7 +174,7 @@ class StackBook:
 
     def birth_of(self, row: int) -> int:
         """Return the event that began an allocation; negative where that was before the recording."""
-        return int(self._replay.birth[row])
+        return self._replay.birth.item(row)
 
     def raw_of(self, row: int) -> dict[str, Any]:
         """Return the pickle's own record of an allocation: its event, or its block at the dump; empty if neither."""
