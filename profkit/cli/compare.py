@@ -157,8 +157,7 @@ def check(
         ranks = _compare_ranks_of(run) if budgets.of_ranks else ""
         result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
         answer = answer_capture(opened)
-    document = build_check_document(result, None if isinstance(ranks, str) else ranks, answer)
-    output.print(document)
+    output.print(build_check_document(result, None if isinstance(ranks, str) else ranks, answer))
     failed = [budget_label(line) for line in result.lines if not line.held]
     if failed:
         raise CheckError(f"{run}: {len(failed)} of {len(result.lines)} budgets failed: {', '.join(failed)}")

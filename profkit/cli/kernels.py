@@ -177,6 +177,5 @@ def ranges(
         numbered = numbered or not output.is_for_people
         result = opened.ranges(numbered=numbered)
         check = opened.self_check
-    document = build_ranges_document(result, check.findings, numbered=numbered, totals=totals)
-    output.print(document)
+    output.print(build_ranges_document(result, check.findings, numbered=numbered, totals=totals))
     obey_strict(trace, check, strict=strict)

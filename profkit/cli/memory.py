@@ -94,16 +94,14 @@ def memory(
 
         _refuse_options_of_one_snapshot(click.get_current_context())
         comparison = opened.against(_open(against, phases, rank if against.is_dir() else None), device=device)
-        document = build_peaks_document(comparison, top=top or TOP_PARTS)
-        output.print(document)
+        output.print(build_peaks_document(comparison, top=top or TOP_PARTS))
         return
     with shown_after_a_second(f"analysing {snapshot.name}"):
         result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
             _draw(timeline, _capture(snapshot, opened), result, timeline_by, Filter(stack, min_size))
-    document = build_memory_document(result, by=by, top=top, leaks=leaks)
-    output.print(document)
+    output.print(build_memory_document(result, by=by, top=top, leaks=leaks))
 
 
 def _check_timeline(path: Path | None, by: Stacking) -> None:

@@ -14,6 +14,7 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summary
+from profkit.report.commands.trials import describe_trial
 from profkit.report.text import shorten
 from profkit.report.units import format_bytes, format_ns, format_share
 
@@ -113,6 +114,16 @@ def name_place(advice: Advice) -> str:
     if advice.line is not None:
         return f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
     return advice.module or ""
+
+
+def describe_effects(summary: Summary, advice: Advice) -> Iterator[str]:
+    """Yield what a change does: the step now and after it, what was measured of it, the memory that it saves."""
+    if advice.after_ns is not None and summary.step_ns is not None:
+        yield f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}"
+    if advice.measured is not None:
+        yield describe_trial(advice.measured)
+    if advice.saves_bytes is not None:
+        yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
 
 
 def describe_interval(after: Interval | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from profkit.analysis.causes.advice import Advice, AdviceResult
+from profkit.analysis.causes.advice import AdviceResult
 from profkit.analysis.causes.memory import repeated_module
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
@@ -17,7 +17,7 @@ from profkit.names import MODEL
 from profkit.report.commands.answer import (
     ROOM,
     describe_answer,
-    describe_interval,
+    describe_effects,
     describe_together,
     draw_tree,
     name_place,
@@ -388,26 +388,14 @@ def _tries(summary: Summary, result: AdviceResult, *, with_proof: bool) -> Itera
     together = describe_together(summary, result)
     yield from [("Try", together)] if together else []
     for number, advice in enumerate(result.tries, 1):
-        yield "Try", _SEPARATOR.join([f"{number} {advice.cause}", *_try_parts(summary, advice)])
+        parts = [f"{number} {advice.cause}", name_place(advice), advice.change, *describe_effects(summary, advice)]
+        parts += [f"costs {advice.costs}"] if advice.costs is not None else []
+        yield "Try", _SEPARATOR.join(filter(None, parts))
     if with_proof:
         proofs = dict.fromkeys(advice.proof for advice in result.tries)
         commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), _SEPARATOR.join(proofs))
         meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
         yield "", f"proof: {commands}{meaning}"
-
-
-def _try_parts(summary: Summary, advice: Advice) -> Iterator[str]:
-    place = name_place(advice)
-    yield from [place] if place else []
-    yield advice.change
-    if advice.after_ns is not None and summary.step_ns is not None:
-        yield f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}"
-    if advice.measured is not None:
-        yield describe_trial(advice.measured)
-    if advice.saves_bytes is not None:
-        yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
-    if advice.costs is not None:
-        yield f"costs {advice.costs}"
 
 
 def _missing(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -15,14 +15,13 @@ from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
     describe_after,
     describe_answer,
-    describe_interval,
+    describe_effects,
     describe_phases,
     describe_together,
     name_line,
     name_part,
     name_place,
 )
-from profkit.report.commands.trials import describe_trial
 from profkit.report.document import Document, Labelled
 from profkit.report.page.markup import without_folders
 from profkit.report.text import make_visible
@@ -135,18 +134,11 @@ def _lanes(before: StepLanes, after: StepLanes) -> Iterator[dict[str, Any]]:
 
 
 def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
-    effects = []
-    if advice.after_ns is not None and summary.step_ns is not None:
-        effects.append(f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}")
-    if advice.measured is not None:
-        effects.append(describe_trial(advice.measured))
-    if advice.saves_bytes is not None:
-        effects.append(f"memory −{format_bytes(advice.saves_bytes.expected)}")
     return {
         "cause": make_visible(advice.cause),
         "place": make_visible(name_place(advice)),
         "change": make_visible(advice.change),
-        "effect": " · ".join(effects),
+        "effect": " · ".join(describe_effects(summary, advice)),
         "costs": make_visible(advice.costs or ""),
         "command": re.sub(r"\bRUN\b", lambda _: shlex.quote(run), advice.proof),
         "is_new": "NEW" in advice.proof,
