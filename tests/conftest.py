@@ -126,8 +126,11 @@ def oddly_named(tmp_path: Path) -> Path:
     return builder.write(tmp_path / "odd.sqlite")
 
 
-ANALYZERS = ("export", "kernels", "ranges", "efficiency", "memory", "compare", "check", "scrub", "help")
-"""Commands that only read files and print: they need no process of their own."""
+ANALYZERS = (
+    *("export", "kernels", "ranges", "efficiency", "memory", "compare", "check", "scrub", "help"),
+    *("summary", "ranks", "whatif", "report", "doctor"),
+)
+"""Commands that read files, print and end: they need no process of their own."""
 
 
 @pytest.fixture
