@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,9 +31,12 @@ from profkit.report.page.step import build_dots
 from profkit.run.directory import Run
 from profkit.run.manifest import Manifest
 from tests.captures import CAPTURES
-from tests.in_process import run_command, run_profkit
+from tests.in_process import run_command
 from tests.test_compiled_ranges import whole_run
 from tests.test_time_account import count_idle_slowly
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 TRACES = sorted(
     path
@@ -283,11 +286,11 @@ def test_steps_and_idle_time_are_one_figure_everywhere_and_equal_a_slow_account(
         _check_steps_and_idle_time(run)
 
 
-def test_a_run_recorded_here_has_one_step_time_in_every_command(tmp_path: Path) -> None:
+def test_a_run_recorded_here_has_one_step_time_in_every_command(forks: Forks, tmp_path: Path) -> None:
     """A loop on the CPU, which waits for its data: the step is its mean wait and the median of the rest."""
     script, run = tmp_path / "loop.py", tmp_path / "run"
     script.write_text(LOOP)
-    made = run_profkit(
+    made = forks.run_profkit(
         "run", "-o", str(run), "--warmup", "5", "--steps", "2", sys.executable, str(script), cwd=tmp_path
     )
     assert made.returncode == 0, made.stderr
