@@ -87,9 +87,7 @@ def build_compare_document(result: CaptureComparison, *, by: View | None = None,
         parts.append(Lines(_sums(result.time)))
     if result.memory is not None:
         parts += memory_parts(result.memory, top or TOP_PARTS)
-    data = result.to_dict()
-    del data["warnings"]
-    return Document("compare", data, parts, _csv_table(result, by), result.warnings)
+    return Document("compare", result.to_dict(), parts, _csv_table(result, by), result.warnings)
 
 
 def describe_differences(differences: Sequence[Difference]) -> Iterator[str]:

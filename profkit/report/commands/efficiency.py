@@ -94,7 +94,6 @@ def build_efficiency_document(
     if compared is not None:
         parts.append(Lines(describe_verdict(compared)[:1]))
     data = result.to_dict()
-    del data["warnings"]
     if answer:
         data = {"answer": answer, **data}
     if limits is not None:

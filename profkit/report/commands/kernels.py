@@ -80,7 +80,6 @@ def build_kernels_document(
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
     data["slowest_rank"] = late
     data["rest"] = None if rest is None else asdict(rest)
-    del data["warnings"]
     return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
 
 

@@ -71,10 +71,8 @@ def build_memory_document(
         parts.append(_leak_table(result.leaks))
     hint = by is None and names_modules(result.composition.by_module)
     parts.append(Lines([*_notes(result, hint=hint), *(_leak_lines(result.leaks) if leaks else ())]))
-    data = result.to_dict()
-    del data["warnings"]
     exact = exact_parts(result.composition, by) if by in ("module", "phase") else _exact_table(result, leaks, by)
-    return Document("memory", data, parts, exact, result.warnings)
+    return Document("memory", result.to_dict(), parts, exact, result.warnings)
 
 
 def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table | Lines]:

@@ -46,9 +46,8 @@ def memory_table(comparison: Comparison) -> Table:
 
 def build_peaks_document(comparison: Comparison, *, top: int = TOP_PARTS) -> Document:
     """Return what ``memory --against`` shows; ``top`` is how many parts a table shows."""
-    data = comparison.to_dict()
-    del data["warnings"]
-    return Document("memory", data, memory_parts(comparison, top), memory_table(comparison), comparison.warnings)
+    parts = memory_parts(comparison, top)
+    return Document("memory", comparison.to_dict(), parts, memory_table(comparison), comparison.warnings)
 
 
 def _head(comparison: Comparison) -> Lines:

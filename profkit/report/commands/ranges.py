@@ -45,9 +45,8 @@ def build_ranges_document(
     )
     exact = ("path", "domain", "instances", "wall_ns", "kernel_time_ns", "busy_ns", "share_of_capture", "kernel_count")
     table = Table(columns, rows, exact=exact)
-    data = result.to_dict()
-    del data["warnings"]
-    return Document("ranges", data, (table, Lines(_notes(result, numbered, steps))), table, result.warnings, self_check)
+    parts = (table, Lines(_notes(result, numbered, steps)))
+    return Document("ranges", result.to_dict(), parts, table, result.warnings, self_check)
 
 
 def tree_name(row: Row) -> str:
