@@ -34,7 +34,7 @@ def _rank(folder: Path, number: int, durations: list[int]) -> Trace:
     return read_nsys(builder.write(folder / f"{number}.sqlite"))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.lists(st.integers(1, 1000), max_size=5), min_size=1, max_size=4))
 def test_combined_traces_keep_the_work_of_each_process_apart(durations: list[list[int]]) -> None:
     with TemporaryDirectory() as folder:
