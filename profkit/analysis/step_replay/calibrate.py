@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
-from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run, run_steadily
+from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, run, run_steadily
 from profkit.trace.columns import Bools, Ints
 
 PAUSE_NS = 1_000_000
@@ -49,8 +49,10 @@ _HOST_SPREAD = 0.03
 _APART = 0.1
 """What the host's time says of its factor may lie so far from all factors that fit; then the nearest one stands."""
 
-_ROUNDS = 9
-"""Halvings of the factors that are tried: to a third of a percent."""
+_ROUNDS = 15
+_HALVED = 2
+_NEAR_ENOUGH, _FINE = 0.05, 0.003
+"""A factor is found once the phases take as long as wanted but for this share of their spread, or to this."""
 
 _IDENTIFIED = 0.25
 """Factors that fit and lie this close together are known."""
@@ -140,39 +142,45 @@ def find_phases(
     Args:
         waits: when the host waited for data; what lies within a phase counts as the phase.
     """
-    inside = sorted(interval for some in intervals.values() for interval in some)
+    within = _Covered([interval for some in intervals.values() for interval in some])
+    waiting = _Covered(waits)
     ends = _latest_ends(step)
 
-    def split(start_ns: int, end_ns: int, *, is_pause: bool) -> tuple[int, int, int]:
-        within = _overlap(inside, start_ns, end_ns)
-        waiting = min(_overlap(waits, start_ns, end_ns), end_ns - start_ns - within)
-        return 0 if is_pause else within, waiting, end_ns - start_ns - within - waiting
+    def split(start_ns: Ints, end_ns: Ints, is_pause: Bools) -> Ints:
+        all_ns, in_phases = end_ns - start_ns, within.between(start_ns, end_ns)
+        for_data = np.minimum(waiting.between(start_ns, end_ns), all_ns - in_phases)
+        return np.array([np.where(is_pause, 0, in_phases), for_data, all_ns - in_phases - for_data])
 
     def mark(time_ns: int) -> Mark:
         call = bisect_right(ends, time_ns) - 1
         ended = 0 if call == NONE else step.call_end_ns[call]
         after = max(0, time_ns - ended)
         following = step.call_start_ns[call + 1] if call + 1 < len(ends) else time_ns
-        return Mark(call, after, split(ended, ended + after, is_pause=following - ended > PAUSE_NS))
+        edges = np.array([[ended], [ended + after]], dtype=np.int64)
+        first, second, third = split(edges[0], edges[1], np.array([following - ended > PAUSE_NS]))[:, 0].tolist()
+        return Mark(call, after, (first, second, third))
 
-    parts = [
-        split(start - gap, start, is_pause=gap > PAUSE_NS) if gap > 0 else (0, 0, 0)
-        for start, gap in zip(step.call_start_ns, step.gap_ns, strict=True)
-    ]
+    starts, gaps = (np.array(column, dtype=np.int64) for column in (step.call_start_ns, step.gap_ns))
+    gaps = np.maximum(gaps, 0)
     marks = {name: [(mark(start), mark(end)) for start, end in some] for name, some in intervals.items()}
-    is_inside = np.array([_overlap(inside, start, start + 1) > 0 for start in step.call_start_ns], dtype=np.bool_)
-    return Phases(marks, np.array(parts, dtype=np.int64).reshape(-1, 3).T, is_inside)
+    parts = split(starts - gaps, starts, gaps > PAUSE_NS)
+    return Phases(marks, parts, within.between(starts, starts + 1) > 0)
 
 
-def _overlap(spans: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> int:
-    """Return how much of a time lies in spans that are sorted and do not overlap."""
-    first = max(0, bisect_right(spans, start_ns, key=_begin) - 1)
-    last = bisect_right(spans, end_ns, key=_begin)
-    return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in spans[first:last])
+class _Covered:
+    """How much of a time spans cover that do not overlap."""
 
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._edges = np.array(sorted(spans), dtype=np.float64).reshape(-1)
+        lengths = np.where(np.arange(len(self._edges)) % 2, np.diff(self._edges, prepend=0.0), 0.0)
+        self._until = np.cumsum(lengths)
 
-def _begin(span: tuple[int, int]) -> int:
-    return span[0]
+    def between(self, start_ns: Ints, end_ns: Ints) -> Ints:
+        if not len(self._edges):
+            return np.zeros_like(start_ns)
+        before, after = (np.rint(np.interp(time, self._edges, self._until)) for time in (start_ns, end_ns))
+        covered: Ints = (after - before).astype(np.int64)
+        return covered
 
 
 def _latest_ends(step: StepColumns) -> list[int]:
@@ -309,7 +317,7 @@ def fit_outside(step: StepColumns, constants: Constants, phases: Phases, factor:
         late_ns = run_steadily(phases.scale_host(step, factor), constants).step_ns - step_ns
         if best_ns is None or abs(late_ns) < abs(best_ns) / 2:
             best, best_ns = phases, late_ns
-        if not outside_ns:
+        if not outside_ns or abs(late_ns) <= STEADY * step_ns:
             break
         phases = replace(phases, outside=min(max(phases.outside - late_ns / outside_ns, FASTEST), _SLOWEST_OUTSIDE))
     return best
@@ -317,19 +325,24 @@ def fit_outside(step: StepColumns, constants: Constants, phases: Phases, factor:
 
 def _fit(excess_ns: Callable[[float], int], spread_ns: int) -> Fit | None:
     """Return the factors with which what is asked is at most so far from 0, None if there is none."""
-    if excess_ns(FASTEST) > spread_ns or excess_ns(SLOWEST) < -spread_ns:
+    known = {factor: excess_ns(factor) for factor in (FASTEST, SLOWEST)}
+    if known[FASTEST] > spread_ns or known[SLOWEST] < -spread_ns:
         return None
-    least = _first(lambda factor: excess_ns(factor) >= -spread_ns)
-    most = _first(lambda factor: excess_ns(factor) > spread_ns)
+    least, most = (_cross(excess_ns, wanted_ns, spread_ns, known) for wanted_ns in (-spread_ns, spread_ns))
     return Fit(least, (least + most) / 2, most)
 
 
-def _first(holds: Callable[[float], bool]) -> float:
-    """Return the least factor from which on something holds, which it does for all larger ones."""
-    low, high = FASTEST, SLOWEST
-    if holds(low):
-        return low
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+def _cross(excess_ns: Callable[[float], int], wanted_ns: int, spread_ns: int, known: dict[float, int]) -> float:
+    """Return the least factor with which the excess, which grows with it, is about as wanted, or the last one."""
+    for number in range(_ROUNDS):
+        high = min((factor for factor, excess in known.items() if excess >= wanted_ns), default=None)
+        if high is None or high == FASTEST:
+            break
+        low = max(factor for factor in known if factor < high)
+        # Between two bounds where it would be if it grew evenly; it seldom does, so that every third time halves them.
+        share = (wanted_ns - known[low]) / (known[high] - known[low])
+        middle = low + (high - low) * (0.5 if number % 3 == _HALVED else share)
+        known[middle] = excess_ns(middle)
+        if abs(known[middle] - wanted_ns) <= spread_ns * _NEAR_ENOUGH or high - low < _FINE:
+            return middle
+    return SLOWEST if high is None else high

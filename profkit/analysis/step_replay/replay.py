@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean, median
+from statistics import fmean, median
 
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, NODE, NONE, WAIT, StepColumns
 
@@ -32,7 +32,7 @@ EARLIER = -3
 """Of a call: an operation of an earlier step made room for its launch."""
 
 _FEWEST = 3
-_STEADY = 0.001
+STEADY = 0.001
 """Steps that follow each other and differ by less than this share are steady."""
 _MOST_ROUNDS = 6
 _LONG_BEFORE_NS = 20_000
@@ -115,7 +115,7 @@ def _median(values: Sequence[int], default: int) -> int:
 def _mean(values: Sequence[int], default: int) -> int:
     """Return the mean of the values but stalls: of many gaps in a row it is the sum that counts."""
     usual = [value for value in values if value < STALL_NS]
-    return round(mean(usual)) if len(usual) >= _FEWEST else default
+    return round(fmean(usual)) if len(usual) >= _FEWEST else default
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,6 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
     """Run a step that was prepared, or a changed form of it."""
     between, stalls, wakes, shares = step.between_ns, step.stall_ns, step.wake_ns, step.graph_share
     latency, event = step.latency_ns, constants.event_ns
-    before, gap, own, kinds, launches = step.before, step.gap_ns, step.own_ns, step.kind, step.launches
     previous, duration, awaited, streams, free = (
         step.previous,
         step.duration_ns,
@@ -189,19 +188,20 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
         step.stream,
         step.free_ns,
     )
-    call_start, call_end, call_cause = [0] * len(own), [0] * len(own), [NONE] * len(own)
+    call_start: list[int] = []
+    call_end: list[int] = []
+    call_cause = [NONE] * len(step.own_ns)
     start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
     queues, slots = Queues(step.backlog_ns), step.slots
-    for at, earlier in enumerate(before):
-        begun = gap[at] if earlier < 0 else call_end[earlier] + gap[at]
-        ended = begun + own[at]
-        kind = kinds[at]
+    calls = zip(step.before, step.gap_ns, step.own_ns, step.kind, step.launches, strict=True)
+    for at, (earlier, gap, own, kind, (first, last)) in enumerate(calls):
+        begun = gap if earlier < 0 else call_end[earlier] + gap
+        ended = begun + own
         if kind == WAIT:
             waking = wakes.get(at, constants.wake_ns)
             for row in step.targets[at]:
                 if end[row] + waking > ended:
                     ended, call_cause[at] = end[row] + waking, row
-        first, last = launches[at]
         if first < last:
             if kind == COPY:
                 ready = ended
@@ -209,7 +209,7 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                 room_ns, row = queues.find_room(streams[first], start)
                 if room_ns > ended:
                     ended, call_cause[at] = room_ns, row
-                ready = begun + round(shares[at] * own[at]) if at in shares else max(begun, ended + latency[first])
+                ready = begun + round(shares[at] * own) if at in shares else max(begun, ended + latency[first])
             for row in range(first, last):
                 begins, last_row = ready, previous[row]
                 if last_row >= 0:
@@ -228,7 +228,8 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
             if kind == COPY:
                 ended = max(ended, end[last - 1] + max(0, step.call_end_ns[at] - step.end_ns[last - 1]))
                 call_cause[at] = last - 1
-        call_start[at], call_end[at] = begun, ended
+        call_start.append(begun)
+        call_end.append(ended)
     return Replayed(call_start, call_end, call_cause, start, end, cause)
 
 
@@ -258,7 +259,7 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
             step = replace(step, free_ns=busy, backlog_ns=_still_queued(step, found, host_ns))
             found = run(step, constants)
         step_ns = found.step_ns - ended_ns
-        if abs(step_ns - before_ns) <= _STEADY * step_ns or not busy:
+        if abs(step_ns - before_ns) <= STEADY * step_ns or not busy:
             break
     return Steady(found, step_ns, ended_ns)
 

@@ -377,7 +377,10 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
         phases = fit_outside(columns, constants, step.phases, fit.middle, round(step_ns))
         by_phase = {DATA: phases.waiting, OUTSIDE: phases.outside}
         gap_phases = [
-            {name: round(time_ns * by_phase.get(name, 1.0)) for name, time_ns in gap.items()} for gap in step.gap_phases
+            gap
+            if by_phase.keys().isdisjoint(gap)
+            else {name: round(time_ns * by_phase.get(name, 1.0)) for name, time_ns in gap.items()}
+            for gap in step.gap_phases
         ]
         calibrated.append(replace(step, columns=columns, phases=phases, fit=fit, gap_phases=gap_phases))
     return calibrated
@@ -435,6 +438,8 @@ def _phases_of_calls(
 
     def split(start_ns: int, end_ns: int) -> dict[str, int]:
         first, last = bisect_right(edges, start_ns) - 1, bisect_left(edges, end_ns)
+        if last == first + 1:
+            return {labels[first]: end_ns - start_ns}
         shares: dict[str, int] = {}
         for (begin, end), label in zip(pairwise([*edges[first:last], end_ns]), labels[first:last], strict=True):
             shares[label] = shares.get(label, 0) + end - max(begin, start_ns)
