@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import FORMATS, Lines
-from tests.efficiency_runs import SMALL
+from tests.efficiency_runs import SMALL, make_small_run
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
@@ -176,3 +177,21 @@ def _also_idle(result: EfficiencyResult) -> list[str]:
 
 def _number(text: str) -> int:
     return int(text.replace(",", ""))
+
+
+def test_where_no_step_was_counted_the_table_and_the_summary_say_why(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    for name in ("work.json", "trace.sqlite"):
+        (run / name).unlink()
+    shutil.copyfile(
+        SMALL.with_name("small-train.kineto.json.gz"), run / "trace.json.gz"
+    )  # whose ranges have no payload
+    reason = "compiled code needs --flops"
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"processes": [{"uncounted": reason}]}))
+    assert f"FLOPs and % of peak are unknown: {reason}." in " ".join(run_command("efficiency", run).stdout.split())
+    assert f"of kernel time (% of peak: {reason})" in " ".join(run_command("summary", run).stdout.split())
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    shown = " ".join(run_command("efficiency", run).stdout.split())
+    assert "this run counted none; `profkit run` does so unless --no-flops is given." in shown
+    assert "% of peak" not in run_command("summary", run).stdout, "of an older run the summary says nothing"

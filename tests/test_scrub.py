@@ -163,7 +163,7 @@ def test_the_copy_of_a_copy_is_the_same(tmp_path: Path, keep_frames: bool) -> No
         (THREAD, "pt_autograd_0", "pt_autograd_0"),
         (THREAD, "ada's worker", LEFT_OUT),
         (CODE_ID, "1/0", "1/0"),
-        (UNCOUNTED, "compiled code is counted only with --flops", "compiled code is counted only with --flops"),
+        (UNCOUNTED, "compiled code needs --flops", "compiled code needs --flops"),
         (UNCOUNTED, "counting mm failed (OSError: /home/ada)", LEFT_OUT),
         (MESSAGE, "", ""),
         (MESSAGE, "no module ada", f"{LEFT_OUT} 1"),

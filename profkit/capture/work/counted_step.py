@@ -24,7 +24,7 @@ from profkit.run.work import write_work
 if TYPE_CHECKING:
     from profkit.capture.work.counter import WorkCounter
 
-_NOT_REACHED = "the program ended before the step that is counted, the one after the recorded steps"
+_NOT_REACHED = "the program ended too soon"
 
 
 class CountedStep:
@@ -91,13 +91,13 @@ class CountedStep:
     def _forbidden(self, rank: int | None) -> str | None:
         """Return what keeps this program from being counted, with ``--flops`` or by default; None if nothing does."""
         if _get_current_dispatch_mode() is not None:
-            return "a TorchDispatchMode of the program's own is on"
+            return "the program has a TorchDispatchMode on"
         if self._order.flops == "any":
             return None
         if rank is not None or several_ranks():
-            return "of several ranks one is counted, and only with --flops"
+            return "several ranks need --flops"
         if has_compiled():
-            return "compiled code is counted only with --flops"
+            return "compiled code needs --flops"
         if self._hooks.steps.has_captured:
-            return "CUDA graphs are counted only with --flops"
+            return "CUDA graphs need --flops"
         return None

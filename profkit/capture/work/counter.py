@@ -88,7 +88,7 @@ class WorkCounter(OperatorMode, RangeObserver):
     def backward_begins(self) -> None:
         """A backward pass is about to begin: leave before it, if torch would compute a gradient by another formula."""
         if self._differs is not None and self._is_entered:
-            self.failure = f"counting would change the last bits of the gradient of {self._differs}"
+            self.failure = f"counting changes the gradient of {self._differs}"
             self._leave()
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         if mode is self:
             self.__exit__(None, None, None)
         else:
-            self.failure = "the counted step ended on another thread than it began on"
+            self.failure = "the step ended on another thread"
         for mode in reversed(above):
             _push_mode(mode)
 

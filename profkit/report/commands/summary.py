@@ -272,6 +272,8 @@ def _work(summary: Summary) -> Iterator[str]:
     if work.peak_share is not None and work.product_ns:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
         peak = f", at {format_share(work.peak_share)} of {dtype}peak"
+    elif work.uncounted is not None and work.measure == "gpu-kernel":
+        peak = f" (% of peak: {work.uncounted})"
     yield f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}{peak}"
     yield f"small kernels {format_share(work.small_ns / whole)}"
     for name, time_ns in (
@@ -281,8 +283,6 @@ def _work(summary: Summary) -> Iterator[str]:
     ):
         if time_ns > _PART * whole:
             yield f"{name} {format_share(time_ns / whole)}"
-    if work.uncounted is not None and work.measure == "gpu-kernel":
-        yield f"% of peak unknown: {work.uncounted}"
 
 
 def _of_each(head: Head) -> str:
