@@ -166,7 +166,6 @@ def _clocks(uuid: str | None, device: torch.device) -> tuple[int | None, int | N
 
 
 def _cpu_name() -> str:
-    """Return what the system calls its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

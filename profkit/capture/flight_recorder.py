@@ -71,7 +71,6 @@ def turn_on(*, times: bool) -> None:
 
 
 def several_ranks() -> bool:
-    """Return whether this process is one of several ranks, by torch.distributed."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

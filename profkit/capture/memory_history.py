@@ -336,7 +336,6 @@ def dump(path: Path) -> None:
 
 
 def can_write_text() -> bool:
-    """Return whether this torch can store a text with each allocation."""
     return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
 
 

@@ -46,7 +46,6 @@ class Family:
     variable: str = MARK
 
     def members(self) -> set[int]:
-        """Return the processes of the family that run now."""
         parents, members = {}, set()
         wanted = f"{self.variable}={self.mark}".encode()
         for folder in Path("/proc").glob("[0-9]*"):

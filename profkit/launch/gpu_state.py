@@ -276,7 +276,6 @@ def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
 def warn_of_used_gpus(
     before: GpuState, after: GpuState, processes: Iterable[Process], environment: Mapping[str, str]
 ) -> list[str]:
-    """Return what disturbed the GPUs that these processes of a run used."""
     on_gpu = [process for process in processes if process.device == "cuda"]
     uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
     return warn_of_gpus(*(used_gpus(state, uuids, environment) for state in (before, after))) if on_gpu else []

@@ -300,7 +300,6 @@ def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
 
 
 def lacking_libraries(importer: Path) -> list[str]:
-    """Return the libraries that the importer needs and the dynamic loader does not find."""
     return missing_libraries(_loader_listing(importer), _is_here)
 
 

@@ -138,7 +138,6 @@ def count_compiled_graphs() -> int:
 
 
 def counted_since(before: dict[str, int]) -> dict[str, int]:
-    """Return what `read_counters` has counted since it returned ``before``."""
     return {name: count - before[name] for name, count in read_counters().items()}
 
 
