@@ -386,3 +386,9 @@ def test_two_operations_in_the_queue_keep_what_passed_between_them() -> None:
     ready = prepare(step, CONSTANTS)
     assert ready.between_ns[2:] == [CONSTANTS.gap_ns + 3_000, CONSTANTS.gap_ns]
     assert run(ready, CONSTANTS).end_ns == step.end_ns
+
+
+def test_of_steps_with_very_many_calls_fewer_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, steps in ((100, 3), (8, 2), (3, 1)):
+        monkeypatch.setattr("profkit.analysis.step_replay.steps.MOST_CALLS", most)
+        assert len(record_steps(tmp_path / f"{most}.sqlite", after_the_last=0).steps) == steps

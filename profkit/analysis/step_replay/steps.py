@@ -63,6 +63,9 @@ FROM_HOST = "copy from the host"
 MOST_STEPS = 5
 """More recorded steps than these say nothing new, and take as long again."""
 
+MOST_CALLS = 250_000
+"""The last steps that make no more calls than these are enough, and the last one in any case."""
+
 LARGEST_ERROR = 0.005
 """A step whose replay ends further off than this share of it predicts nothing."""
 
@@ -310,7 +313,8 @@ def _windows(trace: Trace, process: int, steps: Ints) -> list[tuple[int, int, in
         own = following[np.logical_and.accumulate(alike)]
         last_ns = max([last_ns, *(calls_ns[own] + 1).tolist()])
     windows = zip(starts.tolist(), [*starts[1:].tolist(), last_ns], [*starts[1:].tolist(), int(ends[-1])], strict=True)
-    return list(windows)[-MOST_STEPS:]
+    made = np.searchsorted(calls_ns, last_ns) - np.searchsorted(calls_ns, starts)
+    return list(windows)[-min(MOST_STEPS, max(1, int((made <= MOST_CALLS).sum()))) :]
 
 
 def _phase_intervals(
