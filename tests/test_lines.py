@@ -719,6 +719,6 @@ def test_a_shared_copy_has_lines_only_if_frames_are_kept(run_with_lines: Path, t
 
 def test_the_summary_names_the_lines_that_matter(run_with_lines: Path) -> None:
     said = " ".join(run_command("summary", run_with_lines, "--all").stdout.split())
-    assert "LINES Python stands a step in train.py:14 main: ….item 50.00 µs, of it 40.00 µs waiting" in said
+    assert "LINES Python spends, per step: train.py:14 main: ….item 50.00 µs, of it 40.00 µs waiting" in said
     data = json.loads(run_command("summary", run_with_lines, "--format", "json").stdout)
     assert [line["line"] for line in data["lines"]] == [14]

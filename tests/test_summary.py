@@ -20,6 +20,7 @@ from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
+from profkit.report.units import format_share
 from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.captures import capture
 from tests.conftest import ROOT
@@ -238,7 +239,15 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
     assert sum(summary.idle_causes_ns.values()) == summary.idle_ns
     lines = _lines(summary, monkeypatch, 120)
     assert lines["STEP"].startswith("800 ns unprofiled (3 steps")
-    assert "recording made it 1.000 µs (+25%)" in lines["STEP"]
+    assert "1.000 µs with the profiler (+25%)" in lines["STEP"]
+
+
+def test_the_largest_share_of_the_work_is_never_left_out_for_room() -> None:
+    summary = _summary(capture("ddp.nsys2025.sqlite"))
+    assert summary.work is not None
+    share = format_share(summary.work.communication_ns / summary.work.kernel_time_ns)
+    said = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
+    assert f"per GPU · communication {share} ·" in said
 
 
 def test_the_line_of_ranks_ends_with_the_verdict_of_profkit_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,17 @@ def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
     if not products:
         return
     time_ns = sum(one.duration_ns for one in products)
+    module = _busiest(products)
+    inside = sum(one.module == module for one in products)
+    where = f", {inside:,} of them in one module" if module is not None and inside < len(products) else ""
     yield Cause(
         code="tf32",
-        cause=f"{len(products)} matrix products run in fp32, without tensor cores",
-        module=_busiest(products),
+        cause=f"{len(products):,} matrix products run in fp32, without tensor cores{where}",
+        module=module,
         change='torch.set_float32_matmul_precision("high")',
         changes=edits("tf32"),
         edit="tf32",
-        costs="products keep 10 bits of mantissa",
+        costs="precision: products keep 10 bits of mantissa",
         evidence={"product_ns": time_ns, "products": len(products)},
     )
 
@@ -218,11 +221,12 @@ def _describe_chain(
         runs = evidence.runs(step, lambda one: _is_link(one, skipped))
         return [[one.at for one in run] for run in runs if _is_link_of(run, place)]
 
+    backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     is_reducing = any(one.category == "reduction" for one in longest)
     size = _size_of_loop if code == "loop" else _size_of_fused(is_reducing=is_reducing)
     return Cause(
         code=code,
-        cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs))} a step",
+        cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs)):,} a step{backward}",
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,

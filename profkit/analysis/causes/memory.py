@@ -164,7 +164,7 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
             else f"{factor} times the batch (the step after it: for as many samples as now)",
             changes=[enlarge_batch(factor, fewer_passes=fewer_passes)],
             edit=None if fewer_passes else f"batch:×{factor}",
-            costs=None if fewer_passes else "training changes: adjust the learning rate",
+            costs=None if fewer_passes else "a change of training: adjust the learning rate",
             evidence={"busy_ns": busy_ns, "reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
         )
 

@@ -25,7 +25,7 @@ NAMES: dict[Kind, str] = {
     Limit.PREPARING: "Python preparing kernels",
     Limit.COMMUNICATING: "communication not hidden",
     Limit.WAITING: "waits for the GPU",
-    Limit.COPYING: "memory copies",
+    Limit.COPYING: "copies and fills",
     Limit.ALLOCATING: "allocations from CUDA",
     "rest": "the rest",
 }
@@ -33,11 +33,11 @@ _OUTSIDE_PHASES = "outside all phases"
 _PACES: dict[Kind, str] = {
     "data": "it waits for the next batch",
     Limit.PYTHON: "Python keeps the GPU waiting",
-    Limit.COMPUTING: "the GPU computes",
+    Limit.COMPUTING: "the GPU sets the pace",
     Limit.PREPARING: "Python prepares kernels, more slowly than the GPU runs them",
     Limit.COMMUNICATING: "it communicates, which computing does not hide",
     Limit.WAITING: "Python and the GPU wait for each other",
-    Limit.COPYING: "the GPU copies memory",
+    Limit.COPYING: "the GPU copies or fills memory",
     Limit.ALLOCATING: "PyTorch allocates memory from CUDA and frees it",
 }
 ROOM = 92

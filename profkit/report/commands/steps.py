@@ -137,7 +137,8 @@ def describe_line(line: LineTime) -> str:
     place = f"{Path(line.file or '').name}:{line.line} {line.function}"
     what = f"{place}: {line.called}" if line.called else place
     waits = f", of it {NS.show(line.waiting_ns)} waiting for the GPU" if line.waiting_ns else ""
-    times = f" ({_WAITS.show(line.waits)} waits)" if line.waits else ""
+    shown = _WAITS.show(line.waits)
+    times = f" ({shown} {'wait' if shown == '1' else 'waits'})" if line.waits else ""
     return f"{what} {NS.show(line.time_ns)}{waits}{times}"
 
 

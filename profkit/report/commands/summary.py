@@ -189,7 +189,7 @@ def _details(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.gpu is not None:
         yield "GPU", _gpu(summary)
     if summary.lines:
-        yield "LINES", "Python stands a step in " + "; ".join(map(describe_line, summary.lines))
+        yield "LINES", "Python spends, per step: " + "; ".join(map(describe_line, summary.lines))
 
 
 def _step_in_short(summary: Summary) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _step_in_short(summary: Summary) -> Iterator[str]:
     elif summary.step_ns is not None:
         (step,) = summary.steps
         has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
-        spread = f", {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
+        spread = f", most take {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
         times = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
         yield f"{format_ns(summary.step_ns)} {times}"
     if summary.gpu is not None:
@@ -215,13 +215,13 @@ def _step(step: StepUse) -> str:
         return f"{where}{recorded} as recorded; the unprofiled time is unknown (`profkit run` measures it)"
     text = f"{where}{format_ns(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
     if step.data_wait_ns is not None:
-        text += f": the median without waits for data, and {format_ns(step.data_wait_ns)} of these on average"
+        text += f": their median without waits for data, plus {format_ns(step.data_wait_ns)}, the mean wait"
     elif step.count > 1:
         text += f", p10 to p90 {format_ns(step.p10_ns)} to {format_ns(step.p90_ns)}"
     text += ")"
     if step.recorded_ns is not None:
         cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
-        text += f"; recording made it {format_ns(step.recorded_ns)} ({cost})"
+        text += f"; {format_ns(step.recorded_ns)} with the profiler ({cost})"
     return text
 
 
@@ -254,7 +254,7 @@ def _gpu(summary: Summary) -> str:
     elif not parts.overlapped_communication_ns:
         text += f"{_SEPARATOR}no communication"
     if parts.exposed_copy_ns > _PART * idle.span_ns:
-        text += f"{_SEPARATOR}copies alone {format_share(parts.exposed_copy_ns / idle.span_ns)}"
+        text += f"{_SEPARATOR}copies and fills alone {format_share(parts.exposed_copy_ns / idle.span_ns)}"
     return text
 
 
@@ -275,12 +275,13 @@ def _work(summary: Summary) -> Iterator[str]:
     elif work.uncounted is not None and work.measure == "gpu-kernel":
         peak = f" (% of peak: {work.uncounted})"
     yield f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}{peak}"
-    yield f"small kernels {format_share(work.small_ns / whole)}"
-    for name, time_ns in (
-        ("optimizer", work.optimizer_ns),
-        ("communication", work.communication_ns),
-        ("whole CUDA graphs", work.graph_ns),
-    ):
+    others = {
+        "small kernels": work.small_ns,
+        "optimizer": work.optimizer_ns,
+        "communication": work.communication_ns,
+        "whole CUDA graphs": work.graph_ns,
+    }
+    for name, time_ns in sorted(others.items(), key=lambda item: -item[1]):
         if time_ns > _PART * whole:
             yield f"{name} {format_share(time_ns / whole)}"
 
