@@ -203,6 +203,19 @@ def test_what_a_checkpoint_computes_again_is_gone() -> None:
     )
 
 
+def test_what_a_checkpoint_would_compute_again_comes_on_top() -> None:
+    replay = recorded(PROGRAM)
+    (step,) = replay.steps
+    modules = ["blocks.*" if call in range(20) else None for call in range(len(PROGRAM))]
+    modules[60:80] = ["blocks.*"] * 20
+    phase = ["backward" if call in range(60, 80) else name for call, name in enumerate(step.phase)]
+    replay = replace(replay, steps=(replace(step, module=modules, phase=phase),))
+    answer = predict_time(replay, parse_edits(["checkpoint:blocks.*"]), ProgramFacts())
+    for slower in (1.0, 1.5, 2.0):
+        again = slow_host(PROGRAM[:20], slower)
+        assert holds(answer, [*PROGRAM[:60], *again, *PROGRAM[60:]])
+
+
 def with_kernels(names: Mapping[int, str], category: str = "gemm") -> StepReplay:
     """Return the replay of the program, some of whose kernels have these names."""
     replay = recorded(PROGRAM)
@@ -248,7 +261,8 @@ def test_convolutions_stay_as_they_are_in_tf32() -> None:
         ("optimizer:sgd", "another optimizer"),
         ("zero-grad:none", "no kernel that sets gradients to zero"),
         ("tf32", "no product runs in fp32"),
-        ("checkpoint:h.*", "is not known"),
+        ("checkpoint:h.*", "no module of this name"),
+        ("checkpoint:h.*:every=2", "is not known"),
         ("links:×2", "no such operation"),
         ("kernels:nothing*:×2", "no such operation"),
     ],

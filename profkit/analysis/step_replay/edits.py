@@ -21,7 +21,7 @@ from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepC
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants, run_steadily
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
-from profkit.names import DATA, FORWARD, OPTIMIZER
+from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
 from profkit.run.edits import read_factor
 from profkit.run.lines import LineTime
 
@@ -54,6 +54,8 @@ _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 """Without workers the thread that trains moves a batch to pinned memory itself."""
 _WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
 """Of the Python of a module's forward pass, what checkpointing it adds there: its generators' states, its hooks."""
+_AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
+"""How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
 
 
 class CannotPredictError(Exception):
@@ -353,12 +355,36 @@ def pin_memory(columns: StepColumns, setting: Setting) -> StepColumns:
     return replace(columns, kind=kind, own_ns=own, duration_ns=durations)
 
 
+def _calls_of_modules(setting: Setting, pattern: str) -> set[int]:
+    modules = enumerate(setting.step.module)
+    return {call for call, module in modules if module is not None and fnmatchcase(module, pattern)}
+
+
+def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
+    """What matching modules compute in forward passes runs once more, spread over their backward passes."""
+    pattern, _, options = setting.argument.partition(":")
+    if options.removeprefix("reentrant"):
+        raise CannotPredictError("what checkpoints of some of the modules, or of groups, do to the time is not known")
+    matching = _calls_of_modules(setting, pattern)
+    forward = matching & set(setting.calls_in({FORWARD}))
+    backward = [call for call in matching & set(setting.calls_in({BACKWARD})) if range(*columns.launches[call])]
+    if not forward or not backward:
+        raise CannotPredictError("no module of this name has forward and backward passes; `profkit ranges` shows names")
+    if any(columns.kind[call] == WAIT for call in forward):
+        raise CannotPredictError("these modules wait for the GPU in their forward passes")
+    rows = [row for call in forward for row in range(*columns.launches[call])]
+    gpu_ns = sum(columns.duration_ns[row] + max(0, columns.between_ns[row]) for row in rows)
+    python_ns = _AGAIN[setting.world] * sum(max(0, columns.gap_ns[call]) + columns.own_ns[call] for call in forward)
+    gap, duration = list(columns.gap_ns), list(columns.duration_ns)
+    for call in backward:
+        gap[call] += round(python_ns / len(backward))
+        duration[columns.launches[call][0]] += gpu_ns // len(backward)
+    return replace(columns, gap_ns=gap, duration_ns=duration)
+
+
 def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
     """Nothing of the matching modules is computed again, and their forward passes lose what the wrapper adds."""
-    modules = setting.step.module
-    matching = {
-        call for call, module in enumerate(modules) if module is not None and fnmatchcase(module, setting.argument)
-    }
+    matching = _calls_of_modules(setting, setting.argument)
     again = matching & set(setting.step.recomputing)
     if not again:
         raise CannotPredictError("nothing is computed again in a module of this name; `profkit ranges` shows the names")
