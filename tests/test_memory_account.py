@@ -188,6 +188,8 @@ def test_a_leak_is_told_from_results_that_live_for_a_while_and_from_what_only_th
     lives = [100, 2, 100, 2, 100, 3, 100, 100, 3, 1, 100]  # in the last step more is freed than kept
     assert suspects(tmp_path, 11, lives.__getitem__)
     assert suspects(tmp_path, 8, lambda step: 100 if step < 3 else 0) == []
+    for steps, is_one in ((5, False), (6, True)):  # it has grown twice, and three times
+        assert bool(suspects(tmp_path, steps, lambda step: 0 if step % 2 else 100)) == is_one
 
 
 def test_without_a_history_the_first_warning_says_so(tmp_path: Path) -> None:

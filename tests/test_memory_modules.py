@@ -168,6 +168,9 @@ def test_siblings_that_differ_only_in_a_number_share_a_row(tmp_path: Path) -> No
     for part in ("", ".attn", ".mlp", ".mlp.up"):
         assert folded[f"h.*{part}"].bytes == sum(rows[f"{layer}{part}"].bytes for layer in LAYERS)
         assert folded[f"h.*{part}"].number == 3
+    for count, name in ((2, "h.*"), (1, "h.0")):
+        some = [row for row in result.composition.by_module if not row.name.startswith(LAYERS[count:])]
+        assert name in {row.name for row in fold(some)}
     shown = render(build_memory_document(result, by="module"), "table").splitlines()
     assert max(map(len, shown)) <= 80
     assert [line[:20].rstrip() for line in shown if "×3" in line and "mlp" in line] == ["  mlp ×3"]
