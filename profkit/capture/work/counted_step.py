@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -16,13 +15,11 @@ from profkit.capture.compilations import has_compiled
 from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.work.counter import WorkCounter
 from profkit.names import WARMUP
 from profkit.run.directory import WORK
 from profkit.run.recording import Order
 from profkit.run.work import write_work
-
-if TYPE_CHECKING:
-    from profkit.capture.work.counter import WorkCounter
 
 _NOT_REACHED = "the program ended too soon"
 
@@ -49,8 +46,6 @@ class CountedStep:
         if forbidden is not None or rank:
             self.why_not = forbidden
             return
-        from profkit.capture.work.counter import WorkCounter  # it loads more of torch
-
         self._hooks.steps.settle()
         if self._order.annotate:
             self._hooks.start()
