@@ -88,6 +88,9 @@ def test_a_table_fits_its_width_unless_full_names_are_asked_for() -> None:
     table = Table(COLUMNS, [{"time_ns": 1, "share": 1.0, "name": "k" * 200}])
     assert max(map(len, render_table(table, width=80).splitlines())) == 80
     assert "k" * 200 in render_table(table, full_names=True)
+    columns = [Column(str(at), "name", TEXT, flexible=True) for at in range(5)]
+    many = Table(columns, [{str(at): f"{at}" * 20 for at in range(5)}])
+    assert max(map(len, render_table(many, width=80).splitlines())) == 80
     assert len(render_table(Table(COLUMNS, [])).splitlines()) == 2
 
 

@@ -12,6 +12,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,8 @@ UNKNOWN = "–"
 
 UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 
-_LEAST_WIDTH = 16
+_LEAST_WIDTHS = (16, 12)
+"""A flexible column shrinks to the first of these, and to the second where that is not enough."""
 
 _PATHS = ("trace", "snapshot", "before", "after", "run", "baseline", "output")
 """The keys of JSON that hold a path; an absolute one stands there in full only if full names are asked for."""
@@ -273,11 +275,11 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH, 
     rows += [[make_visible(cell) for cell in _rest_cells(table.rest, columns)]] if table.rest is not None else []
     widths = [max(len(column.heading), *(len(row[at]) for row in rows), 0) for at, column in enumerate(columns)]
     spare = width - (sum(widths) + 2 * (len(widths) - 1))
-    for at, column in enumerate(columns):
-        if column.flexible and not full_names:
-            shrink = min(max(-spare, 0), max(widths[at] - _LEAST_WIDTH, 0))
-            widths[at] -= shrink
-            spare += shrink
+    flexible = [] if full_names else [at for at, column in enumerate(columns) if column.flexible]
+    for least, at in product(_LEAST_WIDTHS, flexible):
+        shrink = min(max(-spare, 0), max(widths[at] - least, 0))
+        widths[at] -= shrink
+        spare += shrink
     fitted = [
         shorten_apart([row[at] for row in rows], widths[at]) if column.flexible else [row[at] for row in rows]
         for at, column in enumerate(columns)

@@ -122,7 +122,7 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(
         code="launches" if is_late else "compile",
-        cause=f"the GPU waits for Python, which launches {len(operations):,} kernels a step"
+        cause=f"the GPU waits for Python, which makes {len(operations):,} launches a step in forward and backward"
         if is_late
         else f"{len(small):,} small kernels a step read and write memory between products",
         line=None if waiting is None else source_line(waiting),

@@ -170,10 +170,15 @@ def _books(result: KernelsResult, steps: int | None) -> list[str]:
         count, time = count_over(steps).show, ns_over(steps).show
         lines.append(
             f"Also{' per step' if steps is not None else ''}:"
-            f" {count(copies.memcpy_count)} memory copies {time(copies.memcpy_ns)},"
-            f" {count(copies.memset_count)} memory fills {time(copies.memset_ns)} (not counted above)"
+            f" {_plural(count(copies.memcpy_count), 'memory copy', 'memory copies')} {time(copies.memcpy_ns)},"
+            f" {_plural(count(copies.memset_count), 'memory fill', 'memory fills')} {time(copies.memset_ns)}"
+            " (not counted above)"
         )
     return lines
+
+
+def _plural(count: str, one: str, more: str) -> str:
+    return f"{count} {one if count == '1' else more}"
 
 
 def _whole(result: KernelsResult) -> str:
