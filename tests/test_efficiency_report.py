@@ -171,7 +171,7 @@ def _also_idle(result: EfficiencyResult) -> list[str]:
     """Return the line on host waits, if there is one, without its first words."""
     notes = build_efficiency_document(result, ()).parts[-1]
     assert isinstance(notes, Lines)
-    start = "Also idle for more than 20 %: "
+    start = "Also idle for more than 20 % for one reason: "
     return [line.removeprefix(start) for line in notes.lines if line.startswith(start)]
 
 

@@ -100,10 +100,12 @@ def test_waiting_for_launches_is_named_if_it_is_much_but_not_the_most(tmp_path: 
     rows = rows_by_path(result)
     assert rows["step *"].launching_share == pytest.approx(480 * 865 / 880 / 1_600, abs=1 / 1_600)
     assert rows["step */forward"].launching_share == pytest.approx(475 / 6 / 400, abs=1 / 400)
-    assert "\nAlso idle for more than 20 %: step * 29.5% (kernel launches)\n" in notes_of(result)
+    assert "\nAlso idle for more than 20 % for one reason: step * 29.5% (kernel launches)\n" in notes_of(result)
     bare = read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency()
     assert rows_by_path(bare)["step */forward"].verdict == "launch-bound"
-    assert notes_of(bare).endswith("%: step * 43.2% (kernel launches)"), "neither forward nor ranges within a step"
+    assert notes_of(bare).endswith("% for one reason: step * 43.2% (kernel launches)"), (
+        "neither forward nor ranges within a step"
+    )
 
 
 def test_launch_bound_ranges_without_unprofiled_times_carry_a_warning(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def build_efficiency_document(
     if limits is not None:
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
-    parts.append(Lines(_notes(result, steps)))
+    parts.append(Lines(_notes(result, steps, words)))
     if evidence is not None:
         parts.append(
             Lines(["Below: sums over the recording, in nanoseconds. Points in time are on the capture's clock."])
@@ -237,7 +237,7 @@ def _count_steps(result: EfficiencyResult) -> str:
     return format_count(steps, "step") + (f" on {format_count(gpus, 'GPU')}" if gpus > 1 else "")
 
 
-def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
+def _notes(result: EfficiencyResult, steps: int | None, limited_by: Mapping[str, str | None]) -> Iterator[str]:
     average = "sums over the recording" if steps is None else f"averages over {format_count(steps, 'step')}"
     yield f"Times and counts are {average}. Idle: share of the range's time on the GPU."
     if any(row.clean_idle_share is not None for row in result.ranges):
@@ -257,7 +257,7 @@ def _notes(result: EfficiencyResult, steps: int | None) -> Iterator[str]:
         yield f"Python: the GPU is idle while the host waits for it or does not call CUDA ({outside})."
     if any(limit_words(row) == DATA for row in result.ranges):
         yield "data loading: the GPU is idle while Python waits for the next batch, or only receives it."
-    yield from _host_wait_line(result)
+    yield from _host_wait_line(result, limited_by)
     yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
     if any(step.communication_ns for step in result.steps):
         yield "comm.: communication = not hidden + hidden behind computing. waiting: until the last rank arrived."
@@ -279,7 +279,7 @@ def _peak_words(result: EfficiencyResult) -> str:
     return f"% of peak: of {arithmetic} TFLOP/s {result.dtype} or {memory} GB/s ({source})."
 
 
-def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
+def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:
     """Name the ranges that wait much for the host although something else limits them, the longest wait first.
 
     A range within one that is named for the same cause is not named again.
@@ -287,10 +287,10 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
     waits: list[tuple[float, str, str, str]] = []
     for row in result.ranges:
         for cause, share in (("launch-bound", row.launching_share), ("host-bound", row.host_share)):
-            if row.verdict in ("launch-bound", "host-bound"):
+            words = DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
+            if row.verdict in ("launch-bound", "host-bound") or words == limited_by[row.path]:
                 continue
             if share >= _MUCH and not any(cause == of and row.path.startswith(f"{path}/") for _, of, path, _ in waits):
-                words = DATA if cause == "host-bound" and row.loads_data else LIMITS[cause]
                 span_ns = 0 if row.idle is None else row.idle.span_ns
                 waits.append((share * span_ns, cause, row.path, f"{format_share(share)} ({words})"))
     if waits:
@@ -298,7 +298,7 @@ def _host_wait_line(result: EfficiencyResult) -> Iterator[str]:
         paths = [split_path(row.path) for row in result.ranges]
         named = [f"{_name_among(paths, path)} {words}" for _, _, path, words in waits[:_WAITS_NAMED]]
         more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
-        yield f"Also idle for more than {_MUCH * 100:.0f} %: {', '.join(named)}{more}"
+        yield f"Also idle for more than {_MUCH * 100:.0f} % for one reason: {', '.join(named)}{more}"
 
 
 def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
