@@ -352,13 +352,16 @@ def test_fp32_products_are_named_with_their_module_and_those_of_bf16_are_not(tmp
         for _ in range(STEPS):
             with program.step():
                 with program.range("forward/model/head"):
-                    program.launch(product, MS, 4)
+                    program.launch(product, MS, 3)
+                with program.range("forward/model/body"):
+                    program.launch(product, MS, 1)
                 program.wait()
         folder.mkdir()
         return found(program.write(folder))
 
     advice = write(tmp_path / "fp32", SGEMM)["tf32"]
     assert (advice.module, advice.edit) == ("head", "tf32")
+    assert advice.cause == "4 matrix products run in fp32, without tensor cores, 3 of them in one module"
     low, expected, high = after(advice)
     assert low < 4 * MS / 7.4 < expected < high < 1.6 * MS
     assert "tf32" not in write(tmp_path / "bf16", NVJET)

@@ -14,6 +14,7 @@ from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.step_replay import limit_words, name_limits
+from profkit.report.commands.steps import describe_line
 from profkit.report.document import FORMATS, render
 from profkit.report.units import format_share
 from profkit.run.lines import LineTime
@@ -153,3 +154,8 @@ def test_what_limits_a_range_in_the_table_is_not_named_again_as_what_it_also_wai
     with_limits = render(build_efficiency_document(result, (), limits=limits), "table")
     assert name_limits(result.ranges, limits) == {"step */forward": "kernel launches"}
     assert "Also idle" not in with_limits
+
+
+@pytest.mark.parametrize(("waits", "said"), [(1.0, "(1 wait)"), (2.0, "(2 waits)"), (1.5, "(1.5 waits)")])
+def test_one_wait_stands_in_the_singular(waits: float, said: str) -> None:
+    assert describe_line(line(7, 600, waits=waits)).endswith(said)
