@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = """
-import os, signal, sys
+import os, signal, subprocess, sys
+from pathlib import Path
 from profkit.launch import processes
+plain_wait = subprocess.Popen.wait
+def wait(child, timeout=None):
+    if 'SAYS_THAT_IT_WAITS' in os.environ: Path(os.environ['SAYS_THAT_IT_WAITS']).touch()
+    return plain_wait(child, timeout)
+subprocess.Popen.wait = wait
 processes.PATIENCE_S, processes._SILENCE_S = {patience_s}, 0.05
 processes.family.GRACE_S = processes.GRACE_S = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,11 +28,17 @@ except KeyboardInterrupt: os._exit(1)
 """
 
 
-def start_launcher(code: str, *arguments: str, patience_s: float = 60, run: str = "run_child") -> subprocess.Popen[str]:
-    """Start a process that runs ``code`` as `profkit.launch.processes` runs somebody's program."""
+def start_launcher(
+    code: str, *arguments: str, patience_s: float = 60, run: str = "run_child", waits: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start a process that runs ``code`` as `profkit.launch.processes` runs somebody's program.
+
+    It makes the file ``waits`` when it waits for the program: before, a signal finds it starting the program.
+    """
     launcher = LAUNCHER.format(patience_s=patience_s, run=run)
     words = [sys.executable, "-c", launcher, code, *arguments]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | ({} if waits is None else {"SAYS_THAT_IT_WAITS": str(waits)})
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 Started = AbstractContextManager[subprocess.Popen[str]]

@@ -51,11 +51,11 @@ def test_environment_output_and_descriptors(tmp_path: Path) -> None:
 
 
 def _launch(tmp_path: Path, ignored: str = "()", patience_s: float = 60, run: str = "run_child") -> Any:
-    """Start a launcher; return it and its child's daemon once that runs."""
-    pids = tmp_path / "pids"
+    """Start a launcher; return it and its child's daemon once that runs and the launcher waits."""
+    pids, waits = tmp_path / "pids", tmp_path / "waits"
     code = LEAVES_A_DAEMON.format(pids=str(pids), ignored=ignored)
-    process = start_launcher(code, patience_s=patience_s, run=run)
-    wait_until(lambda: pids.exists() and pids.read_text())
+    process = start_launcher(code, patience_s=patience_s, run=run, waits=waits)
+    wait_until(lambda: waits.exists() and pids.exists() and pids.read_text())
     return process, int(pids.read_text())
 
 

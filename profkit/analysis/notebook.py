@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from _typeshed import DataclassInstance
 
-_LONGEST_TEXT = 60
+_LONGEST_TEXT = 50
 _MOST_ROWS = 40
 
 
