@@ -322,8 +322,8 @@ def test_reading_shows_progress(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
         shown.append(doing)
         yield
 
-    monkeypatch.setattr("profkit.cli.kernels.shown_after_a_second", record)
     for command in ("kernels", "ranges"):
+        monkeypatch.setattr(f"profkit.cli.{command}.shown_after_a_second", record)
         assert call_main([command, str(trace)]).returncode == 0
     assert shown == ["reading t.sqlite"] * 2
 

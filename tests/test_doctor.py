@@ -373,7 +373,7 @@ class TestCommand:
 
     def test_nothing_can_be_recorded(self, profkit: Callable, tmp_path: Path) -> None:
         code = (
-            "import sys, profkit.cli.machine as d\nfrom profkit.cli import main\n"
+            "import sys, profkit.cli.doctor as d\nfrom profkit.cli import main\n"
             "d.examine = lambda machine, nsys: [d.Check('nsys', 'warning', 'x'), d.Check('torch', 'failed', 'x'),"
             " d.Check('working directory', 'ok', 'x'), d.Check('temporary directory', 'ok', 'x')]\n"
             "main(['doctor'])\n"

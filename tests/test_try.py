@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
 from profkit.capture.changes.trial import _find_evidence
-from profkit.cli.try_edits import _find_tries
+from profkit.cli.try_ import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
 from tests.forked_scripts import Forks

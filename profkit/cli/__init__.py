@@ -23,24 +23,24 @@ from profkit.errors import ProfkitError, UsageError
 from profkit.version import __version__
 
 _COMMANDS = {
-    "run": ("run", "Record a program: its time, its memory, or both."),
-    "summary": ("summary", "Say what a run spent its time and memory on, and what to try."),
-    "kernels": ("kernels", "Show which kernels took the time, in all or in a range."),
-    "ranges": ("kernels", "Show the tree of ranges: the names that --range accepts."),
-    "efficiency": ("efficiency", "Show how well the GPUs were used and what limits each range."),
-    "ranks": ("ranks", "Show which rank the others wait for, why, and what communication costs."),
-    "memory": ("memory", "Show the peak of memory and who held it."),
-    "report": ("summary", "Write one HTML page of a run, for a browser."),
-    "whatif": ("whatif", "Predict time and memory of a changed program, or the peak under other settings."),
-    "try": ("try_edits", "Make edits in runs of a program, unchanged, and measure them."),
-    "compare": ("compare", "Show what changed between two captures."),
-    "check": ("compare", "Check a run against budgets; exit 3 if one fails."),
-    "ceilings": ("machine", "Measure the peaks of this machine's GPU."),
-    "doctor": ("machine", "Show what this machine can record, and how to fix what it cannot."),
-    "export": ("copies", "Write a timeline for Perfetto or chrome://tracing."),
-    "gather": ("copies", "Put the runs of several machines into one directory."),
-    "scrub": ("copies", "Copy a capture or a run without private data."),
-    "help": ("", "Show a guide; `profkit help start` takes five minutes."),
+    "run": "Record a program: its time, its memory, or both.",
+    "summary": "Say what a run spent its time and memory on, and what to try.",
+    "kernels": "Show which kernels took the time, in all or in a range.",
+    "ranges": "Show the tree of ranges: the names that --range accepts.",
+    "efficiency": "Show how well the GPUs were used and what limits each range.",
+    "ranks": "Show which rank the others wait for, why, and what communication costs.",
+    "memory": "Show the peak of memory and who held it.",
+    "report": "Write one HTML page of a run, for a browser.",
+    "whatif": "Predict time and memory of a changed program, or the peak under other settings.",
+    "try": "Make edits in runs of a program, unchanged, and measure them.",
+    "compare": "Show what changed between two captures.",
+    "check": "Check a run against budgets; exit 3 if one fails.",
+    "ceilings": "Measure the peaks of this machine's GPU.",
+    "doctor": "Show what this machine can record, and how to fix what it cannot.",
+    "export": "Write a timeline for Perfetto or chrome://tracing.",
+    "gather": "Put the runs of several machines into one directory.",
+    "scrub": "Copy a capture or a run without private data.",
+    "help": "Show a guide; `profkit help start` takes five minutes.",
 }
 
 _KEPT_BYTES = 1 << 24
@@ -59,14 +59,14 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = import_module(f"{__name__}.{_COMMANDS[cmd_name][0]}".rstrip("."))
-        command: click.Command = getattr(module, f"{cmd_name}{'_' * iskeyword(cmd_name)}")
+        if cmd_name == "help":
+            return help
+        name = f"{cmd_name}{'_' * iskeyword(cmd_name)}"
+        command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        names = [
-            CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)
-        ]
+        names = [CompletionItem(name, help=text) for name, text in _COMMANDS.items() if name.startswith(incomplete)]
         return names or super().shell_complete(ctx, incomplete)
 
     def resolve_command(
@@ -80,7 +80,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def _suggest(name: str, known: Iterable[str]) -> str | None:

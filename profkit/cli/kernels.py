@@ -1,4 +1,4 @@
-"""``profkit kernels`` and ``profkit ranges``: which kernels spent the time, and what ``--range`` accepts."""
+"""``profkit kernels``: which kernels took the time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
 from profkit.report.commands.kernels import SORTS, build_kernels_document
-from profkit.report.commands.ranges import build_ranges_document
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
@@ -148,34 +147,3 @@ def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
     within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
     phases = {title: opened.phases(path) for title, path in within.items()}
     return {title: results for title, results in phases.items() if results} or None
-
-
-@click.command()
-@capture_argument("trace")
-@rank_option
-@click.option(
-    "--numbered", is_flag=True, help="Show 'layer 0' and 'layer 1' on separate lines (JSON and CSV always do)."
-)
-@trace_options
-@output_options
-def ranges(
-    trace: Path,
-    rank: int | None,
-    numbered: bool,
-    totals: bool,
-    thread_only: bool,
-    strict: bool,
-    output: Output,
-) -> None:
-    """Show the tree of ranges: how often each was open, its Python time, kernel time, GPU busy time and share.
-
-    TRACE is an nsys export (.sqlite), an nsys report (.nsys-rep), a torch.profiler trace or a run directory.
-    """
-    refuse_overwriting([trace], [output.path])
-    with shown_after_a_second(f"reading {trace.name}"):
-        opened = open_trace(trace, rank=rank, thread_only=thread_only)
-        numbered = numbered or not output.is_for_people
-        result = opened.ranges(numbered=numbered)
-        check = opened.self_check
-    output.print(build_ranges_document(result, check.findings, numbered=numbered, totals=totals))
-    obey_strict(trace, check, strict=strict)

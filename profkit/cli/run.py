@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from profkit.cli.machine import measure_to
+from profkit.cli.ceilings import measure_to
 from profkit.cli.outputs import print_line, quote_path, say, shown_after_a_second
 from profkit.cli.run_options import (
     RunCommand,
