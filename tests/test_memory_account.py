@@ -18,7 +18,7 @@ from profkit.analysis.memory.bins import bin_history
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.reader import build_snapshot
-from tests.allocator_reference import MIB, Block
+from tests.allocator_reference import MIB, Block, ReferenceAllocator
 from tests.captures import capture
 from tests.memory_captures import Training, assert_books_close, sizes
 
@@ -226,6 +226,16 @@ def test_a_snapshot_without_settings_is_read_and_says_so(tmp_path: Path) -> None
     result = read_snapshot(tmp_path / "plain.pickle").memory()
     assert result.totals.allocated_peak_bytes == Training().allocator.peaks()[0]
     assert "no-settings" in {warning.code for warning in result.warnings}
+
+
+def test_a_snapshot_without_settings_and_with_segments_of_others_is_not_exact(tmp_path: Path) -> None:
+    allocator = ReferenceAllocator(divisions=4)
+    allocator.record()
+    allocator.free(allocator.malloc(33 * MIB))
+    data = allocator.snapshot()
+    del data["allocator_settings"]
+    (tmp_path / "plain.pickle").write_bytes(pickle.dumps(data))
+    assert not read_snapshot(tmp_path / "plain.pickle").memory().totals.exact
 
 
 def test_the_json_has_all_documented_keys(opened: OpenedSnapshot) -> None:

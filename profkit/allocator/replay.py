@@ -22,9 +22,11 @@ import numpy as np
 
 from profkit.allocator.recorded_heap import RecordedHeap, find_expandable_ranges, find_start
 from profkit.allocator.rules import (
+    MIN_LARGE_SEGMENT_REQUEST_BYTES,
     NEVER,
     SMALL_BYTES,
     round_sizes,
+    segment_size_bytes,
     smallest_rests,
 )
 from profkit.snapshot.columns import (
@@ -320,11 +322,11 @@ def replay_history(device: Device, settings: Settings) -> History:
     have split off: else the rest of a block can be counted wrongly.
     """
     replay = replay_device(device, settings)
-    contradictions = _find_contradictions(device, replay)
+    contradictions = _find_contradictions(device, settings, replay)
     if contradictions or replay.contradicts_settings:
         other = replay_device(device, settings, is_settled=False)
-        others = _find_contradictions(device, other)
-        if replay.contradicts_settings or not others:
+        others = _find_contradictions(device, settings, other)
+        if replay.contradicts_settings or not (others or _count_odd_segments(device, settings)):
             replay, contradictions = other, others
     curves = Curves(
         allocated=_curve(replay, replay.freed, replay.size_bytes),
@@ -353,10 +355,27 @@ def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
     return change[:-1].cumsum()
 
 
-def _find_contradictions(device: Device, replay: Replay) -> dict[str, int]:
+def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> dict[str, int]:
     """Return what speaks against the replay, and how often; empty when its figures are proven."""
-    count = _count_differences(device, replay)
-    return replay.contradictions | ({"blocks at the dump that the history does not lead to": count} if count else {})
+    odd_segments = 0 if settings.is_recorded else _count_odd_segments(device, settings)
+    found = {
+        "blocks at the dump that the history does not lead to": _count_differences(device, replay),
+        "segments of a size that the default settings do not give": odd_segments,
+    }
+    return replay.contradictions | {what: count for what, count in found.items() if count}
+
+
+def _count_odd_segments(device: Device, settings: Settings) -> int:
+    """Return how many segments an allocator with these settings would have made of another size.
+
+    A segment is reserved for the alloc that follows it; one for 1 to 10 MiB may be of a size set by the user.
+    """
+    action, address = device.events.action, device.events.address
+    segments = np.flatnonzero((action[:-1] == SEGMENT_ALLOC) & (action[1:] == ALLOC) & (address[:-1] == address[1:]))
+    rounded = round_sizes(device.events.size_bytes[segments + 1], settings)
+    is_fixed = (rounded <= SMALL_BYTES) | (rounded >= MIN_LARGE_SEGMENT_REQUEST_BYTES)
+    expected = [segment_size_bytes(size) for size in rounded.tolist()]
+    return int(np.count_nonzero(is_fixed & (device.events.size_bytes[segments] != expected)))
 
 
 def _count_differences(device: Device, replay: Replay) -> int:
