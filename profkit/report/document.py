@@ -12,7 +12,6 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ UNKNOWN = "–"
 UNTRUSTED = "SELF-CHECK FAILED: do not trust this capture's totals"
 
 _LEAST_WIDTHS = (16, 12)
-"""A flexible column shrinks to the first of these, and to the second where that is not enough."""
+"""A flexible column shrinks to the first of these, and to the second where only that makes the table fit."""
 
 _PATHS = ("trace", "snapshot", "before", "after", "run", "baseline", "output")
 """The keys of JSON that hold a path; an absolute one stands there in full only if full names are asked for."""
@@ -276,8 +275,10 @@ def render_table(table: Table, *, full_names: bool = False, width: int = WIDTH, 
     widths = [max(len(column.heading), *(len(row[at]) for row in rows), 0) for at, column in enumerate(columns)]
     spare = width - (sum(widths) + 2 * (len(widths) - 1))
     flexible = [] if full_names else [at for at, column in enumerate(columns) if column.flexible]
-    for least, at in product(_LEAST_WIDTHS, flexible):
-        shrink = min(max(-spare, 0), max(widths[at] - least, 0))
+    usual, least = ([min(widths[at], bound) for at in flexible] for bound in _LEAST_WIDTHS)
+    fits_at_least = spare + sum(widths[at] for at in flexible) >= sum(least)
+    for at, to in zip([*flexible, *flexible], [*usual, *(least if fits_at_least else usual)], strict=True):
+        shrink = min(max(-spare, 0), max(widths[at] - to, 0))
         widths[at] -= shrink
         spare += shrink
     fitted = [
