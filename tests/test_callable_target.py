@@ -191,6 +191,6 @@ def test_under_nsys(tmp_path: Path, run: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stderr
     assert without_doubts(done.stderr) == "importing\nimporting\n"
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["log.txt", "manifest.json", "trace.sqlite"]
+    assert names == ["log.txt", "manifest.json", "trace.sqlite", "work.json"]
     ranges = {row.name for row in read_trace(tmp_path / "run").ranges(numbered=False).ranges}
     assert {"step *", "forward", "backward", "optimizer", "model"} <= ranges

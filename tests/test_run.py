@@ -342,9 +342,9 @@ from profkit.cli import main
 from profkit.launch import record
 real = record._Recording._make_pass
 def stalled(self, one):
-    mark = self._run.parent / "stalled"
+    mark = self.run.parent / "stalled"
     code = f"import time; open({str(mark)!r}, 'w').close(); time.sleep(120)"
-    wanted = (sys.executable, "-c", code, str(self._run)) if one.order.recorder == "nsys" else one.argv
+    wanted = (sys.executable, "-c", code, str(self.run)) if one.order.recorder == "nsys" else one.argv
     return real(self, record.replace(one, argv=wanted))
 record._Recording._make_pass = stalled
 main()

@@ -342,5 +342,6 @@ def test_nvtx_closes_the_scripts_ranges_and_the_steps_in_their_order(tmp_path: P
     assert done.returncode == 0, done.stderr
     paths = _paths(tmp_path)
     assert {path: count for path, count in paths.items() if path.startswith("step ")} == OWN_TREE
-    # Without CUDA nsys records the process from its start.
-    assert paths["iteration"] == paths["iteration/own update"] == 4
+    # Without CUDA nsys records the process from its start to its end, with the step whose work is counted.
+    assert paths["iteration"] == paths["iteration/own update"] == 3
+    assert paths["warmup/step 5/iteration"] == paths["warmup/step 5/iteration/own update"] == 1
