@@ -40,8 +40,8 @@ class StepColumns:
     ``own_ns`` how long the call took by itself, ``targets`` the operations that it waits for, ``launches`` those that
     it launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
     ``awaited`` operations of other streams that it waits for, ``slots`` how many places of its stream's queue it takes.
-    ``free_ns`` is until when earlier steps' work kept each
-    stream busy, and ``backlog_ns`` when those of its operations begin that wait in the queue when the step begins.
+    ``free_ns`` is until when earlier steps' work kept each stream busy, and ``backlog_ns`` when those of its operations
+    begin that wait in the queue when the step begins.
     """
 
     call: Ints
