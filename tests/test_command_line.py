@@ -164,7 +164,7 @@ def test_a_plot_or_timeline_that_would_replace_the_input_is_refused(profkit: Run
         assert profkit(command, capture, option, capture).returncode == 2
         assert capture.read_bytes() == trace.read_bytes()
     other = _copy(trace, tmp_path, "after.pickle")
-    assert profkit("memory", tmp_path / "c.png", "--against", other, "-o", other).returncode == 2
+    assert profkit("compare", tmp_path / "c.png", other, "-o", other).returncode == 2
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "trace.sqlite", "snapshot.pickle", "ledger.jsonl", "log.txt"])

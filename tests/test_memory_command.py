@@ -105,14 +105,6 @@ def test_every_format_shows_leaks_if_asked(tmp_path: Path, style: str) -> None:
     assert "left behind" not in plain
 
 
-@pytest.mark.parametrize("option", [["--leaks"], ["--timeline", "t.html"], ["--at", "peak"], ["--min-size", "1"]])
-def test_an_option_for_one_snapshot_is_refused_with_against(snapshot: Path, option: list[str]) -> None:
-    done = run(snapshot, "--against", snapshot, *option)
-    assert isinstance(done.exception, UsageError)
-    assert option[0] in str(done.exception)
-    assert run(snapshot, "--against", snapshot).exit_code == 0
-
-
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
 def test_control_characters_in_names_never_reach_the_output(tmp_path: Path, style: str) -> None:
     """The file's name, a phase's and a stack's frame hold what a terminal would obey."""
@@ -159,9 +151,8 @@ def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
             frame["filename"] = "_$f"
     path = tmp_path / "$s$ \\frac{.pickle"
     path.write_bytes(pickle.dumps(data))
-    for by in ("category", "stack"):
-        result = run(path, "--timeline", tmp_path / "t.png", "--timeline-by", by, "--phase", "_$p=*")
-        assert (result.exit_code, result.exception) == (0, None)
+    result = run(path, "--timeline", tmp_path / "t.png", "--phase", "_$p=*")
+    assert (result.exit_code, result.exception) == (0, None)
 
 
 @pytest.mark.parametrize(

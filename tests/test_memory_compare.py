@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +14,8 @@ from hypothesis import strategies as st
 from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.cli.memory import memory
-from profkit.report.commands.memory_compare import build_peaks_document
-from profkit.report.document import render
+from profkit.cli.compare import compare
+from profkit.report.commands.memory_compare import memory_table
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
@@ -160,9 +157,8 @@ def test_a_part_of_several_tensors_says_how_many(tmp_path: Path) -> None:
         result = runs[0].against(runs[1])
         states = [part for part in result.parts if "exp_avg" in part.label]
         assert [(part.kind, part.count, part.owner_count) for part in states] == [("new", len(sizes), len(sizes))]
-        rows = list(csv.DictReader(io.StringIO(render(build_peaks_document(result), "csv"))))
+        rows = memory_table(result).rows
         assert [row["stack"] for row in rows if "exp_avg" in row["stack"]] == [said]
-        assert f" {len(sizes)}  {said}\n" in render(build_peaks_document(result), "table")
 
 
 def test_a_part_with_unnamed_tensors_is_shown_by_its_stack(tmp_path: Path) -> None:
@@ -216,25 +212,25 @@ def test_the_parts_of_any_two_runs_sum_to_the_difference(steps: int, other_steps
     compared(Training(steps=steps), Training(steps=other_steps, scale=scale, leaks=leaks))
 
 
+def shown(before: Path, after: Path, style: str = "table") -> str:
+    return CliRunner().invoke(compare, [str(before), str(after), "--format", style]).stdout
+
+
 def test_two_equal_peaks_are_one_line_without_tables(tmp_path: Path) -> None:
     snapshot = Training().write(tmp_path, "a.pickle")
-    out = CliRunner().invoke(memory, [str(snapshot), "--against", str(snapshot)]).stdout
-    assert [line.split() for line in out.splitlines()[:2]] == [
-        ["before", "48.00", "MiB", "a.pickle"],
-        ["after", "48.00", "MiB", "a.pickle"],
-    ]
-    assert out.splitlines()[2:] == ["no change in 12 allocations: both peaks consist of the same ones"]
+    lines = shown(snapshot, snapshot).splitlines()
+    assert ["before", "48.00", "MiB", "a.pickle"] in [line.split() for line in lines]
+    assert lines[-1] == "no change in 12 allocations: both peaks consist of the same ones"
     for style, sign in (("markdown", "|"), ("latex", "tabular")):
-        asked = [str(snapshot), "--against", str(snapshot), "--format", style]
-        assert sign not in CliRunner().invoke(memory, asked).stdout
+        assert sign not in shown(snapshot, snapshot, style)
 
 
 def test_the_command_prints_the_two_peaks_and_the_parts(tmp_path: Path) -> None:
     before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
-    out = CliRunner().invoke(memory, [str(before), "--against", str(after)]).stdout
+    out = shown(before, after)
     assert "the peak changed by +12.00 MiB (+12,582,912 B)" in out
     assert max(map(len, out.splitlines())) <= 80
-    data = json.loads(CliRunner().invoke(memory, [str(before), "--against", str(after), "--format", "json"]).stdout)
+    data = json.loads(shown(before, after, "json"))["memory"]
     assert data["difference_bytes"] == 12 * MIB == sum(part["bytes"] for part in data["parts"])
     for style in ("csv", "markdown", "latex"):
-        assert "larger" in CliRunner().invoke(memory, [str(before), "--against", str(after), "--format", style]).stdout
+        assert "larger" in shown(before, after, style)

@@ -102,16 +102,10 @@ def run(*arguments: str | Path) -> Any:
 
 def test_a_timeline_is_a_picture_or_a_page_and_another_kind_is_refused(tmp_path: Path) -> None:
     snapshot = Training().write(tmp_path)
-    for by, name, sign in (
-        ("category", "t.png", b"\x89PNG\r\n\x1a\n"),
-        ("stack", "t.png", b"\x89PNG\r\n\x1a\n"),
-        ("module", "t.html", b"memory-data"),
-        ("allocation", "t.html", b"memory-data"),
-    ):
-        assert run(snapshot, "--timeline", tmp_path / name, "--timeline-by", by).exit_code == 0
+    for name, sign in (("t.png", b"\x89PNG\r\n\x1a\n"), ("t.html", b"memory-data")):
+        assert run(snapshot, "--timeline", tmp_path / name).exit_code == 0
         assert sign in (tmp_path / name).read_bytes()
-    for words in ("t.pdf", "t.png --timeline-by allocation", "t.png --timeline-by module"):
-        assert isinstance(run(snapshot, "--timeline", *words.split()).exception, UsageError)
+    assert isinstance(run(snapshot, "--timeline", "t.pdf").exception, UsageError)
 
 
 def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
@@ -154,7 +148,7 @@ def test_no_phase_has_a_hue_that_a_category_could_be_taken_for() -> None:
 def test_the_data_in_the_page_are_exact_and_few(tmp_path: Path) -> None:
     source = read_snapshot(capture("small.pickle"))
     bins = bin_history(source.device())
-    data = json.loads(json.dumps(build_data(bins, source.device(), "category")))
+    data = json.loads(json.dumps(build_data(bins, source.device())))
     assert data["unit"] == 512
     assert (np.cumsum(data["allocated"]) * 512).tolist() == bins.allocated.tolist()
     assert sum(np.cumsum(one["values"])[data["peak"]] for one in data["series"]["stack"]) * 512 == 3_073_660_928
@@ -262,7 +256,7 @@ def test_the_axis_can_be_time_or_events(page: Any) -> None:
 
 def test_an_allocation_has_its_own_stack_and_a_series_only_what_its_stacks_share() -> None:
     bins = bin_history(read_snapshot(capture("small.pickle")).device())
-    data = build_data(bins, read_snapshot(capture("small.pickle")).device(), "stack")
+    data = build_data(bins, read_snapshot(capture("small.pickle")).device())
     stacks = [[data["texts"][frame] for frame in stack] for stack in data["stacks"]]
     for shape, number in zip(bins.shapes, data["shapes"]["stack"], strict=True):
         assert stacks[number] == list(shape.stack[:20])

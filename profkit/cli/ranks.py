@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from profkit.cli.options import POSITIVE, capture_argument, plot_option
-from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
+from profkit.cli.options import POSITIVE, capture_argument
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import build_ranks_document
 
@@ -18,28 +18,16 @@ _DEFAULT_TOP = 16
 @capture_argument("run")
 @click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
-@plot_option("Draw who waits for whom as a matrix.")
 @output_options
-def ranks(
-    run: Path,
-    top: int | None,
-    workers: int | None,
-    plot: Path | None,
-    output: Output,
-) -> None:
+def ranks(run: Path, top: int | None, workers: int | None, output: Output) -> None:
     """Say which rank the others wait for, why, and what each group's communication costs.
 
     RUN is a run directory of several ranks, a directory that holds one for each node, or one trace of several ranks.
     Each rank is read by itself: from its trace, else from the light record that it left.
     """
-    require_png(plot)
-    refuse_overwriting([run], [output.path, plot])
+    refuse_overwriting([run], [output.path])
     with shown_after_a_second(f"reading {run.name}"):
         result = read_ranks(run, workers=workers)
     if top is None and output.is_for_people:
         top = _DEFAULT_TOP
-    if plot is not None:
-        from profkit.report.plots.time_plots import plot_waits
-
-        plot_waits(result, plot)
     output.print(build_ranks_document(result, str(run), top=top))

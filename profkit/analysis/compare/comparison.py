@@ -104,7 +104,7 @@ class CaptureComparison(NotebookResult):
                          "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
                                     "total_ns"}], "after"}], "left_out_ns", …},
          "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
-         "memory": null | {as ``profkit memory --against``}, "warnings": [{"code", "message"}],
+         "memory": null | {"before_peak_bytes", "parts": [{"kind", "bytes", …}], …}, "warnings": [{"code", "message"}],
          "modules": null | {"is_compiled", "modules": [{"module", "parent", "depth", "change": CHANGE, "before_count",
                             "after_count"}], "fusions": [{"phase", "modules", "change": CHANGE, "before": …}]},
          "recorded_step": null | CHANGE, of the steps under the profiler,

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, takewhile
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,10 +21,6 @@ from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
-
-Stacking = Literal["category", "module", "stack", "allocation"]
-"""What a series of the timeline is."""
-STACKINGS: tuple[Stacking, ...] = get_args(Stacking)
 
 BIN_COUNT = 8192
 STACK_COUNT = 12

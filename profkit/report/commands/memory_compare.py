@@ -1,4 +1,4 @@
-"""What explains the difference of two peaks: the parts that ``profkit compare`` and ``memory --against`` show."""
+"""What explains the difference of two peaks: the parts that ``profkit compare`` shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from profkit.analysis.memory.compare import Comparison, Part
-from profkit.report.document import Column, Document, Lines, Table
+from profkit.report.document import Column, Lines, Table
 from profkit.report.units import COUNT, TEXT, Unit, format_bytes, format_count
 
 TOP_PARTS = 15
@@ -42,12 +42,6 @@ def memory_parts(comparison: Comparison, top: int = TOP_PARTS) -> list[Table | L
 def memory_table(comparison: Comparison) -> Table:
     """Return every part of the difference, for CSV."""
     return Table(_COLUMNS, [_row(part) for part in comparison.parts])
-
-
-def build_peaks_document(comparison: Comparison, *, top: int = TOP_PARTS) -> Document:
-    """Return what ``memory --against`` shows; ``top`` is how many parts a table shows."""
-    parts = memory_parts(comparison, top)
-    return Document("memory", comparison.to_dict(), parts, memory_table(comparison), comparison.warnings)
 
 
 def _head(comparison: Comparison) -> Lines:

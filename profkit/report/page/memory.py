@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from profkit.allocator.layout import Layout, lay_out, lay_out_end
-from profkit.analysis.memory.bins import Bins, Series, Shape, Stacking, bin_history
+from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
 from profkit.analysis.memory.categories import CATEGORIES
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
@@ -59,7 +59,6 @@ def build_memory(
     memory: DeviceMemory,
     result: MemoryResult,
     *,
-    by: Stacking = "category",
     wanted: Filter | None = None,
     source: Path | None = None,
 ) -> dict[str, Any]:
@@ -68,7 +67,6 @@ def build_memory(
     Args:
         memory: the device.
         result: its account.
-        by: what is stacked at first; the reader can change it.
         wanted: which allocations to show; the others are added up as one.
         source: the folder below which source lines are looked up and embedded; by default none are.
     """
@@ -78,7 +76,7 @@ def build_memory(
     return {
         "facts": [" ".join(line.split()) for line in head.lines],
         "notes": view_parts(others),
-        "data": pack(build_data(bins, memory, by)),
+        "data": pack(build_data(bins, memory)),
         "picture": _picture(bins),
         "at": result.composition.what,
         "peak": format_bytes(int(bins.allocated[bins.peak])),
@@ -124,7 +122,7 @@ def _find_source(stack: tuple[str, ...], folder: Path) -> str:
     return linecache.getline(str(file), int(match["line"])).strip()[:_LONGEST_SOURCE]
 
 
-def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]:
+def build_data(bins: Bins, memory: DeviceMemory) -> dict[str, Any]:
     """Return what the page's script reads."""
     texts = Interned()
     groups = {"category": bins.by_category, "module": bins.by_module, "stack": bins.by_stack}
@@ -133,7 +131,6 @@ def build_data(bins: Bins, memory: DeviceMemory, by: Stacking) -> dict[str, Any]
     unit = int(np.gcd.reduce([int(np.gcd.reduce(column)) for column in columns])) or 1
     frames: dict[tuple[str, ...], int] = {}
     return {
-        "mode": by,
         "has_times": bins.has_times,
         "prefers_events": bins.prefers_events,
         "unit": unit,

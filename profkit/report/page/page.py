@@ -14,7 +14,6 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.memory.bins import Stacking
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
@@ -56,12 +55,7 @@ _ASSETS = files("profkit.report.page") / "assets"
 
 
 def render_memory_page(
-    capture: OpenedCapture,
-    memory: DeviceMemory,
-    result: MemoryResult,
-    *,
-    by: Stacking = "category",
-    wanted: Filter | None = None,
+    capture: OpenedCapture, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None
 ) -> str:
     """Return the page with the section of memory alone, for one device.
 
@@ -69,11 +63,10 @@ def render_memory_page(
         capture: the snapshot and the run that it lies in, for the head; its trace is not shown.
         memory: the device.
         result: its account, at any moment.
-        by: what is stacked at first; the reader can change it.
         wanted: which allocations the chart shows; the others are added up as one.
     """
     command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
-    content = build_memory(memory, result, by=by, wanted=wanted)
+    content = build_memory(memory, result, wanted=wanted)
     section = Section("memory", _MEMORY, command, content, findings=result.warnings)
     alone = OpenedCapture(capture.path, capture.run, None, None)
     title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"

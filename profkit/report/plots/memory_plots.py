@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -19,11 +19,10 @@ from profkit.analysis.whatif.answers import CaseCurve, WhatIf
 from profkit.report import colours
 from profkit.report.commands.whatif import changed_cases, name_case
 from profkit.report.plots import draw_png
-from profkit.report.text import make_visible, shorten
+from profkit.report.text import make_visible
 from profkit.report.units import format_bytes
 
 _GIB = 2**30
-_LABEL_WIDTH = 62
 _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 _TODAY = "#c9ced6"
@@ -31,14 +30,7 @@ _TODAY = "#c9ced6"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 
 
-def plot_timeline(
-    path: Path,
-    memory: DeviceMemory,
-    result: MemoryResult,
-    *,
-    by: Literal["category", "stack"] = "category",
-    wanted: Filter | None = None,
-) -> None:
+def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
     """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG.
 
     Raises:
@@ -46,9 +38,9 @@ def plot_timeline(
     """
     bins = bin_history(memory, wanted)
     by_events = bins.prefers_events or not bins.has_times
-    with draw_png(path, 10, 5.6 if by == "category" else 7) as (figure, axes):
+    with draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6
-        handles = [*_draw_series(axes, x, bins, by), _draw_reserved(axes, x, bins)]
+        handles = [*_draw_series(axes, x, bins), _draw_reserved(axes, x, bins)]
         _shade_phases(axes, memory, by_events)
         _mark_peak(axes, float(x[bins.peak]), int(bins.allocated[bins.peak]))
         axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
@@ -61,41 +53,24 @@ def plot_timeline(
         figure.legend(
             handles=[*handles, *_phase_handles(memory)],
             loc="outside lower center",
-            ncols=5 if by == "category" else 2,
+            ncols=5,
             fontsize=8,
             frameon=False,
         )
 
 
-def _draw_series(axes: Axes, x: Any, bins: Bins, by: str) -> list[Patch]:
-    """Stack the categories, or the call stacks, under the allocated memory; return what the legend shows of them."""
-    series = bins.by_stack if by == "stack" else bins.by_category
-    shades = [
-        colours.STACKS[place % len(colours.STACKS)] if by == "stack" else colours.MEMORY[part.name]
-        for place, part in enumerate(series)
-    ]
+def _draw_series(axes: Axes, x: Any, bins: Bins) -> list[Patch]:
+    """Stack the categories under the allocated memory; return what the legend shows of them."""
+    series = bins.by_category
+    shades = [colours.MEMORY[part.name] for part in series]
     axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=shades, step="post", linewidth=0, zorder=2)
     axes.step(x, bins.allocated / _GIB, where="post", color=_INK, linewidth=0.7, zorder=3)
-    handles = [
-        Patch(color=colour, label=_legend_label(part.name))
-        for part, colour in zip(series, shades, strict=True)
-        if np.any(part.bytes)
-    ]
-    return handles[::-1]
+    return [Patch(color=colours.MEMORY[part.name], label=part.name) for part in reversed(series) if np.any(part.bytes)]
 
 
 def _draw_reserved(axes: Axes, x: Any, bins: Bins) -> Artist:
-    dashes = (0, (2, 2))
-    (line,) = axes.step(
-        x,
-        bins.reserved / _GIB,
-        where="post",
-        color=_INK,
-        linewidth=1.1,
-        linestyle=dashes,
-        label="reserved",
-        zorder=3,
-    )
+    style: dict[str, Any] = {"color": _INK, "linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 3}
+    (line,) = axes.step(x, bins.reserved / _GIB, where="post", label="reserved", **style)
     return line
 
 
@@ -105,12 +80,6 @@ def _phase_handles(memory: DeviceMemory) -> list[Patch]:
         Patch(color=colours.PHASES.get(name, colours.OTHER_PHASE), alpha=0.85, label=f"phase: {make_visible(name)}")
         for name in list(names)[:_PHASES_SHOWN]
     ]
-
-
-def _legend_label(name: str) -> str:
-    """Return a label; Matplotlib leaves labels that begin with an underscore out of a legend."""
-    label = shorten(make_visible(name), _LABEL_WIDTH)
-    return f" {label}" if label.startswith("_") else label
 
 
 def _shade_phases(axes: Axes, memory: DeviceMemory, by_events: bool) -> None:

@@ -1,11 +1,10 @@
-"""Time as pictures, fit for a report: the share table as bars, a step's lanes before and after, who waits for whom."""
+"""Time as pictures, fit for a report: the share table as bars, and a step's lanes before and after."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,14 +13,12 @@ from matplotlib.text import Annotation
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.step_replay.limits import Limit
 from profkit.report import colours
 from profkit.report.colours import LIMITS, STEP
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
-from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.document import UNTRUSTED
 from profkit.report.plots import draw_png
 from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
@@ -200,37 +197,3 @@ def _add_key(axes: Axes, steps: list[StepLanes]) -> None:
     kinds = dict.fromkeys(span.kind for step in steps for spans in step.lanes.values() for span in spans)
     patches = [Patch(color=STEP[LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
-
-
-_MOST_WRITTEN = 8
-"""A matrix of up to this many ranks has room for figures."""
-_VERDICT_WIDTH = 80
-
-
-def plot_waits(result: RanksResult, path: Path) -> None:
-    """Write the matrix of waits per step to a PNG file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with draw_png(path, 7.5, 6.5) as (figure, axes):
-        _draw(figure, axes, result)
-
-
-def _draw(figure: Figure, axes: Axes, result: RanksResult) -> None:
-    axes.spines[:].set_visible(True)
-    waits = result.waits_ns / max(result.step_count, 1) / 1e6
-    picture = axes.imshow(waits, cmap="Reds", vmin=0.0, interpolation="nearest")
-    numbers = [rank.rank for rank in result.ranks]
-    every = max(1, -(-len(numbers) // 16))
-    where = list(range(0, len(numbers), every))
-    axes.set_xticks(where, [str(numbers[at]) for at in where])
-    axes.set_yticks(where, [str(numbers[at]) for at in where])
-    if len(numbers) <= _MOST_WRITTEN:
-        for at, to in zip(*waits.nonzero(), strict=True):
-            color = "white" if waits[at, to] * 2 > waits.max() else "black"
-            axes.text(to, at, format_ns(round(waits[at, to] * 1e6)), ha="center", va="center", color=color)
-    axes.set_xlabel("waits for rank")
-    axes.set_ylabel("rank")
-    axes.set_title("\n".join(wrap(describe_verdict(result)[0], _VERDICT_WIDTH)), fontsize="medium")
-    figure.colorbar(picture, ax=axes, label="waiting in collectives, ms a step")

@@ -55,7 +55,7 @@ const layOut = () => {
 
 const state = {
   layers: [], layout: null,
-  mode: modes[data.mode] || data.mode === "allocation" ? data.mode : "category", axis: data.has_times && !data.prefers_events ? "time" : "events",
+  mode: "category", axis: data.has_times && !data.prefers_events ? "time" : "events",
   shape: -1, pinned: false, mark: -1, at: data.peak, hidden: new Set(), module: "",
 };
 const xs = () => (state.axis === "time" ? seconds : moments);
