@@ -59,6 +59,16 @@ def test_what_is_no_choice_is_refused_in_one_line(text: str, tmp_path: Path) -> 
     assert "name ranks (0,7,8-15), first-per-node or slowest" in line
 
 
+def test_chosen_ranks_are_refused_for_nsys_which_records_all_of_a_machine(tmp_path: Path, forks: Forks) -> None:
+    stub = tmp_path / "nsys"
+    stub.write_text('#!/bin/sh\necho "NVIDIA Nsight Systems version 2025.3.1.1-1v0"\n')
+    stub.chmod(0o755)
+    words = ("run", "--nsys", "--ranks", "0", "--", "python", "x.py")
+    done = forks.run_profkit(*words, cwd=tmp_path, NSYS=str(stub))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Nsight Systems records all ranks of a machine; leave --ranks or --nsys out" in done.stderr
+
+
 def _record(forks: Forks, place: Path, ranks: str, count: int) -> tuple[Any, dict[str, Any], set[str]]:
     pytest.importorskip("torch")
     (place / "train.py").write_text(SCRIPT)

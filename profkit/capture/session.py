@@ -403,9 +403,9 @@ class Session:
             self._is_chosen = is_slowest()
         if self.order.recorder == "none" or self._is_chosen is False:
             return
-        failure = self._recorder.start(self._rank, self._make_way)
-        if failure is not None or self.order.recorder == "kineto":
-            self._failure = failure
+        self._recorder.start(self._rank, self._make_way)
+        if self.order.recorder == "kineto":
+            self._failure = None
 
     def _warm_up_profiler(self) -> None:
         """Have torch.profiler trace in the step before the recorded ones, if enough steps were timed without it."""

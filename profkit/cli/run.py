@@ -62,8 +62,7 @@ _COMPILED_CONTEXTS = 8
 
 _ONE_MACHINE = (
     "one Nsight Systems records the processes of this machine alone, and those that {0} starts on others may fail with "
-    '"Failed to connect to Agent": with other machines add --ranks (0-7: the first 8 ranks), or put {0} before '
-    "profkit run"
+    '"Failed to connect to Agent": with other machines put {0} before profkit run'
 )
 
 _KILLED = 128 + signal.SIGKILL
@@ -140,6 +139,8 @@ def run(
         raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
     if full_ranks is not None:
         require_rank_choice(full_ranks)
+        if with_nsys:
+            raise UsageError("--ranks: Nsight Systems records all ranks of a machine; leave --ranks or --nsys out")
     reach = BY_TREE if depth is None else depth
     order = Order(
         "", recorder, warmup_steps, steps, reach, annotate, stop, step_on, counted, operators, ranks=full_ranks
@@ -157,7 +158,7 @@ def run(
         watched = allocator if with_memory or oom else None
         passes = command_passes(words, order, watched, with_memory=with_memory, with_trace=with_trace)
         name, title = command_name(words), " ".join(words)
-        if with_nsys and full_ranks is None and starts_on_all_machines(words):
+        if with_nsys and starts_on_all_machines(words):
             say(_ONE_MACHINE.format(words[0]))
         wanted = Target(name, title, kind, tuple(passes), _workload(order), argv=words)
     if kind != "command":

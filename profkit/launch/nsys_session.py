@@ -1,8 +1,4 @@
-"""A session of Nsight Systems: started around a program or by each chosen rank; its report imported and exported.
-
-One around all ranks of a machine would record the others too. So with ``--ranks`` each rank starts its own
-(`profkit.capture.own_nsys`), also where all ranks of a machine are chosen: that is only known once they run.
-"""
+"""A session of Nsight Systems: started around a program; its report imported and exported."""
 
 from __future__ import annotations
 
@@ -10,18 +6,16 @@ import hashlib
 import os
 import re
 import shutil
-import signal
+import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from profkit.errors import ToolError, TraceError
 from profkit.files import user_cache
-from profkit.launch.family import Family
 from profkit.launch.nsys import (
     Nsys,
     build_export_argv,
@@ -32,30 +26,29 @@ from profkit.launch.nsys import (
     lacking_libraries,
     read_abilities,
 )
-from profkit.launch.processes import PATIENCE_S, folder_of, run_child, run_tool, where_said
-from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT, name_of_rank
-from profkit.run.recording import (
-    NSYS_STARTS,
-    RANK_NSYS,
-    VARIABLE,
-    Order,
-    RankNsys,
-    RankReport,
-    behind_nsys,
-    find_rank_reports,
-)
+from profkit.launch.processes import run_tool, where_said
+from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
 
 NO_ROOM_BYTES = 100 * 1024**2
 """With less than this nothing is recorded: where its TMPDIR is full, nsys 2023.4.4 waits for ever."""
 
 _FULL_BYTES = 1024**2
 _RAW_SUFFIX = ".qdstrm"
-_UNREAD = "unread.nsys-rep"
 _PRIVATE = 0o600
 """nsys writes the environment and the command line into its files, secrets included: they are their owner's alone."""
 _IMPORTS = 3
 """How often a raw file is imported: where six ran at once, that of nsys 2023.4.4 failed in 1 of 300 cases."""
-_POLL_S = 0.02
+
+_STARTS = 3
+"""How often nsys is started around a program that has not begun.
+
+Where others start at the same time, nsys 2023.4.4 ends before its program has begun in up to 3 of 100 cases.
+"""
+
+_TARGET = (
+    "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); "
+    "open({2!r}, 'w').write(str(os.getpid())); os.umask({3}); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 # nsys says this and exits 0: seen when its CUPTI is older than the driver.
 _LOSSY = b"Errors occurred while processing the raw events"
@@ -102,7 +95,7 @@ class NsysSession:
     ) -> int:
         """Run a program under nsys to its end and return its exit status.
 
-        nsys is started up to `NSYS_STARTS` times, until the program has begun.
+        nsys is started up to `_STARTS` times, until the program has begun.
 
         Args:
             words: the program.
@@ -116,8 +109,14 @@ class NsysSession:
         began = Path(self.scratch, "began")
         variables = {**environment, "TMPDIR": self.scratch}
         with _copies_of(outputs) as copies:
-            argv = self._build_argv(self.report.with_suffix(""), behind_nsys(words, copies, began))
-            for _ in range(NSYS_STARTS):
+            argv = build_nsys_argv(
+                self.nsys,
+                self.report.with_suffix(""),
+                behind_nsys(words, copies, began),
+                cuda=self.uses_cuda,
+                temporary=tempfile.gettempdir(),
+            )
+            for _ in range(_STARTS):
                 said_from = self.log.tell()
                 status = run_tool(argv, variables, self.log, copies, reads_input=reads_input)
                 if began.exists():
@@ -126,62 +125,18 @@ class NsysSession:
         said = _last_line(self.log, said_from) or f"exit status {status}"
         raise ToolError(f"{self.nsys.path} did not start the target: {said}{where_said(self.log)}")
 
-    def start_ranks(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run a program whose chosen ranks start an nsys each, by the order in ``environment``; return its status."""
-        argv = self._build_argv(Path("{report}"), [])
-        order = Order.from_environment(environment)
-        order = replace(order, rank_nsys=RankNsys(tuple(argv), self.scratch, os.getpid()))
-        variables = {**environment, VARIABLE: order.to_json()}
-        return run_child(words, variables, reads_input=True, tool=folder_of(self.nsys.path))
-
     def collect(self) -> None:
         """Import what nsys left, and export it to a file beside `report`; then delete that unless it is to be kept.
 
         Raises:
             ToolError: nsys left nothing, or it could not be imported or exported.
         """
-        self._collect(self.report)
-
-    def collect_ranks(self) -> list[str]:
-        """Collect the reports of ranks that recorded, and remove what the others left.
-
-        Of a rank that was restarted the last report counts. Return a line for each whose report could not be collected.
-
-        Raises:
-            ToolError: that is so for all ranks that recorded.
-        """
-        run = self.report.parent
-        reports = find_rank_reports(run)
-        recorded = {report.rank: report for report in reports if report.recorded.exists()}
-        errors: dict[int, ToolError] = {}
-        for rank, report in sorted(recorded.items()):
-            try:
-                self._end_rank(report)
-                final = run / name_of_rank(NSYS_REPORT, rank)
-                for left in (report.path, report.path.with_suffix(_RAW_SUFFIX)):
-                    if left.exists():
-                        left.replace(final.with_suffix(left.suffix))
-                self._collect(final)
-            except ToolError as error:
-                errors[rank] = error
-        for path in [path for report in reports for path in run.glob(f"{report.path.stem}.*")]:
-            path.unlink()
-        if errors and len(errors) == len(recorded):
-            raise next(iter(errors.values()))
-        return [f"rank {rank}: {error}{_put_aside(run, rank)}" for rank, error in errors.items()]
-
-    def _raise_if_refused(self, said_from: int) -> None:
-        self.log.seek(said_from)
-        refused = _REFUSED.match(self.log.read())
-        if refused:
-            said = refused[1].decode(errors="replace").strip()
-            raise ToolError(f"{self.nsys.path} did not start the target: {said}")
-
-    def _build_argv(self, report: Path, words: Sequence[str]) -> list[str]:
-        return build_nsys_argv(self.nsys, report, words, cuda=self.uses_cuda, temporary=tempfile.gettempdir())
-
-    def _collect(self, report: Path) -> None:
-        self._import_left(report)
+        report = self.report
+        raw = report.with_suffix(_RAW_SUFFIX)
+        if raw.exists():
+            # Where its importer fails, as that of 2023.4.4 did while another ran, nsys leaves a report beside it.
+            report.unlink(missing_ok=True)
+            import_raw(raw, report, self.nsys.path, self.log)
         if not report.exists():
             if _is_full(report.parent):
                 cure = "free some space, or name another with -o"
@@ -194,32 +149,23 @@ class NsysSession:
         if not self.nsys.options.keep_report:
             report.unlink()
 
-    def _import_left(self, report: Path) -> None:
-        """Make ``report`` of the raw file that nsys may have left in its place.
+    def _raise_if_refused(self, said_from: int) -> None:
+        self.log.seek(said_from)
+        refused = _REFUSED.match(self.log.read())
+        if refused:
+            said = refused[1].decode(errors="replace").strip()
+            raise ToolError(f"{self.nsys.path} did not start the target: {said}")
 
-        It keeps both where its importer says that it failed, as that of 2023.4.4 did while another ran.
-        """
-        raw = report.with_suffix(_RAW_SUFFIX)
-        if raw.exists():
-            report.unlink(missing_ok=True)
-            import_raw(raw, report, self.nsys.path, self.log)
 
-    def _end_rank(self, report: RankReport) -> None:
-        """Wait until a rank's nsys has written its report.
+def behind_nsys(words: Sequence[str], outputs: tuple[int, int], began: Path) -> list[str]:
+    """Return the command that nsys is to run: a process that leaves its number in ``began`` and becomes ``words``.
 
-        A launcher that ends a rank's first process by SIGKILL wants its program to end, which lives on under nsys.
-
-        Raises:
-            ToolError: the rank was left running, as by a script that does not wait for what it starts.
-        """
-        under_nsys = Family(report.path.stem, None, RANK_NSYS)
-        if _runs(report.starter, VARIABLE):
-            raise ToolError("it ran on when the command had ended, so nothing of it was kept")
-        under_nsys.send(signal.SIGKILL, but=folder_of(self.nsys.path))
-        deadline = time.monotonic() + PATIENCE_S
-        while under_nsys.members() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        under_nsys.end()
+    nsys writes its own lines to the standard streams and lets its program's files be written by anyone. The program
+    gets the streams ``outputs``, which it must inherit, and this process's umask.
+    """
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return [sys.executable, "-I", "-S", "-c", _TARGET.format(*outputs, str(began), mask), *words]
 
 
 def open_log(run: Path) -> IO[bytes]:
@@ -337,20 +283,3 @@ def _last_line(log: IO[bytes], position: int = 0) -> str:
     log.seek(position)
     lines = log.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _put_aside(run: Path, rank: int) -> str:
-    """Rename a report that could not be exported, so that the others are read without it; return what to say of it."""
-    report = run / name_of_rank(NSYS_REPORT, rank)
-    if not report.exists():
-        return ""
-    kept = report.replace(run / name_of_rank(_UNREAD, rank))
-    return f"; the report is kept as {kept.name}, and the other ranks' are read without it"
-
-
-def _runs(pid: int, variable: str) -> bool:
-    """Return whether a process runs, and has this variable: the number may be another's by now."""
-    try:
-        return f"{variable}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False

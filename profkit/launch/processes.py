@@ -50,14 +50,12 @@ def run_child(
     output: IO[bytes] | None = None,
     *,
     reads_input: bool = False,
-    tool: Path | None = None,
 ) -> int:
     """Run ``argv`` to its end and return its exit status; 128 + n if signal n ended it.
 
     Standard output and error go to ``output``, or where ours go; standard input is empty, or ours if it
     ``reads_input``. To a child that does, somebody's own program, Ctrl-C is passed on: it has `PATIENCE_S` to save what
     it wants and end, then it is ended; a second Ctrl-C ends it at once. SIGUSR1 and SIGUSR2 are passed on to it too.
-    Executables in the folder ``tool``, which record the program's processes, get no Ctrl-C and end by themselves.
     Ctrl-C in other cases, SIGTERM, SIGHUP, SIGQUIT and any other exception end it with SIGTERM, then SIGKILL.
     So ends all that it started, daemons of a profiler included, also if a signal ends the child, and if we are killed.
 
@@ -65,7 +63,7 @@ def run_child(
         KeyboardInterrupt: Ctrl-C came; the child has ended.
         Stopped: another signal that ends a program came; the child has ended.
     """
-    status = _run(argv, environment, output, (), reads_input=reads_input, tool=tool)
+    status = _run(argv, environment, output, (), reads_input=reads_input)
     return status if status >= 0 else 128 - status
 
 
@@ -83,7 +81,7 @@ def run_tool(
         ToolError: a signal ended it.
         KeyboardInterrupt, Stopped: as `run_child`.
     """
-    status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=folder_of(Path(argv[0])))
+    status = _run(argv, environment, output, pass_fds, reads_input=reads_input, tool=Path(argv[0]).resolve().parent)
     if status < 0:
         name, where = signal.Signals(-status).name, "" if output is None else where_said(output)
         lost = "its child processes were ended, and the capture is lost"
@@ -94,10 +92,6 @@ def run_tool(
 def where_said(log: IO[bytes]) -> str:
     """Return where a tool's output can be read, to follow an error; "" if its file has no name."""
     return f"; its output is in {log.name}" if isinstance(log.name, str) else ""
-
-
-def folder_of(program: Path) -> Path:
-    return program.resolve().parent
 
 
 def _run(
@@ -139,8 +133,7 @@ def _run(
         except BaseException as error:
             # Also of a child that was being started: it may run already.
             _end_all(child, mark)
-            is_tool = tool is not None and folder_of(Path(argv[0])) == tool
-            left = None if child is None or is_tool or not reads_input else child.returncode
+            left = None if child is None or tool is not None or not reads_input else child.returncode
             if isinstance(error, Stopped) and left is not None and left >= 0:
                 error.code = left  # it saved its state, perhaps, and says so
             raise

@@ -198,8 +198,6 @@ class _Recording:
     _has_own_caches: bool = False
     _may_not_compile: bool = False
     _compiled_before: dict[Path, int] = field(default_factory=dict)
-    _uncollected: list[str] = field(default_factory=list)
-    """Which ranks' reports of the last pass could not be collected, and why."""
 
     def make_passes(self) -> None:
         passes, tried = list(self.target.passes), None
@@ -254,7 +252,7 @@ class _Recording:
         missing = [text for outcome in judged for text in shortfalls(outcome, is_last=outcome is last)]
         ranks = [failure for failure in last.failures if last.exit_status != 0 and failure.rank is not None]
         failed = [f"rank {failure.rank} failed: {failure.error}" for failure in ranks]
-        return [*lost_events(self.run), *self._uncollected, *missing, *failed]
+        return [*lost_events(self.run), *missing, *failed]
 
     def _doubts(self, manifest: Manifest) -> list[str]:
         knows_compilations = False
@@ -272,7 +270,7 @@ class _Recording:
         self._compiled_before = {path: path.stat().st_size for path in self.run.glob(_COMPILED)}
         began = monotonic()
         if order.recorder == "nsys" and self.nsys is not None:
-            status = self._run_in_nsys(words, environment, self.nsys, by_rank=order.ranks is not None)
+            status = self._run_in_nsys(words, environment, self.nsys)
         else:
             with self._shown(_DOING[order.recorder]):
                 status = run_child(words, environment, reads_input=self.target.reads_input)
@@ -287,31 +285,26 @@ class _Recording:
         self._done.append(outcome)
         return outcome
 
-    def _run_in_nsys(self, words: list[str], environment: Mapping[str, str], nsys: Nsys, *, by_rank: bool) -> int:
+    def _run_in_nsys(self, words: list[str], environment: Mapping[str, str], nsys: Nsys) -> int:
         run = self.run
         with (
             open_log(run) as log,
             open_session(nsys, run / NSYS_REPORT, log, uses_cuda=self._uses_cuda()) as session,
         ):
             try:
-                if by_rank:
-                    status = session.start_ranks(words, environment)
-                else:
-                    with self._shown(_DOING["nsys"]):
-                        status = session.start(words, environment, reads_input=self.target.reads_input)
+                with self._shown(_DOING["nsys"]):
+                    status = session.start(words, environment, reads_input=self.target.reads_input)
             except KeyboardInterrupt:
                 # The target has ended, and nsys with it: it may have been through its recorded steps for hours.
                 with uninterrupted(), suppress(ToolError):
-                    self._collect(session, by_rank=by_rank)
+                    self._collect(session)
                 raise
-            self._collect(session, by_rank=by_rank)
+            self._collect(session)
         return status
 
-    def _collect(self, session: NsysSession, *, by_rank: bool) -> None:
-        with self.progress(_EXPORTING):
-            if by_rank:
-                self._uncollected = session.collect_ranks()
-            elif has_recorded(self.run):
+    def _collect(self, session: NsysSession) -> None:
+        if has_recorded(self.run):
+            with self.progress(_EXPORTING):
                 session.collect()
 
     def _shown(self, doing: str) -> AbstractContextManager[object]:

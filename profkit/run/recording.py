@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -136,15 +134,6 @@ COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 MEMORY_ENTRIES = 1_000_000
 """Allocator events kept by default: some hundred training steps of a large model, in 0.3 to 1 GB of host memory."""
 
-RANK_NSYS = "PROFKIT_RANK_NSYS"
-"""The environment variable that names the report of a rank's own Nsight Systems, in all processes under it."""
-
-NSYS_STARTS = 3
-"""How often nsys is started around a program that has not begun.
-
-Where others start at the same time, nsys 2023.4.4 ends before its program has begun in up to 3 of 100 cases.
-"""
-
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
 _MEETING = PARTIAL + "meeting-{}"
@@ -154,12 +143,6 @@ _ATTACHED = PARTIAL + "attached-{}"
 _ENDED = PARTIAL + "ended-{}"
 _REFUSED = PARTIAL + "refused-{}"
 _UNSAVED = PARTIAL + "unsaved-{}-{}"
-_TARGET = (
-    "import os, sys; os.dup2({0}, 1); os.dup2({1}, 2); "
-    "open({2!r}, 'w').write(str(os.getpid())); os.umask({3}); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-_RANK_REPORT = PARTIAL + "nsys-rank{}-{}.nsys-rep"
-_NAMED_REPORT = re.compile(re.escape(PARTIAL) + r"nsys-rank(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -168,35 +151,6 @@ class MemoryOptions:
 
     stacks: Stacks = "python"
     max_entries: int = MEMORY_ENTRIES
-
-
-@dataclass(frozen=True)
-class RankNsys:
-    """How a rank starts an Nsight Systems of its own.
-
-    ``argv`` is the command that the program follows, with ``{report}`` for the report. ``scratch`` is where nsys's
-    temporary files go, ``launcher`` the process that signals every process of the target.
-    """
-
-    argv: tuple[str, ...]
-    scratch: str
-    launcher: int
-
-    def fill(self, report: str) -> list[str]:
-        """Return the command that leaves ``report`` (a path without suffix)."""
-        # In the name of a report % begins a placeholder, for example for the host or the process.
-        return [word.replace("{report}", report.replace("%", "%%")) for word in self.argv]
-
-
-def behind_nsys(words: Sequence[str], outputs: tuple[int, int], began: Path) -> list[str]:
-    """Return the command that nsys is to run: a process that leaves its number in ``began`` and becomes ``words``.
-
-    nsys writes its own lines to the standard streams and lets its program's files be written by anyone. The program
-    gets the streams ``outputs``, which it must inherit, and this process's umask.
-    """
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return [sys.executable, "-I", "-S", "-c", _TARGET.format(*outputs, str(began), mask), *words]
 
 
 BY_TREE = -1
@@ -214,8 +168,7 @@ class Order:
     ``stop`` ends the target after the last step; ``step_on`` is what a person says a step is
     (`profkit.run.recording.StepChoice`); ``flops`` says whether the work of the step after the recorded ones, or of
     the range `profkit.names.COUNTED`, is counted; ``operators`` records CPU operators on a GPU too. ``ranks`` says
-    which ranks are recorded (`profkit.run.job.RankChoice`), None: all; ``rank_nsys`` how each of them starts its
-    Nsight Systems.
+    which ranks are recorded (`profkit.run.job.RankChoice`), None: all.
     ``own_steps``: the target's own ranges `profkit.names.WARMUP` and ``step N`` are its steps.
     ``lines``: the lines of source are looked for in the steps after these. ``within``: the program asked
     for it itself (`profkit.record`), and goes on without profkit afterwards. ``trial`` are edits (`profkit.run.edits`)
@@ -238,7 +191,6 @@ class Order:
     lines: bool = False
     within: bool = False
     ranks: str | None = None
-    rank_nsys: RankNsys | None = None
     trial: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
@@ -412,34 +364,3 @@ def count_left(folder: Path) -> int:
 def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:
     """Return the file that says that a rank of this machine has come to a point where all wait for each other."""
     return run / _MEETING.format(f"{occasion}-{local_rank}")
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """The report of the Nsight Systems that ``rank`` started for itself, by its process ``starter``."""
-
-    path: Path
-    rank: int
-    starter: int
-
-    @property
-    def pid(self) -> Path:
-        """Return the file that holds the number of the program's process, once nsys has started it."""
-        return self.path.with_suffix(".pid")
-
-    @property
-    def recorded(self) -> Path:
-        """Return the file that says that the rank has begun to record."""
-        return self.path.with_suffix(".recorded")
-
-
-def rank_report(run: Path, rank: int, starter: int) -> RankReport:
-    """Return the report that a rank's Nsight Systems will leave."""
-    return RankReport(run / _RANK_REPORT.format(rank, starter), rank, starter)
-
-
-def find_rank_reports(run: Path) -> list[RankReport]:
-    """Return the reports of ranks whose Nsight Systems started their program, the oldest first, written or not."""
-    pids = sorted(run.glob(f"{PARTIAL}nsys-*.pid"), key=lambda path: path.stat().st_mtime_ns)
-    named = (_NAMED_REPORT.fullmatch(path.stem) for path in pids)
-    return [rank_report(run, int(match[1]), int(match[2])) for match in named if match]

@@ -84,18 +84,6 @@ def _run_the_next_one(folder: str) -> None:
         spec.loader.exec_module(sys.modules[__name__])
 
 
-def _run_under_own_nsys() -> None:
-    """Run this program anew under an Nsight Systems of its own, if its rank has one: then this does not return."""
-    try:
-        from profkit.capture.own_nsys import run_under_own_nsys
-
-        run_under_own_nsys()
-    except Exception as error:
-        _say_why_not(f"by Nsight Systems in {sys.executable}, because {error}")
-
-
 if "PROFKIT_ATTACH" in os.environ:
-    if '"rank_nsys": {' in os.environ["PROFKIT_ATTACH"]:
-        _run_under_own_nsys()
     sys.meta_path.insert(0, _TorchWatcher())
 _run_the_next_one(os.path.dirname(os.path.realpath(__file__)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from profkit.run.recording import RANK_NSYS, meeting_file
+from profkit.run.recording import meeting_file
 
 _PATIENCE_S = 10.0
 _POLL_S = 0.001
@@ -49,22 +49,6 @@ def recorded_by_nsys(run: Path, device: torch.device) -> Iterator[None]:
         if ranks.number == 0:
             torch.cuda.profiler.stop()
         ranks.meet("stopped")
-
-
-@contextmanager
-def recorded_by_own_nsys(run: Path, device: torch.device) -> Iterator[None]:
-    """Have the Nsight Systems of this rank's own capture the block; no other rank is waited for."""
-    (run / f"{os.environ[RANK_NSYS]}.recorded").touch()
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.stop()
 
 
 def number_in_environment(variable: str) -> int | None:

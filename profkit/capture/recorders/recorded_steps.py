@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,15 +24,12 @@ from profkit.capture.recorders.kineto import (
     recorded_by_kineto,
     warmed_up_profiler,
 )
-from profkit.capture.recorders.nsys import recorded_by_nsys, recorded_by_own_nsys
+from profkit.capture.recorders.nsys import recorded_by_nsys
 from profkit.capture.steps.times import wait_for_device
 from profkit.names import COLLECTING
-from profkit.run.directory import KINETO_TRACE, LOG, name_of_rank
+from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.range_log import LEFT
-from profkit.run.recording import RANK_NSYS, Order
-
-_NO_NSYS = f"its Nsight Systems did not start, see {LOG}"
-_NO_RANK = "with --ranks, Nsight Systems records only ranks, and this process is not one; leave --ranks out"
+from profkit.run.recording import Order
 
 
 class StepsRecorder:
@@ -82,8 +78,8 @@ class StepsRecorder:
         self._warmed_up = warmed_up_profiler(torch.device("cuda"), self._scripts_profiler, self._hooks.log)
         self._scripts_profiler.before_start = self._drop_profiler
 
-    def start(self, rank: int | None, make_way: Callable[[], None]) -> str | None:
-        """Record from now on; return why this process cannot be recorded.
+    def start(self, rank: int | None, make_way: Callable[[], None]) -> None:
+        """Record from now on.
 
         Args:
             rank: which rank this is, None if none.
@@ -96,16 +92,12 @@ class StepsRecorder:
             self._drop_profiler()
         elif self._order.annotate:
             self._hooks.prepare()
-        self._recording, failure = ExitStack(), None
+        self._recording = ExitStack()
         if self._scripts_profiler is not None:
             path = self._run / name_of_rank(KINETO_TRACE, rank or 0)
             warmed_up, self._warmed_up = self._warmed_up, None
             self._recording.enter_context(recorded_by_kineto(path, device, self._scripts_profiler, log, warmed_up))
             self._scripts_profiler.before_start = make_way
-        elif self._order.rank_nsys is not None and RANK_NSYS not in os.environ:
-            failure = _NO_RANK if rank is None else _NO_NSYS
-        elif self._order.rank_nsys is not None:
-            self._recording.enter_context(recorded_by_own_nsys(self._run, device))
         elif self._order.recorder == "nsys":
             self._recording.enter_context(recorded_by_nsys(self._run, device))
         if log is not None:
@@ -113,7 +105,6 @@ class StepsRecorder:
         if self._order.annotate and self._order.recorder != "memory":
             self._hooks.start()
             self._recording.enter_context(_collections_as_ranges(log))
-        return failure
 
     def stop(self) -> str | None:
         """End the recording, if there is one, and return why it could not be saved."""
