@@ -350,7 +350,7 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
     assert [one["code"] for one in said["advice"]] == [one.code for one in advice.tries]
     assert set(said["advice"][0]) == {
         *("code", "cause", "line", "module", "change", "edit", "after_ns", "saves_ns", "saves_bytes"),
-        *("costs", "evidence", "proof", "measured"),
+        *("costs", "evidence", "proof", "measured", "detail"),
     }
     assert said["advice_together"] == (None if advice.together_ns is None else {"after_ns": vars(advice.together_ns)})
 

@@ -43,6 +43,7 @@ ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS)
 class Advice:
     """One Try: the cause with its line or module, the change, and the step after it, unprofiled.
 
+    ``detail`` is the end of ``cause`` that a short line leaves out.
     ``edit`` is its name for ``profkit whatif --edit`` and ``profkit try --edit``, None if it has none. ``after_ns`` is
     the step after this change alone; ``saves_ns`` is what that saves, give or take the steps' own spread; None where a
     change is for memory alone. ``saves_bytes`` is of the peak. ``evidence`` are the figures that prove the cause. In
@@ -63,6 +64,12 @@ class Advice:
     evidence: Mapping[str, float | str]
     proof: str
     measured: Trial | None = None
+    detail: str = ""
+
+    @property
+    def short_cause(self) -> str:
+        """The cause without its detail."""
+        return self.cause.removesuffix(self.detail)
 
     @property
     def effect_ns(self) -> float:
@@ -252,7 +259,8 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
     after = None if answer is None else _interval(answer)
     return Advice(
         code=cause.code,
-        cause=cause.cause,
+        cause=cause.cause + cause.detail,
+        detail=cause.detail,
         line=cause.line,
         module=cause.module,
         change=cause.change,

@@ -62,7 +62,8 @@ class SourceLine:
 class Cause:
     """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
 
-    ``answer`` is the step without it where several ranks' steps say that. ``ends_run``: the run will fail of it.
+    ``detail`` is what the sentence of the cause goes on with where there is room. ``answer`` is the step without it
+    where several ranks' steps say that. ``ends_run``: the run will fail of it.
     """
 
     code: str
@@ -70,6 +71,7 @@ class Cause:
     change: str
     changes: Sequence[StepChange] = ()
     answer: TimeAnswer | None = None
+    detail: str = ""
     line: SourceLine | None = None
     module: str | None = None
     edit: str | None = None

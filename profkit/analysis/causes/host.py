@@ -252,7 +252,8 @@ def _anomaly(evidence: Evidence) -> Iterator[Cause]:
     nothing: By = {"least": 0, "expected": 0, "most": 0}
     yield Cause(
         code="anomaly",
-        cause="anomaly detection is on: every gradient is searched for NaN, and every operation keeps its stack",
+        cause="anomaly detection is on",
+        detail=": every gradient is searched for NaN, and every operation keeps its stack",
         change="torch.autograd.set_detect_anomaly(False)",
         changes=[
             stop_chosen_waits("no-anomaly", checks),
@@ -283,7 +284,8 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
     time_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in step.allocating)
     yield Cause(
         code="allocations",
-        cause=f"CUDA allocates or frees memory {len(step.allocating)} times a step: memory grows, or is in pieces",
+        cause=f"CUDA allocates or frees memory {len(step.allocating)} times a step",
+        detail=": memory grows, or is in pieces",
         change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         changes=[without_calls("allocations", lambda step: list(step.allocating))],
         evidence={"calls": len(step.allocating), "time_ns": time_ns},
@@ -301,7 +303,8 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
     is_asked_for = line is not None
     yield Cause(
         code="garbage",
-        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in most steps, and looks at all objects for it",
+        cause=f"Python collects garbage for {paused_ns / 1e6:.3g} ms in most steps",
+        detail=", and looks at all objects for it",
         line=source_line(line) if line is not None else None,
         change="no gc.collect() in the step"
         if is_asked_for
@@ -323,7 +326,8 @@ def _recompilations(evidence: Evidence) -> Iterator[Cause]:
     reason = (longest.reason or "torch does not say why").partition("  #")[0].strip()
     yield Cause(
         code="recompile",
-        cause=f"torch.compile compiles again in most steps: {reason}",
+        cause="torch.compile compiles again in most steps",
+        detail=f": {reason}",
         line=find_line(longest.line or ""),
         change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
         changes=[shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING))],
@@ -338,7 +342,8 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
     columns = evidence.step.columns
     yield Cause(
         code="launch-blocking",
-        cause="CUDA_LAUNCH_BLOCKING is set: Python waits in each launch until its kernel has run",
+        cause="CUDA_LAUNCH_BLOCKING is set",
+        detail=": Python waits in each launch until its kernel has run",
         change="unset CUDA_LAUNCH_BLOCKING",
         changes=[launch_without_waiting("launch-blocking")],
         evidence={

@@ -51,7 +51,8 @@ def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
     where = f", {inside:,} of them in one module" if module is not None and inside < len(products) else ""
     yield Cause(
         code="tf32",
-        cause=f"{len(products):,} matrix products run in fp32, without tensor cores{where}",
+        cause=f"{len(products):,} matrix products run in fp32",
+        detail=f", without tensor cores{where}",
         module=module,
         change='torch.set_float32_matmul_precision("high")',
         changes=edits("tf32"),
@@ -101,7 +102,8 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
     both_products = [one for one in evidence.operations(evidence.step) if products(one)]
     yield Cause(
         code="attention",
-        cause=f"attention is written out: {len(small)} kernels write and read the matrix of scores",
+        cause="attention is written out",
+        detail=f": {len(small)} kernels write and read the matrix of scores",
         module=_busiest(small),
         change="F.scaled_dot_product_attention",
         changes=[
@@ -159,7 +161,8 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     if kernels:
         yield Cause(
             code="channels-last",
-            cause=f"{len(kernels)} kernels a step convert the layout of images for convolutions",
+            cause=f"{len(kernels)} kernels a step convert the layout of images",
+            detail=" for convolutions",
             module=_busiest(kernels),
             change="model.to(memory_format=torch.channels_last), and the images too",
             changes=edits("channels-last"),
@@ -226,7 +229,8 @@ def _describe_chain(
     size = _size_of_loop if code == "loop" else _size_of_fused(is_reducing=is_reducing)
     return Cause(
         code=code,
-        cause=f"{what}: {len(longest)} small kernels a call, {sum(map(len, runs)):,} a step{backward}",
+        cause=what,
+        detail=f": {len(longest)} small kernels a call, {sum(map(len, runs)):,} a step{backward}",
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,

@@ -70,7 +70,8 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
     kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters (foreach)"
     yield Cause(
         code="optimizer",
-        cause=f"{names} steps {kind}: {launches:,.0f} launches a step",
+        cause=f"{names} steps {kind}",
+        detail=f": {launches:,.0f} launches a step",
         module=OPTIMIZER,
         change=f"{names}(…, {better}=True)",
         changes=edits(f"optimizer:{better}"),
@@ -88,7 +89,8 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
     if filled:
         yield Cause(
             code="zero-grad",
-            cause=f"gradients are filled with zeros, {len(filled)} launches a step",
+            cause="gradients are filled with zeros",
+            detail=f", {len(filled)} launches a step",
             module=filled[0].module or None,
             change="optimizer.zero_grad(set_to_none=True)",
             changes=edits("zero-grad:none"),
@@ -122,9 +124,10 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(
         code="launches" if is_late else "compile",
-        cause=f"the GPU waits for Python, which makes {len(operations):,} launches a step in forward and backward"
+        cause="the GPU waits for Python" if is_late else f"{len(small):,} small kernels a step read and write memory",
+        detail=f", which makes {len(operations):,} launches a step in forward and backward"
         if is_late
-        else f"{len(small):,} small kernels a step read and write memory between products",
+        else " between products",
         line=None if waiting is None else source_line(waiting),
         change=(
             f"no wait at {PurePath(waiting.file or '').name}:{waiting.line}, which graphs forbid; then "

@@ -78,7 +78,8 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
     durations = evidence.step.columns.duration_ns
     yield Cause(
         code="no-sync",
-        cause=f"ranks sum gradients after every backward pass of a step: {len(early)} collectives too many",
+        cause="ranks sum gradients after every backward pass of a step",
+        detail=f": {len(early)} collectives too many",
         change="with model.no_sync(): around all passes of a step but the last",
         changes=[remove_operations("no-sync", find_early, nothing, "when ranks come to collectives")],
         evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
