@@ -27,7 +27,7 @@ from profkit.analysis.lines import find_lines
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines import samples, workers
 from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder, Waits
-from profkit.capture.lines.samples import Place, StackSampler, describe, find_place, is_own, is_profkits
+from profkit.capture.lines.samples import Place, StackSampler, describe, find_place, find_stack, is_own, is_profkits
 from profkit.capture.lines.workers import WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
 from profkit.cli import cli
@@ -169,7 +169,7 @@ def test_samples_are_weighed_by_the_time_since_the_last_one() -> None:
         thread.join()
     sampler._look(100)  # the thread has ended
     named = {
-        (describe(place).line, phase, kind): times for (place, phase, kind), times in sampler.times.items() if place
+        (describe(stack[0]).line, phase, kind): times for (stack, phase, kind), times in sampler.times.items() if stack
     }
     assert named == {(line, "forward", "main"): [7], (line, "backward", "main"): [0, 5]}
     assert sorted(sampler.samples.values()) == [1, 2]
@@ -308,7 +308,7 @@ def test_waits_are_counted_by_line_and_phase_and_not_shown(sync_mode: list[int],
     _wait()
     warnings.warn("the script's own", UserWarning, stacklevel=1)
     waits.stop()
-    counts = {(describe(place).function, phase): count for (place, phase, _), count in waits.counts.items() if place}
+    counts = {(describe(stack[0]).function, phase): count for (stack, phase, _), count in waits.counts.items() if stack}
     assert counts == {("_wait", "forward"): 3, ("_wait", "optimizer"): 1}
     assert [str(warning.message) for warning in recwarn.list] == ["the script's own"]
 
@@ -406,22 +406,54 @@ def test_the_scripts_own_mode_is_respected(sync_mode: list[int], recwarn: Any) -
 
 
 def test_lines_of_one_phase_and_thread_are_one_row_with_its_error() -> None:
-    place = find_place(sys._getframe())
-    assert place is not None
+    stack = (find_stack(sys._getframe())[0],)
     recorder = LineRecorder(lambda: "forward")
     sampler = recorder._sampler
     for time_ns in (100, 200, 300):
         sampler._add({}, "forward", time_ns)
-        sampler._step[place, "forward", "main"] = time_ns
-        sampler.samples[place, "forward", "main"] += 5
+        sampler._step[stack, "forward", "main"] = time_ns
+        sampler.samples[stack, "forward", "main"] += 5
         recorder.step_ended({"step_ns": 1000})
-    recorder._waits.counts[place, "forward", "main"] = 6
+    recorder._waits.counts[stack, "forward", "main"] = 6
     found = recorder.stop()
     assert found is not None
     (row,) = found.lines
     assert (row.samples, row.time_ns, row.waits) == (15, 200, 2.0)
     assert row.error_ns == 58  # a standard deviation of 100, of three steps
     assert len(found.steps.steps) == 3
+
+
+def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() -> None:
+    stacks = []
+
+    def draw(again: bool) -> None:
+        if again:
+            draw(False)
+        else:
+            stacks.append(find_stack(sys._getframe()))
+
+    draw(False)
+    line = _here() - 1
+    draw(True)
+    recorder = LineRecorder(lambda: None)
+    sampler = recorder._sampler
+    for stack, time_ns in zip(stacks, (100, 400), strict=True):
+        sampler._step[stack, None, "main"] = time_ns
+        sampler.samples[stack, None, "main"] += 10
+    recorder.step_ended({"step_ns": 1000})
+    recorder._waits.counts[stacks[1], None, "main"] = 3
+    found = recorder.stop()
+    assert found is not None
+    (own,) = found.lines
+    assert (own.function.rpartition(".")[2], own.time_ns, own.waits, own.waiting_ns) == ("draw", 500, 3, 400)
+    here = {row.line: row for row in found.callers}
+    assert [(here[at].called, here[at].time_ns, here[at].waits) for at in (line, line + 2)] == [
+        ("draw", 100, 0),
+        ("draw", 400, 3),
+    ]
+    assert here[line + 2].waiting_ns == 400
+    (again,) = (row for row in found.callers if row.function.endswith("draw"))
+    assert (again.time_ns, again.samples) == (400, 10)
 
 
 def test_enough_steps_are_a_second_and_three_or_sixty() -> None:

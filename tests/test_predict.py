@@ -141,6 +141,28 @@ def test_python_of_a_line_that_is_gone() -> None:
     assert holds(answer, [*FORWARD[:30], replace(FORWARD[30], gap_ns=0), *FORWARD[31:], *OPTIMIZER])
 
 
+def test_python_of_a_line_that_calls_others_is_gone_with_all_that_they_do() -> None:
+    program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=3_000_000), *FORWARD[31:], *OPTIMIZER]
+    truth = [*FORWARD[:30], replace(FORWARD[30], gap_ns=0), *FORWARD[31:], *OPTIMIZER]
+    own = LineTime("/home/a/train.py", 7, "train", "draw", "forward", "main", 3, 500_000, 9_000, 0.0)
+    inner = LineTime("/home/a/train.py", 3, "draw", None, "forward", "main", 50, 2_500_000, 30_000, 0.0)
+    caller = replace(own, samples=50, time_ns=2_500_000, error_ns=30_000, is_caller=True)
+    facts = ProgramFacts(lines=[inner, own], callers=[caller])
+    assert holds(predicted(program, "no-host:train.py:7", facts=facts), truth)
+
+
+def test_a_line_that_is_not_known_or_trains_is_refused_by_name() -> None:
+    own = LineTime("/home/a/train.py", 3, "draw", None, "forward", "main", 50, 2_500_000, 30_000, 0.0)
+    answer = predicted(PROGRAM, "no-host:train.py:7", facts=ProgramFacts(lines=[own]))
+    assert answer.refusal is not None
+    assert answer.refusal.endswith("does not say which lines call others; most of train.py's time is in line 3")
+    callers = [
+        replace(own, line=9, phase=phase, is_caller=True) for phase in ("forward", "backward", "optimizer", None)
+    ]
+    answer = predicted(PROGRAM, "no-host:train.py:9", facts=ProgramFacts(lines=[own], callers=callers))
+    assert answer.refusal == "this line calls what trains: all that a step does lies in it"
+
+
 def test_a_cuda_graph_of_the_step() -> None:
     own_ns = CONSTANTS.launch_ns + 300 * len(PROGRAM)
     truth = [replace(PROGRAM[0], own_ns=own_ns), *(replace(doing, gap_ns=0, own_ns=0) for doing in PROGRAM[1:])]
@@ -303,7 +325,7 @@ def test_a_line_that_does_not_wait_or_is_not_known_is_refused() -> None:
     facts = ProgramFacts(lines=[line])
     assert "does not wait" in (predicted(WAITING, "no-wait:train.py:7", facts=facts).refusal or "")
     for other in ("other.py:7", "train.py:8", "b/train.py:7"):
-        assert "no such line" in (predicted(WAITING, f"no-host:{other}", facts=facts).refusal or "")
+        assert "no time or wait of this line" in (predicted(WAITING, f"no-host:{other}", facts=facts).refusal or "")
 
 
 def test_a_bound_has_no_expected_time_and_says_why() -> None:

@@ -25,6 +25,7 @@ _LARGEST_SCALE = 1.5
 class LinesResult(NotebookResult):
     """The lines of one rank, the longest first: times are scaled to an unprofiled step.
 
+    ``callers`` are those of their lines that had called others: their times are the others', and no part of the sum.
     ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one. ``step_ns``
     is the unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None
     without workers.
@@ -36,6 +37,7 @@ class LinesResult(NotebookResult):
     step_ns: int
     is_scaled: bool
     lines: tuple[LineTime, ...]
+    callers: tuple[LineTime, ...]
     unnamed_ns: int
     batches: int
     batch_ns: int | None
@@ -73,6 +75,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
     scale = _scales(looked, unprofiled)
     named = [line for line in found.lines if line.file is not None and _is_known(line)]
     rows = [_row(line, scale) for line in named]
+    callers = [_row(line, scale) for line in found.callers if _is_known(line)]
     rest = [line for line in found.lines if line not in named and line.thread != "worker"]
     step_ns = unprofiled.get(STEP, looked.get(STEP, 0))
     return LinesResult(
@@ -82,6 +85,7 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         step_ns=round(step_ns),
         is_scaled=bool(scale),
         lines=tuple(sorted(rows, key=lambda row: (row.thread == "worker", -row.time_ns, -row.waits))),
+        callers=tuple(callers),
         unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in rest),
         batches=found.steps.batches,
         batch_ns=found.steps.batch_ns if found.steps.batches else None,

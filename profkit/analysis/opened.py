@@ -222,6 +222,7 @@ class OpenedTrace:
         batch_ns = None if self.lines is None else self.lines.batch_ns
         return ProgramFacts(
             lines=None if self.lines is None else self.lines.lines,
+            callers=() if self.lines is None else self.lines.callers,
             optimizer_bytes=None if self.run is None else count_fused_bytes(self.run.manifest),
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
             batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),

@@ -7,6 +7,7 @@ The first object is a `LineSteps`: in how many steps, and how long, the lines we
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -58,6 +59,7 @@ class LineTime:
     """What one line took: the mean a step, its standard error, how often it waited for the GPU a step, and how long.
 
     ``file`` is None for time with no line of the user's own on the stack. ``phase`` is None outside of all phases.
+    With ``is_caller`` it is what other lines of the user's own took, and how they waited, that this one had called.
     """
 
     file: SourceFile | None
@@ -71,14 +73,16 @@ class LineTime:
     error_ns: int
     waits: float
     waiting_ns: int = 0
+    is_caller: bool = False
 
 
 @dataclass(frozen=True)
 class RunLines:
-    """All that one process wrote."""
+    """All that one process wrote: the lines that ran, and apart from them those that had called others."""
 
     steps: LineSteps
     lines: tuple[LineTime, ...]
+    callers: tuple[LineTime, ...] = ()
 
 
 def write_lines(path: Path, lines: RunLines) -> None:
@@ -87,9 +91,18 @@ def write_lines(path: Path, lines: RunLines) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    objects = [asdict(lines.steps), *map(asdict, lines.lines)]
+    objects = [asdict(lines.steps), *map(asdict, (*lines.lines, *lines.callers))]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(record)}\n" for record in objects), encoding="utf-8")
+
+
+def split_lines(steps: LineSteps, lines: Sequence[LineTime]) -> RunLines:
+    """Return the lines of a process, those that had called others apart."""
+    return RunLines(
+        steps,
+        tuple(line for line in lines if not line.is_caller),
+        tuple(line for line in lines if line.is_caller),
+    )
 
 
 def read_run_lines(path: Path) -> RunLines:
@@ -113,4 +126,4 @@ def read_run_lines(path: Path) -> RunLines:
         raise RunError(f"{path}: holds no lines")
     if steps[0].version != VERSION:
         raise RunError(f"{path}: has version {steps[0].version}, and this profkit reads version {VERSION}")
-    return RunLines(steps[0], tuple(lines))
+    return split_lines(steps[0], lines)

@@ -54,6 +54,7 @@ _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 """Without workers the thread that trains moves a batch to pinned memory itself."""
 _WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
 """Of the Python of a module's forward pass, what checkpointing it adds there: its generators' states, its hooks."""
+_MOST_NAMED = 3
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
 
@@ -66,7 +67,8 @@ class CannotPredictError(Exception):
 class ProgramFacts:
     """What is known of the program besides its trace.
 
-    ``lines`` are the lines of source behind its unprofiled steps. ``optimizer_bytes`` is what a fused optimizer moves,
+    ``lines`` are the lines of source behind its unprofiled steps, and ``callers`` what lines that called others took in
+    them. ``optimizer_bytes`` is what a fused optimizer moves,
     None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
     which takes ``batch_ns`` for what a step needs, None if that is not known. The machine has ``cpus``, None if that is
     not known, of which a worker keeps ``worker_cpus`` busy; torch computes with ``threads`` in the program, and with
@@ -74,6 +76,7 @@ class ProgramFacts:
     """
 
     lines: Sequence[LineTime] | None = None
+    callers: Sequence[LineTime] = ()
     optimizer_bytes: int | None = None
     bytes_per_s: float | None = None
     batch_ns: int | None = None
@@ -241,22 +244,38 @@ def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
-    """Return what is known of a line, by phase."""
-    if setting.facts.lines is None:
+    """Return what is known of a line, by phase: what it takes itself, and in lines that it calls."""
+    facts = setting.facts
+    if facts.lines is None:
         raise CannotPredictError("the run holds no lines of source; `profkit run` of a script records them")
     file, _, number = setting.argument.rpartition(":")
     parts = PurePath(file).parts
-    lines = [
-        line
-        for line in setting.facts.lines
-        if line.file is not None
-        and str(line.line) == number
-        and line.thread != "worker"
-        and PurePath(line.file).parts[-len(parts) :] == parts
-    ]
+
+    def of_file(lines: Sequence[LineTime]) -> list[LineTime]:
+        own = (line for line in lines if line.file is not None and line.thread != "worker")
+        return [line for line in own if PurePath(line.file or "").parts[-len(parts) :] == parts]
+
+    calling = [line for line in of_file(facts.callers) if str(line.line) == number]
+    lines = [*calling, *(line for line in of_file(facts.lines) if str(line.line) == number)]
     if not lines:
-        raise CannotPredictError("no such line is known; `profkit summary` names those that take time")
-    return lines
+        others = ", ".join(dict.fromkeys(str(line.line) for line in of_file(facts.lines)[:_MOST_NAMED]))
+        known = f"; most of {PurePath(file).name}'s time is in line {others}" if others else ""
+        old = "" if facts.callers else ", and the recording does not say which lines call others"
+        raise CannotPredictError(f"no time or wait of this line is known{old}{known}")
+    if {line.phase for line in calling} >= {BACKWARD, OPTIMIZER}:
+        raise CannotPredictError("this line calls what trains: all that a step does lies in it")
+    phases = {line.phase: [one for one in lines if one.phase == line.phase] for line in lines}
+    return [_join_lines(of_phase) for of_phase in phases.values()]
+
+
+def _join_lines(lines: Sequence[LineTime]) -> LineTime:
+    return replace(
+        lines[0],
+        time_ns=sum(line.time_ns for line in lines),
+        error_ns=round(math.hypot(*(line.error_ns for line in lines))),
+        waits=sum(line.waits for line in lines),
+        waiting_ns=sum(line.waiting_ns for line in lines),
+    )
 
 
 def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:

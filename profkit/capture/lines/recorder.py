@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
@@ -18,10 +18,10 @@ import torch
 
 from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines.samples import PERIOD_NS, Place, StackSampler, describe, find_place
+from profkit.capture.lines.samples import PERIOD_NS, Key, Stack, StackSampler, describe, find_stack
 from profkit.capture.lines.workers import OfWorkers, WorkerLines
 from profkit.capture.steps.times import Span, sum_times, wait_for_device
-from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, write_lines
+from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines, write_lines
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 _FILTER: tuple[Any, ...] = (
@@ -35,7 +35,7 @@ _WARN, _ERROR = 1, 2
 
 
 class Waits:
-    """Counts calls that wait for the GPU by place, and by the phase and thread that ``phase`` returns.
+    """Counts calls that wait for the GPU by stack, and by the phase and thread that ``phase`` returns.
 
     torch names each in a warning, which is collected unprinted: ``.item()``, ``.cpu()``, ``nonzero`` and what else
     copies to pageable memory or asks for a value. It does not see ``torch.cuda.synchronize()``, copies from pageable
@@ -44,7 +44,7 @@ class Waits:
     """
 
     def __init__(self, phase: Callable[[], tuple[str | None, Thread]]) -> None:
-        self.counts: Counter[tuple[Place | None, str | None, Thread]] = Counter()
+        self.counts: Counter[Key] = Counter()
         self.unknown: str | None = None
         """Why the calls are not known; None if they are."""
         self._phase = phase
@@ -108,7 +108,7 @@ class Waits:
                 original(message)
                 return
             if str(message.message).startswith(_SYNCHRONIZES):
-                self.counts[find_place(sys._getframe(1)), *self._phase()] += 1
+                self.counts[find_stack(sys._getframe(1)), *self._phase()] += 1
                 if self._passes_on:
                     original(message)
 
@@ -208,7 +208,7 @@ class LineRecorder:
             self._waits.unknown,
             batch_cpu_ns=of_workers.batch_cpu_ns or None,
         )
-        return RunLines(steps, tuple(rows))
+        return split_lines(steps, rows)
 
 
 class LineSearch:
@@ -268,8 +268,8 @@ class LineSearch:
             self._recorder.forget()
 
 
-_Row = tuple[Line, str | None, Thread]
-"""A line apart from what it calls, its phase and its thread."""
+_Row = tuple[Line, str | None, Thread, bool]
+"""A line apart from what it calls, its phase, its thread, and whether it has called the line that ran."""
 
 
 @dataclass
@@ -285,27 +285,31 @@ class _Total:
 
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
-    for (place, phase, thread), times in sampler.times.items():
-        row, called = _row_of(place, phase, thread)
-        total = totals[row]
-        total.samples += sampler.samples[place, phase, thread]
-        for step, time_ns in enumerate(times):
-            total.times[step] += time_ns
-        if (place, phase, thread) in waits.counts:
-            total.waiting_ns += sum(times)
-        if called is not None:
-            total.called[called] += sum(times)
-    for (place, phase, thread), count in waits.counts.items():
-        row, called = _row_of(place, phase, thread)
-        totals[row].waits += count
-        if called is not None:
-            totals[row].called[called] += 0
+    for key, times in sampler.times.items():
+        for row, called in _rows_of(*key):
+            total = totals[row]
+            total.samples += sampler.samples[key]
+            for step, time_ns in enumerate(times):
+                total.times[step] += time_ns
+            if key in waits.counts:
+                total.waiting_ns += sum(times)
+            if called is not None:
+                total.called[called] += sum(times)
+    for key, count in waits.counts.items():
+        for row, called in _rows_of(*key):
+            totals[row].waits += count
+            if called is not None:
+                totals[row].called[called] += 0
     return [_line_time(row, total, steps) for row, total in totals.items()]
 
 
-def _row_of(place: Place | None, phase: str | None, thread: Thread) -> tuple[_Row, str | None]:
-    line = Line(None, 0, "") if place is None else describe(place)
-    return (line._replace(called=None), phase, thread), line.called
+def _rows_of(stack: Stack, phase: str | None, thread: Thread) -> Iterator[tuple[_Row, str | None]]:
+    """Yield the row of the line that runs, then those of its callers; one that calls itself counts once."""
+    known: set[tuple[str | None, int]] = set()
+    for line in map(describe, stack) if stack else [Line(None, 0, "")]:
+        if (line.file, line.line) not in known:
+            yield (line._replace(called=None), phase, thread, bool(known)), line.called
+        known.add((line.file, line.line))
 
 
 def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
@@ -313,7 +317,7 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
     squares = sum((time_ns - mean) ** 2 for time_ns in total.times)
     error = math.sqrt(squares / (steps - 1) / steps) if steps > 1 else mean
     called = max(total.called, key=lambda name: total.called[name], default=None)
-    line, phase, thread = row
+    line, phase, thread, is_caller = row
     return LineTime(
         **line._replace(called=called)._asdict(),
         phase=phase,
@@ -323,4 +327,5 @@ def _line_time(row: _Row, total: _Total, steps: int) -> LineTime:
         error_ns=round(error),
         waits=total.waits / steps,
         waiting_ns=round(total.waiting_ns / steps),
+        is_caller=is_caller,
     )

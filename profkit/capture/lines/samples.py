@@ -44,6 +44,10 @@ class Place(NamedTuple):
     called: int | None
 
 
+Stack = tuple[Place, ...]
+"""A line that runs, and the lines of the user's own that have called it; empty where nothing is the user's own."""
+
+
 def is_profkits(frame: FrameType | None) -> bool:
     """Return whether a hook of profkit's works, or waits for the device at a step's end: no time of the program's."""
     while frame is not None and not is_own(frame.f_code):
@@ -57,22 +61,30 @@ def is_profkits(frame: FrameType | None) -> bool:
 _HOOKS = {id(hook.__code__) for hook in (Hooks.optimizer_ends, Hooks.enter, Hooks.leave, wait_for_device)}
 
 
-def find_place(frame: FrameType | None, outermost: CodeType | None = None) -> Place | None:
-    """Return the innermost place of the user's own code on a stack; None if there is none.
+def find_place(frame: FrameType | None) -> Place | None:
+    """Return the innermost place of the user's own code on a stack; None if there is none."""
+    return next(_walk(frame), None)
+
+
+def find_stack(frame: FrameType | None, outermost: CodeType | None = None) -> Stack:
+    """Return the places of the user's own code on a stack, the innermost first.
 
     The user's own code is what lies in no installed package, is not generated and is not profkit's, but for the
     built-in models, which are the program where they run. With ``outermost``, only what that function has called
     counts.
     """
+    return tuple(_walk(frame, outermost))
+
+
+def _walk(frame: FrameType | None, outermost: CodeType | None = None) -> Iterator[Place]:
     called: CodeType | None = None
     while frame is not None and frame.f_code is not outermost:
         code = frame.f_code
         if is_own(code):
-            return Place(_number(code), frame.f_lasti, None if called is None else _number(called))
+            yield Place(_number(code), frame.f_lasti, None if called is None else _number(called))
         if not _is_profkits(code.co_filename):
             called = code
         frame = frame.f_back
-    return None
 
 
 def is_own(code: CodeType) -> bool:
@@ -123,6 +135,7 @@ _PROFKIT = Path(profkit.capture.__path__[0]).parent
 _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
+@functools.cache
 def describe(place: Place) -> Line:
     """Return where a place stands in its source, and what it calls there."""
     code = _codes[place.code]
@@ -156,13 +169,13 @@ _SWITCH_INTERVAL_S = 0.0005
 _PROMPT_NS = 100_000
 """A sampler that waited for nothing looks at most this late: the system's timer is no better."""
 
-Key = tuple[Place | None, str | None, Thread]
+Key = tuple[Stack, str | None, Thread]
 
 
 class StackSampler:
-    """Adds up, by place, phase and thread, the time between samples, each step for itself.
+    """Adds up, by stack, phase and thread, the time between samples, each step for itself.
 
-    Of a sample that came late, but before Python's switch interval was over, the time belongs to the place of the
+    Of a sample that came late, but before Python's switch interval was over, the time belongs to the stack of the
     sample before: the thread held Python's lock until now, and let it go for the call in which it is seen.
 
     Args:
@@ -241,7 +254,7 @@ class StackSampler:
             working = _find(frame, self._outermost) if self._outermost else None
             if frame is None or (self._outermost and working is None) or is_profkits(frame):
                 continue
-            key: Key = find_place(frame, working), None if kind == "backward" else phase, kind
+            key: Key = find_stack(frame, working), None if kind == "backward" else phase, kind
             before, self._last[thread] = self._last.get(thread, key), key
             if is_late:
                 key = before

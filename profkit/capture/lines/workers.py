@@ -224,7 +224,7 @@ class _Dormant:
 
     def _write(self, sampler: StackSampler) -> None:
         lines = [
-            (*(Line(None, 0, "") if key[0] is None else describe(key[0])), sampler.samples[key], times[0])
+            (*(describe(key[0][0]) if key[0] else Line(None, 0, "")), sampler.samples[key], times[0])
             for key, times in sampler.times.items()
         ]
         content = {
