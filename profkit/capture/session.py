@@ -516,7 +516,6 @@ class Session:
             loading=loading,
             left_out=self.hooks.names.left_out,
             compiled_failure=self._compiled.failure,
-            cached_graphs=self._compiled.cached_graphs,
             uncounted=self._after.counted.why_not,
         )
 

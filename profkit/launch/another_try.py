@@ -1,30 +1,24 @@
-"""A second run of a command that recorded nothing, the wrong steps, or no modules: how it goes, and what forbids it.
+"""A second run of a command that recorded nothing, or the wrong steps: how it goes, and what forbids it.
 
-A script with fewer steps than warm-up steps, one without anything that makes a step, one whose steps turned into others
-while they were recorded, and one whose compiled code came from a cache that was filled without profkit. A program that
-changed files in its folders while it ran is not run twice unasked.
+A script with fewer steps than warm-up steps, one without anything that makes a step, and one whose steps turned into
+others while they were recorded. A program that changed files in its folders while it ran is not run twice unasked.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import stat
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import time
 
-from profkit.files import user_cache
 from profkit.launch.passes import Outcome, Pass
-from profkit.run.compiled_code import KNOWN_CODE
 from profkit.run.manifest import Process, Workload
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order, StepChoice, StepKind, describe_step
 
-_INDUCTOR_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _SHORT_WARMUP = 2
 """Of a short script's steps: the first builds what the others have, the second is timed without a profiler."""
 _LEFT_FOR_LINES = 3
@@ -33,23 +27,16 @@ _WHOLE = "whole"
 _WORTH_ANOTHER = ("optimizer", "replay")
 _MOST_ENTRIES = 50_000
 """This many are looked at in a fraction of a second on a local disk."""
-_MOST_CACHED_BYTES = 5 * 2**30
-_IN_USE_S = 24 * 3600
-"""A cache of which a file was read or written since may be a running program's."""
 
 
 @dataclass(frozen=True)
 class AnotherTry:
-    """How to run the command again: what the first run showed, what the second does, and by which options.
+    """How to run the command again: what the first run showed, what the second does, and by which options."""
 
-    ``order`` None: what is recorded stays as it was. ``caches`` are the variables that name caches of profkit's own.
-    """
-
-    order: Order | None
+    order: Order
     shown: str
     then: str
     options: str
-    caches: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def why(self) -> str:
@@ -64,85 +51,22 @@ class AnotherTry:
         return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
     def adjust(self, planned: Pass) -> Pass:
-        """Return a pass with what is recorded, and from which caches, changed to this."""
-        order, planned = self.order, replace(planned, environment={**planned.environment, **self.caches})
-        if order is None:
-            return planned
-        order = replace(planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
-        return replace(planned, order=order)
+        """Return a pass with what is recorded changed to this."""
+        order = self.order
+        ordered = replace(planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
+        return replace(planned, order=ordered)
 
     def describe(self, workload: Workload) -> Workload:
         order = self.order
-        if self.caches:
-            workload = replace(workload, own_caches=True)
-        if order is None:
-            return workload
         return replace(workload, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
 
 
-def find_another_try(outcome: Outcome, own_cache: Path | None = None, took_s: float = 0) -> AnotherTry | None:
-    """Return how to run a command again so that more is recorded; None if nothing more can be had by that.
-
-    Args:
-        outcome: of the first run, which took ``took_s``.
-        own_cache: profkit's own cache of compiled code, which is made if it is needed; None: the first run used it.
-    """
+def find_another_try(outcome: Outcome) -> AnotherTry | None:
+    """Return how to run a command again so that more is recorded; None if nothing more can be had by that."""
     order, processes = outcome.order, outcome.processes
     if outcome.exit_status != 0 or order.recorder == "oom" or not processes or processes[0].failure is not None:
         return None
-    better = _better_order(order, processes[0])
-    # An allocator's recording that holds nothing would hold nothing again, and steps not found stay unfound.
-    is_worth = outcome.reason is None or (better is not None and order.recorder != "memory")
-    cached = max((process.cached_graphs for process in processes if process.is_recorded), default=0)
-    if own_cache is None or not cached or not is_worth or not _can_make(own_cache):
-        return better
-    return _compiled_anew(cached, own_cache, took_s, better)
-
-
-def own_cache_folder() -> Path:
-    """Return profkit's own cache of compiled code: what is learned there is known of the same code elsewhere, too."""
-    return user_cache(KNOWN_CODE, "inductor")
-
-
-def _can_make(folder: Path) -> bool:
-    """Make profkit's own cache of compiled code, anew if it has grown too large; return whether it can be used."""
-    with suppress(OSError):
-        if _is_outgrown(folder):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _is_outgrown(folder: Path) -> bool:
-    """Return whether a cache takes over 5 GiB and lay unused for a day.
-
-    It is removed as a whole or not at all: Inductor's entries name one another.
-    """
-    files = [path.lstat() for path in folder.rglob("*") if path.is_file()]
-    last_used_s = max((max(file.st_atime, file.st_mtime) for file in files), default=0)
-    return sum(file.st_size for file in files) > _MOST_CACHED_BYTES and time() - last_used_s > _IN_USE_S
-
-
-def _compiled_anew(cached: int, folder: Path, took_s: float, better: AnotherTry | None) -> AnotherTry:
-    caches = {_INDUCTOR_CACHE: str(folder)}
-    if _TRITON_CACHE in os.environ:  # else Inductor has Triton's cache within its own
-        caches[_TRITON_CACHE] = str(folder / "triton")
-    graphs = "1 compiled graph" if cached == 1 else f"{cached} compiled graphs"
-    shown = f"{graphs} came from Inductor's cache without modules, because a run without profkit filled it"
-    options = " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items())
-    then = (
-        f"with a cache of profkit's own, which takes about {max(took_s, 1):.0f} s and, the first time, the time to"
-        " compile; later runs know the same code in your cache, too, and run once"
-    )
-    if better is None:
-        return AnotherTry(None, shown, then, options, caches)
-    return AnotherTry(
-        better.order,
-        f"{better.shown}, and {shown}",
-        f"{better.then}, {then}",
-        f"{better.options} and {options}",
-        caches,
-    )
+    return _better_order(order, processes[0])
 
 
 def _better_order(order: Order, first: Process) -> AnotherTry | None:
@@ -256,7 +180,7 @@ _HIDDEN = (".", "torchinductor_")
 
 
 def _compiler_caches() -> Iterator[tuple[int, int]]:
-    for variable in (_INDUCTOR_CACHE, _TRITON_CACHE):
+    for variable in _COMPILER_CACHES:
         with suppress(KeyError, OSError):
             yield _identity(os.stat(os.environ[variable]))
 

@@ -12,8 +12,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from profkit.errors import UsageError
@@ -135,12 +135,11 @@ _MOST_RANKS_NAMED = 4
 class Pass:
     """One execution of the target: its command line, and what profkit does in its processes.
 
-    ``{run}`` in the command line stands for the run directory. ``environment`` are variables besides ours.
+    ``{run}`` in the command line stands for the run directory.
     """
 
     argv: tuple[str, ...]
     order: Order
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from profkit.errors import RunError, ToolError
-from profkit.files import PARTIAL, clear_partial_files
-from profkit.launch.another_try import AnotherTry, find_another_try, own_cache_folder, why_not_twice
+from profkit.files import PARTIAL, clear_partial_files, user_cache
+from profkit.launch.another_try import AnotherTry, find_another_try, why_not_twice
 from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
 from profkit.launch.nsys import Nsys
@@ -31,7 +32,7 @@ from profkit.launch.passes import (
     why_nothing,
 )
 from profkit.launch.processes import Stopped, run_child, uninterrupted
-from profkit.run.compiled_code import read_compiled_code
+from profkit.run.compiled_code import KNOWN_CODE, read_compiled_code
 from profkit.run.directory import (
     COMPILED,
     KINETO_TRACE,
@@ -64,8 +65,13 @@ _INTERRUPTED = 130
 _TOO_LONG_S = 600
 """A command that took longer is not run again unasked."""
 _CAPTURES = ("trace.*", "snapshot.*")
-_OF_MEMORY = ("snapshot*.pickle", "ledger*.jsonl")
 _COMPILED = COMPILED.replace(".", "*.")
+
+_FOLLOWS_COMPILED_CODE = ("kineto", "nsys", "memory")
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_MOST_CACHED_BYTES = 5 * 2**30
+_IN_USE_S = 24 * 3600
+"""A cache of which a file was read or written since may be a running program's."""
 
 _DOING = {
     "memory": "recording the allocator",
@@ -163,6 +169,31 @@ def build_environment(environment: Mapping[str, str], order: Order) -> dict[str,
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: order.to_json()}
 
 
+def own_compiler_cache(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which Inductor uses a cache of profkit's own, where a person has not chosen one.
+
+    Code from a cache that was filled without profkit says nothing of its modules.
+    """
+    if _COMPILER_CACHE in environment:
+        return {}
+    folder = user_cache(KNOWN_CODE, "inductor")
+    with suppress(OSError):
+        if _is_outgrown(folder):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    return {_COMPILER_CACHE: str(folder)} if os.access(folder, os.W_OK | os.X_OK) else {}
+
+
+def _is_outgrown(folder: Path) -> bool:
+    """Return whether a cache takes over 5 GiB and lay unused for a day.
+
+    It is removed as a whole or not at all: Inductor's entries name one another.
+    """
+    files = [path.lstat() for path in folder.rglob("*") if path.is_file()]
+    last_used_s = max((max(file.st_atime, file.st_mtime) for file in files), default=0)
+    return sum(file.st_size for file in files) > _MOST_CACHED_BYTES and time() - last_used_s > _IN_USE_S
+
+
 _GPU_FILES = ("nvidia[0-9]*", "nvhost-gpu", "dxg")
 """What there is in /dev with an NVIDIA GPU: of a card, of a Jetson, in Windows' Linux."""
 
@@ -195,8 +226,6 @@ class _Recording:
     _done: list[Outcome] = field(default_factory=list)
     _made_anew: list[Outcome] = field(default_factory=list)
     _took_s: float = 0.0
-    _has_own_caches: bool = False
-    _may_not_compile: bool = False
     _compiled_before: dict[Path, int] = field(default_factory=dict)
 
     def make_passes(self) -> None:
@@ -210,7 +239,7 @@ class _Recording:
             again = self._another_try()
             if again is not None:
                 tried = again
-                passes = [again.adjust(each) for each in (*([last] if self._makes_anew(again) else []), *passes)]
+                passes = [again.adjust(each) for each in (*([last] if self._makes_anew else []), *passes)]
                 if passes:
                     self._say(again.why)
                     self.manifest = replace(self.manifest, workload=again.describe(self.manifest.workload))
@@ -265,8 +294,8 @@ class _Recording:
             os.lseek(_STDIN, self._input_start, os.SEEK_SET)
         order = replace(planned.order, run=str(self.run.resolve()))
         words = [word.replace("{run}", order.run) for word in planned.argv]
-        environment = build_environment({**os.environ, **planned.environment}, order)
-        self._has_own_caches = bool(planned.environment)
+        caches = own_compiler_cache(os.environ) if order.recorder in _FOLLOWS_COMPILED_CODE else {}
+        environment = build_environment({**os.environ, **caches}, order)
         self._compiled_before = {path: path.stat().st_size for path in self.run.glob(_COMPILED)}
         began = monotonic()
         if order.recorder == "nsys" and self.nsys is not None:
@@ -314,39 +343,32 @@ class _Recording:
     def _another_try(self) -> AnotherTry | None:
         """Return how to make the last pass anew, having removed what it recorded; None if that is not done."""
         last = self._done[-1]
-        own_cache = None if self._has_own_caches or self._may_not_compile else own_cache_folder()
-        again = find_another_try(last, own_cache, self._took_s)
+        again = find_another_try(last)
         has_tried = any(outcome.order.recorder == last.order.recorder for outcome in self._done[:-1])
-        # Too few steps are a reason that says what to change; the modules that a recording lacks give no reason.
-        is_refused = self._why_not_by_itself() is not None and (again is None or not again.caches)
-        if again is None or has_tried or is_refused:
+        reads_pipe = self._input_start is None and not os.isatty(_STDIN)
+        if again is None or has_tried or reads_pipe or self._took_s > _TOO_LONG_S:
             return None
-        if self._makes_anew(again):
-            if self.manifest.job is not None:
-                against: str | None = "the job's other machines do not run it again"
-            else:
-                against = self._why_not_by_itself() or why_not_twice(self.target.argv, self.run / MANIFEST, self.run)
+        if self._makes_anew:
+            against: str | None = "the job's other machines do not run it again"
+            if self.manifest.job is None:
+                against = why_not_twice(self.target.argv, self.run / MANIFEST, self.run)
             if against is not None:
                 self._decline(again.why_not(against))
                 return None
             self._clear_last()
         return again
 
-    def _why_not_by_itself(self) -> str | None:
-        if self._took_s > _TOO_LONG_S:
-            return f"it took longer than {_TOO_LONG_S // 60} minutes"
-        return "it reads a pipe" if self._input_start is None and not os.isatty(_STDIN) else None
+    @property
+    def _makes_anew(self) -> bool:
+        """Whether the last pass is made anew, not only those that follow.
 
-    def _makes_anew(self, again: AnotherTry) -> bool:
-        """Return whether the last pass is made anew, not only those that follow.
-
-        The allocator was recorded up to the script's end: what it lacks another run lacks too, but for modules.
+        The allocator was recorded up to the script's end: what it lacks another run lacks too.
         """
-        return bool(again.caches) or self._done[-1].order.recorder != "memory"
+        return self._done[-1].order.recorder != "memory"
 
     def _decline(self, why: str) -> None:
         """Have the run end with ``why`` it is not made anew; if the last pass recorded something, say it now."""
-        last, self._may_not_compile = self._done[-1], True
+        last = self._done[-1]
         if last.reason is None:
             self._say(why)
         else:
@@ -354,8 +376,7 @@ class _Recording:
 
     def _clear_last(self) -> None:
         self._made_anew.append(self._done[-1])
-        recorded = _OF_MEMORY if self._done[-1].order.recorder == "memory" else ("trace.*", WORK)
-        for path in [path for pattern in recorded for path in self.run.glob(pattern)]:
+        for path in [*self.run.glob("trace.*"), *self.run.glob(WORK)]:
             path.unlink()
         for path in self.run.glob(_COMPILED):
             os.truncate(path, self._compiled_before.get(path, 0))

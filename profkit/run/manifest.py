@@ -143,7 +143,6 @@ class Workload:
 
     ``preset_name``, ``batch``, ``context`` or ``contexts``, ``passes``, ``dtype``, ``compile_mode``, ``seed`` and
     ``checkpoint_layers`` are a built-in model's. ``steps`` are those that were to be recorded, after ``warmup_steps``.
-    ``own_caches``: compiled code came from profkit's own caches instead of the user's, to have its modules.
     """
 
     steps: int | None = None
@@ -163,7 +162,6 @@ class Workload:
     seed: int | None = None
     ranks: int | None = None
     checkpoint_layers: int | None = None
-    own_caches: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -269,8 +267,7 @@ class Process:
     ``step`` is the kind of its steps, in the words of ``--step-on``, and ``step_names`` are the classes or functions
     that make one. ``seen`` says how often each thing that may make a step happened, and ``step_changed_to`` which kind
     of steps began only when the recording had. ``compiled_failure`` says why compiled code, or some of it, has no
-    modules, and ``cached_graphs`` how many graphs have none because they came from a cache that was filled without
-    profkit. ``uncounted`` says why no step's FLOPs were counted, where they were to be.
+    modules. ``uncounted`` says why no step's FLOPs were counted, where they were to be.
     """
 
     process: str = ""
@@ -298,7 +295,6 @@ class Process:
     loading: Loading | None = None
     left_out: RangesLeftOut | None = None
     compiled_failure: Message | None = None
-    cached_graphs: int = 0
     uncounted: Uncounted | None = None
 
 

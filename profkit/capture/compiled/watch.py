@@ -87,12 +87,6 @@ class CompiledCode:
             "profkit; to compile them anew, set TORCHINDUCTOR_CACHE_DIR to a new folder"
         )
 
-    @property
-    def cached_graphs(self) -> int:
-        """How many graphs have no modules because they came from a cache, and would have them if compiled anew."""
-        is_possible = self._error is None and not self._in_cpp and self._generation.is_possible
-        return self._unknown if is_possible else 0
-
     def _watch_code_cache(self, _: Any) -> None:
         def wrap(plain: Function) -> Function:
             def watched(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None, **more: Any) -> Any:
