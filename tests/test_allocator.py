@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.allocator.layout import Layout, lay_out, lay_out_end
+from profkit.allocator.layout import Layout, lay_out
 from profkit.allocator.replay import History, replay_history
 from profkit.allocator.rules import round_sizes
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
@@ -373,7 +373,7 @@ def test_the_blocks_of_a_moment_are_those_that_the_allocator_had(
     drive(allocator, steps, record_at=0)
     history = replay(allocator)
     assert blocks_of(lay_out(history, len(stopped.events))) == listed(stopped.snapshot())
-    assert blocks_of(lay_out_end(history)) == listed(allocator.snapshot())
+    assert blocks_of(lay_out(history, len(allocator.events))) == listed(allocator.snapshot())
 
 
 @pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle"])
@@ -383,14 +383,8 @@ def test_allocated_pending_and_free_are_all_that_is_reserved(name: str) -> None:
     for moment in (0, history.peak_moment, len(history.device.events) // 2):
         layout = lay_out(history, moment)
         assert layout is not None
-        assert layout.reserved_bytes == history.curves.reserved[moment]
-        assert layout.bytes_in(ALLOCATED) == history.curves.allocated[moment]
-        assert sum(map(layout.bytes_in, (ALLOCATED, PENDING, INACTIVE))) == layout.reserved_bytes
-    end, replayed = lay_out_end(history), lay_out(history, len(history.device.events))
-    assert blocks_of(end) == blocks_of(replayed)
-    assert end is not None
-    assert replayed is not None
-    assert (end.row.tolist(), end.releasable_bytes) == (replayed.row.tolist(), replayed.releasable_bytes)
+        assert layout.size_bytes.sum() == layout.segment_bytes.sum() == history.curves.reserved[moment]
+        assert layout.size_bytes[layout.state == ALLOCATED].sum() == history.curves.allocated[moment]
 
 
 def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:

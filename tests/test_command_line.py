@@ -19,7 +19,6 @@ import pytest
 
 from profkit.cli import main, outputs
 from tests.conftest import ROOT, call_main
-from tests.efficiency_runs import SMALL
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -225,13 +224,6 @@ def test_output_in_any_encoding_succeeds(profkit: Run, trace: Path, encoding: st
     for command in ("kernels", "ranges"):
         done = profkit(command, trace, env=environment, encoding=encoding, errors="strict")
         assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_of_a_tree_and_a_table_an_ascii_terminal_gets_the_nearest_characters(profkit: Run) -> None:
-    done = profkit("summary", SMALL, env={**os.environ, "PYTHONIOENCODING": "ascii"}, encoding="ascii")
-    assert "        |- Python preparing kernels" in done.stdout
-    assert "        `- the rest" in done.stdout
-    assert "?" not in done.stdout
 
 
 def test_a_shell_is_offered_commands_and_options() -> None:

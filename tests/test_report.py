@@ -15,26 +15,21 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from markupsafe import escape
 
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders
-from profkit.report.page.memory import build_segments, merge_blocks
 from profkit.report.page.modules import tree_of
 from profkit.report.page.page import render_report
 from profkit.report.page.step import MOST_SLICES, slice_median_step
 from profkit.report.units import format_bytes, format_ns
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records
-from profkit.snapshot.reader import build_snapshot
-from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.browser import draw_first_screen, open_page, read_table
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, write_two_steps
 from tests.in_process import run_command
-from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 
 SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
@@ -392,42 +387,12 @@ def test_the_chart_holds_the_peak_and_every_colouring_adds_up_to_it(page: Any, r
     assert set(sums) == {told["allocated"]["peak_bytes"]}
 
 
-@pytest.mark.browser
-def test_the_segments_at_both_moments_close_and_are_those_of_the_command(page: Any, run: Path) -> None:
-    told = printed("memory", run)
-    rows = {row["what"]: row for row in read_table(page, "memory-unused")}
-    for moment in ("at_bytes", "end_bytes"):
-        held, allocated, pending, unused, releasable, torn = [int(row[moment]) for row in list(rows.values())[:6]]
-        assert held == allocated + pending + unused
-        assert unused == releasable + torn
-    some = told["fragmentation"]
-    assert int(rows["held from CUDA"]["at_bytes"]) == told["peak"]["reserved_bytes"]
-    assert int(rows["allocated"]["at_bytes"]) == told["allocated"]["peak_bytes"]
-    assert int(rows["cached but unused"]["at_bytes"]) == some["free_bytes"]
-    assert int(rows["cached but unused"]["end_bytes"]) == some["end_free_bytes"]
-    assert int(rows["largest unused piece"]["at_bytes"]) == some["largest_free_bytes"]
-    assert int(rows["largest unused piece"]["end_bytes"]) == some["end_largest_free_bytes"]
-    heads = page.locator(".segment.heads strong").all_inner_texts()
-    assert f"unused in {some['free_blocks']} piece" in heads[0]
-    assert f"unused in {some['end_free_blocks']} piece" in heads[1]
-    assert page.locator(".segments svg rect").count() > 2 * 5
-
-
 def test_the_memory_under_other_settings_is_that_of_the_command(page_file: Path, run: Path) -> None:
     today, expandable = printed("whatif", run, "--allocator", "expandable_segments:True")["memory"]["cases"]
     section = page_file.read_text().partition('<section id="whatif"')[2].partition("</section>")[0]
     assert "expandable_segments:True" in section
     assert format_bytes(expandable["reserved_peak_bytes"]) in section
     assert format_bytes(expandable["reserved_peak_bytes"] - today["reserved_peak_bytes"]) in section
-
-
-def test_source_lines_are_embedded_on_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").write_text("\n" * 43 + "state = make_secret_state()\n")
-    snapshot = Training().write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for option, is_there in (((), False), (("--source",), True)):
-        assert run_command("report", snapshot, "-o", "page.html", *option).returncode == 0
-        assert ("make_secret_state()" in Path("page.html").read_text()) == is_there
 
 
 # -- the first screen and the modules ---------------------------------------------------------------------------
@@ -681,23 +646,3 @@ def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
     assert "is unknown; <code>profkit run --memory</code> records whose tensors they are" in text
     assert "Out of memory 1 time" in text
     assert "needed up to" in text or "it needed" in text
-
-
-def test_a_segment_of_very_many_blocks_is_drawn_with_few() -> None:
-    blocks = [(4 * MIB * number, 4 * MIB, "parameters", number) for number in range(5_000)]
-    drawn = merge_blocks(blocks, 5_000 * 4 * MIB, lambda row: f"weight {row}")
-    assert len(drawn) <= 800
-    assert drawn[0]["left"] == 0
-    assert drawn[-1]["left"] + drawn[-1]["width"] == pytest.approx(100)
-    assert drawn[0]["text"].endswith("parameters; weight 0")
-
-
-def test_segments_that_the_history_contradicts_are_not_drawn(tmp_path: Path) -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
-    allocator.malloc(8 * MIB)
-    allocator._note("alloc", 2**40, MIB, 0)
-    opened = OpenedSnapshot(build_snapshot(tmp_path / "odd.pickle", allocator.snapshot()))
-    view = build_segments(opened.device(), opened.memory())
-    assert "not known" in view["heads"][0]
-    assert view["table"]["rows"][4][1] == {"text": "–", "value": "", "title": ""}  # unknown is not 0

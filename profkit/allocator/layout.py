@@ -14,7 +14,7 @@ import numpy.typing as npt
 from profkit.allocator.recorded_heap import find_regions
 from profkit.allocator.replay import History
 from profkit.allocator.rules import SMALL_BYTES, SMALL_SEGMENT_BYTES
-from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Device, Ints
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,15 +33,6 @@ class Layout:
     state: Ints
     segment: Ints
     row: Ints
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return what PyTorch held from CUDA."""
-        return int(self.segment_bytes.sum())
-
-    def bytes_in(self, state: int) -> int:
-        """Return the bytes of all blocks in one state: ``ALLOCATED``, ``PENDING`` or ``INACTIVE``."""
-        return int(self.size_bytes[self.state == state].sum())
 
     @property
     def free_blocks(self) -> Ints:
@@ -73,28 +64,10 @@ def sum_releasable(size_bytes: Ints, segment: Ints, segment_bytes: Ints, is_expa
 def lay_out(history: History, moment: int) -> Layout | None:
     """Return how memory lay at a moment on the curves; None if the recorded blocks do not fit into the segments."""
     replay = history.replay
-    used = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
-    state = np.where(replay.freed[used] >= moment, ALLOCATED, PENDING)
-    return _fill(history.device, moment, np.stack([replay.address[used], replay.size_bytes[used], state, used]))
-
-
-def lay_out_end(history: History) -> Layout | None:
-    """Return how memory lay when recording ended, as the snapshot itself lists it; None if its blocks do not fit."""
-    blocks, replay = history.device.blocks, history.replay
-    live = np.flatnonzero(replay.completed == replay.event_count)
-    row_at = dict(zip(replay.address[live].tolist(), live.tolist(), strict=True))
-    used = blocks.state != INACTIVE
-    rows = np.array([row_at.get(address, -1) for address in blocks.address[used].tolist()], dtype=np.int64)
-    columns = (blocks.address[used], blocks.size_bytes[used], blocks.state[used], rows)
-    return _fill(history.device, replay.event_count, np.stack(columns))
-
-
-def _fill(device: Device, moment: int, used: Ints) -> Layout | None:
-    """Return the segments of a moment, each filled with the blocks in use and the free memory between them.
-
-    ``used`` holds the address, size, state and row of each block in use, in this order.
-    """
-    plain, mapped = find_regions(device, Counter(), moment)
+    rows = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
+    states = np.where(replay.freed[rows] >= moment, ALLOCATED, PENDING)
+    used = np.stack([replay.address[rows], replay.size_bytes[rows], states, rows])
+    plain, mapped = find_regions(history.device, Counter(), moment)
     regions = sorted(
         [(begin, begin + length, False) for begin, length in plain.items()] + [(*stretch, True) for stretch in mapped]
     )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
     from profkit.run.edits import Edit
-    from profkit.run.manifest import Conditions
+    from profkit.run.manifest import Conditions, Manifest
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -284,6 +284,13 @@ class OpenedCapture:
     run: Run | None
     trace: OpenedTrace | None
     snapshot: OpenedSnapshot | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the run says of itself; nothing for a file outside a run directory."""
+        from profkit.run.manifest import Manifest
+
+        return Manifest() if self.run is None else self.run.manifest
 
     def whatif(
         self,

@@ -72,7 +72,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     Raises:
         TraceError, RunError, SnapshotError: a file of it is damaged.
     """
-    manifest = Manifest() if capture.run is None else capture.run.manifest
+    manifest = capture.manifest
     compared = compare_opened(capture.trace, capture.run)
     summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]

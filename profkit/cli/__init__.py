@@ -6,7 +6,6 @@ A command's module is imported only when that command runs, so that ``profkit --
 from __future__ import annotations
 
 import atexit
-import codecs
 import gc
 import io
 import os
@@ -44,12 +43,6 @@ _COMMANDS = {
 }
 
 _KEPT_BYTES = 1 << 24
-
-_NEAREST_ASCII = "profkit-nearest-ascii"
-_ASCII_FOR = str.maketrans(
-    {"─": "-", "├": "|", "└": "`", "◀": "<", "→": ">", "←": "<", "…": "~", "×": "x", "±": "+", "–": "-", "—": "-"}
-    | {"−": "-", "µ": "u", "·": "-", "≥": ">", "≤": "<", "≈": "~", "✗": "x"}
-)
 
 
 class _LazyGroup(click.Group):
@@ -174,16 +167,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _replace_with_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return what stands for characters that an encoding lacks: the nearest of ASCII, else ``?``."""
-    if not isinstance(error, UnicodeEncodeError):
-        return codecs.replace_errors(error)
-    return error.object[error.start : error.end].translate(_ASCII_FOR).encode("ascii", "replace").decode(), error.end
-
-
 def _prepare_streams() -> None:
     """Let no missing character of an encoding stop the output, and no file get the number of a closed stream."""
-    codecs.register_error(_NEAREST_ASCII, _replace_with_ascii)
     for number in range(3):
         try:
             os.fstat(number)
@@ -192,7 +177,7 @@ def _prepare_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_NEAREST_ASCII)
+            stream.reconfigure(errors="replace")
 
 
 def _explain(error: Exception) -> tuple[str, int]:

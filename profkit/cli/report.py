@@ -21,14 +21,12 @@ from profkit.reading import open_capture
     metavar="RUN0",
     help="Compare with RUN0, an earlier run: what changed, the largest first.",
 )
-@click.option("--source", is_flag=True, help="Put the source lines that allocated memory into the page.")
-def report(capture: Path, output: Path | None, against: Path | None, source: bool) -> None:
+def report(capture: Path, output: Path | None, against: Path | None) -> None:
     """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
 
     RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
-    without a network, prints, and can be read without JavaScript. It holds no environment, host or user. A path
-    begins at the working directory, or is a file's name alone. Source text is in it only with --source, and only from
-    files below the working directory.
+    without a network, prints, and can be read without JavaScript. It holds no environment, host, user or
+    source text. A path begins at the working directory, or is a file's name alone.
     """
     from profkit.report.page.page import render_report, write_page  # loads Jinja2
 
@@ -38,6 +36,6 @@ def report(capture: Path, output: Path | None, against: Path | None, source: boo
     refuse_overwriting([capture, against], [output])
     with shown_after_a_second(f"reading {capture.name}"):
         before = None if against is None else open_capture(against)
-        page = render_report(open_capture(capture), against=before, source=Path.cwd() if source else None)
+        page = render_report(open_capture(capture), against=before)
     write_page(output, page)
     click.echo(output)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
-from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.summary import StepTree, Summary
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 from profkit.report.colours import LIMITS
@@ -23,9 +22,10 @@ from profkit.report.commands.answer import (
     name_place,
 )
 from profkit.report.document import Document, Labelled
-from profkit.report.page.markup import without_folders
+from profkit.report.page.markup import Results, without_folders
 from profkit.report.text import make_visible
 from profkit.report.units import format_bytes, format_ns, format_share
+from profkit.run.edits import parse_edits
 
 _SECTIONS = {
     "STEP": ("step", "efficiency"),
@@ -56,28 +56,17 @@ _ELSEWHERE = ("Care", "Lacks", "More", "Try")
 """Lines that stand at the head of the page, or under what was not recorded."""
 
 
-def build_answer(
-    summary: Summary,
-    advice: AdviceResult,
-    run: str,
-    against: str = "",
-    *,
-    lanes: tuple[StepLanes, StepLanes] | None = None,
-) -> dict[str, Any]:
-    """Return the first screen.
-
-    ``against`` says in one sentence what changed since an earlier run, if there is one; ``lanes`` are those of a step
-    as it is and as it is expected after the first Try.
-    """
-    together = describe_together(summary, advice)
+def build_answer(run: Results, against: str = "") -> dict[str, Any]:
+    """Return the first screen; ``against`` says in one sentence what changed since an earlier run, if there is one."""
+    summary, advice = run.summary, run.advice
     return {
         "sentence": without_folders(make_visible(describe_answer(summary, advice))),
         "against": make_visible(against),
         "figures": list(_figures(summary, advice)),
         "parts": [] if summary.tree is None else list(_parts(summary.tree)),
-        "together": together,
-        "tries": [_view_try(summary, proposal, run) for proposal in advice.tries],
-        "lanes": [] if lanes is None else list(_lanes(*lanes)),
+        "together": describe_together(summary, advice),
+        "tries": [_view_try(summary, proposal, run.name) for proposal in advice.tries],
+        "lanes": list(_lanes(run)),
         "nothing": "" if advice.tries else make_visible(advice.nothing or ""),
     }
 
@@ -114,8 +103,17 @@ def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
         at += part.time_ns
 
 
-def _lanes(before: StepLanes, after: StepLanes) -> Iterator[dict[str, Any]]:
-    """Yield the lanes of both steps on one scale."""
+def _lanes(run: Results) -> Iterator[dict[str, Any]]:
+    """Yield the lanes of a step as it is and as it is expected after the first Try, on one scale.
+
+    There are none where that Try is no edit, or nothing is expected.
+    """
+    edit = next((proposal.edit for proposal in run.advice.tries), None)
+    trace = run.capture.trace
+    both = None if trace is None or edit is None else trace.step_lanes(parse_edits([edit]))
+    if both is None:
+        return
+    before, after = both
     whole = max(before.step_ns, after.step_ns, 1)
     for label, step in (("now", before), ("after the first Try", after)):
         for name, spans in step.lanes.items():

@@ -1,4 +1,4 @@
-"""What the sections of the page share: tables with their exact values, packed data, texts without folders."""
+"""What the sections of the page share: a capture's results, tables with exact values, packed data, plain texts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import gzip
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from profkit.analysis.causes.advice import AdviceResult, find_advice
+from profkit.analysis.efficiency.summary import EfficiencyResult
+from profkit.analysis.kernels.summary import KernelsResult
+from profkit.analysis.memory.opened_snapshot import MemoryResult
+from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.summarize import summarize_capture
+from profkit.analysis.summary import Summary
 from profkit.findings import Finding
 from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Row, Table
 from profkit.report.text import make_visible
@@ -24,6 +33,63 @@ _LONGEST_TABLE = 400
 _PATH = re.compile(r"""(?<![\w.*)\]>/\\-])[~/][^\s:=,;'"<>]*""")
 _HOME = re.compile(r"/(?:home|Users)/[^/]+")
 _INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
+
+
+class Results:
+    """What several sections show of one capture; None where it did not record what a result is of."""
+
+    def __init__(self, capture: OpenedCapture) -> None:
+        self.capture = capture
+        self.name = without_folders(str(capture.path))
+        """The capture as commands on the page name it."""
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What the run says, and the times of its modules."""
+        return summarize_capture(self.capture)
+
+    @cached_property
+    def advice(self) -> AdviceResult:
+        """What to try."""
+        return find_advice(self.capture, self.summary)
+
+    @cached_property
+    def kernels(self) -> KernelsResult | None:
+        """The whole capture's kernels, or CPU operators."""
+        trace = self.capture.trace
+        return trace.kernels() if trace is not None and len(trace.trace.work) else None
+
+    @cached_property
+    def efficiency(self) -> EfficiencyResult | None:
+        """How well the GPUs were used; None without GPU work."""
+        trace = self.capture.trace
+        is_on_gpu = self.kernels is not None and self.kernels.measure == "gpu-kernel"
+        return trace.efficiency() if trace is not None and is_on_gpu else None
+
+    @cached_property
+    def memory(self) -> MemoryResult | None:
+        """The account of the device with the highest peak, at that peak."""
+        return None if self.capture.snapshot is None else self.capture.snapshot.memory()
+
+    @property
+    def steps(self) -> int | None:
+        """Over how many measured steps the times of ranges are sums; None if some lie outside them."""
+        return None if self.efficiency is None else self.efficiency.step_count
+
+    def record_again(self, option: str) -> str:
+        """Return the command that would record this program again, as it was and with one more option.
+
+        A block of a program is recorded by the program itself, by torch.profiler alone and without the work of ranges.
+        """
+        manifest = self.capture.manifest
+        if manifest.kind == "block":
+            return "profkit.record(memory=True)" if option == "--memory" else "profkit run -- python train.py"
+        known = [("--nsys", manifest.profiler == "nsys"), ("--memory", bool(manifest.argv) and self.memory is not None)]
+        option = " ".join(dict.fromkeys([*(name for name, was_given in known if was_given), option]))
+        if not manifest.argv and manifest.target:
+            return f"profkit run {option} {without_folders(manifest.target)}"
+        program = shlex.join(map(without_folders, manifest.argv)) if manifest.argv else "python train.py"
+        return make_visible(f"profkit run {option} -- {program}")
 
 
 @dataclass(frozen=True)

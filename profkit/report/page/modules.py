@@ -27,8 +27,7 @@ from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, MODEL, kind_of, phase_of
 from profkit.report.commands.step_replay import name_limits
 from profkit.report.document import Column, Table
-from profkit.report.page.markup import Interned, pack, view_table
-from profkit.report.page.results import Results
+from profkit.report.page.markup import Interned, Results, pack, view_table
 from profkit.report.text import simplify_name
 from profkit.report.units import BYTES, CHANGE, SHARE, TEXT, Unit, count_over, format_flops, ns_over
 
@@ -296,12 +295,12 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
 
 def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
     """Return, for each module, its bytes by line and by category."""
-    if run.device is None or run.memory is None:
+    if run.capture.snapshot is None or run.memory is None:
         return None
     composition = run.memory.composition
     row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
     lines: dict[str, dict[str, tuple[int, int]]] = {}
-    for label, pieces in _pieces_by_line(run.device, composition.moment).items():
+    for label, pieces in _pieces_by_line(run.capture.snapshot.device(), composition.moment).items():
         for part in sum_by_module(pieces, composition.allocated_bytes, ()):
             if part.path in row_of:
                 sums = lines.setdefault(row_of[part.path], {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -14,27 +15,33 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from profkit.analysis.compare.comparison import compare_captures
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
+from profkit.findings import Finding
 from profkit.report import colours
+from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
+from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
+from profkit.report.document import Column, Lines, Table
 from profkit.report.page.answer import build_answer, build_lines
-from profkit.report.page.markup import Section, view_parts, without_folders
+from profkit.report.page.markup import Results, Section, view_parts, view_table, without_folders
 from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
-from profkit.report.page.results import Results, build_comparison, build_ranks, compare_runs
 from profkit.report.page.step import build_dots, build_timeline, slice_median_step
 from profkit.report.text import make_visible
-from profkit.report.units import format_count, format_ns
+from profkit.report.units import CHANGE, format_count, format_ns
 from profkit.version import __version__
 
 _SCRIPTS = {
@@ -45,6 +52,17 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
+
+_MOST_CHANGES = 200
+"""Lines of a table of changes."""
+
+MOST_IN_MATRIX = 64
+"""A matrix of more ranks than this is no picture: the table names those that others wait for most."""
+
+MOST_UNFOLDED = 16
+"""So many ranks, the most unusual ones, are shown at once."""
+
+_WIDEST, _LARGEST_CELL = 640, 64
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
@@ -66,7 +84,7 @@ def render_memory_page(
         wanted: which allocations the chart shows; the others are added up as one.
     """
     command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
-    content = build_memory(memory, result, wanted=wanted)
+    content = build_memory(memory, result, wanted)
     section = Section("memory", _MEMORY, command, content, findings=result.warnings)
     alone = OpenedCapture(capture.path, capture.run, None, None)
     title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"
@@ -83,13 +101,12 @@ def write_page(path: Path, text: str) -> None:
     write_whole(path, text.encode("utf-8", "replace"))
 
 
-def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = None, source: Path | None = None) -> str:
+def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = None) -> str:
     """Return the page of a capture as text.
 
     Args:
         capture: what is shown.
         against: an earlier run, to compare with.
-        source: the folder whose source lines stand next to the allocations that they made; by default none do.
 
     Raises:
         UsageError: the earlier run has nothing that could be compared.
@@ -105,23 +122,18 @@ def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = Non
         *_trial_sections(run),
         *_rank_sections(run),
         *_module_sections(run, before),
-        *_memory_sections(run, source),
+        *_memory_sections(run),
         *_kernel_sections(run),
         _trust_section(run),
     ]
-    return _render_sections(
-        f"{capture.path.resolve().name}: profkit report", run, sections, answer=_answer(run, headline)
-    )
+    title = f"{capture.path.resolve().name}: profkit report"
+    return _render_sections(title, run, sections, answer=build_answer(run, headline))
 
 
 def render_first_screen(capture: OpenedCapture) -> str:
     """Return a page that holds no more than the first screen of `render_report`."""
     run = Results(capture)
-    return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [], answer=_answer(run))
-
-
-def _answer(run: Results, headline: str = "") -> dict[str, Any]:
-    return build_answer(run.summary, run.advice, run.name, headline, lanes=run.lanes)
+    return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [], answer=build_answer(run))
 
 
 def _lines_section(run: Results) -> Section:
@@ -157,7 +169,7 @@ def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
     Never the environment, the host or the user.
     """
-    trace, manifest = run.capture.trace, run.manifest
+    trace, manifest = run.capture.trace, run.capture.manifest
     findings = [
         *run.summary.findings,
         *(() if trace is None else trace.self_check.findings),
@@ -184,8 +196,8 @@ def _facts(run: Results) -> Iterator[tuple[str, str]]:
         "torch": head.torch or "",
         "precision": head.precision or "",
         "recorded": "" if head.steps is None else format_count(head.steps, "step"),
-        "git revision": (run.manifest.git_revision or "")[:_REVISION],
-        "date": _date(run.manifest.started_utc),
+        "git revision": (run.capture.manifest.git_revision or "")[:_REVISION],
+        "date": _date(run.capture.manifest.started_utc),
     }
     yield from ((name, value) for name, value in known.items() if value)
 
@@ -198,17 +210,51 @@ def _date(started_utc: str | None) -> str:
 
 
 def _comparison_section(before: Results, run: Results) -> Section:
+    """Return the tables and sentences of ``profkit compare``, each change in per cent too.
+
+    A difference that may change times by itself is a caution.
+    """
+    result = compare_captures(before.capture, run.capture, force=True)
+    parts = build_compare_document(result, top=_MOST_CHANGES).parts
+    content = {
+        "headline": next(line for part in parts if isinstance(part, Lines) for line in part.lines),
+        "parts": view_parts(_add_percent(part) if isinstance(part, Table) else part for part in parts),
+    }
+    cautions = [
+        Finding(
+            "provenance", f"compared with another {describe_difference(difference)}: this may change times by itself"
+        )
+        for difference in result.provenance.disturbances
+    ]
     command = f"profkit compare {before.name} {run.name}"
-    result, cautions = compare_runs(before.capture, run.capture)
-    return Section("compare", f"Against {before.name}", command, build_comparison(result), findings=tuple(cautions))
+    return Section("compare", f"Against {before.name}", command, content, (*cautions, *result.warnings))
+
+
+def _add_percent(table: Table) -> Table:
+    keys = [column.key for column in table.columns]
+    pairs = {"change_ns": "before_ns", "change_bytes": "before_bytes"}
+    change = next((key for key in pairs if key in keys and pairs[key] in keys), None)
+    if change is None:
+        return table
+    rows = [{**row, "percent": _share_of_before(row.get(change), row.get(pairs[change]))} for row in table.rows]
+    at = keys.index(change) + 1
+    columns = [*table.columns[:at], Column("percent", "%", CHANGE), *table.columns[at:]]
+    return replace(table, columns=columns, rows=rows)
+
+
+def _share_of_before(change: Any, before: Any) -> float | str | None:
+    """Return a change as a part of what was there; None where nothing was, and nothing in a row without numbers."""
+    if not isinstance(change, int | float) or not isinstance(before, int | float):
+        return ""
+    return change / before if before else None
 
 
 def _step_sections(run: Results) -> Iterator[Section]:
     trace, result = run.capture.trace, run.efficiency
     if trace is None or result is None:
         return
-    document = build_efficiency_document(result, (), compared=run.ranks, limits=trace.step_limits)
-    dots = list(build_dots(trace.account, run.manifest)) if result.steps else []
+    document = build_efficiency_document(result, (), compared=run.summary.compared, limits=trace.step_limits)
+    dots = list(build_dots(trace.account, run.capture.manifest)) if result.steps else []
     content = {"dots": dots, "parts": view_parts(document.parts)}
     yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
     step = slice_median_step(trace.attribution, result.steps)
@@ -238,8 +284,45 @@ def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 
 def _rank_sections(run: Results) -> Iterator[Section]:
-    if run.ranks is not None:
-        yield Section("ranks", "Ranks", f"profkit ranks {run.name}", build_ranks(run.ranks, run.name))
+    """Yield the sentences, the matrix of waits and the tables of ``profkit ranks``; most of many ranks are folded."""
+    result = run.summary.compared
+    if result is None:
+        return
+    document = build_ranks_document(result, run.name, top=None)
+    table = document.csv
+    unfolded = replace(table, rows=table.rows[:MOST_UNFOLDED])
+    content = {
+        "lines": describe_ranks(result),
+        "matrix": _draw_waits(result) if len(result.ranks) <= MOST_IN_MATRIX else None,
+        "parts": view_parts([unfolded if part is table else part for part in document.parts[1:]]),
+        "folded": view_table(replace(table, rows=table.rows[MOST_UNFOLDED:], title="")),
+        "lost": [without_folders(make_visible(finding.message)) for finding in document.findings],
+    }
+    yield Section("ranks", "Ranks", f"profkit ranks {run.name}", content)
+
+
+def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
+    """Return the cells of the matrix, each as dark as its wait is long; None if nobody waits."""
+    waits, steps = result.waits_ns, max(result.step_count, 1)
+    longest = int(waits.max())
+    if not longest:
+        return None
+    size = min(_WIDEST // len(result.ranks), _LARGEST_CELL)
+    numbers = [rank.rank for rank in result.ranks]
+    cells = [
+        {
+            "x": to * size,
+            "y": here * size,
+            "share": round(int(waits[here, to]) / longest, 3),
+            "text": f"rank {numbers[here]} waits {format_ns(int(waits[here, to]) / steps)} a step"
+            f" for rank {numbers[to]}",
+        }
+        for here, to in zip(*waits.nonzero(), strict=True)
+    ]
+    # Where there are many ranks, not every one has room for its number.
+    every = -(-24 // size)
+    labels = [{"at": at * size + size // 2, "rank": rank} for at, rank in enumerate(numbers) if at % every == 0]
+    return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}
 
 
 def _module_sections(run: Results, before: Results | None) -> Iterator[Section]:
@@ -247,14 +330,15 @@ def _module_sections(run: Results, before: Results | None) -> Iterator[Section]:
         yield Section("modules", "Modules", f"profkit summary {run.name} --format json", build_modules(run, before))
 
 
-def _memory_sections(run: Results, source: Path | None) -> Iterator[Section]:
+def _memory_sections(run: Results) -> Iterator[Section]:
     opened = run.capture.snapshot
-    if opened is None or run.device is None or run.memory is None:
+    if opened is None or run.memory is None:
         return
+    device = opened.device()
     rank = _rank_words(run.capture, run.memory)
-    content = build_memory(run.device, run.memory, source=source)
+    content = build_memory(device, run.memory)
     yield Section("memory", _MEMORY, f"profkit memory {run.name}{rank}", content, findings=run.memory.warnings)
-    if 0 < len(run.device.device.events) <= _MOST_SIMULATED:
+    if 0 < len(device.device.events) <= _MOST_SIMULATED:
         document = build_whatif_document(opened.whatif())
         parts, findings = {"parts": view_parts(document.parts)}, tuple(document.findings)
         yield Section(
@@ -267,7 +351,9 @@ def _kernel_sections(run: Results) -> Iterator[Section]:
     if run.kernels is None or trace is None:
         return
     phases = trace.phases()
-    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None, compared=run.ranks)
+    document = build_kernels_document(
+        run.kernels, (), phases={"": phases} if phases else None, compared=run.summary.compared
+    )
     content = {"parts": view_parts(document.parts)}
     yield Section("kernels", "Kernels", f"profkit kernels {run.name}", content, findings=run.kernels.warnings)
 
@@ -277,7 +363,7 @@ def _trust_section(run: Results) -> Section:
     content = {
         "verdict": "" if check is None else _verdict_line(check),
         "findings": [] if check is None else [(finding.verdict, finding.message) for finding in check.findings],
-        "costs": view_parts(clean_times_parts(run.manifest)),
+        "costs": view_parts(clean_times_parts(run.capture.manifest)),
         "missing": [{"what": what, "command": command} for what, command in _find_missing(run)],
     }
     return Section("trust", "How far to trust this", f"profkit kernels {run.name} --strict", content)
@@ -295,7 +381,7 @@ def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
         yield "lines of source", again("")
     if capture.snapshot is None:
         yield "memory", again("--memory")
-    if run.manifest.unprofiled is None:
+    if run.capture.manifest.unprofiled is None:
         yield "step times without a profiler", again("--nsys")
     if trace is not None and (directory is None or directory.work is None):
         yield "FLOPs of each module", again("--flops")
