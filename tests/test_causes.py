@@ -255,8 +255,9 @@ def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns:
             with program.range("forward"):
                 program.launch(NVJET, 100_000, 20)
                 program.wait()
-    dataset = line(data_ns, "data", "Image.open", file="/work/data.py", line=12, function="__getitem__")
-    result = program.write(tmp_path, [dataset])
+    dataset = line(data_ns // 3, "data", "Image.open", file="/work/data.py", line=12, function="__getitem__")
+    loop = line(2 * data_ns // 3, "data", "next", line=88)  # the loader itself, which makes a batch of the images
+    result = program.write(tmp_path, [dataset, loop])
     assert ("loader" in found(result)) == is_named
     if is_named:
         advice = found(result)["loader"]
@@ -582,9 +583,9 @@ GIB = 2**30
 
 
 def _write_pauses(
-    folder: Path, name: str, counter: str, *, in_steps: int, counted: int
+    folder: Path, name: str, counter: str, *, in_steps: int, counted: int, after_ns: int = 0
 ) -> tuple[Program, AdviceResult]:
-    """Write a run whose host has a range of 2 ms in the middle of some recorded steps, and so many in all others."""
+    """Write a run whose host pauses for 2 ms in each recorded step: in some of them in a range up to ``after_ns``."""
     program = Program()
     for number in range(STEPS):
         with program.step(), program.range("forward"):
@@ -592,12 +593,12 @@ def _write_pauses(
             began = program.now
             program.now += 2 * MS
             if number < in_steps:
-                program.builder.range(name, began, program.now)
+                program.builder.range(name, began, program.now - after_ns)
             program.launch(NVJET, 50_000, 10)
             program.wait()
     folder.mkdir(exist_ok=True)
     during = {"steps": [{"step_ns": length} for length in program.lengths], "during": {counter: counted}}
-    lines = [line(2 * MS, "forward", "gc.collect", line=44), line(2 * MS, "forward", "scale", line=50)]
+    lines = [line(2 * MS, "forward", "gc.collect", line=44, samples=9), line(2 * MS, "forward", "scale", line=50)]
     return program, program.write(folder, lines, attached=during, processes=[{"pid": 7}])
 
 
@@ -634,13 +635,16 @@ def test_a_step_that_compiles_again_every_time_is_named_with_the_function_and_th
         reason="name == 'step 1'              # return loss * 2  # loss.py:13 in scale",
     )
     append_records(tmp_path / "compiled.jsonl", [compiled])
-    _, result = _write_pauses(tmp_path, "compiling scale", "compiled_graphs", in_steps=STEPS, counted=STEPS)
+    _, result = _write_pauses(
+        tmp_path, "compiling scale", "compiled_graphs", in_steps=STEPS, counted=STEPS, after_ns=MS // 2
+    )
     advice = found(result)
     assert ("recompile" in advice) == is_again
     assert "python" not in advice
     if is_again:
         assert advice["recompile"].line == SourceLine("loss.py", 12, "scale")
         assert advice["recompile"].cause.endswith("compiles again in most steps: name == 'step 1'")
+        assert after(advice["recompile"])[1] == pytest.approx(20 * 51_000 + 20_000, rel=0.05)
 
 
 @pytest.mark.parametrize(("is_set", "blocks"), [(True, True), (False, True), (True, False)])

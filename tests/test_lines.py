@@ -593,6 +593,7 @@ def run_with_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         LineTime("/me/train.py", 30, "main", "torch.randn", "forward", "main", 40, 100_000, 10_000, 0.0),
         LineTime("/me/train.py", 14, "main", "….item", "backward", "main", 3, 50_000, 9_000, 8.0, 40_000),
         LineTime("/me/train.py", 15, "main", None, "backward", "main", 9, 7_000, 9_000, 0.0),
+        LineTime("/me/train.py", 16, "main", "gc.collect", "backward", "main", 9, 6_000, 500, 0.0),
         LineTime(None, 0, "", None, "backward", "main", 90, 20_000, 1_000, 0.0),
         LineTime("/me/data/train.py", 3, "Data.__getitem__", "f", None, "worker", 30, 300_000, 1_000, 0.0),
     ]
@@ -605,6 +606,7 @@ def test_lines_are_scaled_phase_by_phase_to_the_unprofiled_steps(run_with_lines:
     assert [(line.line, line.time_ns, line.error_ns, line.waiting_ns) for line in result.lines] == [
         (30, 80_000, 8_000, 0),
         (14, 50_000, 9_000, 40_000),
+        (16, 6_000, 500, 0),  # few samples, but all steps agree
         (3, 300_000, 1_000, 0),
     ]
     assert result.unnamed_ns == 27_000  # under ten samples no line is named
@@ -619,7 +621,7 @@ def test_the_command_shows_lines_in_every_format(run_with_lines: Path) -> None:
     assert "loader worker" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 100
     data = json.loads(CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "json"]).output)
-    assert [line["time_ns"] for line in data["lines"]] == [80_000, 50_000, 300_000]
+    assert [line["time_ns"] for line in data["lines"]] == [80_000, 50_000, 6_000, 300_000]
     csv = CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "csv"]).output
     assert csv.splitlines()[1].startswith("/me/train.py,30,main,torch.randn,forward,main,40,80000,8000")
 

@@ -17,6 +17,9 @@ from profkit.run.manifest import Samples
 _PART = 0.1
 _MOST_NAMED = 2
 
+_FEWEST_ALIKE, _ALIKE = 5, 0.1
+"""So few samples name a line if their error is below this share of its time: all steps agree."""
+
 _LARGEST_SCALE = 1.5
 """Looking for lines has slowed no step by more than this, nor sped it up."""
 
@@ -105,7 +108,9 @@ def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
 
 
 def _is_known(line: LineTime) -> bool:
-    return line.samples >= FEWEST_SAMPLES or line.waits > 0
+    """Return whether a line may be named: a call that keeps Python's lock, such as gc.collect, is seldom seen in it."""
+    is_alike = line.samples >= _FEWEST_ALIKE and line.error_ns <= _ALIKE * line.time_ns
+    return line.samples >= FEWEST_SAMPLES or is_alike or line.waits > 0
 
 
 def _whose(rank: int) -> str:

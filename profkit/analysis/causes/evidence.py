@@ -238,8 +238,11 @@ class Evidence:
             )
         return self._operations[id(step)]
 
-    def shares_in_ranges(self, step: ReplayedStep, beginning: str) -> dict[int, float]:
-        """Return call → the share of the Python before it that ran in ranges whose names begin so, if any did."""
+    def shares_in_ranges(self, step: ReplayedStep, beginning: str, *, whole_from: float = 1.0) -> dict[int, float]:
+        """Return call → the share of the Python before it that ran in ranges whose names begin so, if any did.
+
+        From the share ``whole_from`` on all of that Python counts.
+        """
         assert self.trace is not None
         trace, columns = self.trace.trace, step.columns
         if not len(columns.call):
@@ -250,7 +253,8 @@ class Evidence:
         gaps_ns = np.maximum(columns.gap_ns, 0)
         ends_ns = trace.calls.start_ns[columns.call]
         inside_ns = ranges.within(ends_ns - gaps_ns, ends_ns)
-        return {call: float(inside_ns[call] / gaps_ns[call]) for call in np.flatnonzero(inside_ns).tolist()}
+        shares = {call: float(inside_ns[call] / gaps_ns[call]) for call in np.flatnonzero(inside_ns).tolist()}
+        return {call: 1.0 if share >= whole_from else share for call, share in shares.items()}
 
     def usual_time_in(self, beginning: str, counter: str) -> int:
         """Return how long the median recorded step ran Python in ranges whose names begin so.

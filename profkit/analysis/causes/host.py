@@ -35,6 +35,10 @@ _HELD_NS = 100_000
 """A copy from pinned memory returns sooner than this."""
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
+_MOSTLY = 0.5
+"""A pause that is compiling by this share is all of it."""
+_OF_DATASET = 0.25
+"""With less of the batch's time in its lines, the dataset is not what takes it."""
 _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
 _SPARE = 1.3
@@ -52,7 +56,7 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return
     lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
-    line = max(lines, key=lambda line: line.time_ns, default=None)
+    line = _costliest_below_loop(evidence, lines)
     enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
     workers = min(max(2, enough, facts.workers + 1), facts.room or _MANY_WORKERS)
     if workers <= facts.workers:
@@ -68,6 +72,15 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         costs="CPU cores and host memory",
         evidence={"waited_ns": waited_ns, "workers": facts.workers, "batch_ns": batch_ns},
     )
+
+
+def _costliest_below_loop(evidence: Evidence, lines: Sequence[LineTime]) -> LineTime | None:
+    """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself."""
+    calling = {(line.file, line.line) for line in evidence.facts.callers}
+    own = [line for line in lines if line.called != "next" and (line.file, line.line) not in calling]
+    if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
+        own = list(lines)
+    return max(own, key=lambda line: line.time_ns, default=None)
 
 
 def _say_workers(count: int) -> str:
@@ -316,7 +329,11 @@ def _collections(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _recompilations(evidence: Evidence) -> Iterator[Cause]:
-    """torch.compile compiles in most steps, since what it has compiled does not fit the step's inputs."""
+    """torch.compile compiles in most steps, since what it has compiled does not fit the step's inputs.
+
+    What Dynamo does before and after a compilation is no part of its range, and goes with it: it looks for code whose
+    guards hold, and collects garbage.
+    """
     compiling_ns = evidence.usual_time_in(COMPILING, "compiled_graphs")
     known = evidence.summary.compilations
     again = [] if known is None else [compiled for step in known.steps for compiled in step.again if compiled.line]
@@ -330,7 +347,9 @@ def _recompilations(evidence: Evidence) -> Iterator[Cause]:
         detail=f": {reason}",
         line=find_line(longest.line or ""),
         change="keep what the code is compiled for the same: pass what changes as a tensor, or leave it outside",
-        changes=[shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING))],
+        changes=[
+            shorten_gaps("recompile", lambda step: evidence.shares_in_ranges(step, COMPILING, whole_from=_MOSTLY))
+        ],
         evidence={"compiling_ns": compiling_ns},
     )
 

@@ -141,6 +141,8 @@ def make_step(settings: Settings):
         sizes = {"vocabulary": 2048, "width": 32, "heads": 2, "blocks": 2, "batch": 2, "length": 16}
     if "small-batch" in faults:
         sizes["batch"] //= 8 if not settings.tiny else 2
+    if "doubled" in faults:
+        sizes["batch"] *= 2
     torch.manual_seed(0)
     model = Model(sizes, faults).to(device)
     if "compiled" in faults:
@@ -152,7 +154,7 @@ def make_step(settings: Settings):
     noise_size = 1 << (10 if settings.tiny else 24)
     kept, records, count = [], [], 0
     compiled_scale = scale
-    if "recompiles" in faults:
+    if "recompiles" in faults or "compiles-once" in faults:
         torch._dynamo.config.recompile_limit = 1000
         compiled_scale = torch.compile(scale, backend="eager", dynamic=False)
 
@@ -170,9 +172,11 @@ def make_step(settings: Settings):
             inputs = inputs + (noise.to(device)[: sizes["length"]] > 9).long()
         logits = model(inputs).flatten(0, 1)
         loss = (written_cross_entropy if "cross-entropy" in faults else F.cross_entropy)(logits, targets)
-        if "recompiles" in faults:
-            loss = compiled_scale(loss, f"step {count}")
+        if "recompiles" in faults or "compiles-once" in faults:
+            loss = compiled_scale(loss, f"step {count}" if "recompiles" in faults else "step")
         loss.backward()
+        if "frozen" in faults:
+            gc.disable()
         if "records" in faults:
             records = make_records(100_000)
         if "collect" in faults:
@@ -188,6 +192,9 @@ def make_step(settings: Settings):
         optimizer.zero_grad(set_to_none=True)
         if "keep" in faults:
             kept.append(logits)
+        if "frozen" in faults:
+            gc.freeze()  # what other variants in this process collect must not be this one's records
+            gc.enable()
 
     return step
 
