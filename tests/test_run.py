@@ -406,21 +406,11 @@ class TestNsys:
     def test_says_what_a_report_holds(self, nsys_run: tuple[Path, Any]) -> None:
         assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in nsys_run[1].stdout
 
-    def test_flags_of_ones_own_reach_nsys_and_a_report_may_go(self, tmp_path: Path) -> None:
-        options = ("--trace", "cuda,nvtx,osrt", "--nsys-args", "--osrt-threshold=1000000", "--no-keep-report")
-        done = _profkit("--nsys", *options, *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
+    def test_a_report_may_go(self, tmp_path: Path) -> None:
+        done = _profkit("--nsys", "--no-keep-report", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "cannot be scrubbed" not in done.stdout
         assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
-        with closing(sqlite3.connect(f"file:{tmp_path / 'run' / 'trace.sqlite'}?mode=ro", uri=True)) as database:
-            # By default nsys records calls from a microsecond on; a quiet machine may have none of a millisecond.
-            short = "select count(*) from OSRT_API where end > start and end - start < 900000"
-            assert database.execute(short).fetchone() == (0,)
-
-    def test_a_flag_that_nsys_refuses_is_quoted(self, tmp_path: Path) -> None:
-        done = _profkit("--nsys", "--nsys-args", "--gpuctxsw=perhaps", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert "did not start the target: Illegal --gpuctxsw option-argument 'perhaps'." in done.stderr
 
     @NEEDS_PROC
     def test_a_killed_nsys_leaves_no_process_and_says_so(self, tmp_path: Path) -> None:

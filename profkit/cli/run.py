@@ -80,9 +80,7 @@ def run(
     target: tuple[str, ...],
     output: Path | None,
     with_nsys: bool,
-    traces: str,
     graph_trace: GraphTrace,
-    nsys_args: str,
     keep_report: bool,
     lines: bool,
     warmup: int | None,
@@ -119,7 +117,7 @@ def run(
     """
     kind = target_kind(target)
     refuse_options_of_other_kinds(kind)
-    nsys = require_nsys(traces, graph_trace, nsys_args, keep_report) if with_nsys else None
+    nsys = require_nsys(graph_trace, keep_report) if with_nsys else None
     recorder: Recorder = "nsys" if with_nsys else "kineto"
     allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
     warmup_steps = warmup if warmup is not None else COMMAND_WARMUP if kind == "command" else _WARMUP

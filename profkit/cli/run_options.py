@@ -22,8 +22,6 @@ from profkit.launch.nsys import (
     NsysOptions,
     check_abilities,
     find_nsys,
-    parse_extra,
-    parse_traces,
     read_abilities,
 )
 from profkit.models.options import CompileMode, Device, Dtype, Passes
@@ -49,7 +47,7 @@ _KIND_NAMES = {
     "callable": "callables (package.module:name)",
     "command": "commands (-- python train.py)",
 }
-_FOR_NSYS = ("traces", "graph_trace", "nsys_args", "keep_report")
+_FOR_NSYS = ("graph_trace", "keep_report")
 _COMMON = ("output", "with_nsys", "memory", "oom", "warmup", "steps", "step_on", "depth", "flops", "ranks", "help_all")
 """What ``--help`` shows; ``--help-all`` shows the others too."""
 
@@ -190,13 +188,6 @@ _OPTIONS = (
         "DistributedDataParallel; each rank has its own batch.",
     ),
     click.option(
-        "--trace",
-        "traces",
-        default=",".join(NsysOptions().traces),
-        show_default=True,
-        help="With --nsys: the APIs to trace, as nsys names them (osrt, cublas, cudnn, …); nvtx must be one.",
-    ),
-    click.option(
         "--cuda-graph-trace",
         "graph_trace",
         type=click.Choice(get_args(GraphTrace)),
@@ -205,7 +196,6 @@ _OPTIONS = (
         help="With --nsys: node traces each kernel of a CUDA graph, so ranges and tables see it, but every graph "
         "launch becomes slower; graph traces a whole launch as one row at little cost.",
     ),
-    click.option("--nsys-args", default="", help='More flags for nsys, quoted: --nsys-args "--gpuctxsw=true".'),
     click.option(
         "--keep-report/--no-keep-report",
         default=True,
@@ -332,14 +322,14 @@ def names_recorder() -> bool:
     return click.get_current_context().get_parameter_source("with_nsys") is ParameterSource.COMMANDLINE
 
 
-def require_nsys(traces: str, graph_trace: GraphTrace, nsys_args: str, keep_report: bool) -> Nsys:
+def require_nsys(graph_trace: GraphTrace, keep_report: bool) -> Nsys:
     """Return the nsys to record with, and its options.
 
     Raises:
         ToolError: there is no nsys.
         UsageError: it cannot do what is wanted.
     """
-    options = NsysOptions(parse_traces(traces), graph_trace, parse_extra(nsys_args), keep_report)
+    options = NsysOptions(graph_trace, keep_report)
     nsys = find_nsys(os.environ)
     if nsys is None:
         raise ToolError(

@@ -268,9 +268,7 @@ class _Recording:
         else:
             _keep_manifest(self.run, replace(manifest, status="complete"))
         has_trace = last.order.recorder in ("kineto", "nsys") and last.reason is None and bool(Run(self.run).traces)
-        has_kernels = has_trace and (
-            self.nsys is None or (last.processes[0].device == "cuda" and "cuda" in self.nsys.options.traces)
-        )
+        has_kernels = has_trace and (self.nsys is None or last.processes[0].device == "cuda")
         return Recorded(self.run, last, reason, has_trace=has_trace, has_kernels=has_kernels, warnings=warnings)
 
     def _what_lacks(self, counted: Sequence[Outcome]) -> list[str]:
