@@ -165,9 +165,7 @@ def test_the_targets_status_is_the_runs_and_lost_events_are_warned_of(
     assert (manifest["status"], manifest["exit_status"], manifest["warnings"]) == ("failed", 5, [warning])
 
 
-def test_on_a_gpu_there_are_kernels_and_a_report_may_go(
-    start: Callable[..., Recorded], tmp_path: Path
-) -> None:
+def test_on_a_gpu_there_are_kernels_and_a_report_may_go(start: Callable[..., Recorded], tmp_path: Path) -> None:
     assert start(device="cuda").has_kernels
     shutil.rmtree(tmp_path / "run")
     assert start(device="cuda", options=NsysOptions(keep_report=False)).has_kernels
