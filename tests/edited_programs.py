@@ -20,27 +20,27 @@ STACKS["step"] = [("adamw", "/x/site-packages/torch/optim/adamw.py", 9), ("<modu
 
 
 class Blocks(Training):
-    """``scale`` multiplies what grows with the batch; ``keeps_gradients``: ``zero_grad(set_to_none=False)``."""
+    """A program of two blocks; ``keeps_gradients``: ``zero_grad(set_to_none=False)``."""
 
-    def __init__(self, *, steps: int = 3, scale: int = 1, keeps_gradients: bool = False) -> None:
+    def __init__(self, *, steps: int = 3, keeps_gradients: bool = False) -> None:
         self.gradients: list[Block] = []
         self.keeps_gradients = keeps_gradients
-        super().__init__(steps=steps, scale=scale)
+        super().__init__(steps=steps)
 
     def step(self, number: int, leaks: bool) -> None:
         self.mark("START", f"step {number}")
-        given = [self.malloc(2 * MIB * self.scale, "data", ("input", "x"))]
+        given = [self.malloc(2 * MIB, "data", ("input", "x"))]
         kept = []
         self.mark("START", "forward")
         for block in range(2):
             self.mark("START", f"h.{block}")
-            temporary = self.malloc(1 * MIB * self.scale, "forward")
-            kept.append(self.malloc(8 * MIB * self.scale, "forward"))
+            temporary = self.malloc(1 * MIB, "forward")
+            kept.append(self.malloc(8 * MIB, "forward"))
             self.allocator.free(temporary)
-            given.append(self.malloc(2 * MIB * self.scale, "forward"))
+            given.append(self.malloc(2 * MIB, "forward"))
             self.mark("END", f"h.{block}")
         self.mark("END", "forward")
-        logits = self.malloc(20 * MIB * self.scale, "loss")
+        logits = self.malloc(20 * MIB, "loss")
         self.mark("START", "backward")
         self._backward(given, kept, logits)
         self.mark("END", "backward")
@@ -50,14 +50,14 @@ class Blocks(Training):
         self.mark("END", f"step {number}")
 
     def _backward(self, given: list[Block], kept: list[Block], logits: Block) -> None:
-        above = self.malloc(2 * MIB * self.scale, "backward")
+        above = self.malloc(2 * MIB, "backward")
         self.allocator.free(logits)
         self.allocator.free(given[2])
         made = []
         for block in (1, 0):
             name = ("gradient", f"w{block}")
             made.append(self.malloc(4 * MIB, "backward", None if self.gradients else name))
-            below = self.malloc(2 * MIB * self.scale, "backward")
+            below = self.malloc(2 * MIB, "backward")
             self.allocator.free(kept[block])
             self.allocator.free(above)
             self.allocator.free(given[block])

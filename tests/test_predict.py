@@ -375,6 +375,9 @@ def test_edits_are_read_in_the_tables_order() -> None:
     for wrong in ("gpu", "graphs:all", "autocast:fp8", "optimizer", "speed:×2", ""):
         with pytest.raises(UsageError, match=r"no edit|no autocast 'fp8'; it is one of bf16"):
             parse_edits([wrong])
+    for wrong in ("twice", "×0", "-1"):
+        with pytest.raises(UsageError, match=r"write ×2, x2 or 0\.5"):
+            read_factor(wrong)
 
 
 @pytest.mark.parametrize("style", FORMATS)

@@ -296,7 +296,6 @@ class OpenedCapture:
         self,
         edits: Sequence[str],
         *,
-        scale_from: Sequence[OpenedSnapshot] = (),
         allocators: Sequence[str] = (),
         device: int | None = None,
         capacity_bytes: int | None = None,
@@ -305,7 +304,7 @@ class OpenedCapture:
 
         Args:
             edits: as on the command line: ``optimizer:fused``, ``gpu:×1.5``. Their order does not matter.
-            scale_from, allocators, device, capacity_bytes: as for `OpenedSnapshot.whatif`.
+            allocators, device, capacity_bytes: as for `OpenedSnapshot.whatif`.
 
         Raises:
             UsageError: an edit is unknown, or memory alone is known and the edit cannot be modelled.
@@ -331,7 +330,6 @@ class OpenedCapture:
             memory = self.snapshot.whatif(
                 allocators=allocators,
                 edits=[edit.text for edit in changing],
-                scale_from=scale_from,
                 device=device,
                 capacity_bytes=capacity_bytes,
                 cost=None if self.trace is None else cost_of_ranges(self.trace.ranges()),

@@ -9,7 +9,7 @@ import click
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
-from profkit.cli.options import FILE, SIZE, capture_argument, peak_options, plot_option
+from profkit.cli.options import SIZE, capture_argument, peak_options, plot_option
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import ProfkitError, UsageError
 from profkit.reading import open_capture, open_snapshot, open_trace
@@ -35,14 +35,6 @@ from profkit.run.edits import FORMS, parse_edits
     + ", ".join(FORMS)
     + ". `profkit help whatif` explains them.",
 )
-@click.option(
-    "--scale-from",
-    "others",
-    multiple=True,
-    type=FILE,
-    metavar="OTHER",
-    help="The program recorded with another batch or sequence, for batch:×F and sequence:×F.",
-)
 @click.option("--fit", type=SIZE, metavar="SIZE", help="Search for the cheapest edits that fit, such as 24GiB.")
 @click.option(
     "--capacity",
@@ -56,7 +48,6 @@ def whatif(
     capture: Path,
     allocators: tuple[str, ...],
     edits: tuple[str, ...],
-    others: tuple[Path, ...],
     fit: int | None,
     capacity: int | None,
     plot: Path | None,
@@ -73,16 +64,13 @@ def whatif(
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
     require_png(plot)
-    refuse_overwriting([capture, *others], [output.path, plot])
+    refuse_overwriting([capture], [output.path, plot])
     with shown_after_a_second(f"reading {capture.name}"):
-        scale_from = [open_snapshot(other) for other in others]
         opened = open_capture(capture, rank=rank) if edits else None
         snapshot = open_snapshot(capture, rank=rank) if opened is None else None
     with shown_after_a_second("replaying the step, simulating the allocator"):
         if opened is not None:
-            predicted = opened.whatif(
-                edits, scale_from=scale_from, allocators=allocators, device=device, capacity_bytes=capacity
-            )
+            predicted = opened.whatif(edits, allocators=allocators, device=device, capacity_bytes=capacity)
         else:
             assert snapshot is not None
             memory = snapshot.whatif(

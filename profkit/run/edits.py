@@ -86,7 +86,6 @@ EDITS = (
         loss_share=None,
         code="loader = DataLoader(…, batch_size=…)  # {}",
     ),
-    EditSpec("sequence", ("sequence:×F",), numbers="sequences are cut elsewhere", loss_share=None),
     EditSpec("loss", ("loss:fused[:chunks=N]",), numbers="rounding differs", loss_share=_ROUNDING),
     EditSpec(
         "zero-grad",

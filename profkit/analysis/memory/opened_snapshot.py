@@ -212,7 +212,6 @@ class OpenedSnapshot:
         *,
         allocators: Sequence[str] = (),
         edits: Sequence[str] = (),
-        scale_from: Sequence[OpenedSnapshot] = (),
         fit: bool = False,
         device: int | None = None,
         capacity_bytes: int | None = None,
@@ -223,7 +222,6 @@ class OpenedSnapshot:
         Args:
             allocators: settings as in ``PYTORCH_CUDA_ALLOC_CONF``; by default those that are worth a try.
             edits: changes of the program, all together, such as ``optimizer:sgd`` or ``checkpoint:h.*``.
-            scale_from: snapshots of the program at other sizes, for ``batch:×2`` and ``sequence:×2``.
             fit: search for the edits that make the program fit.
             device: the device's index; by default the one with the highest peak.
             capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
@@ -233,16 +231,16 @@ class OpenedSnapshot:
             UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
             SnapshotError: no history was recorded.
         """
-        from profkit.analysis.whatif.answers import Edits, what_if  # few ask for it
+        from profkit.analysis.whatif.answers import what_if  # few ask for it
 
-        memory = self.device(device)
-        others = tuple(other.device(device) for other in scale_from)
         return what_if(
-            memory,
+            self.device(device),
             self.snapshot.path,
             allocators=allocators,
             capacity_bytes=capacity_bytes,
-            edits=Edits(tuple(edits), others, cost, fit) if edits or fit else None,
+            edits=edits,
+            fit=fit,
+            cost=cost,
         )
 
     def memory(

@@ -100,26 +100,15 @@ class WhatIf(NotebookResult):
         return table_of(self.cases, Case)
 
 
-@dataclass(frozen=True)
-class Edits:
-    """How a program is edited: ``texts`` as on the command line, or whatever fits.
-
-    ``others`` are runs with another batch or sequence; ``cost`` says how long ranges of the forward pass take.
-    """
-
-    texts: tuple[str, ...] = ()
-    others: tuple[DeviceMemory, ...] = ()
-    cost: Cost | None = None
-    searches: bool = False
-
-
 def what_if(
     memory: DeviceMemory,
     snapshot: str,
     *,
     allocators: Sequence[str] = (),
     capacity_bytes: int | None = None,
-    edits: Edits | None = None,
+    edits: Sequence[str] = (),
+    fit: bool = False,
+    cost: Cost | None = None,
 ) -> WhatIf:
     """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
 
@@ -127,7 +116,9 @@ def what_if(
         snapshot: its path, for the result.
         allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
         capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
-        edits: what to change in the program.
+        edits: what to change in the program, as on the command line.
+        fit: change whatever makes it fit.
+        cost: says how long ranges of the forward pass take.
 
     Raises:
         UsageError: torch would refuse a setting, or an edit cannot be modelled.
@@ -139,7 +130,7 @@ def what_if(
     identity = check_identity(history, requests)
     capacity, source = _find_capacity(memory, requests, capacity_bytes)
     today = _today(memory, requests, capacity, is_proven=identity.exact)
-    if edits is None:
+    if not (edits or fit):
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [variant for variant in variants if allocators or not variant.garbage_collection_threshold]
@@ -149,7 +140,7 @@ def what_if(
     else:
         variants = variants or [history.settings]
         cases, simulations, edited, has_found = _edited_cases(
-            memory, edits, variants, today, capacity=capacity, is_proven=identity.exact
+            memory, tuple(edits), variants, today, fit=fit, cost=cost, capacity=capacity, is_proven=identity.exact
         )
     return WhatIf(
         snapshot=snapshot,
@@ -202,28 +193,29 @@ def _highest(curve: Ints, at: Ints) -> Ints:
 
 def _edited_cases(
     memory: DeviceMemory,
-    edits: Edits,
+    texts: tuple[str, ...],
     variants: list[Settings],
     today: Case,
     *,
+    fit: bool,
+    cost: Cost | None,
     capacity: int | None,
     is_proven: bool,
 ) -> tuple[list[Case], list[Simulation], EditedPeak | None, bool | None]:
     """Return the cases of an edited program, their simulations, what its peak is made of, and what a search found."""
-    program, texts, has_found = Program(memory), edits.texts, None
-    if edits.searches:
+    program, has_found = Program(memory), None
+    if fit:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
         if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
             return [], [], None, True
-        rung, has_found = find_fitting(program, memory.history.settings, capacity, edits.cost)
+        rung, has_found = find_fitting(program, memory.history.settings, capacity, cost)
         texts, variants = rung.edits, [rung.settings]
-    stream, applied = apply_edits(program, texts, [Program(other) for other in edits.others])
+    stream, applied = apply_edits(program, texts)
     requests = with_failed_request(memory, stream.requests)
-    cases, simulations = _cases(memory, requests, variants, tuple(texts), capacity=capacity, is_proven=is_proven)
+    cases, simulations = _cases(memory, requests, variants, texts, capacity=capacity, is_proven=is_proven)
     if any(edit.unknown for edit in applied):
-        others = [Program(other) for other in edits.others]
-        extremes = [apply_edits(program, texts, others, bound=bound)[0] for bound in ("least", "most")]
+        extremes = [apply_edits(program, texts, bound=bound)[0] for bound in ("least", "most")]
         asked = [with_failed_request(memory, stream.requests) for stream in extremes]
         cases = [
             _widen(case, asked, settings, is_proven=is_proven) for case, settings in zip(cases, variants, strict=True)
@@ -239,7 +231,7 @@ def _edited_cases(
                 for case in cases
             ]
     first = simulations[0] if simulations else None
-    return cases, simulations, take_apart(program, stream, applied, first, edits.cost), has_found
+    return cases, simulations, take_apart(program, stream, applied, first, cost), has_found
 
 
 def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_proven: bool) -> Case:

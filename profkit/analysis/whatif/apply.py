@@ -37,7 +37,6 @@ from profkit.analysis.whatif.tensor_edits import (
     edit_loss,
     edit_optimizer,
     edit_parameters,
-    edit_size,
 )
 from profkit.errors import UsageError
 from profkit.names import BACKWARD
@@ -157,15 +156,13 @@ _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
     "drop": drop,
 }
 _CHECKPOINT = "checkpoint"
-_SCALES = ("batch", "sequence")
-MODELLED = (*_EDITS, *_SCALES, _CHECKPOINT)
+MODELLED = (*_EDITS, _CHECKPOINT)
 """Edits whose effect on memory is simulated."""
 
 
 def apply_edits(
     program: Program,
     texts: Sequence[str],
-    others: Sequence[Program] = (),
     *,
     stream: Stream | None = None,
     bound: Bound = "likely",
@@ -175,7 +172,6 @@ def apply_edits(
     Args:
         program: what was recorded.
         texts: edits such as ``optimizer:sgd``; they are applied in the order of `profkit.run.edits.EDITS`.
-        others: runs of the same program with another batch or sequence, for ``batch:×F`` and ``sequence:×F``.
         stream: what the edits change; by default what was recorded.
         bound: what to take for what is not known of them.
 
@@ -188,9 +184,7 @@ def apply_edits(
         if name not in MODELLED:
             raise UsageError(f"{text}: what it does to memory is not known")
         try:
-            if name in _SCALES:
-                change = edit_size(program, stream, argument, others, bound)
-            elif name == _CHECKPOINT:
+            if name == _CHECKPOINT:
                 change = edit_checkpoint(program, stream, argument, bound)
             else:
                 change = _EDITS[name](program, stream, argument)
