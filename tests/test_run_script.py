@@ -586,13 +586,10 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
     [
         (["--batch", "2", "--", "python", "train.py"], "--batch is for the built-in models; leave it out"),
         (["--memory-only", "model.tiny"], "--memory-only is for commands"),
-        (["--depth", "2", "model.tiny"], "--depth is for callables (package.module:name) and commands"),
-        (["--stop", "package.module:make_step"], "--stop is for commands (-- python train.py); leave it out"),
-        (["--batch", "2", "package.module:make_step"], "--batch is for the built-in models; leave it out"),
-        (["--flops", "model.tiny"], "--flops is for callables (package.module:name) and commands"),
-        (["--flops", "--warmup", "1", "package.module:make_step"], "--flops needs --warmup 2 or more"),
+        (["--depth", "2", "model.tiny"], "--depth is for commands"),
+        (["--stop", "model.tiny"], "--stop is for commands (-- python train.py); leave it out"),
+        (["--flops", "model.tiny"], "--flops is for commands"),
         (["--no-keep-report", "model.tiny"], "--no-keep-report goes with --nsys"),
-        (["package.module:make_step", "extra"], "extra: a callable takes options only"),
         (["model.tiny", "extra"], "extra: a built-in model takes options only"),
     ],
 )

@@ -75,38 +75,10 @@ if "calls" in how:
     print(paper_cuda.CALLS)
 """
 
-CALLABLE = """
-import os
-import torch
-from torch import nn
-from tests import paper_cuda
-
-def make_step():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    if '"recorder": "memory"' in os.environ["PROFKIT_ATTACH"]:
-        paper_cuda.install()
-        torch.cuda.init()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-def make_step_without():
-    return lambda: None
-"""
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "steps.py").write_text(CALLABLE)
     return tmp_path
 
 
@@ -364,26 +336,6 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     absent = run(sys.executable, "-m", "profkit", "memory", "run", "--rank", "2")
     assert absent.returncode == 2
     assert absent.stderr == "profkit: no snapshot of rank 2: this run holds rank 0, 1\n"
-
-
-def test_a_callables_memory_is_recorded_in_a_pass_of_its_own(place: Path, run: Run) -> None:
-    done = run(*_command("--memory", "--memory-entries", "9", "steps:make_step"))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("profkit: the steps run three times, because recording the allocator slows steps")
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz"]
-    ledger = _ledger(place)
-    assert [one.name for one in ledger.steps] == ["step 0", "step 1"]
-    assert {one.step for one in ledger.owned if one.role == "gradient"} == {None, 0, 1}, "the warm-up's too"
-    manifest = _manifest(place)
-    assert manifest["memory"]["losses"] == manifest["clean"]["losses"] == manifest["profiled"]["losses"]
-    assert manifest["memory"]["max_entries"] == 9
-
-
-def test_a_callable_without_cuda_has_its_trace_and_no_snapshot(place: Path, run: Run) -> None:
-    done = run(*_command("--memory", "steps:make_step_without"))
-    assert done.returncode == 0
-    assert "profkit: warning: no memory was recorded: no process of the target used a CUDA GPU" in done.stderr
-    assert _files(place) == ["manifest.json", "trace.json.gz"]
 
 
 def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:

@@ -28,7 +28,6 @@ from profkit.launch.passes import (
     OutOfMemory,
     Target,
     build_rank_argv,
-    callable_passes,
     command_name,
     command_passes,
     model_passes,
@@ -55,7 +54,6 @@ from profkit.run.recording import (
 )
 
 _WARMUP = 2
-_COUNTABLE_WARMUP = 2
 
 # torch.compile keeps this many variants of one piece of code; a further one would run uncompiled, without a word.
 _COMPILED_CONTEXTS = 8
@@ -71,8 +69,8 @@ _KILLED = 128 + signal.SIGKILL
 @click.command(
     cls=RunCommand,
     epilog="TARGET is a script with its arguments (train.py --lr 1e-3); or, after --, any command that starts Python "
-    "(-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py); package.module:name, a callable that returns "
-    "one step as a callable without arguments; or a built-in model: model.tiny, small, medium, large, xl or 2.7B.",
+    "(-- python -m pkg.train, -- torchrun --nproc-per-node 2 train.py); or a built-in model: model.tiny, small, "
+    "medium, large, xl or 2.7B.",
 )
 @click.argument("target", nargs=-1, required=True)
 @add_options
@@ -108,7 +106,7 @@ def run(
     steps run unprofiled and are timed, the next --steps are recorded, and then it finishes. One with too few steps, or
     none, runs a second time unless it wrote a file. With --memory it runs twice: first to record the allocator.
 
-    A built-in model, or a callable, runs in processes of its own: unprofiled, to be timed, and recorded.
+    A built-in model runs in processes of its own: unprofiled, to be timed, and recorded.
 
     A step ends when the last of its optimizers has made a step. Without an optimizer it ends with a backward pass, else
     with a replay of a CUDA graph, else with a call of generate, of the model, or of a function decorated with annotate.
@@ -126,13 +124,6 @@ def run(
         if flops:
             raise UsageError("--flops counts the step after the recorded ones, and --step-on whole has none")
     counted: Counted = "plain" if flops is None else "any" if flops else "no"
-    if kind == "callable" and warmup_steps < _COUNTABLE_WARMUP:
-        if flops:
-            raise UsageError(
-                f"--flops needs --warmup {_COUNTABLE_WARMUP} or more: the last of these steps is counted, and the "
-                "first does what later ones do not"
-            )
-        counted = "no"
     if operators and with_nsys:
         raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
     if full_ranks is not None:
@@ -146,9 +137,6 @@ def run(
     order = replace(order, lines=lines and kind == "command")
     if kind == "model":
         wanted = _model(target[0], recorder, allocator, warmup_steps=warmup_steps, steps=steps, ranks=ranks, **model)
-    elif kind == "callable":
-        passes = callable_passes(target[0], order, allocator)
-        wanted = Target(target[0].replace(":", "-"), target[0], kind, tuple(passes), _workload(order))
     else:
         words = tuple(build_rank_argv(target, ranks)) if ranks > 1 else target
         with_memory = memory_only or (memory and _finds_gpu(target))
@@ -257,7 +245,7 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
 def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
     """Print what was recorded and what to ask next, or one line if the target failed; return the status to end with.
 
-    A command's status is kept, whatever was recorded. Built-in models and callables run for nothing but the recording:
+    A command's status is kept, whatever was recorded. Built-in models run for nothing but the recording:
     1 if there is none.
     """
     where = quote_path(recorded.run)
@@ -366,7 +354,7 @@ def _say_next(recorded: Recorded, target: Target, where: str, *, is_job: bool, h
 
 
 def _example_range(target: Target, step: str | None) -> str:
-    if target.kind == "callable" or step in ("replay", "call", "whole"):  # it need not have phases
+    if step in ("replay", "call", "whole"):  # it need not have phases
         return "'step *'"
     if step in ("backward", "generate"):
         return BACKWARD if step == "backward" else DECODE

@@ -32,19 +32,17 @@ from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MODEL: tuple[Kind, ...] = ("model",)
-_HOOKED: tuple[Kind, ...] = ("callable", "command")
 _COMMAND: tuple[Kind, ...] = ("command",)
 
 # An option that is not named here is for every kind.
 _MEANT_FOR = {
     **dict.fromkeys(("batch", "contexts", "passes", "dtype", "compile_mode", "seed", "device"), _MODEL),
-    **dict.fromkeys(("depth", "annotate", "flops", "operators"), _HOOKED),
+    **dict.fromkeys(("depth", "annotate", "flops", "operators"), _COMMAND),
     **dict.fromkeys(("stop", "step_on", "memory_only", "oom", "full_ranks", "lines"), _COMMAND),
     "ranks": ("model", "command"),
 }
 _KIND_NAMES = {
     "model": "the built-in models",
-    "callable": "callables (package.module:name)",
     "command": "commands (-- python train.py)",
 }
 _FOR_NSYS = ("graph_trace", "keep_report")
@@ -144,7 +142,7 @@ _OPTIONS = (
     click.option(
         "--warmup",
         type=click.IntRange(min=0),
-        help="Steps before the measured ones  [default: 2 for built-in models and callables, 14 for commands]",
+        help="Steps before the measured ones  [default: 2 for built-in models, 14 for commands]",
     ),
     click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Measured steps."),
     click.option(

@@ -1,7 +1,6 @@
 """What is run, in which passes, and how each pass ended.
 
-A target is a built-in model (``model.NAME``), a callable that returns a step (``package.module:name``) or a command. A
-pass is one execution of it from start to end.
+A target is a built-in model (``model.NAME``) or a command. A pass is one execution of it from start to end.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from profkit.run.records import Plain
 
 PREFIX = "model."
 
-_CALLABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
 
 def parse_target(text: str) -> str:
     """Return the preset that ``model.NAME`` names.
@@ -49,10 +46,7 @@ def parse_target(text: str) -> str:
         return name
     known = ", ".join(PREFIX + preset for preset in PRESETS)
     if not text.startswith(PREFIX) and name not in PRESETS:
-        raise UsageError(
-            f"{text}: only built-in models can be run: {known}; your own: profkit run train.py, or "
-            "package.module:name, a callable that returns a step"
-        )
+        raise UsageError(f"{text}: only built-in models can be run: {known}; your own: profkit run train.py")
     by_folded_name = {preset.casefold(): preset for preset in PRESETS}
     nearest = difflib.get_close_matches(name.casefold(), by_folded_name, n=1)
     hint = f"did you mean {PREFIX}{by_folded_name[nearest[0]]}?" if nearest else f"there are {known}"
@@ -60,22 +54,19 @@ def parse_target(text: str) -> str:
 
 
 def target_kind(words: Sequence[str]) -> Kind:
-    """Return the kind of a target; a single word that is neither a callable nor a program is taken as a model.
+    """Return the kind of a target; a single word that is no program is taken as a model.
 
     Raises:
-        UsageError: a script without the Python that runs it, or further words after a built-in model or a callable.
+        UsageError: a script without the Python that runs it, or further words after a built-in model.
     """
     first, *more = words
     if first.endswith(".py") and shutil.which(first) is None:
         raise UsageError(f"put python before it, or leave out --: profkit run -- python {' '.join(words)}")
     kind: Kind = "command" if more or (first not in PRESETS and shutil.which(first) is not None) else "model"
-    if _CALLABLE.fullmatch(first):
-        kind = "callable"
-    elif first.startswith(PREFIX):
+    if first.startswith(PREFIX):
         kind = "model"
     if more and kind != "command":
-        what = "a built-in model" if kind == "model" else "a callable"
-        raise UsageError(f"{' '.join(more)}: {what} takes options only")
+        raise UsageError(f"{' '.join(more)}: a built-in model takes options only")
     return kind
 
 
@@ -124,7 +115,7 @@ def build_rank_argv(words: Sequence[str], count: int) -> list[str]:
 
 
 LOSSES = f"{PARTIAL}losses.json"
-"""Where a built-in model and a callable leave their losses."""
+"""Where a built-in model leaves its losses."""
 
 # A median of three says little, and its spread nothing: this many clean steps of a built-in model, if they are quick.
 _ENOUGH_STEPS = 10
@@ -259,22 +250,6 @@ def model_passes(
     for trained, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
         words = _python("profkit.models", *replace(trained, losses=Path("{run}", LOSSES)).to_argv())
         passes.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
-    return passes
-
-
-def callable_passes(target: str, order: Order, memory: MemoryOptions | None) -> list[Pass]:
-    """Return the passes over a callable: the allocator if it is wanted, then unprofiled, then with the profiler.
-
-    Each pass calls the callable only as often as asked: its data may run out.
-    """
-    order = replace(order, own_steps=True)
-    clean = replace(order, recorder="none", annotate=False, flops="no")
-    remembered = replace(order, recorder="memory", memory=memory, flops="no")
-    passes = []
-    for asked in (*[remembered] * (memory is not None), clean, order):
-        counts = "count" if asked.flops != "no" else "-"
-        words = (target, str(asked.warmup_steps), str(asked.steps), counts, str(Path("{run}", LOSSES)))
-        passes.append(Pass(tuple(_python("profkit.capture.steps.call_steps", *words)), asked))
     return passes
 
 

@@ -19,7 +19,7 @@ from profkit.run.records import Plain, read_record
 from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Uncounted, Version, Word
 
 Status = Literal["complete", "incomplete", "failed"]
-Kind = Literal["model", "callable", "command", "block"]
+Kind = Literal["model", "command", "block"]
 """What is run; ``block``: a part of the program that asked for it itself, by `profkit.record`."""
 
 
@@ -92,7 +92,7 @@ class Samples:
     ``<phase>_event_ns``.)
 
     ``during`` counts what happened within them that makes a step slow: compiled graphs, allocator retries,
-    out-of-memory errors, full collections of garbage. ``losses`` are those of a built-in model's or a callable's steps.
+    out-of-memory errors, full collections of garbage. ``losses`` are those of a built-in model's steps.
     """
 
     steps: tuple[dict[Word, int], ...] = ()

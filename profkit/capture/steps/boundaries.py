@@ -1,6 +1,6 @@
 """When the boundary between two steps is made: not within a range of the script's own that belongs to one step.
 
-A built-in model or a callable says itself what its steps are, by ranges of its own (`OwnSteps`).
+A built-in model says itself what its steps are, by ranges of its own (`OwnSteps`).
 """
 
 from __future__ import annotations

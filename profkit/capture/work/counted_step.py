@@ -1,6 +1,6 @@
 """The one step of a program in which its work is counted, with nothing else on; or why no step is counted.
 
-A program's step is the one after its recorded steps; a built-in model and a callable open a range around theirs.
+A program's step is the one after its recorded steps; a built-in model opens a range around its own.
 """
 
 from __future__ import annotations
