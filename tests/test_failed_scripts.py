@@ -38,24 +38,21 @@ RANGES = "steps were recorded and are kept: profkit ranges run"
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "status"),
+    ("how", "fails_at", "error", "status", "kept"),
     [
-        ("raise", ["ValueError: the data are bad"], "1"),
-        ("message", ["no more data"], "1"),
-        ("status", [], "7"),
-        ("kill", [], "137 (killed: perhaps the memory was full)"),
+        ("raise", 1, ["ValueError: the data are bad"], "1", NOTHING),
+        ("raise", 4, ["ValueError: the data are bad"], "1", f"2 of 3 {RANGES}"),
+        ("raise", 7, ["ValueError: the data are bad"], "1", f"3 of 3 {RANGES}"),
+        ("message", 4, ["no more data"], "1", f"2 of 3 {RANGES}"),
+        ("status", 7, [], "7", f"3 of 3 {RANGES}"),
+        # torch.profiler keeps its events in the process until it stops.
+        ("kill", 4, [], "137 (killed: perhaps the memory was full)", NOTHING),
+        ("kill", 7, [], "137 (killed: perhaps the memory was full)", f"3 of 3 {RANGES}"),
     ],
 )
-@pytest.mark.parametrize(
-    ("fails_at", "kept"),
-    [(1, NOTHING), (4, f"2 of 3 {RANGES}"), (7, f"3 of 3 {RANGES}")],
-    ids=["before", "in", "after"],
-)
 def test_the_scripts_own_error_is_the_last_line_but_one(
-    forks: Forks, tmp_path: Path, how: str, error: list[str], status: str, fails_at: int, kept: str
+    forks: Forks, tmp_path: Path, how: str, fails_at: int, error: list[str], status: str, kept: str
 ) -> None:
-    if (how, fails_at) == ("kill", 4):
-        kept = NOTHING  # torch.profiler keeps its events in the process until it stops
     (tmp_path / "train.py").write_text(TRAIN)
     words = [sys.executable, "train.py", how, str(fails_at)]
     done = forks.run_profkit("run", "-o", "run", "--warmup", "2", "--steps", "3", "--", *words, cwd=tmp_path)

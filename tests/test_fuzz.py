@@ -30,7 +30,7 @@ from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES, make
 from tests.nsys_builder import NsysBuilder
 
-SEEDS = 25
+SEEDS = 12
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +236,9 @@ def test_the_operator_open_at_a_moment_is_found_without_looking_at_each() -> Non
     assert run_in_child(innermost, cpu_seconds=5) == [-1, count // 2, count - 1]
 
 
-def test_an_address_used_a_hundred_thousand_times_is_searched_by_time(tmp_path: Path) -> None:
-    """50,000 tensors and 50,000 allocations share one address; comparing each tensor with each would take minutes."""
-    count = 50_000
+def test_an_address_used_by_thousands_of_tensors_is_searched_by_time(tmp_path: Path) -> None:
+    """20,000 tensors and 20,000 allocations share one address; comparing each tensor with each would take a minute."""
+    count = 20_000
     traces = [worst_snapshots.event("segment_alloc", 0, 2**21, 0)]
     for one in range(count):
         traces.append(worst_snapshots.event("alloc", 0, 512, 10_000 * one + 1))

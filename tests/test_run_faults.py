@@ -181,27 +181,19 @@ for batch in DataLoader(torch.ones(20, 4), batch_size=2):
 BREAKABLE = [
     ("hooks.open_ranges", "OpenRanges.open"),
     ("hooks.open_ranges", "OpenRanges.close"),
-    ("hooks.open_ranges", "OpenRanges.has_range"),
     ("hooks.open_ranges", "OpenRanges.enter_backward_of"),
-    ("hooks.open_ranges", "OpenRanges.leave_backward"),
     ("hooks.open_ranges", "OpenRanges.interrupt_backward"),
-    ("hooks.open_ranges", "OpenRanges.resume_backward"),
     ("hooks.open_ranges", "OpenRanges.close_all"),
     ("hooks.hooks", "mark_nodes"),
     ("hooks.hooks", "at_graph_end"),
     ("steps.times", "PhaseClock.begin"),
-    ("steps.times", "PhaseClock.end"),
     ("steps.times", "PhaseClock.take"),
     ("steps.times", "StepCollector.step_ended"),
     ("steps.policy", "StepPolicy.call_begins"),
     ("steps.policy", "StepPolicy.call_ends"),
-    ("steps.policy", "StepPolicy.backward_begins"),
     ("steps.policy", "StepPolicy.backward_ends"),
-    ("steps.policy", "StepPolicy.optimizer_begins"),
     ("steps.policy", "StepPolicy.optimizer_ends"),
-    ("steps.policy", "StepPolicy.what_counts"),
     ("steps.data_loading", "DataLoading.step_ended"),
-    ("steps.data_loading", "queue_of"),
     ("steps.data_loading", "QueueDrain.plan"),
     ("session", "Session.boundary"),
     ("session", "Session._begin_recording"),
@@ -222,8 +214,8 @@ def unbroken(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("where", "name", "after"),
-    [(*one, 0) for one in BREAKABLE] + [(*one, 17) for one in BREAKABLE[:10]],
-    ids=[".".join(one) for one in BREAKABLE] + [f"{'.'.join(one)} later" for one in BREAKABLE[:10]],
+    [(*one, 0) for one in BREAKABLE] + [(*one, 17) for one in BREAKABLE[:4]],
+    ids=[".".join(one) for one in BREAKABLE] + [f"{'.'.join(one)} later" for one in BREAKABLE[:4]],
 )
 def test_what_fails_in_profkit_never_reaches_the_script(
     forks: Forks, tmp_path: Path, unbroken: str, where: str, name: str, after: int

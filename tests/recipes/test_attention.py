@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipes.attention import measure
 from recipes.attention.cells import (
@@ -29,7 +27,7 @@ from recipes.attention.cells import (
     build_cells,
 )
 from recipes.attention.memory import find_attention, saved_bytes, work_out
-from recipes.attention.report import account, add_columns, fit_exponent, project_limit, report, round_down
+from recipes.attention.report import account, add_columns, project_limit, report
 from recipes.attention_sweep import RECIPE, main
 from recipes.common.measuring import MIB
 from recipes.common.tables import csv_text
@@ -86,10 +84,6 @@ def test_counting_keeps_no_tensor_alive() -> None:
     assert made[0]() is None
 
 
-def test_torchs_own_attention_saves_its_output_and_a_number_per_row() -> None:
-    assert saved_bytes(find_attention(SDPA), _inputs(64)) == BATCH * 64 * (16 + 1) * 4
-
-
 def test_the_peak_of_forward_is_four_score_matrices_and_small_tensors() -> None:
     result = work_out(WRITTEN, 512, 16, torch.float32)
     square, row, tensor = BATCH * 512**2 * 4, BATCH * 512, BATCH * 512 * 16 * 4
@@ -117,11 +111,6 @@ def test_causal_equals_torchs_causal() -> None:
     inputs = _inputs(48, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
     torch.testing.assert_close(find_attention(CAUSAL)(*inputs), expected)
-
-
-def test_a_power_is_found_by_a_fit() -> None:
-    assert fit_exponent([(size, 7.0 * size**1.5) for size in (2, 8, 32)]) == pytest.approx(1.5)
-    assert fit_exponent([(2, 1.0), (2, 1.0)]) is None
 
 
 @pytest.mark.parametrize("square", [0.0, 64.0, 256.0])
@@ -185,15 +174,6 @@ def test_running_out_of_memory_names_the_phase(monkeypatch: pytest.MonkeyPatch, 
     assert "backward_ms" not in row
 
 
-def test_another_error_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_inputs: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("shapes cannot be multiplied")
-
-    monkeypatch.setattr(measure, "find_attention", lambda _name: broken)
-    with pytest.raises(RuntimeError, match="shapes"):
-        measure.measure_cell(_cell(), "cpu")
-
-
 def test_predictions_for_compiled_and_fused_attention_are_lower_bounds() -> None:
     whole, compiled, fused = (measure.predict_bytes(_cell(name, 1024), "cpu") for name in (WRITTEN, COMPILED, SDPA))
     assert fused < compiled < whole
@@ -232,13 +212,6 @@ def _gpu_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def test_growth_is_over_the_next_shorter_sequence() -> None:
-    rows = _gpu_rows()
-    add_columns(rows)
-    assert rows[0]["growth_factor"] is None
-    assert [round(row["growth_factor"], 3) for row in rows[1:]] == [3.988, 3.994, 3.997]
-
-
 def test_the_account_leaves_workspace_and_difference() -> None:
     row = _gpu_rows()[-1]
     assert csv_text(account(row, "forward")).splitlines()[-4].startswith("workspace,,16.0")
@@ -267,25 +240,6 @@ def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
     assert [row["predicted_peak_bytes"] for row in rows] == [7, None, None]
 
 
-def test_times_under_a_millisecond_are_labelled_as_numbers() -> None:
-    rows = _gpu_rows()
-    for row, ms in zip(rows, (0.35, 0.4, 1.1, 3.5), strict=True):
-        row["forward_ms"] = ms
-    figure = report(rows, {"free_bytes": None}).pictures["times.png"]
-    figure.canvas.draw()
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
-    assert {"0.4", "1", "3"} <= set(labels)
-    assert not any("e" in label for label in labels)
-
-
-def test_two_equal_lines_are_both_visible() -> None:
-    rows = [*_gpu_rows(), *({**row, "implementation": COMPILED} for row in _gpu_rows())]
-    panel = report(rows, {"free_bytes": None}).pictures["memory.png"].axes[0]
-    below, above = panel.lines
-    assert list(below.get_ydata()) == list(above.get_ydata())
-    assert below.get_linewidth() > 1.5 * above.get_linewidth()
-
-
 def test_memory_left_by_an_earlier_pass_is_reported() -> None:
     """As it was on an H200 while counting held a score matrix and the maximum's place."""
     rows = _gpu_rows()
@@ -296,12 +250,6 @@ def test_memory_left_by_an_earlier_pass_is_reported() -> None:
     said = report(rows, {"free_bytes": None}).markdown
     assert "before backward, 148.125 MiB belong to no known tensor at d_model 16, seq_len 2048" in said
     assert "and 22.0156 MiB at seq_len 256: a workspace does not grow" in said
-
-
-def test_a_report_of_cells_that_did_not_run_says_so() -> None:
-    said = report([{**_cell(), "status": "not run"}], {"free_bytes": None})
-    assert "| 64 | not run |" in said.markdown
-    assert "Not projected" in said.markdown
 
 
 def test_the_report_projects_from_the_measured_peaks() -> None:
@@ -318,14 +266,6 @@ def test_the_report_projects_from_the_measured_peaks() -> None:
     said = report(rows, {"free_bytes": 80 * 2**30}).markdown
     assert "| 2048 | OOM(backward) |" in said
     assert "## The memory of d_model 16, seq_len 2048, written, fp32, tensor by tensor" in said
-
-
-@given(st.integers(1, 10**9), st.integers(1, 5))
-def test_rounding_down_keeps_the_leading_digits(value: int, digits: int) -> None:
-    rounded = round_down(value, digits)
-    assert rounded <= value < rounded + 10 ** max(len(str(value)) - digits, 0)
-    assert str(rounded)[:digits] == str(value)[:digits]
-    assert not str(rounded)[digits:].strip("0")
 
 
 def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
 
 from profkit.errors import UsageError
 from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import GridName
 from recipes.compilation import measure
-from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_product, of_reports
+from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_reports
 from recipes.compilation.pairs import Pair, add_speedups, find_pairs, list_fused, measure_speedup, steps_to_break_even
-from recipes.compilation.report import draw_kernels, remark, report
+from recipes.compilation.report import remark, report
 from recipes.compilation.work import (
     GENERATED,
     OTHERS,
@@ -83,11 +81,6 @@ def test_values_of_no_cell_are_refused(grid: GridName, given: Any) -> None:
         choose_cases(grid, given)
 
 
-def test_an_unknown_name_is_refused() -> None:
-    done = CliRunner().invoke(main, ["--what", "head", "--device", "cpu"])
-    assert (done.exit_code, "head: choose from attention, model" in done.output) == (2, True)
-
-
 def test_predictions_are_those_of_the_other_recipes() -> None:
     assert measure.predict_bytes(_attention(length=1024), "cpu") > measure.predict_bytes(
         _attention(length=1024, mode=COMPILED), "cpu"
@@ -124,25 +117,6 @@ def test_a_cell_on_the_cpu_has_times_and_operators_of_every_phase(
     assert total(kernels_of(row)) == total(launchers_of(row))
     assert any(each["name"] == "aten::bmm" for each in row["work"])
     assert json.loads(json.dumps(row)) == {**row, "work": json.loads(json.dumps(row["work"]))}
-
-
-def test_forward_alone_runs_without_autograd() -> None:
-    row: dict[str, Any] = measure.measure_cell(_attention(passes="forward"), "cpu")
-    both: dict[str, Any] = measure.measure_cell(_attention(), "cpu")
-    names = {each["name"] for each in row["work"]}
-    assert names < {each["name"] for each in both["work"]}
-    assert not any("Backward" in name for name in names)
-
-
-def test_running_out_of_memory_names_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*_arguments: Any, **_named: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
-
-    monkeypatch.setattr(torch.Tensor, "backward", short)
-    for cell in (_cell(), _attention()):
-        row: dict[str, Any] = measure.measure_cell(cell, "cpu")
-        assert (row["status"], row["requested_bytes"]) == ("OOM(backward)", 2 << 30)
-        assert "step_ms" not in row
 
 
 def test_code_is_compiled_anew_and_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -307,12 +281,6 @@ def test_the_compiled_row_alone_gets_the_speedup() -> None:
     assert [row["kernel_share"] for row in rows] == [59.321430 / 40.2, 10.450394 / 30.2, None]
 
 
-def _timed(eager_ms: float, eager_kernel_ms: float, compiled_ms: float, compiled_kernel_ms: float) -> Pair:
-    pair = _pair([eager_ms + 0.01 * n for n in range(-2, 3)], [compiled_ms + 0.01 * n for n in range(-2, 3)])
-    pair.eager["kernel_ms"], pair.compiled["kernel_ms"] = eager_kernel_ms, compiled_kernel_ms
-    return pair
-
-
 def test_on_a_cpu_there_is_no_kernel_time() -> None:
     pair = _pair()
     for row in (pair.eager, pair.compiled):
@@ -323,45 +291,6 @@ def test_on_a_cpu_there_is_no_kernel_time() -> None:
     said = report(rows, {"device": "cpu"}).markdown
     assert "Counts and times of operators, by self time" in said
     assert "Kernel time" not in said
-
-
-def test_the_picture_shows_kernel_time_and_widths_side_by_side() -> None:
-    pairs = []
-    for d_model in (16, 128):
-        pair = _timed(1.2, 0.56, 1.3, 0.28)
-        for row in (pair.eager, pair.compiled):
-            row.update(_attention(d_model=d_model, length=1024, mode=row["mode"]))
-        pairs.append(pair)
-    rows = [row for pair in pairs for row in (pair.eager, pair.compiled)]
-    (panel,) = report(rows, {"device": "cuda"}).pictures["speedup.png"].axes
-    diamonds = [line for line in panel.lines if line.get_marker() == "D"]
-    assert [line.get_ydata()[0] for line in diamonds] == [pytest.approx(2.0)] * 2
-    first, second = sorted(line.get_xdata()[0] for line in diamonds)
-    assert 0.9 * 1024 < first < 1024 < second < 1.1 * 1024
-
-
-@pytest.mark.parametrize(("measure", "label"), [("gpu-kernel", "kernels a step"), ("cpu-operator", "operators a step")])
-def test_the_bars_of_each_panel_say_what_they_count(measure: str, label: str) -> None:
-    pairs = [_pair(), _pair()]
-    for pair in pairs:
-        for row in (pair.eager, pair.compiled):
-            row["measure"] = measure
-    for row in (pairs[0].eager, pairs[0].compiled):
-        row.update(_attention(d_model=16, length=1024, mode=row["mode"]))
-    panels = draw_kernels(pairs).axes
-    assert [(panel.get_title(), panel.get_xlabel()) for panel in panels] == [("model", label), ("attention", label)]
-
-
-def test_a_size_without_a_bar_is_labelled_no_figure() -> None:
-    rows = []
-    for size, passes in (("small", "train"), ("xl", "train"), ("small", "forward")):
-        pair = _timed(40.0, 30.0, 30.0, 20.0)
-        for row in (pair.eager, pair.compiled):
-            row.update(size=size, passes=passes)
-        rows += [pair.eager, pair.compiled]
-    (panel,) = report(rows, {"device": "cuda"}).pictures["speedup.png"].axes
-    (gap,) = [text for text in panel.texts if text.get_text() == "no figure"]
-    assert gap.xy == (pytest.approx(1.2), 0), "right of xl's training step"
 
 
 def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
@@ -398,14 +327,6 @@ def test_the_report_of_a_pair_has_its_times_kernels_and_fusions() -> None:
     assert "between the phases" not in text
     pair.eager.update({"kernels": 3_834, "kernel_ms": 59.323430})
     assert "| between the phases | 4, 2.000 µs | none |" in report([pair.eager, pair.compiled], {}).markdown
-
-
-def test_a_report_of_cells_that_did_not_run_says_so() -> None:
-    cells = build_cells([*of_reports(), *of_product({**_AXES})], 10)
-    said = report([{**cell, "status": "not run"} for cell in cells], {"device": "cuda"})
-    assert "No pair was measured." in said.markdown
-    assert "| train | not run |" in said.markdown
-    assert said.pictures.keys() == {"speedup.png", "kernels.png"}
 
 
 _AXES: dict[str, Any] = {
@@ -461,11 +382,6 @@ def _softmax_row(launched: dict[str, int], made: tuple[str, str]) -> dict[str, A
 
 def _softmax_pair(launched: dict[str, int], made: tuple[str, str] = _SOFTMAX) -> Pair:
     return Pair(_softmax_row(launched, made), _softmax_row({}, made))
-
-
-def test_the_words_of_an_inductor_primitive_are_joined() -> None:
-    (kernel,) = kernels_of(_softmax_pair({}).compiled)
-    assert kernel.fused == ("div", "exp", "prepare_softmax_online", "sub")
 
 
 @pytest.mark.parametrize("operator", ["amax", "sum", "exp", "div"])

@@ -152,16 +152,6 @@ def test_sizes_in_words_identify_rows_although_one_looks_like_a_number() -> None
     assert "slower in bf16 at size small: forward 150 ms against 100 ms: " in notes[0]
 
 
-def test_a_pivot_of_sizes_has_no_memory_in_its_column_of_2_7_billion() -> None:
-    rows: list[dict[str, object]] = [
-        {"context": 128, "xl": 1.5, "2.7B": 1.198},
-        {"context": 256, "xl": 1.1, "2.7B": 1.006},
-    ]
-    table = build_table("t", rows)
-    assert table.columns("memory") == []
-    assert inspect_tables([table]) == []
-
-
 def test_slower_in_bf16_is_launch_bound_if_half_the_work_takes_as_long() -> None:
     wide = [{"context": size, "dtype": "fp32", "forward (s)": 0.1} for size in (128, 256)]
     narrow = [{"context": size, "dtype": "bf16", "forward (s)": 0.15} for size in (128, 256)]
@@ -192,12 +182,6 @@ def test_sizes_in_words_are_ordered_by_their_parameters() -> None:
         "slower in bf16 at size medium: forward 60.71 ms against 28.17 ms, backward 67.21 ms against 52.71 ms: "
         "launch-bound: from size medium to large, 2.29 times the parameters, forward takes 0.93 times as long",
     ]
-
-
-@pytest.mark.parametrize("name", CLEAN)
-def test_no_time_falls_with_a_size_in_a_clean_table(name: str) -> None:
-    found = inspect_tables(read_tables(TABLES / name))
-    assert not [each.message for each in found if each.code == "falls-with-size"]
 
 
 def _falling(table: BenchmarkTable) -> list[str]:
@@ -292,12 +276,6 @@ def test_passes_that_agree_are_not_noted(rows: list[tuple[object, ...]]) -> None
     assert _disagreeing(_of_passes(rows)) == []
 
 
-@pytest.mark.parametrize("path", sorted(TABLES.iterdir()), ids=lambda path: path.name)
-def test_no_passes_disagree_in_a_published_table(path: Path) -> None:
-    codes = {found.code for found in inspect_tables(read_tables(path))}
-    assert "disagreeing-passes" not in codes
-
-
 def test_rows_without_a_value_are_not_counted() -> None:
     rows = [{"n": n, "forward_mean_ms": 2.0 + n if n < 3 else None, "forward_std_ms": 1.5 if n < 3 else None,
              "peak_MiB": -1.5 if n == 0 else 2.5 if n < 3 else None} for n in range(10)]  # fmt: skip
@@ -316,16 +294,6 @@ def test_a_dash_is_no_value(nothing: str) -> None:
     assert table.roles["mfu"].quantity == "number"
     (note,) = inspect_tables([table])
     assert note.message.startswith("slower in bf16 at size small: forward 12 ms against 10 ms: ")
-
-
-def test_markdown_and_csv_of_one_table_have_the_same_findings() -> None:
-    table = _busy(status="ok", reason=None)
-    headings = table.headings
-    lines = ["|".join(headings), "|".join("---" for _ in headings)]
-    lines += ["|".join(row[heading] or "—" for heading in headings) for row in table.rows]
-    text = "\n".join(f"|{line}|" for line in lines)
-    (other,) = read_markdown(text, "t")
-    assert [found.message for found in inspect_tables([other])] == [found.message for found in inspect_tables([table])]
 
 
 def test_mib_labelled_mb_is_found() -> None:
@@ -447,9 +415,3 @@ def test_a_computed_column_is_no_label() -> None:
     table = build_table("t", rows)
     assert table.describe(1) == "seq_len 512"
     assert inspect_tables([table]) == []
-
-
-def test_a_row_is_described_by_its_own_labels() -> None:
-    rows: list[dict[str, object]] = [{"what": "attention", "size": None}, {"what": "model", "size": "small"}]
-    table = build_table("t", [{**row, "forward_ms": 1.5} for row in rows])
-    assert [table.describe(row) for row in (0, 1)] == ["what attention", "what model, size small"]

@@ -20,9 +20,9 @@ from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import Device, GridName
 from recipes.end_to_end import RECIPE, choose_settings, main
 from recipes.whole_model import measure, training
-from recipes.whole_model.cells import FULL, KEYS, Work, build_cells, of_product, of_reports, work_of
+from recipes.whole_model.cells import FULL, KEYS, Work, of_product, of_reports, work_of
 from recipes.whole_model.measure import rates
-from recipes.whole_model.report import remark, report
+from recipes.whole_model.report import remark
 
 
 def _cell(**changed: Any) -> dict[str, Any]:
@@ -104,12 +104,6 @@ def test_a_cell_on_the_cpu_has_times_of_every_phase() -> None:
     # By hand: 2 · 10,000 · 128 of the vocabulary, 2 layers of 4 · 128² + 3 · 128 · 512 + 2 · 128, the last gain.
     assert row["parameters"] == 2_560_000 + 2 * (65_536 + 196_608 + 256) + 128
     assert (row["mfu"], row["peak_MiB"], row["compiled_graphs"]) == (None, None, 0)
-
-
-def test_forward_alone_has_no_other_part() -> None:
-    row = measure.measure_cell(_cell(passes="forward", dtype="bf16"), "cpu")
-    assert row["forward_ms"]
-    assert not {"backward_ms", "optimizer_ms", "forward_backward_ms"} & row.keys()
 
 
 @pytest.mark.parametrize("passes", ["forward", "train"])
@@ -210,11 +204,6 @@ def test_outliers_and_doubts_are_reported(changed: Any, forward: list[float], ba
     assert not any("takes" in message and "times as long" in message for message in messages)
 
 
-def test_the_ratio_is_judged_over_the_table() -> None:
-    rows = [_row({"context": size}, [10.0, 10.1, 10.2], [34.0, 34.1, 34.2]) for size in (128, 256, 512)]
-    assert any("3.38 times as long as forward" in message for message in remark(rows))
-
-
 def test_bf16_is_compared_with_tf32_where_it_beats_fp32() -> None:
     bf16, fp32, tf32 = ([each, each + 0.1, each + 0.2] for each in (10.0, 20.0, 5.0))
     rows = [_row({"dtype": name}, times, times) for name, times in (("fp32", fp32), ("tf32", tf32), ("bf16", bf16))]
@@ -235,52 +224,11 @@ def test_compilation_inside_the_timed_steps_is_reported() -> None:
     )
 
 
-def test_a_report_of_cells_that_did_not_run_has_no_tables() -> None:
-    cells = build_cells(of_reports(), 4, 10)
-    said = report([{**cell, "status": "not run"} for cell in cells], {})
-    # Nothing but dashes is no table.
-    assert "fp32, eager, warm-up 0: not run (5 cells)." in said.markdown
-    assert "|" not in said.markdown
-    assert said.pictures.keys() == {"times.png", "warmup.png"}
-
-
-def _texts(figure: Any) -> list[str]:
-    return [text.get_text() for text in figure.texts]
-
-
-def test_the_picture_of_warm_up_says_if_none_was_varied() -> None:
-    figure = report(_clean(), {}).pictures["warmup.png"]
-    assert not figure.axes
-    assert any(text.startswith("Not run: no cell") for text in _texts(figure))
-    cold = _row({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2])
-    figure = report([*_clean(), cold], {}).pictures["warmup.png"]
-    assert [len(panel.lines) for panel in figure.axes] == [2]
-
-
 def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
     rows = [{**row, "mode": mode, "predicted_peak_bytes": 7} for row in _clean() for mode in ("eager", "compiled")]
     assert RECIPE.derive is not None
     RECIPE.derive(rows)
     assert {(row["mode"], row["predicted_peak_bytes"]) for row in rows} == {("eager", 7), ("compiled", None)}
-
-
-def test_sizes_are_compared_by_their_parameters() -> None:
-    """Of the H200's table: medium in bf16 takes as long as large, and twice as long as in fp32."""
-    sizes = {"medium": 423_183_360, "large": 969_411_840}
-    rows = [
-        {**_row({"size": size, "context": 256, "dtype": dtype}, [ms] * 4, [2 * ms] * 4), "parameters": sizes[size]}
-        for size, dtype, ms in (("medium", "fp32", 28.17), ("medium", "bf16", 60.71), ("large", "bf16", 56.32))
-    ]
-    (said,) = [message for message in remark(rows) if "slower in bf16" in message]
-    assert "launch-bound: from size medium to large, 2.29 times the parameters, " in said
-    assert said.endswith("takes 0.93 times as long")
-
-
-def test_outliers_are_counted_among_the_rows_that_have_the_part() -> None:
-    forward = [{key: value for key, value in row.items() if "backward" not in key} for row in _clean()]
-    cold = _row({"warmup": 0}, [10.0, 10.1, 10.2, 10.1], [300.0, 20.3, 20.1, 20.2])
-    (said,) = [message for message in remark([*forward, cold]) if message.startswith("backward: the first")]
-    assert "is an outlier in 1 of 1 rows" in said
 
 
 def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:

@@ -20,13 +20,12 @@ from profkit.models.options import PRESETS
 from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import RECIPE, main, predict
 from recipes.model_memory import measure
-from recipes.model_memory.cells import GRIDS, KEYS, build_cells, choose_timelines, describe_cell, name_of, work_of
+from recipes.model_memory.cells import GRIDS, KEYS, build_cells, choose_timelines, name_of, work_of
 from recipes.model_memory.measure import Part, compare_phases, count_saved, group_parts, measure_cell, read_recorded
 from recipes.model_memory.predict import describe_prediction, predict_memory
-from recipes.model_memory.report import add_columns, group_alike, phase_of, report
+from recipes.model_memory.report import add_columns, phase_of, report
 from recipes.whole_model import training
 from recipes.whole_model.cells import Work
-from tests.captures import capture
 from tests.conftest import ROOT
 
 TRACE = ROOT / "traces" / "small-train.snapshot.pickle.gz"
@@ -49,13 +48,6 @@ def test_the_reports_grid_has_one_size_and_varied_checkpoints() -> None:
     assert {cell["context"] for cell in cells if cell["checkpoint_layers"]} == {512}
     assert [name_of(cell) for cell in choose_timelines(cells)] == ["2.7B-512-forward-fp32", "2.7B-512-train-fp32"]
     assert name_of(cells[-1]) == "2.7B-512-train-fp32-checkpoint32"
-
-
-def test_each_cell_has_its_own_name() -> None:
-    cells = [cell for batch in (4, 8) for cell in build_cells(GRIDS["reports"], batch)]
-    for name in (name_of, describe_cell):
-        assert len(set(map(name, cells))) == len(cells)
-    assert describe_cell(cells[6]) == "2.7B, context 512, forward-backward, fp32, a checkpoint every layer"
 
 
 def test_no_checkpoint_has_more_layers_than_the_model() -> None:
@@ -158,14 +150,6 @@ def test_the_peaks_of_a_real_snapshot_are_those_the_allocator_reported() -> None
     assert first["label"].startswith("transformer.py:")
 
 
-@pytest.mark.parametrize("name", ["midrun", "expandable"])
-def test_peaks_of_other_snapshots_are_those_the_allocator_reported(name: str) -> None:
-    row = read_recorded(capture(f"{name}.pickle"), SMALL)
-    said = json.loads(capture(f"{name}.stats.json").read_text())
-    assert row["allocated_peak_bytes"] == said["allocated_bytes.all.peak"]
-    assert row["requested_peak_bytes"] == said["requested_bytes.all.peak"]
-
-
 def test_the_difference_is_between_the_two_peaks_whatever_their_phases() -> None:
     predicted = {peak.phase: peak.bytes for peak in predict_memory(SMALL).peaks}
     row: dict[str, Any] = compare_phases({**predicted, "optimizer": predicted["backward"] + 10}, SMALL)
@@ -188,15 +172,6 @@ def test_checkpoints_of_no_cell_are_refused(asked: list[str]) -> None:
     done = CliRunner().invoke(main, ["--device", "cpu", *asked])
     assert isinstance(done.exception, UsageError)
     assert str(done.exception).startswith(f"--checkpoint-layers {asked[1]}: no cell has it")
-
-
-def test_a_report_of_cells_that_did_not_run_shows_predictions() -> None:
-    rows = [{**cell, "device": "cuda", "status": "not run"} for cell in build_cells(GRIDS["reports"], 4)]
-    add_columns(rows)
-    said = report(rows, {})
-    assert "No peak was measured" in said.markdown
-    assert said.pictures.keys() == {"peaks.png", "checkpoints.png"}
-    assert "measured peaks of phases" not in said.markdown
 
 
 def test_a_run_on_a_cpu_counts_what_is_saved_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
@@ -274,24 +249,6 @@ def test_a_peak_before_the_first_phase_is_shown_as_such() -> None:
     text = report([row], {}).markdown
     assert "GiB, the making of the model |" in text
     assert "None |" not in text
-
-
-def test_equal_large_allocations_are_one_row_with_their_count() -> None:
-    block = {"bytes": 2**27, "category": "activations", "phase": "forward", "owner": None, "label": "a.py:1 f"}
-    weight = {**block, "category": "parameters", "phase": None, "owner": "w1"}
-    rows = group_alike([block, weight, {**block, "label": "b.py:2 g"}, block, {**weight, "owner": "w2"}])
-    assert [(row["size"], row["count"], row["label"], row["owner"]) for row in rows] == [
-        ("128.0 MiB", 2, "a.py:1 f", None),
-        ("128.0 MiB", 2, "a.py:1 f", "w1 and 1 more"),
-        ("128.0 MiB", 1, "b.py:2 g", None),
-    ]
-
-
-def test_sizes_have_units() -> None:
-    text = report([_row(), _row(checkpoint_layers=1), _not_run(checkpoint_layers=2)], {}).markdown
-    assert not re.search(r"\b\d{7,}\b", text)
-    assert "| usual sum |" in text
-    assert "| 2 | — | optimizer, predicted | 63.60 GiB | — | — | 458.1 MiB | not run |" in text
 
 
 @pytest.mark.parametrize(

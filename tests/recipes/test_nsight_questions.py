@@ -12,16 +12,16 @@ from statistics import median
 from typing import Any
 
 import pytest
-from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.collections import PathCollection
 
 from profkit import read_trace
 from profkit.errors import RunError, UsageError
 from recipes import nsight_questions
 from recipes.nsight import measure
 from recipes.nsight.cells import GRIDS, INFERENCE, KINETO, NSYS, TRAIN, build_cells, compare_times, pair_rows
-from recipes.nsight.measure import ATTENTION, read_kernels, read_row
-from recipes.nsight.pictures import choose_contexts, draw_ratios, rank_categories
-from recipes.nsight.report import change_shares, choose_forwards, report, share_without_optimizer, show_commands
+from recipes.nsight.measure import ATTENTION, read_row
+from recipes.nsight.pictures import draw_ratios, rank_categories
+from recipes.nsight.report import change_shares, report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
 
@@ -119,35 +119,6 @@ def test_kernels_besides_products_are_those_that_matter(small_row: dict[str, Any
     assert "| <0.1% | 1.11 |" in text.replace("\\<", "<")  # 121 kernels for 12 × 9 + 1 products
 
 
-def test_kernels_with_equal_short_names_are_added_up(small_row: dict[str, Any]) -> None:
-    line = {"category": "reduction", "per_instance_count": 3.0, "total_ns": 1}
-    alike = [
-        {**line, "name": f"void reduce_kernel<(int){number}, float>(T1)", "share": share}
-        for number, share in ((512, 0.2), (128, 0.1))
-    ]
-    row = {**small_row, "forward": {**small_row["forward"], "rows": [*small_row["forward"]["rows"][:1], *alike]}}
-    text = section(report([row], {}).markdown, "c")
-    assert "| reduce_kernel\\<float> | reduction | 1 | 30.0% | small, context 256 | 6 |" in text
-
-
-def test_categories_of_forward_come_from_inference_if_training_has_none(small_row: dict[str, Any]) -> None:
-    """Rows of earlier captures have no categories of training's forward."""
-    old = {key: value for key, value in small_row.items() if key != "forward_categories"}
-    inference = {**old, "passes": INFERENCE, "step": small_row["forward_categories"]}
-    assert choose_forwards([old, inference]) == [inference]
-    assert choose_forwards([small_row, inference]) == [small_row]
-    assert choose_forwards([old]) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "total_ns"), [("small.nsys2023.sqlite", 17_272_595), ("small.nsys2025.sqlite", 17_223_554)]
-)
-def test_forward_of_other_captures_has_its_known_time(captures: Path, name: str, total_ns: int) -> None:
-    found: dict[str, Any] = read_kernels(read_trace(captures / name), None)
-    assert (found["forward"]["total_ns"], found["forward"]["count"]) == (total_ns, 980)
-    assert found["forward_kernel_ms"] == total_ns / 2e6
-
-
 def _timed(row: dict[str, Any], recorded: Sequence[float], clean: Sequence[float], **more: object) -> dict[str, Any]:
     """Return a row of inference with some times of forward, in ms."""
     return {
@@ -198,19 +169,6 @@ def test_backwards_kernel_time_in_an_old_row_is_what_forward_leaves_of_all_but_t
     assert 0 < kernels_ms - own.busy * 50 < 0.1  # the loss's
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [{"forward_backward": None}, {"forward_kernel_ms": None}, {"forward_backward": {"instances": 0, "total_ns": 9}}],
-)
-def test_backwards_kernel_time_is_unknown_if_a_part_is_missing(
-    small_row: dict[str, Any], missing: dict[str, Any]
-) -> None:
-    ratio = compare_times(_old(small_row, **missing), "backward")
-    assert (ratio.busy, ratio.is_doubtful) == (None, False)
-    operators = compare_times({**_old(small_row), "measure": "cpu-operator"}, "backward")
-    assert (operators.busy, operators.holds_loss) == (None, False)
-
-
 def test_backward_in_old_rows_is_marked_and_drawn_by_its_upper_bound(small_row: dict[str, Any]) -> None:
     rows = [
         _old(small_row, *times, context=context)
@@ -228,17 +186,6 @@ def test_forward_times_that_differ_for_the_same_kernels_are_listed(small_row: di
     assert "| small | 256 | 25 | 12.5 |" in report([small_row, inference], {}).markdown
     for other in ({"forward_clean_ms": 24.0}, {"forward_kernel_ms": 99.0}):  # as long, or other kernels
         assert "apart, for the same kernels" not in report([small_row, {**inference, **other}], {}).markdown
-
-
-def test_the_picture_shows_the_range_of_the_samples(small_row: dict[str, Any]) -> None:
-    figure = draw_ratios([small_row, _timed(small_row, (90, 100, 130), (80, 100, 110))])
-    assert [panel.get_title() for panel in figure.axes] == [
-        "forward, training",
-        "backward, training",
-        "forward, inference",
-    ]
-    (bar,) = [one for one in figure.axes[2].collections if isinstance(one, LineCollection)]
-    assert [float(value) for _, value in bar.get_segments()[0]] == pytest.approx([90 / 110, 130 / 80])
 
 
 def test_the_commands_stand_for_all_rows(small_row: dict[str, Any]) -> None:
@@ -266,17 +213,6 @@ def test_a_forward_kernel_that_another_one_overtakes_shows_both_shares(
     both = {**small_row["forward_backward"], "rows": [other], "forwards_top": {"place": 2, "share": behind}}
     text = section(report([{**small_row, "same_kernel": False, "forward_backward": both}], {}).markdown, "b")
     assert f"| wgrad_kernel | {cell}" in text
-
-
-def test_different_kernels_with_equal_short_names_are_shown_in_full(small_row: dict[str, Any]) -> None:
-    first, second = (f"sm80_xmma_gemm_stage{number}_execute" for number in (3, 4))
-    line = small_row["forward"]["rows"][0]
-    forward = {**small_row["forward"], "rows": [{**line, "name": first}]}
-    both = {**small_row["forward_backward"], "rows": [{**line, "name": second}]}
-    row = {**small_row, "same_kernel": False, "forward": forward, "forward_backward": both}
-    text = section(report([row], {}).markdown, "b")
-    assert f"| {first} |" in text
-    assert f"| {second} |" in text
 
 
 def _inference(row: dict[str, Any], **shares: float) -> dict[str, Any]:
@@ -388,19 +324,6 @@ def test_without_nsys_torch_profiler_records(
     monkeypatch.setattr(nsight_questions, "which", lambda _name: None)
     monkeypatch.setenv("NSYS", "/opt/nsys")
     assert choose(None, "cuda") == NSYS
-
-
-def test_pictures_are_of_the_shortest_and_the_longest_context_that_most_have() -> None:
-    assert choose_contexts([64, 128, 256, 512, 128, 256, 512, 128, 256]) == [128, 256]
-    assert choose_contexts([128]) == [128]
-    assert choose_contexts([]) == []
-
-
-def test_a_report_of_cells_that_did_not_run_says_so() -> None:
-    cells = build_cells(["small"], [128], 4, 3, NSYS)
-    said = report([{**cell, "status": "not run"} for cell in cells], {})
-    assert said.markdown == "Not measured."
-    assert said.pictures.keys() == {"ratios.png", "shares.png"}
 
 
 def test_a_warning_about_a_capture_is_shown_once_with_its_name(small_row: dict[str, Any]) -> None:

@@ -6,14 +6,28 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import profkit
-from recipes import autocast_dtypes, mixed_precision_accumulation
-from recipes.common.recipe import Recipe
+from recipes import (
+    attention_sweep,
+    autocast_dtypes,
+    compile_speedup,
+    end_to_end,
+    memory_questions,
+    mixed_precision_accumulation,
+    nsight_questions,
+)
+from recipes.attention import cells as attention
+from recipes.common.recipe import Cell, Recipe
+from recipes.compilation import cells as compilation
+from recipes.model_memory import cells as model_memory
+from recipes.nsight import cells as nsight
+from recipes.whole_model import cells as whole_model
 from tests.conftest import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -71,8 +85,30 @@ def test_the_readme_has_a_line_for_it(path: Path) -> None:
     assert f"| `{path.stem}` |" in (RECIPES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("recipe", [autocast_dtypes.RECIPE, mixed_precision_accumulation.RECIPE])
-def test_a_report_of_cells_that_did_not_run_is_made(recipe: Recipe) -> None:
-    rows = [{**cell, "status": "not run"} for cell in autocast_dtypes.CELLS + mixed_precision_accumulation.CELLS
-            if set(cell) == set(recipe.cell_keys)]  # fmt: skip
-    recipe.report(rows, {"device": "cpu"})
+NOT_RUN: dict[str, tuple[Recipe, Sequence[Cell], str]] = {
+    "accumulation": (mixed_precision_accumulation.RECIPE, mixed_precision_accumulation.CELLS, ""),
+    "attention": (attention_sweep.RECIPE, attention.build_cells(attention.GRIDS["reports"], 3), "Not projected"),
+    "autocast": (autocast_dtypes.RECIPE, autocast_dtypes.CELLS, ""),
+    "compiling": (
+        compile_speedup.RECIPE,
+        compilation.build_cells(compilation.of_reports(), 10),
+        "No pair was measured.",
+    ),
+    "memory": (
+        memory_questions.RECIPE,
+        model_memory.build_cells(model_memory.GRIDS["reports"], 4),
+        "No peak was measured",
+    ),
+    "nsight": (nsight_questions.RECIPE, nsight.build_cells(["small"], [128], 4, 3, nsight.NSYS), "Not measured."),
+    "whole step": (end_to_end.RECIPE, whole_model.build_cells(whole_model.of_reports(), 4, 10), "not run (5 cells)."),
+}
+"""Each recipe with the cells of its report, and what the report says if none of them ran."""
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_a_report_of_cells_that_did_not_run_says_so(name: str) -> None:
+    recipe, cells, said = NOT_RUN[name]
+    rows = [{**cell, "status": "not run", "device": "cuda"} for cell in cells if set(cell) == set(recipe.cell_keys)]
+    if recipe.derive is not None:
+        recipe.derive(rows)
+    assert said in recipe.report(rows, {"device": "cuda", "free_bytes": None}).markdown
