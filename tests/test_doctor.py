@@ -31,8 +31,7 @@ from profkit.launch.doctor import (
     examine,
     installed_package,
 )
-from profkit.launch.gpu_state import cuda_of_driver
-from profkit.launch.nsys import Nsys, cupti_of, is_before
+from profkit.launch.nsys import Nsys, cupti_of
 from profkit.report.commands.machine import build_doctor_document
 from profkit.report.document import render
 
@@ -99,27 +98,12 @@ def _with_gpu(machine: Machine, driver: str = "580.159.03", model: str = "NVIDIA
     return machine
 
 
-@pytest.mark.parametrize(
-    ("driver", "cuda"),
-    [("580.159.03", "13.0"), ("579.1", "12.9"), ("550.54.15", "12.4"), ("525.60.13", "12.0"), ("440.33", None)],
-)
-def test_the_newest_cuda_that_a_driver_knows(driver: str, cuda: str | None) -> None:
-    assert cuda_of_driver(driver) == cuda
-
-
 def test_the_newest_cupti_next_to_nsys_counts_also_behind_a_wrapper(tmp_path: Path) -> None:
     nsys = _nsys(tmp_path, "a/target-linux-x64/nsys", OLD)
     assert cupti_of(nsys.path) is None
     for version in ("9.2", "12.4", "12.10", "12.4.127"):
         _file(nsys.path.parent / f"libcupti.so.{version}")
     assert cupti_of(nsys.path) == cupti_of(_nsys(tmp_path, "a/bin/nsys", OLD).path) == "12.10"
-
-
-def test_versions_are_compared_by_their_numbers() -> None:
-    assert is_before("0.2.9", "0.2.12")
-    assert not is_before("0.2.12", "0.2.12")
-    assert is_before(OLD, "2025.3")
-    assert not is_before(NEW, "2025.3")
 
 
 def test_nsys_is_missing_does_not_start_or_is_named_with_the_others_that_lie_here(machine: Machine) -> None:

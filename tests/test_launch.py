@@ -73,16 +73,6 @@ class TestKinds:
     def test_the_kind_of_each_target(self, words: list[str], kind: str) -> None:
         assert target_kind(words) == kind
 
-    def test_a_script_without_python_is_refused_with_the_command_to_type(self) -> None:
-        with pytest.raises(
-            UsageError, match=r"put python before it, or leave out --: profkit run -- python train.py --lr 1"
-        ):
-            target_kind(["train.py", "--lr", "1"])
-
-    def test_only_a_command_has_further_words(self) -> None:
-        with pytest.raises(UsageError, match="x: a built-in model takes options only"):
-            target_kind(["model.tiny", "x"])
-
 
 class TestRunDirectory:
     def test_default_lies_under_runs_with_time_and_target(
@@ -96,29 +86,10 @@ class TestRunDirectory:
             assert path.parent == Path("runs")
             assert "Z-model.tiny" in path.name
 
-    def test_named_directory_is_made_with_its_parents(self, tmp_path: Path) -> None:
-        assert make_run_directory(tmp_path / "a" / "b", "model.tiny").is_dir()
-
-    def test_an_empty_directory_is_taken(self, tmp_path: Path) -> None:
-        assert make_run_directory(tmp_path, "model.tiny") == tmp_path
-
-    def test_a_run_is_never_overwritten(self, tmp_path: Path) -> None:
-        (tmp_path / "manifest.json").write_text("{}")
-        with pytest.raises(RunError, match="exists and is not empty; name a new directory with -o"):
-            make_run_directory(tmp_path, "model.tiny")
-        assert (tmp_path / "manifest.json").read_text() == "{}"
-
     def test_a_directory_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("profkit.run.directory.os.access", lambda path, mode: False)  # root may do anything
         with pytest.raises(RunError, match="no permission to write; name another directory with -o"):
             make_run_directory(tmp_path, "model.tiny")
-
-    def test_a_file_in_its_place_or_on_the_way(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        with pytest.raises(RunError, match="file: exists and is not a directory"):
-            make_run_directory(tmp_path / "file", "model.tiny")
-        with pytest.raises(RunError, match="Not a directory; name another directory with -o"):
-            make_run_directory(tmp_path / "file" / "run", "model.tiny")
 
 
 class TestFindNsys:

@@ -12,9 +12,6 @@ import pytest
 from profkit.joining import read_ranks
 from profkit.run.job import RankChoice
 from tests.forked_scripts import Forks
-from tests.in_process import run_profkit
-
-ROOT = Path(__file__).parent.parent
 
 SCRIPT = """
 import os, sys, time
@@ -49,14 +46,6 @@ distributed.destroy_process_group()
 )
 def test_a_choice_includes_ranks(text: str, rank: int | None, local_rank: int | None, included: bool | None) -> None:
     assert RankChoice.parse(text).includes(rank, local_rank) is included
-
-
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1", "fastest"])
-def test_what_is_no_choice_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    done = run_profkit("run", "--ranks", text, "--", "python", "x.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert "name ranks (0,7,8-15), first-per-node or slowest" in line
 
 
 def test_chosen_ranks_are_refused_for_nsys_which_records_all_of_a_machine(tmp_path: Path, forks: Forks) -> None:

@@ -15,7 +15,6 @@ from profkit.run.directory import Run
 pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
-from tests.programs_counted import PROGRAMS
 from tests.recorded_programs import times_by_step
 
 LOOP = """
@@ -138,23 +137,6 @@ def test_a_block_has_the_same_steps_and_ranges_as_a_command(forks: Forks, tmp_pa
     assert paths[0] == paths[1]
 
 
-@pytest.mark.parametrize("name", ["GAN", "LBFGS with a closure", "generation", "gradient penalty", "torch.func"])
-def test_programs_have_the_steps_that_are_counted_by_hand(forks: Forks, tmp_path: Path, name: str) -> None:
-    program = PROGRAMS[name]
-    (tmp_path / "block.py").write_text(
-        "import runpy, sys, profkit\n"
-        "with profkit.record(steps=2, warmup=2, lines=False, path='run'):\n"
-        "    runpy.run_path(sys.argv[1], run_name='__main__')\n"
-    )
-    done = forks.run([sys.executable, "block.py", *program.words], tmp_path)
-    assert done.returncode == 0, done.stderr
-    steps = times_by_step(profkit.read_trace(tmp_path / "run"))
-    assert [times.pop("") for times in steps] == [1, 1]
-    for times in steps:
-        assert {path: count for path, count in times.items() if "/" not in path} == program.phases
-        assert {path: times.get(path) for path in program.paths} == program.paths
-
-
 def test_an_optimizer_with_a_closure_and_a_scheduler_from_before_the_block_is_seen(
     forks: Forks, tmp_path: Path
 ) -> None:
@@ -273,20 +255,6 @@ tell(caught=caught, kept=run.kernels("optimizer").instances)
         "ValueError: bad data",
     ]
     assert "FAILED" in str(profkit.open(tmp_path / "in").summary())
-
-
-def test_a_break_ends_the_block_as_the_loops_end_does(forks: Forks, tmp_path: Path) -> None:
-    code = """
-while True:
-    with profkit.record(steps=2, warmup=4, lines=False, path="run") as run:
-        for number in range(100):
-            step()
-            if number == 5:
-                break
-    break
-tell(steps=run.kernels("optimizer").instances)
-"""
-    assert run_block(forks, tmp_path, code) == (NOTHING_LEFT | {"steps": 2}, "")
 
 
 def test_a_fork_that_leaves_the_block_too_leaves_the_recording_alone(forks: Forks, tmp_path: Path) -> None:

@@ -113,18 +113,6 @@ def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> Non
     assert all(rows["c10d::allreduce_"].per_rank_ns), "the gradients are averaged in backward"
 
 
-def test_a_ranks_request_that_is_off_is_one_line(tmp_path: Path, run: Run) -> None:
-    for arguments, said in (
-        (["--", "torchrun", "x.py"], "torchrun starts its processes itself"),
-        (["--context", "8,16", "model.tiny"], "takes one --context"),
-        (["package.module:step"], "--nproc-per-node is for the built-in models and commands"),
-    ):
-        done = run(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert said in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.nsys
 def test_one_nsys_holds_all_ranks_of_a_script(tmp_path: Path, run: Run) -> None:
     done = run("--nsys", "--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")

@@ -401,14 +401,6 @@ def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
     assert "\n4 0x" not in done.stdout
 
 
-def test_a_module_is_run_as_a_module(place: Path, run: Start) -> None:
-    (place / "pkg").mkdir()
-    (place / "pkg" / "train.py").write_text(TRAIN)
-    done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "-m", "pkg.train", "0.1", "3")
-    assert done.returncode == 0, done.stderr
-    assert "step 1" in _ranges(place / "run" / "trace.json.gz")
-
-
 def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Start) -> None:
     done = run("--warmup", "4", "--steps", "2", "--", sys.executable, "infer.py")
     assert done.returncode == 0, done.stderr
@@ -417,26 +409,6 @@ def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: St
     assert "forward" not in ranges, "nothing is trained"
     assert ranges.count("model") == 2
     assert _manifest(place)["processes"][0]["state"] == "complete"
-
-
-def test_a_script_that_fails_keeps_what_was_recorded(place: Path, run: Start) -> None:
-    done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "20", "raise", "3")
-    assert done.returncode == 1
-    assert "ValueError: the data are bad" in done.stderr
-    assert "3 of 9 steps were recorded and are kept: profkit ranges run" in done.stderr
-    manifest = _manifest(place)
-    assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
-    assert manifest["reason"] == "ValueError: the data are bad"
-    assert manifest["processes"][0]["state"] == "cut short"
-    assert len(manifest["profiled"]["steps"]) == 3
-    assert {"step 1", "step 2", "step 3"} <= set(_ranges(place / "run" / "trace.json.gz"))
-
-
-def test_a_scripts_own_status_passes_through(place: Path, start: Start) -> None:
-    (place / "seven.py").write_text("raise SystemExit(7)")
-    done = start("--", sys.executable, "seven.py")
-    assert done.returncode == 7
-    assert _manifest(place)["exit_status"] == 7
 
 
 @pytest.mark.parametrize("profiler", ["--kineto", pytest.param("--nsys", marks=pytest.mark.nsys)])
@@ -579,24 +551,6 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
     left = ["manifest.json", "trace.json.gz", *(["lines.jsonl", "work.json"] if recorded else [])]
     assert {path.name for path in (place / "run").iterdir()} == set(left)
     assert not processes_in(place)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--batch", "2", "--", "python", "train.py"], "--batch is for the built-in models; leave it out"),
-        (["--memory-only", "model.tiny"], "--memory-only is for commands"),
-        (["--depth", "2", "model.tiny"], "--depth is for commands"),
-        (["--stop", "model.tiny"], "--stop is for commands (-- python train.py); leave it out"),
-        (["--flops", "model.tiny"], "--flops is for commands"),
-        (["--no-keep-report", "model.tiny"], "--no-keep-report goes with --nsys"),
-        (["model.tiny", "extra"], "extra: a built-in model takes options only"),
-    ],
-)
-def test_options_of_the_other_kind_are_refused(start: Start, arguments: list[str], said: str) -> None:
-    done = start(*arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
 
 
 def _nvtx_texts(export: Path) -> list[str]:

@@ -349,14 +349,6 @@ def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
 
 
-@pytest.mark.parametrize("recorder", ["--nsys", "--kineto"])
-def test_memory_only_and_a_recorder_exclude_each_other(run: Run, recorder: str) -> None:
-    done = run(*_command("--memory-only", recorder, "--", sys.executable, "train.py"))
-    assert done.returncode in {1, 2}
-    if recorder == "--kineto":
-        assert done.stderr == ("profkit: --kineto records a trace and --memory-only none; --memory records both\n")
-
-
 @pytest.fixture(scope="module")
 def workloads(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, dict[str, Any]]:
     found = {}

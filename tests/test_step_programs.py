@@ -206,13 +206,6 @@ def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path, record: Rec
     }
 
 
-def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_path: Path, record: Record) -> None:
-    done = record(ATTENTION.replace("range(5)", "range(3)"))
-    assert done.returncode == 0, done.stderr
-    assert "it made 3 steps, too few for --warmup 14; it runs again with --warmup 2 --steps 1" in done.stderr
-    assert _paths(tmp_path) == {"step *": 1, "step */backward": 1}
-
-
 @pytest.mark.parametrize(
     ("word", "names", "said"),
     [
@@ -225,12 +218,6 @@ def test_a_script_with_fewer_steps_than_warmup_steps_runs_again_with_fewer(tmp_p
 )
 def test_what_a_step_is_reads_as_plain_english(word: str, names: tuple[str, ...], said: str) -> None:
     assert describe_step(word, names) == said
-
-
-def test_a_choice_of_no_kind_is_refused(record: Record) -> None:
-    done = record(PLAIN, "--step-on", "backwards:twice")
-    assert done.returncode == 2
-    assert "--step-on backwards:twice: write one of optimizer:NAME, call:NAME, backward" in done.stderr
 
 
 def _outcome(process: Process | None, status: int = 0, **order: Any) -> Outcome:

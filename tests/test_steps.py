@@ -137,12 +137,6 @@ def test_a_backward_pass_within_a_module_ends_no_step(script: Script) -> None:
     assert script.policy.what_counts() == ("call", ("Linear",))
 
 
-def test_a_step_ends_with_each_call_of_a_model_that_is_only_called(script: Script) -> None:
-    model = nn.Linear(1, 1)
-    script.call(model, model, model)
-    assert script.made == [0, 1, 2, 3]
-
-
 def test_models_that_take_turns_make_one_step(script: Script) -> None:
     encoder, decoder = nn.Linear(1, 1), nn.Bilinear(1, 1, 1)
     for _ in range(3):
