@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -111,10 +112,21 @@ def _serve() -> None:
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in jobs:
-        statuses = _run_job(json.loads(line))
+        job = json.loads(line)
+        _import_compiler_for(job)
+        statuses = _run_job(job)
         status = next((one for one in statuses if one), 0)
         answers.write(f"{status if status >= 0 else 128 - status}\n")
         answers.flush()
+
+
+def _import_compiler_for(job: dict[str, Any]) -> None:
+    """Import what a script that compiles imports first of all, so that its fork and later ones need not."""
+    scripts = [Path(job["cwd"], word) for word in job["words"] if word.endswith(".py")]
+    if any(script.is_file() and "torch.compile" in script.read_text() for script in scripts):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("torch._inductor.cudagraph_trees")
 
 
 def _run_job(job: dict[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Ranges without edits: they change nothing in the workload, they nest, and they close."""
+"""Ranges and memory recorded without edits: they change nothing in the workload; ranges nest and close."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from profkit.run.owners import read_owners
 from tests.forked_scripts import Forks
 from tests.hooked_workloads import CHECKPOINTS, WORKLOADS
 
@@ -38,6 +39,12 @@ def hooked(run: Run) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def logged(run: Run) -> dict[str, Any]:
     return run("logged")
+
+
+@pytest.fixture(scope="module")
+def remembered(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("remembered"))
+    return {**run("remembered", folder, warnings="default"), "folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +229,51 @@ def test_what_the_script_does_with_an_output_lies_outside_the_modules(how: str, 
     """The branch that was made last goes back first, and leaves its first module's range open."""
     paths = _trees(hooked[how]["events"])
     assert {path: count for path, count in paths.items() if path.endswith("/marked")} == {"backward/marked": 2 * 4}
+
+
+@pytest.mark.parametrize("how", WORKLOADS)
+def test_recording_changes_no_loss_and_holds_no_tensor(
+    plain: dict[str, Any], remembered: dict[str, Any], how: str
+) -> None:
+    assert remembered[how]["losses"] == plain[how]["losses"]
+    assert all(kept <= before for kept, before in zip(remembered[how]["alive"], plain[how]["alive"], strict=True))
+    assert remembered[how]["graph_breaks"] == plain[how]["graph_breaks"]
+
+
+def test_every_workload_is_recorded_to_its_end(remembered: dict[str, Any]) -> None:
+    memory = remembered["memory"]
+    assert memory["failure"] is None
+    assert memory["snapshot"] == "snapshot.pickle"
+    ledger = read_owners(Path(remembered["folder"]) / "ledger.jsonl")
+    assert len(ledger.steps) == 4 * len(WORKLOADS)
+    assert {one.role for one in ledger.owned} >= {"parameter", "gradient", "optimizer_state", "input", "saved"}
+    assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}
+
+
+def test_allocations_carry_the_phase_and_the_modules_name(remembered: dict[str, Any]) -> None:
+    calls = remembered["memory"]["calls"]
+    texts = [call.removeprefix("metadata ") for call in calls if call.startswith("metadata")]
+    phases: list[list[str]] = [[]]
+    for text in texts:
+        if text:
+            phases[-1].append(text)
+        else:
+            phases.append([])
+    assert not phases.pop(), "nothing is left behind"
+    assert [{text.split(":")[1] for text in phase} for phase in phases[:5]] == [
+        {"forward"},
+        {"loss"},
+        {"backward"},
+        {"optimizer"},
+        {"forward"},
+    ]
+    forward, loss, backward = ([text.split(":")[2] for text in phase] for phase in phases[:3])
+    assert forward[1:6] == ["model", "first", "model", "blocks.0", "blocks.0.linear"], "and back where a module ends"
+    assert loss == ["", "MSELoss", ""]
+    assert backward[:2] == ["", "MSELoss"], "until a module's backward begins it is the loss's own"
+    order = list(dict.fromkeys(backward))
+    for number in (2, 1):
+        assert order.index(f"blocks.{number}.relu") < order.index(f"blocks.{number}.linear"), "in reverse"
+        assert order.index(f"blocks.{number}.linear") < order.index(f"blocks.{number - 1}.relu")
+    assert len(phases) >= 4 * len(WORKLOADS)
+    assert {"profkit:recompute:blocks.2.linear", "profkit:inference:blocks.2.linear"} <= set(texts)

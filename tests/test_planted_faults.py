@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.forked_scripts import Forks
 
 FOLDER = ROOT / "tests" / "programs" / "faults"
 sys.path.insert(0, str(FOLDER))
@@ -27,18 +28,11 @@ def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None
 
 
 @pytest.mark.parametrize("program", PLAIN)
-def test_every_variant_of_a_plain_program_runs_and_is_timed(program: str) -> None:
+def test_every_variant_of_a_plain_program_runs_and_is_timed(forks: Forks, tmp_path: Path, program: str) -> None:
     variants = [list(fault.faults) for fault in FAULTS if fault.program == program]
-    command = [
-        sys.executable,
-        str(FOLDER / "record_faults.py"),
-        "-",
-        "--tiny",
-        "--truth",
-        program,
-        json.dumps(variants),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    options = ("-", "--tiny", "--truth", program, json.dumps(variants))
+    done = forks.run([sys.executable, str(FOLDER / "record_faults.py"), *options], tmp_path)
+    assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
     assert set(times) == {"+".join(variant) for variant in variants}
     assert all(len(each) == 2 and min(each) > 0 for each in times.values())

@@ -44,6 +44,7 @@ distributed.barrier()
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
+    """Return a function that records two ranks by torch's own launcher."""
     (tmp_path / "ddp.py").write_text(DDP)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,8 +59,10 @@ def _manifest(place: Path) -> dict[str, Any]:
     return manifest
 
 
-def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, run: Run, profkit: Run) -> None:
-    done = run("--warmup", "1", "--steps", "2", "--", sys.executable, "ddp.py")
+def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "ddp.py").write_text(DDP)
+    options = ("-o", "run", "--nproc-per-node", "2", "--warmup", "1", "--steps", "2")
+    done = forks.run_profkit("run", *options, "--", sys.executable, "ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "profkit ranks run" in done.stdout
     processes = _manifest(tmp_path)["processes"]

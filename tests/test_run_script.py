@@ -193,7 +193,7 @@ def _ranges(trace: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("compiles_at", "imports_dynamo_first"),
-    [pytest.param("0", False, marks=pytest.mark.slow), ("0", True), ("2", True)],
+    [pytest.param("0", False, marks=pytest.mark.slow), ("2", True)],
 )
 def test_nothing_is_compiled_again_for_the_recording(
     place: Path, forks: Forks, start: Start, run: Start, compiles_at: str, imports_dynamo_first: bool

@@ -1,6 +1,6 @@
 """``profkit run --memory -- COMMAND`` on a CUDA of paper: real processes, torch's own lazy initialisation, no GPU.
 
-The scripts run as forks of a process that has imported torch, but for one that Ctrl-C ends.
+The scripts run as forks of a process that has imported torch.
 
 What only a GPU can show is in tests/test_run_script_gpu.py.
 """
@@ -8,8 +8,6 @@ What only a GPU can show is in tests/test_run_script_gpu.py.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,11 +20,8 @@ pytest.importorskip("torch")
 
 from profkit.run.owners import Owners, read_owners
 from tests.forked_scripts import Forks
-from tests.hooked_workloads import WORKLOADS
-from tests.launched import first_line, started
 
 ROOT = Path(__file__).parent.parent
-WORKLOADS_SCRIPT = Path(__file__).parent / "hooked_workloads.py"
 
 TRAIN = """
 import os, sys
@@ -66,9 +61,10 @@ for number in range(5):
         torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     print(number, loss.item().hex(), flush=True)
-    if number == 1 and "wait" in how:
-        import time
-        time.sleep(60)
+    if number == 1 and "interrupt" in how:
+        import signal
+        os.kill(os.getppid(), signal.SIGINT)
+        signal.pause()
 if "fork" in how and not os.fork():
     sys.exit(0)
 if "calls" in how:
@@ -94,10 +90,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _command(*arguments: str) -> list[str]:
     head = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", "--warmup", "1", "--steps", "2"]
     return [*head, *arguments]
-
-
-def _environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
 
 @pytest.fixture
@@ -338,71 +330,9 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     assert absent.stderr == "profkit: no snapshot of rank 2: this run holds rank 0, 1\n"
 
 
-def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path) -> None:
-    command = _command("--memory-only", "--steps", "9", "--", sys.executable, "train.py", "wait")
-    with started(command, cwd=place, env=_environment()) as run:
-        first_line(run, "1 ")
-        run.send_signal(signal.SIGINT)
-        _, said = run.communicate()
-    assert run.returncode == 130
-    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
+def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path, forks: Forks) -> None:
+    done = forks.run(_command("--memory-only", "--steps", "9", "--", sys.executable, "train.py", "interrupt"), place)
+    assert done.returncode == 130
+    last = "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
+    assert done.stderr.splitlines()[-1] == last
     assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
-
-
-@pytest.fixture(scope="module")
-def workloads(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name in ("plain", "remembered"):
-        folder = tmp_path_factory.mktemp(name)
-        words = [] if name == "plain" else [name, str(folder)]
-        done = forks.run([sys.executable, str(WORKLOADS_SCRIPT), *words], folder)
-        assert done.returncode == 0, done.stderr
-        found[name] = {**json.loads(done.stdout), "folder": folder}
-    return found
-
-
-@pytest.mark.parametrize("how", WORKLOADS)
-def test_recording_changes_no_loss_and_holds_no_tensor(workloads: dict[str, dict[str, Any]], how: str) -> None:
-    plain, remembered = workloads["plain"][how], workloads["remembered"][how]
-    assert remembered["losses"] == plain["losses"]
-    assert all(kept <= before for kept, before in zip(remembered["alive"], plain["alive"], strict=True))
-    assert remembered["graph_breaks"] == plain["graph_breaks"]
-
-
-def test_every_workload_is_recorded_to_its_end(workloads: dict[str, dict[str, Any]]) -> None:
-    memory = workloads["remembered"]["memory"]
-    assert memory["failure"] is None
-    assert memory["snapshot"] == "snapshot.pickle"
-    ledger = read_owners(workloads["remembered"]["folder"] / "ledger.jsonl")
-    assert len(ledger.steps) == 4 * len(WORKLOADS)
-    assert _roles(ledger) >= {"parameter", "gradient", "optimizer_state", "input", "saved"}
-    assert "blocks.1.linear.weight" in {one.name for one in ledger.owned}
-
-
-def test_allocations_carry_the_phase_and_the_modules_name(workloads: dict[str, dict[str, Any]]) -> None:
-    calls = workloads["remembered"]["memory"]["calls"]
-    texts = [call.removeprefix("metadata ") for call in calls if call.startswith("metadata")]
-    phases: list[list[str]] = [[]]
-    for text in texts:
-        if text:
-            phases[-1].append(text)
-        else:
-            phases.append([])
-    assert not phases.pop(), "nothing is left behind"
-    assert [{text.split(":")[1] for text in phase} for phase in phases[:5]] == [
-        {"forward"},
-        {"loss"},
-        {"backward"},
-        {"optimizer"},
-        {"forward"},
-    ]
-    forward, loss, backward = ([text.split(":")[2] for text in phase] for phase in phases[:3])
-    assert forward[1:6] == ["model", "first", "model", "blocks.0", "blocks.0.linear"], "and back where a module ends"
-    assert loss == ["", "MSELoss", ""]
-    assert backward[:2] == ["", "MSELoss"], "until a module's backward begins it is the loss's own"
-    order = list(dict.fromkeys(backward))
-    for number in (2, 1):
-        assert order.index(f"blocks.{number}.relu") < order.index(f"blocks.{number}.linear"), "in reverse"
-        assert order.index(f"blocks.{number}.linear") < order.index(f"blocks.{number - 1}.relu")
-    assert len(phases) >= 4 * len(WORKLOADS)
-    assert {"profkit:recompute:blocks.2.linear", "profkit:inference:blocks.2.linear"} <= set(texts)

@@ -91,8 +91,11 @@ def try_edits(forks: Forks, place: Path, *edits: str, options: tuple[str, ...] =
 MADE = ("optimizer:foreach", "zero-grad:none", "autocast:bf16", "workers:2", "threads:2", "checkpoint:2", "batch:×2")
 
 
-def test_edits_are_made_in_an_unedited_script_and_proven(forks: Forks, tmp_path: Path) -> None:
+def test_edits_are_made_in_an_unedited_script_and_proven_and_without_them_it_computes_the_same_to_the_last_bit(
+    forks: Forks, tmp_path: Path
+) -> None:
     make_script(tmp_path)
+    alone = json.loads(forks.run([sys.executable, "script.py"], tmp_path).stdout)
     trials = try_edits(forks, tmp_path, *MADE)
     said = {edit: trials[edit]["evidence"][0] for edit in MADE}
     assert all(evidence["is_made"] for evidence in said.values()), said
@@ -106,12 +109,6 @@ def test_edits_are_made_in_an_unedited_script_and_proven(forks: Forks, tmp_path:
     assert {shares[edit] for edit in ("zero-grad:none", "workers:2", "checkpoint:2")} == {0.0}
     assert 1e-5 < shares["autocast:bf16"] < 0.1
     assert trials["batch:×2"]["batch_factor"] == 2
-
-
-def test_a_program_without_edits_computes_the_same_to_the_last_bit(forks: Forks, tmp_path: Path) -> None:
-    make_script(tmp_path)
-    alone = json.loads(forks.run([sys.executable, "script.py"], tmp_path).stdout)
-    try_edits(forks, tmp_path, "threads:2")
     (call,) = Run(tmp_path / "run").trials.calls
     as_is = next(process for process in call.processes if not process.edits)
     assert as_is.measured is not None
@@ -314,11 +311,9 @@ def test_without_an_edit_a_script_is_recorded_first_and_its_tries_are_taken(fork
     assert Run(tmp_path / "run").traces
 
 
-@pytest.mark.parametrize(
-    ("edit", "is_named"), [("zero-grad:none", True), ("no-wait:script.py:7", False), (None, False)]
-)
+@pytest.mark.parametrize(("edit", "is_named"), [("zero-grad:none", True), ("no-wait:script.py:7", False)])
 def test_a_recorded_run_with_a_try_that_can_be_made_names_the_command(
-    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str | None, is_named: bool
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, is_named: bool
 ) -> None:
     make_script(tmp_path)
     advice = Advice("code", "a cause", None, None, "a change", edit, None, None, None, None, {}, "a proof")

@@ -89,17 +89,17 @@ def test_a_run_interrupted_in_a_cell_keeps_the_others_and_goes_on_from_there(rec
     ],
 )
 def test_a_cell_that_fails_shows_why(recipe: Run, tmp_path: Path, how: str, status: str, code: int) -> None:
-    done = recipe("--how", f"well,{how}", "--numbers", "2,3")
+    done = recipe("--how", how, "--numbers", "3")
     assert done.return_value == code
-    well, other = _rows(tmp_path)
-    assert (well["square"], well["status"], other["square"]) == ("4", "ok", "")
-    assert other["status"].startswith(status)  # what Python says of infinity ends differently in its versions
+    (row,) = _rows(tmp_path)
+    assert row["square"] == ""
+    assert row["status"].startswith(status)  # what Python says of infinity ends differently in its versions
     if how == "large":
         assert "predicted 1.000 TiB" not in done.stderr
         assert "predicted 1,048,576 TiB, free " in done.stderr
         # No time would make it fit.
         assert json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"][-1]["state"] == "complete"
-        assert _measured(tmp_path) == ["2 well True"]
+        assert not (tmp_path / "log").exists()
 
 
 def test_cells_measured_together_share_a_process_and_fail_together(recipe: Run, tmp_path: Path) -> None:
