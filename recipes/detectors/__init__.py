@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from recipes.detectors import claims, memory, times
+from recipes.detectors import memory, times
 from recipes.detectors.tables import BenchmarkTable, build_table
 
 Rule = Callable[[BenchmarkTable], Iterator[str]]
@@ -37,30 +37,24 @@ MISTAKES: Mapping[str, Rule] = {
     "unit-label": memory.find_binary_under_decimal_label,
     "unit-factor": memory.find_wrong_factor,
     "unit-conversion": memory.find_pairs_that_do_not_convert,
-    "exponent-claim": claims.find_wrong_exponents,
-    "formula-examples": claims.find_wrong_examples,
 }
 NOTES: Mapping[str, Rule] = {
     "launch-bound": times.find_launch_bound,
     "subtracted": times.find_subtraction,
-    "falls-with-size": times.find_falling_times,
-    "disagreeing-passes": times.find_disagreeing_passes,
 }
 MISTAKES_ACROSS: Mapping[str, RuleAcross] = {
-    "forward-in-backward": claims.find_forward_in_backward,
-    "borrowed-shares": claims.find_borrowed_shares,
+    "forward-in-backward": times.find_forward_in_backward,
 }
-NOTES_ACROSS: Mapping[str, RuleAcross] = {"bf16-slower": claims.find_slower_in_bf16}
 
 
 def inspect_tables(tables: Sequence[BenchmarkTable]) -> list[Finding]:
     """Return what the rules find in each table and between them: mistakes first, then notes."""
-    found = []
-    for is_note, of_one, of_all in ((False, MISTAKES, MISTAKES_ACROSS), (True, NOTES, NOTES_ACROSS)):
-        for table in tables:
-            found += [Finding(code, table.name, said, is_note) for code in of_one for said in of_one[code](table)]
-        found += [Finding(code, name, said, is_note) for code in of_all for name, said in of_all[code](tables)]
-    return found
+    mistakes, notes = (
+        [Finding(code, table.name, said, is_note) for table in tables for code in rules for said in rules[code](table)]
+        for is_note, rules in ((False, MISTAKES), (True, NOTES))
+    )
+    across = [Finding(code, name, said, False) for code, rule in MISTAKES_ACROSS.items() for name, said in rule(tables)]
+    return [*mistakes, *across, *notes]
 
 
 def inspect_rows(rows: Sequence[Mapping[str, object]]) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -129,14 +129,11 @@ class Number:
 
 @dataclass(frozen=True)
 class BenchmarkTable:
-    """A table with its caption; ``rows`` hold the printed cells by heading."""
+    """A table; ``rows`` hold the printed cells by heading."""
 
     name: str
     headings: tuple[str, ...]
     rows: tuple[Mapping[str, str], ...]
-    caption: str = ""
-    text: str = field(default="", repr=False)
-    """The text of the document around its tables: claims and formulas."""
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -232,36 +229,28 @@ def read_tables(path: Path) -> list[BenchmarkTable]:
 
 
 def read_markdown(text: str, name: str) -> list[BenchmarkTable]:
-    """Return the tables of a Markdown text; the caption of each is the nearest line of text above it."""
-    prose: list[str] = []
-    found: list[tuple[str, list[list[str]]]] = []
+    """Return the tables of a Markdown text."""
+    found: list[list[list[str]]] = []
     previous: list[str] | None = None
     table: list[list[str]] | None = None
     for line in text.splitlines():
         cells = _split(line)
         if cells is None:
-            prose.append(line.strip().strip("#*`> "))
             previous = table = None
         elif table is not None:
             table.append(cells)
         elif previous is not None and all(_RULE.fullmatch(cell) for cell in cells):
             table = [previous]
-            found.append((next((said for said in reversed(prose) if said), ""), table))
+            found.append(table)
         else:
             previous = cells
-    whole = "\n".join(prose)
-    return [
-        _build(f"{name}, table {number}" if len(found) > 1 else name, rows, caption, whole)
-        for number, (caption, rows) in enumerate(found, 1)
-    ]
+    return [_build(f"{name}, table {number}" if len(found) > 1 else name, rows) for number, rows in enumerate(found, 1)]
 
 
 def read_csv(text: str, name: str) -> list[BenchmarkTable]:
     """Return the table of a CSV text."""
-    said = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
     rows = list(csv.reader(line for line in text.splitlines() if line.strip() and not line.startswith("#")))
-    caption = said[0] if said else ""
-    return [_build(name, rows, caption, "\n".join(said))] if len(rows) > 1 else []
+    return [_build(name, rows)] if len(rows) > 1 else []
 
 
 def build_table(name: str, rows: Sequence[Mapping[str, object]]) -> BenchmarkTable:
@@ -301,7 +290,7 @@ def _split(line: str) -> list[str] | None:
     return [cell.strip().replace("\\|", "|") for cell in _CELL_END.split(stripped)]
 
 
-def _build(name: str, rows: Sequence[Sequence[str]], caption: str, text: str) -> BenchmarkTable:
+def _build(name: str, rows: Sequence[Sequence[str]]) -> BenchmarkTable:
     headings = tuple(heading.strip() for heading in rows[0])
     body = tuple(dict(zip(headings, [*row, *[""] * len(headings)], strict=False)) for row in rows[1:])
-    return BenchmarkTable(name, headings, body, caption, text)
+    return BenchmarkTable(name, headings, body)

@@ -1,30 +1,20 @@
-"""Rules on the times of one table."""
+"""Rules on the times of one table, and of several tables of the same work."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from statistics import median
 
-from recipes.detectors.tables import BenchmarkTable, Phase, phase_of
+from recipes.detectors.tables import BenchmarkTable
 
 SPREAD = 0.3
 RATIO = (1.2, 3.0)
 LAUNCH_BOUND_S = 1e-3
 """A shorter forward pass probably waits for its launches: its time says little about the work."""
-LARGER = 1.5
-"""The least ratio of two sizes that are compared."""
-_FASTER = 0.9
-_DISAGREES = 1.25
-"""The ratio from which times differ. The same kernels stay within 1 %; launches or a disturbance cause more."""
-_JUDGED: tuple[Phase, ...] = ("forward", "backward", "step")
-_SAME: tuple[Phase, ...] = ("forward", "backward")
-"""The phases that both kinds of step share: the same work should take the same time."""
-_TRAINING = {"train", "training", "optimizer"}
-_NAMES_OF_MODELS = {"size", "model", "preset", "layers", "heads", "ff", "hidden", "depth"}
-"""Words in headings of a model's name and of what varies with its size."""
+_ABOUT_ONE = (0.7, 1.3)
+Across = Iterator[tuple[str, str]]
+"""The name of a table, and a sentence about it."""
 
 
 def find_negative_times(table: BenchmarkTable) -> Iterator[str]:
@@ -108,122 +98,6 @@ def find_identical_columns(table: BenchmarkTable) -> Iterator[str]:
                 yield f"{heading} and {other} are identical in all {len(counted)} rows"
 
 
-def find_falling_times(table: BenchmarkTable) -> Iterator[str]:
-    """Note times that fall by over 10 % where only one size grows, by half or more.
-
-    Times under 1 ms are left out: launches probably limit them, whatever the size.
-    """
-    for heading in (name for phase in _JUDGED for name in table.columns("time", phase)[:1]):
-        values, compared, found = table.values(heading), 0, []
-        for line in lines_by_size(table):
-            timed = [
-                (size, row, value) for size, row in line.points if (value := values[row]) is not None and value > 0
-            ]
-            for size, row, before in timed:
-                larger = next((each for each in timed if each[0] >= LARGER * size), None)
-                if larger is None:
-                    continue
-                compared += 1
-                _, other, after = larger
-                if before >= LAUNCH_BOUND_S / table.roles[heading].seconds and after < _FASTER * before:
-                    grown = f"{line.named_by} {table.rows[other][line.named_by].strip()}"
-                    said = f"{before:.4g} at {table.describe(row)}, {after:.4g} at {grown}"
-                    found.append((after / before, said))
-        if found:
-            worst = "; ".join(pair for _, pair in sorted(found)[:3])
-            yield (
-                f"{heading} falls as a size grows, in {len(found)} of {compared} pairs of rows that differ in it "
-                f"alone, most: {worst}; launches limit the smaller one, or something disturbed it"
-            )
-
-
-@dataclass(frozen=True)
-class Line:
-    """Rows that agree in all labels except ``heading`` and what varies with it: sizes and rows, by rising size."""
-
-    heading: str
-    points: tuple[tuple[float, int], ...]
-    named_by: str
-    """The column that names the sizes: a model's name if ``heading`` counts its parameters."""
-
-
-def lines_by_size(table: BenchmarkTable) -> Iterator[Line]:
-    """Yield lines of rows that differ only in one size, if there are two sizes or more.
-
-    Models differ in name, width and number of layers at once: they are ordered by their parameters, or by their width
-    if the table lacks parameters.
-    """
-    labels = {name: set(role.base) for name, role in table.roles.items() if role.quantity == "label"}
-    names = [name for name, words in labels.items() if words & _NAMES_OF_MODELS]
-    by_model = table.columns("parameters") or table.columns("width")
-    batches = [name for name, words in labels.items() if "batch" in words]
-    for heading in (*by_model, *table.columns("length"), *batches):
-        is_model = heading in by_model
-        aside = [*names, *table.columns("width"), heading] if is_model else [heading]
-        found: dict[tuple[str, ...], list[tuple[float, int]]] = {}
-        for row, size in enumerate(table.values(heading)):
-            if size is not None and size > 0:
-                found.setdefault(tuple(table.labels(row, without=aside).values()), []).append((size, row))
-        for points in found.values():
-            if len({size for size, _ in points}) > 1:
-                yield Line(heading, tuple(sorted(points)), names[0] if is_model and names else heading)
-
-
-def find_disagreeing_passes(table: BenchmarkTable) -> Iterator[str]:
-    """Note pairs of rows that differ only in the kind of step, with forward or backward over 25 % apart.
-
-    This compares steps of forward and backward with whole training steps; forward alone runs without autograd and may
-    be shorter. Phases under 1 ms in both rows are left out: launches probably limit them.
-    """
-    both_kinds = {"forward-backward", "train"}
-    labels = [heading for heading, role in table.roles.items() if role.quantity == "label"]
-    kinds = ((heading, [_kind_of_step(row[heading]) for row in table.rows]) for heading in labels)
-    column, kind_by_row = next(((name, kinds) for name, kinds in kinds if both_kinds <= set(kinds)), (None, []))
-    if column is None:
-        return
-    alike: dict[tuple[str, ...], dict[str | None, list[int]]] = {}
-    for row, kind in enumerate(kind_by_row):
-        if any(phase in seconds_by_phase(table, row) for phase in _SAME):
-            key = tuple(table.labels(row, without=[column]).values())
-            alike.setdefault(key, {}).setdefault(kind, []).append(row)
-    pairs = [pair for rows in alike.values() for pair in product(*(rows.get(kind, []) for kind in sorted(both_kinds)))]
-    found = []
-    for row, other in pairs:
-        apart = _apart(seconds_by_phase(table, row), seconds_by_phase(table, other))
-        if apart:
-            said = ", ".join(times for _, times in apart)
-            found.append((max(apart)[0], f"{said} at {table.describe(row, without=[column])}"))
-    if found:
-        worst = "; ".join(said for _, said in sorted(found, reverse=True)[:3])
-        names = " and in ".join(table.rows[row][column].strip() for row in pairs[0])
-        yield (
-            f"a phase takes different times in {names}, by over {_DISAGREES - 1:.0%} in {len(found)} of {len(pairs)} "
-            f"pairs of rows that differ only in {column}, most: {worst}; launches limit one, or something disturbed it"
-        )
-
-
-def _kind_of_step(cell: str) -> str | None:
-    words = set(re.findall(r"[a-z]+", cell.lower()))
-    if words & _TRAINING:
-        return "train"
-    return "forward-backward" if phase_of(words) == "forward+backward" else None
-
-
-def _apart(mine: dict[Phase, float], theirs: dict[Phase, float]) -> list[tuple[float, str]]:
-    found = []
-    for phase in _SAME:
-        shorter, longer = sorted((mine.get(phase, 0.0), theirs.get(phase, 0.0)))
-        if shorter and longer >= LAUNCH_BOUND_S and longer > _DISAGREES * shorter:
-            found.append((longer / shorter, f"{phase} {mine[phase] * 1e3:.4g} ms and {theirs[phase] * 1e3:.4g} ms"))
-    return found
-
-
-def seconds_by_phase(table: BenchmarkTable, row: int) -> dict[Phase, float]:
-    """Return the seconds of forward, backward and the step, as far as the row has them."""
-    seconds = {phase: table.seconds(phase)[row] for phase in _JUDGED}
-    return {phase: value for phase, value in seconds.items() if value is not None and value > 0}
-
-
 def differs_at_first(samples: Sequence[float]) -> bool:
     """Return whether the first sample is an outlier, as after a warm-up that was missing or too short.
 
@@ -248,3 +122,41 @@ def _is_difference(table: BenchmarkTable, row: int) -> bool:
     if one is None or two is None or both is None:
         return False
     return abs(one.value + two.value - both.value) <= 0.5 * (one.ulp + two.ulp + both.ulp)
+
+
+def find_forward_in_backward(tables: Sequence[BenchmarkTable]) -> Across:
+    """Yield a table with a forward pass inside backward: backward over forward is higher by 1 than in another table.
+
+    This compares cells of the same length and width with a forward pass of 1 ms and more, eager if a table says so.
+    """
+    by_cell = [_ratios_by_cell(table) for table in tables]
+    for (table, mine), (other, theirs) in permutations(zip(tables, by_cell, strict=True), 2):
+        shared = [cell for cell in mine if cell in theirs]
+        if len(shared) < 3:
+            continue
+        more = median([mine[cell] - theirs[cell] for cell in shared])
+        if _ABOUT_ONE[0] <= more <= _ABOUT_ONE[1]:
+            last = shared[-1]
+            yield (
+                table.name,
+                f"backward over forward is {mine[last]:.2f} at width {last[0]:g} and length {last[1]:g}, where "
+                f"{other.name} has {theirs[last]:.2f} ({more:.2f} more, median of {len(shared)} cells): forward was "
+                "timed inside backward",
+            )
+            return
+
+
+def _ratios_by_cell(table: BenchmarkTable) -> dict[tuple[float, float], float]:
+    found = {}
+    for width_heading, length_heading in zip(table.columns("width")[:1], table.columns("length")[:1], strict=False):
+        widths, lengths = table.values(width_heading), table.values(length_heading)
+        for row, (ratio, forward_s) in ratios_by_row(table).items():
+            width, length = widths[row], lengths[row]
+            if forward_s >= LAUNCH_BOUND_S and width and length and _is_eager(table.rows[row]):
+                found[width, length] = ratio
+    return found
+
+
+def _is_eager(row: Mapping[str, str]) -> bool:
+    compiled = next((value for key, value in row.items() if key.lower() in ("compile", "compiled", "mode")), "False")
+    return compiled.strip().lower() in ("false", "no", "none", "eager", "0")

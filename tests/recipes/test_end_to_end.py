@@ -183,18 +183,6 @@ def test_a_clean_table_has_no_remark() -> None:
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
         ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "; where it is the fastest"),
         ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
-        (
-            {"dtype": "bf16"},
-            [12.0, 12.1, 12.2, 12.1],
-            [21.0, 21.3, 21.1, 21.2],
-            "slower in bf16.*, step .* autocast casts",
-        ),
-        (
-            {"context": 256, "passes": "train"},
-            [21.0, 21.1, 21.2, 21.4],
-            [73.0, 73.3, 73.1, 73.9],
-            "25% in 1 of 1 pairs .* only in passes, most: backward 43.2 ms and 73.2 ms at context 256; ",
-        ),
         ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
     ],
 )
@@ -202,17 +190,6 @@ def test_outliers_and_doubts_are_reported(changed: Any, forward: list[float], ba
     messages = remark([*_clean(), _row(changed, forward, backward)])
     assert any(re.search(said, message) for message in messages), messages
     assert not any("takes" in message and "times as long" in message for message in messages)
-
-
-def test_bf16_is_compared_with_tf32_where_it_beats_fp32() -> None:
-    bf16, fp32, tf32 = ([each, each + 0.1, each + 0.2] for each in (10.0, 20.0, 5.0))
-    rows = [_row({"dtype": name}, times, times) for name, times in (("fp32", fp32), ("tf32", tf32), ("bf16", bf16))]
-    (message,) = [message for message in remark(rows) if "slower in bf16" in message]
-    assert "against 5.1 ms" in message
-    assert "the baseline is TF32" in message
-    rows[0] = _row({"dtype": "fp32"}, [9.0, 9.1, 9.2], [9.0, 9.1, 9.2])
-    (message,) = [message for message in remark(rows) if "slower in bf16" in message]
-    assert "against 9.1 ms" in message
 
 
 def test_compilation_inside_the_timed_steps_is_reported() -> None:
