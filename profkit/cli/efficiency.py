@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.efficiency.limits import find_evidence
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import (
@@ -81,13 +80,11 @@ def efficiency(
             opened, answer = capture.trace, answer_capture(capture)
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
-        evidence = find_evidence(opened.attribution, name, numbered=numbered) if explain else None
         document = build_efficiency_document(
             result,
             check.findings,
-            evidence,
+            explain=explain,
             totals=totals,
-            full_names=output.full_names,
             compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
             limits=opened.step_limits,
             answer=answer,

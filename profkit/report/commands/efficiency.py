@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
-from profkit.analysis.efficiency.limits import Evidence, IdleGap
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.limits import StepLimits
@@ -22,7 +21,6 @@ from profkit.report.commands.late_rank import describe_verdict
 from profkit.report.commands.ranges import tree_name
 from profkit.report.commands.step_replay import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import shorten, simplify_name
 from profkit.report.units import (
     NS,
     NUMBER,
@@ -51,7 +49,6 @@ _SOURCES = {
     "payload": "stored in the ranges by their program",
 }
 
-_NAME_WIDTH = 40
 _UNEVEN = 1.5
 """Waits for data of which the longest is this many times their mean come in bursts,"""
 _WORTH = 0.1
@@ -64,10 +61,9 @@ _WAITS_NAMED = 3
 def build_efficiency_document(
     result: EfficiencyResult,
     self_check: Sequence[Finding],
-    evidence: Mapping[str, Evidence] | None = None,
     *,
+    explain: bool = False,
     totals: bool = False,
-    full_names: bool = False,
     compared: RanksResult | None = None,
     limits: StepLimits | None = None,
     answer: str = "",
@@ -77,9 +73,8 @@ def build_efficiency_document(
     Args:
         result: what was measured; people read averages per step if its steps are known.
         self_check: the findings on the capture.
-        evidence: by path; if given, the numbers behind each verdict are explained.
+        explain: show the numbers behind each verdict.
         totals: show sums over the recorded steps instead of averages.
-        full_names: do not shorten kernels' names in explanations.
         compared: the ranks side by side, for which of them is late.
         limits: what limits the step.
         answer: what the summary says of the run first, if it is one.
@@ -100,15 +95,12 @@ def build_efficiency_document(
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
     parts.append(Lines(_notes(result, steps, words)))
-    if evidence is not None:
-        parts.append(
-            Lines(["Below: sums over the recording, in nanoseconds. Points in time are on the capture's clock."])
-        )
+    if explain:
+        parts.append(Lines(["Below: sums over the recording, in nanoseconds."]))
         for row in result.ranges:
             limit = "limit unknown" if row.verdict is None else f"limited by {limit_words(row)}"
-            lines = _explain(row, evidence.get(row.path), full_names=full_names)
+            lines = [row.rule, *_time_sums(row), *_work_rates(row)]
             parts.append(Lines(lines, title=f"{row.path}: {limit}"))
-        data["evidence"] = [{"path": path, **asdict(reasons)} for path, reasons in evidence.items()]
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
@@ -318,23 +310,6 @@ def _cost_words(step: PhaseTimes) -> str:
     return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler{cost}"
 
 
-def _explain(row: EfficiencyRow, evidence: Evidence | None, *, full_names: bool) -> list[str]:
-    lines = [row.rule, *_time_sums(row), *_work_rates(row)]
-    if evidence is None:
-        return lines
-    if evidence.categories:
-        total_ns = sum(time_ns for _, time_ns in evidence.categories)
-        parts = " + ".join(f"{name} {time_ns:,}" for name, time_ns in evidence.categories)
-        lines.append(f"kernel time {total_ns:,} = {parts}")
-    if row.verdict in ("launch-bound", "host-bound"):
-        return [*lines, *(_gap_words(gap, full_names) for gap in evidence.gaps)]
-    return lines + [
-        f"{_name(kernel.name, full_names)}: {kernel.count:,} times, {kernel.total_ns:,} together, first at"
-        f" {kernel.first_ns:,}"
-        for kernel in evidence.kernels
-    ]
-
-
 def _time_sums(row: EfficiencyRow) -> Iterator[str]:
     if row.gpu is not None:
         gpu = row.gpu
@@ -361,23 +336,3 @@ def _work_rates(row: EfficiencyRow) -> Iterator[str]:
     if row.intensity is not None:
         operations = (row.flops or 0) + (row.other_flops or 0)
         yield f"{operations:,} operations / {row.least_bytes:,} B = {four_digits(row.intensity)} FLOP/B"
-
-
-def _gap_words(gap: IdleGap, full_names: bool) -> str:
-    parts = {
-        "preparing kernels": gap.launching_ns,
-        "waiting for the GPU": gap.synchronising_ns,
-        "without CUDA calls": gap.outside_cuda_ns,
-    }
-    host = " + ".join(f"{name} {ns:,}" for name, ns in parts.items() if ns)
-    words = f"GPU {gap.device} idle {gap.end_ns - gap.start_ns:,} from {gap.start_ns:,} to {gap.end_ns:,}: {host}"
-    if gap.call is not None:
-        words += f"; {gap.call} took {gap.call_ns:,}"
-    if gap.ended_by is not None:
-        launched = "" if gap.launch_ns is None else f", launched at {gap.launch_ns:,}"
-        words += f"; then {_name(gap.ended_by, full_names)}{launched}"
-    return words
-
-
-def _name(kernel: str, full: bool) -> str:
-    return kernel if full else shorten(simplify_name(kernel), _NAME_WIDTH)
