@@ -204,7 +204,7 @@ class _Keeper:
         """Take over what a stage left."""
         processes = take_processes(self._run)
         self._ended += [(order, process) for process in processes]
-        outcome = Outcome(order, 0, processes, (), (), None)
+        outcome = Outcome(order, 0, processes, (), None)
         self._manifest = replace(with_outcome(self._manifest, outcome), exit_status=None)
 
     def conclude(self, error: BaseException | None, no_memory: str | None) -> tuple[str | None, list[str]]:
@@ -219,7 +219,7 @@ class _Keeper:
         lacking = [nothing] if nothing is not None else list(self._shortfalls(process, no_memory))
         gpus = _read_gpus()
         processes = [process for _, process in self._ended]
-        doubts = [*warn_of_used_gpus(self._gpus, gpus, processes, os.environ), *warn_of_run(self._manifest)]
+        doubts = [*warn_of_used_gpus(self._gpus, gpus, processes), *warn_of_run(self._manifest)]
         reason = nothing if error is None else _describe(error)
         manifest = replace(
             self._manifest,

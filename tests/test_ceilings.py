@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +16,7 @@ from profkit.analysis.efficiency.work import find_datasheet
 from profkit.report.commands.machine import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.work import read_ceilings
-
-if TYPE_CHECKING:
-    from tests.forked_scripts import Forks
+from tests.in_process import run_profkit
 
 CEILINGS: dict[str, Any] = {
     "version": 1,
@@ -102,87 +100,56 @@ def test_an_unknown_gpu_has_no_datasheet_figures(tmp_path: Path) -> None:
     assert _rendered(tmp_path, "NVIDIA Unheard Of", "csv").splitlines()[1].endswith("FLOP/s,,")
 
 
-def _measured_small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch = pytest.importorskip("torch")
-    from profkit.capture import ceilings
-
-    monkeypatch.setattr(ceilings, "_CPU_LENGTH", 64)
-    monkeypatch.setattr(ceilings, "_CPU_COPY_BYTES", 2**16)
-    monkeypatch.setattr(ceilings, "_MEASURED_S", 0.001)
-    return ceilings.measure(torch.device("cpu"))
-
-
-def test_a_cpu_is_measured_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = _measured_small(monkeypatch)
-    assert [one["dtype"] for one in measured["gemm"]] == ["fp32", "bf16"]
-    for one in measured["gemm"]:
-        assert (one["m"], one["n"], one["k"]) == (64, 64, 64)
-        assert one["best_flops_per_s"] >= one["median_flops_per_s"] > 0
-    assert measured["copy"]["bytes"] == 2**16
-    assert measured["copy"]["best_bytes_per_s"] >= measured["copy"]["median_bytes_per_s"] > 0
-
-
-def test_rates_are_operations_and_bytes_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_product_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from profkit.capture import ceilings
 
-    monkeypatch.setattr(ceilings, "_time", lambda _run, _device: [0.5, 1.0, 2.0])
-    measured = _measured_small(monkeypatch)
-    assert measured["gemm"][0]["best_flops_per_s"] == 2 * 64**3 / 0.5
-    assert measured["gemm"][0]["median_flops_per_s"] == 2 * 64**3
-    assert measured["copy"]["best_bytes_per_s"] == 2 * 2**16 / 0.5
-
-
-def test_a_slow_product_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    from profkit.capture import ceilings
-
-    monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([5.0, 5.0]))
-    assert ceilings._time(lambda: None, torch.device("cpu")) == [5.0]
-    monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([0.001] * 99))
-    assert len(ceilings._time(lambda: None, torch.device("cpu"))) == ceilings._MOST_MEASURED
+    monkeypatch.setattr(ceilings, "_times_of", lambda _run: iter([5.0, 5.0]))
+    assert ceilings._time(lambda: None) == [5.0]
+    monkeypatch.setattr(ceilings, "_times_of", lambda _run: iter([0.001] * 99))
+    assert len(ceilings._time(lambda: None)) == ceilings._MOST_MEASURED
 
 
 def test_a_slow_product_runs_unmeasured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from profkit.capture import ceilings
 
     for seconds, times in ((5.0, 1), (0.001, ceilings._UNMEASURED)):
         ran: list[None] = []
         monkeypatch.setattr(ceilings, "perf_counter", lambda ran=ran, seconds=seconds: len(ran) * seconds)
-        monkeypatch.setattr(ceilings, "_times_on_cpu", lambda _run: iter([5.0]))
-        ceilings._time(lambda ran=ran: ran.append(None), torch.device("cpu"))
+        monkeypatch.setattr(ceilings, "_times_of", lambda _run: iter([5.0]))
+        ceilings._time(lambda ran=ran: ran.append(None))
         assert len(ran) == times
 
 
-def test_the_command_measures_and_keeps_what_it_measured(forks: Forks, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+def test_the_command_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {key: CEILINGS[key] for key in ("device", "torch", "gemm", "copy")}
+    monkeypatch.setattr("profkit.launch.gpu_state._measure_in_a_process", lambda: measured)
     (tmp_path / "manifest.json").write_text("{}")
-    done = forks.run_profkit("ceilings", "--device", "cpu", "-o", str(tmp_path), cwd=tmp_path)
+    done = run_profkit("ceilings", "-o", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     ceilings = read_ceilings(tmp_path / "ceilings.json")
-    assert ceilings.torch == torch.__version__
-    assert ceilings.driver is None
+    assert (ceilings.torch, ceilings.gemm[0].best_flops_per_s) == ("2.13.0", 8e14)
     assert done.stdout == render(build_ceilings_document(ceilings), "table") + "\n"
 
 
-def test_a_device_that_is_not_there_and_a_directory_that_is_no_run(profkit: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_and_a_directory_that_is_no_run(profkit: Callable[..., Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    done = profkit("ceilings", "--device", "cpu", "-o", tmp_path)
+    done = profkit("ceilings", "-o", tmp_path)
     assert done.returncode == 1
     assert "no profkit run" in done.stderr
     if not torch.cuda.is_available():
-        done = profkit("ceilings", "--device", "cuda")
+        done = profkit("ceilings")
         assert done.returncode == 1
         assert "sees no CUDA GPU; nothing was measured" in done.stderr
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_near_its_datasheet() -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from profkit.capture import ceilings
 
-    measured = ceilings.measure(torch.device("cuda"))
+    measured = ceilings.measure()
     sheet = find_datasheet(measured["device"]["name"])
     rates = {one["dtype"]: one["best_flops_per_s"] for one in measured["gemm"]}
     assert rates["bf16"] > rates["tf32"] > rates["fp32"]

@@ -36,7 +36,7 @@ def test_only_harmless_variables_are_kept() -> None:
 def test_only_the_gpus_that_were_used_are_judged() -> None:
     def warn(*processes: Process) -> list[str]:
         state = GpuState((IDLE, OTHER))
-        return warn_of_used_gpus(state, state, processes, {})
+        return warn_of_used_gpus(state, state, processes)
 
     process = Process(device="cuda", conditions=manifest.Conditions(gpu_uuid="GPU-1"))
     assert warn(process) == []

@@ -1,4 +1,4 @@
-"""The state of the GPUs, from a stand-in for NVML: with values that a GPU does not have, MIG, other processes."""
+"""The state of the GPUs, from a stand-in for NVML: with values that a GPU does not have, and other processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
 from profkit.run.manifest import Gpu
 
 FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1a2e-0000-9e3d8d2b8a77"
-MIG = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
-OTHER_MIG = "MIG-ba663e8b-9bed-5b25-b243-5985ef7c9beb"
 
 H200: dict[str, Any] = {
     "UUID": FIRST,
@@ -25,7 +23,6 @@ H200: dict[str, Any] = {
     "CurrentClocksEventReasons": 0x4,
     "field 74": 91_403_239_999,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=2048), SimpleNamespace(usedGpuMemory=514)],
-    "MIG": [MIG],
 }
 BARE: dict[str, Any] = {
     "UUID": SECOND,
@@ -33,7 +30,6 @@ BARE: dict[str, Any] = {
     "PowerState": 8,
     "Clock 1": 208,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=None)],
-    "MIG": [OTHER_MIG],
 }
 
 
@@ -68,14 +64,6 @@ class FakeNvml:
 
     def nvmlDeviceGetTemperature(self, gpu: dict[str, Any], _sensor: int) -> int:
         return int(self._tell(gpu, "Temperature"))
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: dict[str, Any]) -> int:
-        return len(self._tell(gpu, "MIG")) + 1
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: dict[str, Any], index: int) -> dict[str, Any]:
-        if index >= len(gpu["MIG"]):
-            raise self.NVMLError("not found")
-        return {"UUID": gpu["MIG"][index]}
 
     def nvmlDeviceGetFieldValues(self, gpu: dict[str, Any], fields: list[Any]) -> list[Any]:
         found = [gpu.get(f"field {field}") for field in fields]
@@ -156,10 +144,6 @@ def test_each_bit_of_the_mask_is_a_reason(mask: int, reasons: tuple[str, ...]) -
     assert gpu.throttle_reasons == reasons
 
 
-def test_mig_devices_belong_to_their_gpu() -> None:
-    assert read_gpu_state(FakeNvml(H200, BARE)).mig_parents == {MIG: FIRST, OTHER_MIG: SECOND}
-
-
 def test_without_a_driver_the_reason_is_one_line() -> None:
     class NoDriver(FakeNvml):
         def nvmlInit(self) -> None:
@@ -177,23 +161,10 @@ BOTH = read_gpu_state(FakeNvml(H200, BARE))
 
 
 @pytest.mark.parametrize(
-    ("reported", "environment", "indices"),
-    [
-        ([SECOND], {}, [1]),
-        ([FIRST, SECOND, None], {}, [0, 1]),
-        (["GPU-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"], {}, [0]),
-        ([], {"CUDA_VISIBLE_DEVICES": SECOND}, [1]),
-        ([None], {"CUDA_VISIBLE_DEVICES": "GPU-7a1be"}, [1]),
-        ([], {"CUDA_VISIBLE_DEVICES": MIG}, [0]),
-        ([], {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [1]),
-        ([], {"CUDA_VISIBLE_DEVICES": "1"}, [0, 1]),  # CUDA's own order need not be NVML's
-        (["GPU-unheard-of"], {}, [0, 1]),
-    ],
+    ("reported", "indices"), [([SECOND], [1]), ([FIRST, SECOND, None], [0, 1]), ([], [0, 1]), (["GPU-unheard-of"], [])]
 )
-def test_the_gpus_of_a_run_are_those_that_its_processes_or_its_environment_name(
-    reported: list[str | None], environment: dict[str, str], indices: list[int]
-) -> None:
-    assert [gpu.index for gpu in used_gpus(BOTH, reported, environment)] == indices
+def test_the_gpus_of_a_run_are_those_that_its_processes_name(reported: list[str | None], indices: list[int]) -> None:
+    assert [gpu.index for gpu in used_gpus(BOTH, reported)] == indices
 
 
 def _linked(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

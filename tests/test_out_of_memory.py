@@ -162,10 +162,10 @@ def test_an_allocation_that_failed_is_fatal_where_the_command_ended_with_it(
 ) -> None:
     memory = [ProcessMemory(), ProcessMemory("snapshot.rank1.pickle", failed_allocations=2, is_of_failure=True)]
     processes = tuple(Process(rank=rank, memory=one) for rank, one in enumerate(memory))
-    outcome = Outcome(_order(), status, processes, tuple(failures), (), None)
+    outcome = Outcome(_order(), status, processes, tuple(failures), None)
     failed: Any = outcome.out_of_memory
     assert (failed.count, failed.rank, failed.is_fatal) == (2, 1, is_fatal)
-    assert Outcome(_order(), 1, processes[:1], (), (), None).out_of_memory is None
+    assert Outcome(_order(), 1, processes[:1], (), None).out_of_memory is None
 
 
 def _order() -> Order:

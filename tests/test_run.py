@@ -19,7 +19,7 @@ import pytest
 from profkit import read_trace
 from profkit.models.flops import forward_flops
 from profkit.models.options import PRESETS
-from profkit.run.work import read_ceilings, read_work
+from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
@@ -47,7 +47,7 @@ def _ranges(run: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def kineto_run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Path, subprocess.CompletedProcess[str]]:
     where = tmp_path_factory.mktemp("kineto")
-    arguments = (*FAST, "-o", "my run", "--steps", "2", "--warmup", "1", "--ceilings")
+    arguments = (*FAST, "-o", "my run", "--steps", "2", "--warmup", "1")
     done = forks.run_profkit("run", *arguments, cwd=where, SECRET="hunter2", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     return where / "my run", done
@@ -55,13 +55,7 @@ def kineto_run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[
 
 def test_a_run_holds_trace_work_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
     run, _ = kineto_run
-    assert sorted(path.name for path in run.iterdir()) == [
-        "ceilings.json",
-        "manifest.json",
-        "trace.json.gz",
-        "work.json",
-    ]
-    assert "fp32" in {one.dtype for one in read_ceilings(run / "ceilings.json").gemm}
+    assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "trace.json.gz", "work.json"]
     work = read_work(run / "work.json")
     assert (work.source, work.missing) == ("counted", ())
     ffn = work.find(("forward", "layer 1", "ffn"))
@@ -86,12 +80,10 @@ def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[P
     assert len(manifest["clean"]["steps"]) in {2, 4, 6, 8, 10}, "whole rounds, as many as fit into five seconds"
     assert len(manifest["profiled"]["steps"]) == 2
     for twin in ("clean", "profiled"):
-        assert len(manifest[twin]["losses"]) == 2
         assert set(manifest[twin]["during"].values()) == {0}
         for step in manifest[twin]["steps"]:
             assert list(step) == ["forward_ns", "loss_ns", "backward_ns", "optimizer_ns", "step_ns"]
             assert all(isinstance(time_ns, int) and time_ns > 0 for time_ns in step.values())
-    assert manifest["clean"]["losses"] == manifest["profiled"]["losses"]
     assert manifest["clean"]["steps"] != manifest["profiled"]["steps"]
 
 
@@ -242,15 +234,16 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
 
 
 def _commands_with(marker: str, variable: str = "") -> list[str]:
-    """Return the running commands that hold ``marker``; of these, those that have ``variable`` in their environment."""
+    """Return the running commands with ``marker`` in words or environment, of these those that have ``variable``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            inherited = not variable or variable.encode() in (entry.parent / "environ").read_bytes().split(b"\0")
+            environment = (entry.parent / "environ").read_bytes()
         except OSError:
             continue
-        if marker in command and inherited:
+        is_marked = marker in command or marker.encode() in environment
+        if is_marked and (not variable or variable.encode() in environment.split(b"\0")):
             found.append(command)
     return found
 

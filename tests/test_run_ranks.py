@@ -107,8 +107,6 @@ def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> Non
     manifest = _manifest(tmp_path)
     ranks = manifest["processes"]
     assert [one["rank"] for one in ranks] == [0, 1]
-    assert manifest["profiled"]["losses"] == manifest["clean"]["losses"]
-    assert len(manifest["profiled"]["losses"]) == 1
     assert {"trace.json.gz", "trace.rank1.json.gz"} <= {path.name for path in (tmp_path / "run").iterdir()}
     opened = read_trace(tmp_path / "run")
     assert not opened.self_check.failed

@@ -222,7 +222,7 @@ def test_what_a_step_is_reads_as_plain_english(word: str, names: tuple[str, ...]
 
 def _outcome(process: Process | None, status: int = 0, **order: Any) -> Outcome:
     processes = () if process is None else (process,)
-    return Outcome(Order("run", "kineto", **{"warmup_steps": 5, "steps": 3, **order}), status, processes, (), (), None)
+    return Outcome(Order("run", "kineto", **{"warmup_steps": 5, "steps": 3, **order}), status, processes, (), None)
 
 
 def _made(steps: int, step: str | None = "optimizer", **seen: int) -> Process:

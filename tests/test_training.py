@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,13 +168,10 @@ def test_contexts_share_parameters_and_optimizer_and_keep_their_own_batch_and_ma
     assert [short.step(), short.step()] == [alone.step(), alone.step()]
 
 
-def test_quick_steps_are_repeated_and_the_losses_are_those_of_the_first_round(
-    tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quick_steps_are_repeated(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profkit.models.__main__._LONGEST_S", inf)
-    train(_options(steps=2, rounds=3, losses=tmp_path / "losses.json"))
+    train(_options(steps=2, rounds=3))
     assert opened.count("step 0") == opened.count("step 1") == 3
-    assert len(json.loads((tmp_path / "losses.json").read_text())) == 2
 
 
 def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, opened: list[str]) -> None:
@@ -187,9 +182,7 @@ def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, opened: li
 
 @pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])
 def test_options_survive_the_command_line(passes: Passes) -> None:
-    options = TrainingOptions(
-        "2.7B", 2, (8, 16), passes, "bf16", "default", 3, "cpu", 1, 4, 2, 5, True, Path("/a b/losses.json")
-    )
+    options = TrainingOptions("2.7B", 2, (8, 16), passes, "bf16", "default", 3, "cpu", 1, 4, 2, 5, True)
     assert parse_options(options.to_argv()) == options
     assert parse_options(["tiny"]) == TrainingOptions("tiny")
 
@@ -208,13 +201,6 @@ def test_options_and_presets_need_no_torch() -> None:
             1,
             "(2 GiB more did not fit); try a smaller",
         ),
-        (
-            RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be"),
-            1,
-            "the GPU failed: CUDA error: unspecified launch failure; nvidia-smi shows",
-        ),
-        (RuntimeError("NCCL: GPU is lost"), 1, "the GPU failed: GPU is lost; nvidia-smi shows"),
-        (OSError(28, "No space left on device", "/a/losses.json"), 1, "/a/losses.json: No space left on device"),
         (UsageError("not so"), 2, "not so"),
     ],
 )

@@ -1,8 +1,8 @@
-"""What this device can do at most: large matrix products and a copy, timed; ``python -m profkit.capture.ceilings``.
+"""What this GPU can do at most: large matrix products and a copy, timed; ``python -m profkit.capture.ceilings FILE``.
 
 Random normal numbers, for a GPU multiplies zeros faster than numbers: they draw less power, and the clock stays up.
-Each is run some times unmeasured, then measured one by one: with CUDA events on a GPU, so that no launch is in the
-time. The first argument is the device (auto, cuda, cpu), the second the file to leave the result in.
+Each is run some times unmeasured, then measured one by one with CUDA events, so that no launch is in the time. ``FILE``
+is where the result is left.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_GPU_LENGTH, _CPU_LENGTH = 8192, 1024
-_GPU_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**28
+_LENGTH = 8192
+_COPY_BYTES = 2**30
 _UNMEASURED = 3
 _LEAST_MEASURED, _MOST_MEASURED = 5, 50
 _MEASURED_S = 0.5
@@ -39,27 +39,22 @@ _AMPERE = 8
 """The first compute capability with TF32 and BF16 tensor cores."""
 
 
-def measure(device: torch.device) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Return ``device``, ``gemm``, ``copy`` and ``torch`` of ``ceilings.json``."""
-    gemm = [_gemm(dtype, device) for dtype in _dtypes(device)]
-    copied = _copy(device)
-    return {"device": _describe(device), "gemm": gemm, "copy": copied, "torch": torch.__version__}
+    gemm = [_gemm(dtype) for dtype in _dtypes()]
+    copied = _copy()
+    return {"device": _describe(), "gemm": gemm, "copy": copied, "torch": torch.__version__}
 
 
-def _dtypes(device: torch.device) -> list[str]:
-    """Return the types that the device multiplies natively; others would be computed in a different type."""
-    if device.type != "cuda":
-        return ["fp32", "bf16"]
-    if torch.cuda.get_device_capability(device)[0] < _AMPERE:
-        return ["fp32", "fp16"]
-    return list(_DTYPES)
+def _dtypes() -> list[str]:
+    """Return the types that the GPU multiplies natively; others would be computed in a different type."""
+    return ["fp32", "fp16"] if torch.cuda.get_device_capability()[0] < _AMPERE else list(_DTYPES)
 
 
-def _gemm(dtype: str, device: torch.device) -> dict[str, Any]:
+def _gemm(dtype: str) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    length = _GPU_LENGTH if device.type == "cuda" else _CPU_LENGTH
-    left, right, result = _matrices(length, dtype, device)
-    times = _time(lambda: torch.mm(left, right, out=result), device)
+    left, right, result = _matrices(_LENGTH, dtype)
+    times = _time(lambda: torch.mm(left, right, out=result))
     flops = 2 * len(left) ** 3
     return {
         "dtype": dtype,
@@ -69,26 +64,24 @@ def _gemm(dtype: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _matrices(length: int, dtype: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _matrices(length: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return two random square matrices and room for their product; smaller ones where these do not fit."""
     torch.manual_seed(0)
     try:
-        left, right = (torch.randn(length, length, device=device).to(_DTYPES[dtype]) for _ in range(2))
+        left, right = (torch.randn(length, length, device="cuda").to(_DTYPES[dtype]) for _ in range(2))
         return left, right, torch.empty_like(left)
     except torch.cuda.OutOfMemoryError:
         if length == 1024:
             raise
-    return _matrices(length // 2, dtype, device)
+    return _matrices(length // 2, dtype)
 
 
-def _copy(device: torch.device) -> dict[str, Any]:
-    count = _GPU_COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        count = min(count, torch.cuda.mem_get_info(device)[0] // 4)
-    source = torch.randn(count // 4, device=device)
+def _copy() -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    count = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.randn(count // 4, device="cuda")
     target = torch.empty_like(source)
-    times = _time(lambda: target.copy_(source), device)
+    times = _time(lambda: target.copy_(source))
     moved = 2 * source.numel() * source.element_size()
     return {
         "bytes": moved // 2,
@@ -97,16 +90,15 @@ def _copy(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _time(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the seconds that each of several runs took on the device."""
+def _time(run: Callable[[], object]) -> list[float]:
+    """Return the seconds that each of several runs took on the GPU."""
     began = perf_counter()
     for _ in range(_UNMEASURED):
         run()
         if perf_counter() - began > _MOST_S:
             break
     times: list[float] = []
-    timed = _times_on_gpu(run) if device.type == "cuda" else _times_on_cpu(run)
-    for seconds in timed:
+    for seconds in _times_of(run):
         times.append(seconds)
         enough = len(times) >= _LEAST_MEASURED and sum(times) > _MEASURED_S
         if enough or len(times) >= _MOST_MEASURED or sum(times) > _MOST_S:
@@ -114,14 +106,7 @@ def _time(run: Callable[[], object], device: torch.device) -> list[float]:
     return times
 
 
-def _times_on_cpu(run: Callable[[], object]) -> Iterator[float]:
-    while True:
-        start = perf_counter()
-        run()
-        yield perf_counter() - start
-
-
-def _times_on_gpu(run: Callable[[], object]) -> Iterator[float]:
+def _times_of(run: Callable[[], object]) -> Iterator[float]:
     while True:
         # Several at once, so that the GPU does not run dry between them.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(_LEAST_MEASURED + 1)]
@@ -134,23 +119,21 @@ def _times_on_gpu(run: Callable[[], object]) -> Iterator[float]:
             yield before.elapsed_time(after) / 1000
 
 
-def _describe(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"name": _cpu_name(), "uuid": None, "clock_mhz": None, "clock_max_mhz": None}
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+def _describe() -> dict[str, Any]:
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
     named = None if uuid is None else f"GPU-{uuid}"
-    now, most = _clocks(named, device)
-    return {"name": torch.cuda.get_device_name(device), "uuid": named, "clock_mhz": now, "clock_max_mhz": most}
+    now, most = _clocks(named)
+    return {"name": torch.cuda.get_device_name(), "uuid": named, "clock_mhz": now, "clock_max_mhz": most}
 
 
-def _clocks(uuid: str | None, device: torch.device) -> tuple[int | None, int | None]:
+def _clocks(uuid: str | None) -> tuple[int | None, int | None]:
     """Return the SMs' clock while products run and the highest that they may have, in MHz; None if unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None or uuid is None:
         return None, None
     torch.set_float32_matmul_precision("highest")
-    left, right, result = _matrices(_GPU_LENGTH, "fp16", device)
-    seconds = _time(lambda: torch.mm(left, right, out=result), device)
+    left, right, result = _matrices(_LENGTH, "fp16")
+    seconds = _time(lambda: torch.mm(left, right, out=result))
     for _ in range(int(_LOAD_S / median(seconds)) + 1):
         torch.mm(left, right, out=result)
     query = [tool, f"--id={uuid}", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader,nounits"]
@@ -165,28 +148,16 @@ def _clocks(uuid: str | None, device: torch.device) -> tuple[int | None, int | N
     return int(words[0]), int(words[1])
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{named[0] if named else 'CPU'}, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
     """Measure, and leave the result, or an error's line, in the file that the command line names."""
-    wanted, path = sys.argv[1], Path(sys.argv[2])
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        content: dict[str, Any] = {"error": f"--device cuda: this torch ({torch.__version__}) sees no CUDA GPU"}
-    else:
-        device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+    if torch.cuda.is_available():
         try:
-            content = measure(device)
+            content = measure()
         except torch.cuda.OutOfMemoryError:
             content = {"error": "the GPU's memory is full: another process holds it"}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    else:
+        content = {"error": f"this torch ({torch.__version__}) sees no CUDA GPU"}
+    Path(sys.argv[1]).write_text(json.dumps(content), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import click
 
@@ -12,21 +11,13 @@ from profkit.cli.outputs import Output, format_option, shown_after_a_second
 from profkit.errors import RunError
 from profkit.launch.gpu_state import measure_ceilings
 from profkit.launch.record import require_torch
-from profkit.models.options import Device
 from profkit.report.commands.machine import build_ceilings_document
 from profkit.report.document import Format
 from profkit.run.directory import CEILINGS, Run
-from profkit.run.work import Ceilings, write_ceilings
+from profkit.run.work import write_ceilings
 
 
 @click.command()
-@click.option(
-    "--device",
-    type=click.Choice(get_args(Device)),
-    default="auto",
-    show_default=True,
-    help="auto: CUDA if there is a GPU, otherwise the CPU.",
-)
 @click.option(
     "-o",
     "output",
@@ -34,7 +25,7 @@ from profkit.run.work import Ceilings, write_ceilings
     help=f"Also write to this file, or to {CEILINGS} of this run.",
 )
 @format_option
-def ceilings(device: Device, output: Path | None, style: Format) -> None:
+def ceilings(output: Path | None, style: Format) -> None:
     """Measure this machine's peaks: matrix products in fp32, TF32, BF16 and FP16, and a memory copy.
 
     It takes some seconds and needs the GPU for itself. The table also shows what NVIDIA's datasheet says of that GPU.
@@ -42,17 +33,12 @@ def ceilings(device: Device, output: Path | None, style: Format) -> None:
     require_torch()
     if output is not None and output.is_dir():
         Run(output)
-    Output(style).print(build_ceilings_document(measure_to(output, device)))
-
-
-def measure_to(output: Path | None, device: Device) -> Ceilings:
-    """Measure, keep the result in ``output`` (a file or a run directory) if one is named, and return it."""
-    with shown_after_a_second("measuring what the device can do"):
-        measured = measure_ceilings(device)
+    with shown_after_a_second("measuring what the GPU can do"):
+        measured = measure_ceilings()
     if output is not None:
         path = output / CEILINGS if output.is_dir() else output
         try:
             write_ceilings(path, measured)
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; name another file with -o") from None
-    return measured
+    Output(style).print(build_ceilings_document(measured))

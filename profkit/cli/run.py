@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from profkit.cli.ceilings import measure_to
 from profkit.cli.outputs import print_line, quote_path, say, shown_after_a_second
 from profkit.cli.run_options import (
     RunCommand,
@@ -35,7 +34,7 @@ from profkit.launch.passes import (
     target_kind,
 )
 from profkit.launch.record import Recorded, may_use_cuda, record_run, require_torch
-from profkit.models.options import Device, TrainingOptions
+from profkit.models.options import TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
@@ -91,7 +90,6 @@ def run(
     stop: bool,
     step_on: str | None,
     full_ranks: str | None,
-    ceilings: bool,
     memory: bool,
     memory_only: bool,
     oom: bool,
@@ -159,8 +157,7 @@ def run(
         say=say,
         secret_names=redact,
     )
-    device: Device = model["device"] if kind == "model" else "auto"
-    return _conclude(recorded, wanted, device if ceilings else None)
+    return _conclude(recorded, wanted)
 
 
 def _finds_gpu(target: tuple[str, ...]) -> bool:
@@ -242,7 +239,7 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
     say(text)
 
 
-def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> int:
+def _conclude(recorded: Recorded, target: Target) -> int:
     """Print what was recorded and what to ask next, or one line if the target failed; return the status to end with.
 
     A command's status is kept, whatever was recorded. Built-in models run for nothing but the recording:
@@ -262,8 +259,6 @@ def _conclude(recorded: Recorded, target: Target, ceilings: Device | None) -> in
         _explain_out_of_memory(recorded, out_of_memory, where)
     if recorded.reason is not None:
         say(recorded.reason)
-    elif ceilings is not None:
-        measure_to(recorded.run, ceilings)
     # srun and mpirun bring what all say into one place: of a job's runs only the first tells what to read next.
     if not is_job or recorded.run.name in FIRST_OF_JOB:
         has_tries = _show(recorded) and target.kind == "command"

@@ -249,11 +249,6 @@ _OPTIONS = (
         "wait for in the warm-up steps). All others leave only their light record.",
     ),
     click.option(
-        "--ceilings",
-        is_flag=True,
-        help="After the run also measure the device's peaks (`profkit ceilings`) and keep them in the run.",
-    ),
-    click.option(
         "--redact",
         metavar="GLOB",
         multiple=True,

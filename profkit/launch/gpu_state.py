@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import combinations
@@ -17,7 +17,6 @@ from typing import Any
 from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
 from profkit.launch.processes import run_child
-from profkit.models.options import Device
 from profkit.run.manifest import THROTTLE_REASONS, Gpu, GpuLink, Gpus, Process, Way
 from profkit.run.records import decode
 from profkit.run.work import VERSION, Ceilings
@@ -46,13 +45,9 @@ _LANE_RATES = {3: 984_615_385, 4: 1_969_230_769, 5: 3_938_461_538}
 
 @dataclass(frozen=True)
 class GpuState:
-    """All GPUs of this machine, the links between each two of them, and the GPU of each MIG device by UUID.
-
-    ``reason`` says why there are none.
-    """
+    """All GPUs of this machine, and the links between each two of them; ``reason`` says why there are none."""
 
     gpus: tuple[Gpu, ...] = ()
-    mig_parents: Mapping[str, str] | None = None
     reason: str | None = None
     links: tuple[GpuLink, ...] = ()
 
@@ -82,12 +77,11 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
             for first, second in combinations(range(len(devices)), 2)
             if (link := _link(devices, first, second)) is not None
         )
-        parents = {mig: gpu for device in devices for mig, gpu in device.mig_devices().items()}
     except nvml.NVMLError as error:
         return GpuState(reason=f"NVML failed: {error}")
     finally:
         nvml.nvmlShutdown()
-    return GpuState(gpus, parents, links=links)
+    return GpuState(gpus, links=links)
 
 
 class _Device:
@@ -116,17 +110,6 @@ class _Device:
             process_count=None if processes is None else len(processes),
             process_bytes=None if processes is None else _sum_if_known(process.usedGpuMemory for process in processes),
         )
-
-    def mig_devices(self) -> dict[str, str]:
-        nvml = self._nvml
-        own = _text(self._ask(nvml.nvmlDeviceGetUUID))
-        devices = {}
-        for index in range(self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
-            handle = self._ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, index)
-            uuid = None if handle is None else _text(_Device(nvml, handle)._ask(nvml.nvmlDeviceGetUUID))
-            if uuid is not None and own is not None:
-                devices[uuid] = own
-        return devices
 
     def nvlinks_to(self, other: _Device) -> tuple[int, ...]:
         """Return the NVLinks of this GPU that lead to another one: straight, or through a switch that both are at."""
@@ -204,31 +187,10 @@ def _link(devices: list[_Device], index: int, other_index: int) -> GpuLink | Non
     return GpuLink((index, other_index), way, lanes, generation, rate * lanes if rate and lanes else None)
 
 
-def used_gpus(state: GpuState, uuids: Iterable[str | None], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that a run used: those whose UUIDs its processes reported, else CUDA_VISIBLE_DEVICES, else all.
-
-    Numbers in CUDA_VISIBLE_DEVICES are NVML's only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; a UUID may be cut short
-    there, and a MIG device stands for the GPU that it is a part of.
-    """
-    parents = state.mig_parents or {}
-    # CUDA reports a MIG device's own UUID, without what kind of device it is.
-    reported = {parents.get(f"MIG-{uuid.removeprefix('GPU-')}", uuid) for uuid in uuids if uuid is not None}
-    reported_gpus = tuple(gpu for gpu in state.gpus if gpu.uuid in reported)
-    if reported_gpus:
-        return reported_gpus
-    by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    wanted = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    wanted = [parents.get(word, word) for word in wanted]
-    named = tuple(
-        gpu
-        for gpu in state.gpus
-        if any(_names(word, gpu.uuid) or (by_bus and word == str(gpu.index)) for word in wanted)
-    )
-    return named or state.gpus
-
-
-def _names(word: str, uuid: str | None) -> bool:
-    return word.startswith("GPU-") and uuid is not None and uuid.startswith(word)
+def used_gpus(state: GpuState, uuids: Iterable[str | None]) -> tuple[Gpu, ...]:
+    """Return the GPUs whose UUIDs the processes of a run reported; all where none did."""
+    reported = set(uuids) - {None}
+    return tuple(gpu for gpu in state.gpus if not reported or gpu.uuid in reported)
 
 
 def _text(value: Any) -> str | None:
@@ -273,12 +235,10 @@ def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
     return Gpus(before.gpus, after.gpus, before.reason or after.reason, before.links)
 
 
-def warn_of_used_gpus(
-    before: GpuState, after: GpuState, processes: Iterable[Process], environment: Mapping[str, str]
-) -> list[str]:
+def warn_of_used_gpus(before: GpuState, after: GpuState, processes: Iterable[Process]) -> list[str]:
     on_gpu = [process for process in processes if process.device == "cuda"]
     uuids = [process.conditions.gpu_uuid for process in on_gpu if process.conditions is not None]
-    return warn_of_gpus(*(used_gpus(state, uuids, environment) for state in (before, after))) if on_gpu else []
+    return warn_of_gpus(*(used_gpus(state, uuids) for state in (before, after))) if on_gpu else []
 
 
 # The driver branch that came with each CUDA version, newest first: "CUDA Toolkit and Corresponding Driver Versions" in
@@ -331,34 +291,31 @@ def driver_version() -> str | None:
     return driver_in(text)
 
 
-def measure_ceilings(device: Device) -> Ceilings:
-    """Return the ceilings of a device, measured now; `profkit.capture.ceilings` says how.
+def measure_ceilings() -> Ceilings:
+    """Return the ceilings of this machine's GPU, measured now; `profkit.capture.ceilings` says how.
 
     Raises:
-        ToolError: there is no such device, or it could not be measured.
+        ToolError: there is no GPU, or it could not be measured.
     """
-    measured = _measure_in_a_process(device)
-    name, uuid = measured["device"]["name"], measured["device"]["uuid"]
-    is_gpu = uuid is not None or name.startswith(("NVIDIA", "Tesla"))
     ceilings: Ceilings = decode(
         Ceilings,
         {
             "version": VERSION,
-            "driver": driver_version() if is_gpu else None,
+            "driver": driver_version(),
             "measured_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            **measured,
+            **_measure_in_a_process(),
         },
     )
     return ceilings
 
 
-def _measure_in_a_process(device: Device) -> dict[str, Any]:
+def _measure_in_a_process() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="profkit-") as scratch:
         result = Path(scratch) / "measured.json"
-        argv = [sys.executable, "-P", "-m", "profkit.capture.ceilings", device, str(result)]
+        argv = [sys.executable, "-P", "-m", "profkit.capture.ceilings", str(result)]
         status = run_child(argv, {**os.environ, "KINETO_LOG_LEVEL": "99"})
         if status != 0 or not result.exists():
-            raise ToolError(f"measuring the device failed with exit status {status}")
+            raise ToolError(f"measuring the GPU failed with exit status {status}")
         measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     if "error" in measured:
         raise ToolError(f"{measured['error']}; nothing was measured")

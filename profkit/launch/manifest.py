@@ -146,7 +146,7 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
     first = min(outcome.processes, key=lambda process: not process.is_recorded, default=None)
     recorded = Samples()
     if first is not None:
-        recorded = Samples(first.profiled, first.during.get("profiled", {}), outcome.losses)
+        recorded = Samples(first.profiled, first.during.get("profiled", {}))
         manifest = replace(
             manifest,
             versions={**manifest.versions, "torch": first.torch, "cuda": first.cuda},
@@ -159,7 +159,7 @@ def with_outcome(manifest: Manifest, outcome: Outcome) -> Manifest:
         processes = tuple(replace(process, attached=(), profiled=(), during={}) for process in outcome.processes)
         remembered = MemoryPass(processes=processes, **asdict(order.memory))
         if order.recorder in ("memory", "oom"):
-            return replace(manifest, memory=replace(remembered, steps=recorded.steps, losses=outcome.losses))
+            return replace(manifest, memory=replace(remembered, steps=recorded.steps))
         # Its steps are those of the trace, which the recorder slowed too.
         manifest = replace(manifest, memory=remembered)
     if order.recorder == "none":

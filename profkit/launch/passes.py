@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from profkit.errors import UsageError
-from profkit.files import PARTIAL
 from profkit.models.options import PRESETS, TrainingOptions
 from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
@@ -114,9 +113,6 @@ def build_rank_argv(words: Sequence[str], count: int) -> list[str]:
     return [program, *flags, *launcher, *target]
 
 
-LOSSES = f"{PARTIAL}losses.json"
-"""Where a built-in model leaves its losses."""
-
 # A median of three says little, and its spread nothing: this many clean steps of a built-in model, if they are quick.
 _ENOUGH_STEPS = 10
 _MOST_RANKS_NAMED = 4
@@ -124,10 +120,7 @@ _MOST_RANKS_NAMED = 4
 
 @dataclass(frozen=True)
 class Pass:
-    """One execution of the target: its command line, and what profkit does in its processes.
-
-    ``{run}`` in the command line stands for the run directory.
-    """
+    """One execution of the target: its command line, and what profkit does in its processes."""
 
     argv: tuple[str, ...]
     order: Order
@@ -168,7 +161,6 @@ class Outcome:
     exit_status: int
     processes: tuple[Process, ...]
     failures: tuple[Failure, ...]
-    losses: tuple[float, ...]
     reason: str | None
 
     @property
@@ -248,7 +240,7 @@ def model_passes(
     recorded = (options, order)
     passes = []
     for trained, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
-        words = _python("profkit.models", *replace(trained, losses=Path("{run}", LOSSES)).to_argv())
+        words = _python("profkit.models", *trained.to_argv())
         passes.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
     return passes
 

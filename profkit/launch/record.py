@@ -21,7 +21,6 @@ from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_o
 from profkit.launch.nsys import Nsys
 from profkit.launch.nsys_session import NsysSession, clear_unexported, lost_events, open_log, open_session
 from profkit.launch.passes import (
-    LOSSES,
     Outcome,
     Pass,
     Target,
@@ -54,7 +53,6 @@ from profkit.run.recording import (
     take_failures,
     take_processes,
 )
-from profkit.run.records import decode, read_json
 
 Progress = Callable[[str], AbstractContextManager[object]]
 Say = Callable[[str], None]
@@ -259,7 +257,7 @@ class _Recording:
         elif reason is None and len(counted) < len(self.target.passes):
             reason = why_no_step(last.processes, last.order)
         manifest = replace(self.manifest, gpus=describe_gpus(gpus_before, gpus_after))
-        disturbed = warn_of_used_gpus(gpus_before, gpus_after, last.processes, os.environ)
+        disturbed = warn_of_used_gpus(gpus_before, gpus_after, last.processes)
         warnings = (*self._what_lacks(counted), *disturbed, *self._doubts(manifest))
         manifest = replace(manifest, warnings=warnings)
         if reason is not None or has_failed:
@@ -291,7 +289,7 @@ class _Recording:
         if self._done and self.target.reads_input and self._input_start is not None:
             os.lseek(_STDIN, self._input_start, os.SEEK_SET)
         order = replace(planned.order, run=str(self.run.resolve()))
-        words = [word.replace("{run}", order.run) for word in planned.argv]
+        words = list(planned.argv)
         caches = own_compiler_cache(os.environ) if order.recorder in _FOLLOWS_COMPILED_CODE else {}
         environment = build_environment({**os.environ, **caches}, order)
         self._compiled_before = {path: path.stat().st_size for path in self.run.glob(_COMPILED)}
@@ -308,7 +306,7 @@ class _Recording:
         attached = take_attached(self.run)
         if reason is not None and not processes:
             reason = why_no_process(self.run, attached, status) or reason
-        outcome = Outcome(order, status, processes, take_failures(self.run), _take_losses(self.run), reason)
+        outcome = Outcome(order, status, processes, take_failures(self.run), reason)
         self._done.append(outcome)
         return outcome
 
@@ -383,15 +381,6 @@ class _Recording:
         """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""
         shown = [outcome.processes[0].device for outcome in self._done if outcome.processes]
         return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
-
-
-def _take_losses(run: Path) -> tuple[float, ...]:
-    path = run / LOSSES
-    if not path.exists():
-        return ()
-    losses: tuple[float, ...] = decode(tuple[float, ...], read_json(path))
-    path.unlink()
-    return losses
 
 
 def _with_refusal(process: Process, refused: Mapping[str, str]) -> Process:

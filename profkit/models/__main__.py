@@ -7,8 +7,6 @@ that a person can do something about is one line on standard error.
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import re
 import sys
@@ -30,13 +28,6 @@ from profkit.models.transformer import TransformerLM
 from profkit.names import BACKWARD, COUNTED, FORWARD, LOSS, OPTIMIZER, WARMUP, context_range, step_range
 
 _LONGEST_S = 5.0
-
-# What a kernel's failure, a lost GPU or a driver that is too old look like; the advice that torch adds is left out.
-_GPU_FAILURE = re.compile(r"CUDA (?:driver )?error: [^\n]+|GPU is lost|unspecified launch failure")
-
-
-class GpuFailedError(RunError):
-    """The GPU is lost, or a kernel failed on it: it cannot be used again in this process."""
 
 
 class Training:
@@ -136,7 +127,7 @@ def train(options: TrainingOptions) -> None:
                 for training in trainings:
                     training.step()
         start = perf_counter()
-        losses = _run_steps(trainings, options.steps)
+        _run_steps(trainings, options.steps)
         once_s = perf_counter() - start
         for done in range(1, options.rounds):
             if not _decided_by_first(once_s * (done + 1) < _LONGEST_S, device):
@@ -147,18 +138,14 @@ def train(options: TrainingOptions) -> None:
                 for training in trainings:
                     with _context(training, trainings):
                         training.step(compiled=False)
-    if options.losses is not None and rank == 0:
-        options.losses.write_text(json.dumps(losses), encoding="utf-8")
 
 
-def _run_steps(trainings: Sequence[Training], steps: int) -> list[float]:
-    losses = []
+def _run_steps(trainings: Sequence[Training], steps: int) -> None:
     for training in trainings:
         with _context(training, trainings):
             for number in range(steps):
                 with annotate(step_range(number)):
-                    losses.append(training.step())
-    return [loss for loss in losses if loss is not None]
+                    training.step()
 
 
 def _context(training: Training, trainings: Sequence[Training]) -> annotate | nullcontext[None]:  # type: ignore[valid-type]
@@ -207,7 +194,7 @@ def _decided_by_first(decision: bool, device: torch.device) -> bool:
     return bool(shared.item())
 
 
-def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None:  # noqa: PLR0911  one a kind
+def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None:
     """Return in one line what a person can do about an error; None for one that is nobody's but profkit's."""
     smaller = "try a smaller --batch, --context or model"
     if isinstance(error, ProfkitError):
@@ -218,13 +205,6 @@ def explain(error: Exception, options: TrainingOptions) -> ProfkitError | None: 
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return RunError(f"--compile {options.compile_mode}: {line}; leave --compile out")
-    if isinstance(error, OSError):
-        return RunError(f"{error.filename or options.losses}: {error.strerror or error}")
-    lost = _GPU_FAILURE.search(str(error)) if isinstance(error, RuntimeError) else None
-    if lost:
-        return GpuFailedError(
-            f"the GPU failed: {lost[0]}; nvidia-smi shows whether it is still there, dmesg shows its Xid error"
-        )
     if "can't allocate memory" in str(error):  # how torch reports a CPU tensor that does not fit
         return RunError(f"the memory is full; {smaller}")
     return None
@@ -247,11 +227,6 @@ def end_with(error: ProfkitError) -> NoReturn:
     sys.stderr.write(f"profkit: {'' if rank is None else f'rank {rank}: '}{error}\n")
     # As Python itself keeps an exception that nobody catches: what records this process reads it.
     sys.last_value = error
-    if isinstance(error, GpuFailedError):
-        # torch's own clean-up would ask the lost GPU again, and abort.
-        atexit._run_exitfuncs()
-        sys.stderr.flush()
-        os._exit(error.exit_code)
     sys.exit(error.exit_code)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 
@@ -63,8 +62,7 @@ class TrainingOptions:
     With several ``contexts`` the steps run with each of them in turn. ``checkpoint_layers`` is how many layers at a
     time keep only their input for backward, which runs them again; 0: each keeps all that its backward needs.
     ``rounds``: all steps are repeated up to so often, as long as that takes less than five seconds. ``count`` makes one
-    more step at the end, uncompiled, in the range `profkit.names.COUNTED`. ``losses`` is a file to leave the losses of
-    the first round in, as a JSON list.
+    more step at the end, uncompiled, in the range `profkit.names.COUNTED`.
     """
 
     preset_name: str
@@ -80,7 +78,6 @@ class TrainingOptions:
     checkpoint_layers: int = 0
     rounds: int = 1
     count: bool = False
-    losses: Path | None = None
 
     @property
     def preset(self) -> Preset:
@@ -94,7 +91,7 @@ class TrainingOptions:
                 words += ["--context", ",".join(map(str, value))]
             elif name == "count":
                 words += ["--count"] if value else []
-            elif name != "preset_name" and value is not None:
+            elif name != "preset_name":
                 words += [f"--{name.removesuffix('_steps').removesuffix('_mode').replace('_', '-')}", str(value)]
         return words
 
@@ -117,7 +114,6 @@ def parse_options(argv: Sequence[str]) -> TrainingOptions:
     parser.add_argument("--checkpoint-layers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--count", action="store_true")
-    parser.add_argument("--losses", type=Path)
     return TrainingOptions(**vars(parser.parse_args(argv)))
 
 

@@ -92,12 +92,11 @@ class Samples:
     ``<phase>_event_ns``.)
 
     ``during`` counts what happened within them that makes a step slow: compiled graphs, allocator retries,
-    out-of-memory errors, full collections of garbage. ``losses`` are those of a built-in model's steps.
+    out-of-memory errors, full collections of garbage.
     """
 
     steps: tuple[dict[Word, int], ...] = ()
     during: dict[Word, int] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if any(value < 0 for step in self.steps for value in step.values()):
@@ -306,7 +305,6 @@ class MemoryPass:
     max_entries: int | None = None
     saved: bool | None = None
     steps: tuple[dict[Word, int], ...] = ()
-    losses: tuple[float, ...] = ()
     processes: tuple[Process, ...] = ()
 
 

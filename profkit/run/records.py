@@ -193,16 +193,7 @@ def _decode_tuple(kinds: tuple[Any, ...], value: object, where: str) -> tuple[An
         )
     if is_dataclass(kinds[0]) and len(items) > MOST_RECORDS:
         raise WrongRecord(f"{where} holds {len(items):,} records; more than {MOST_RECORDS:,} are not read")
-    if kinds[0] is float and _are_possible_numbers(items):
-        return tuple(map(float, items))
-    if kinds[0] is int and set(map(type, items)) <= {int} and _are_possible_numbers(items):
-        return tuple(items)
     return tuple(decode(kinds[0], item, f"{where}[{at}]") for at, item in enumerate(items))
-
-
-def _are_possible_numbers(items: list[Any]) -> bool:
-    """Return whether all items are, in one go: a list of losses may have a million."""
-    return set(map(type, items)) <= {int, float} and max(map(abs, items), default=0) < LARGEST_NUMBER
 
 
 def _decode_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
