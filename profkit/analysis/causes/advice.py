@@ -1,7 +1,8 @@
 """What to try: at most three causes with the largest expected effects, and what their removal buys together.
 
 A cause stands only if its removal is expected to save more than 2 % of the step and more than the steps' own spread,
-or 2 % of the peak; each further one must save as much on top of those before it, so that no waste is sold twice.
+and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each further one must save
+as much on top of those before it, so that no waste is sold twice.
 Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
 """
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 3
 _MOST_SCREENED = 12
+_SURE = 0.25
+"""A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
 
@@ -237,13 +240,18 @@ def _memory_share(evidence: Evidence, cause: Cause) -> float:
 
 
 def _holds(evidence: Evidence, cause: Cause) -> bool:
-    """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said."""
+    """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said.
+
+    What may well save nothing is no advice: the interval reaches beyond the step as it is by a small part at most.
+    """
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
     answer = evidence.predict(cause.changes)
     if answer.expected_ns is None or answer.now_ns is None or answer.high_ns is None or answer.low_ns is None:
         return False
-    return answer.now_ns - answer.expected_ns > max(WORTH * answer.now_ns, evidence.spread_ns)
+    over_ns = answer.high_ns - answer.now_ns
+    saved_ns = answer.now_ns - answer.expected_ns
+    return saved_ns > max(WORTH * answer.now_ns, evidence.spread_ns) and over_ns <= _SURE * saved_ns
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:
