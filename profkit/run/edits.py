@@ -95,7 +95,6 @@ EDITS = (
         code="optimizer.zero_grad(set_to_none=True)",
         keywords="set_to_none=True",
     ),
-    EditSpec("drop", ("drop:GLOB",), numbers="something is left out", loss_share=None),
     EditSpec("no-wait", ("no-wait:FILE:LINE",), changes_memory=False),
     EditSpec("no-host", ("no-host:FILE:LINE",), changes_memory=False),
     EditSpec("no-checkpoint", ("no-checkpoint:GLOB",)),

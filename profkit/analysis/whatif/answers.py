@@ -25,7 +25,7 @@ from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
-from profkit.analysis.whatif.stream import Program, with_failed_request
+from profkit.analysis.whatif.edits import Program, with_failed_request
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Ints, Settings
 

@@ -21,22 +21,19 @@ from profkit.allocator.simulate import Simulation, predict
 from profkit.analysis.memory.places import Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
-from profkit.analysis.whatif.stream import (
+from profkit.analysis.whatif.edits import (
     Applied,
     Bound,
     CannotModelError,
     Change,
     Program,
     Stream,
-    with_failed_request,
-)
-from profkit.analysis.whatif.tensor_edits import (
-    drop,
     drop_gradients,
     edit_gradients,
     edit_loss,
     edit_optimizer,
     edit_parameters,
+    with_failed_request,
 )
 from profkit.errors import UsageError
 from profkit.names import BACKWARD
@@ -153,7 +150,6 @@ _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
     "parameters": edit_parameters,
     "loss": edit_loss,
     "zero-grad": drop_gradients,
-    "drop": drop,
 }
 _CHECKPOINT = "checkpoint"
 MODELLED = (*_EDITS, _CHECKPOINT)

@@ -29,7 +29,7 @@ from itertools import groupby
 import numpy as np
 
 from profkit.allocator.requests import Floats
-from profkit.analysis.whatif.stream import Bools, Bound, CannotModelError, Change, Program, Stream
+from profkit.analysis.whatif.edits import Bools, Bound, CannotModelError, Change, Program, Stream
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
 

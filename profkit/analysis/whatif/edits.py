@@ -1,5 +1,6 @@
-"""Edits of tensors: parameters, gradients and the optimizer's state, whose recorded sizes are exact, and the logits.
+"""A program's requests, what is known of the allocation that each comes from, and what edits make of them.
 
+Parameters, gradients and the optimizer's state have recorded sizes, which are exact; the logits are found by the loss.
 The optimizers are torch's own and bitsandbytes' AdamW8bit. Of these only torch's ``foreach`` variant, its default,
 makes temporaries of the size of the parameters; the others update the tensors in place. A fused loss computes logits
 and their gradients in chunks, as Liger Kernel's cross entropy does.
@@ -7,15 +8,185 @@ and their gradients in chunks, as Liger Kernel's cross entropy does.
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from profkit.allocator.requests import Floats
-from profkit.analysis.memory.stacks import format_frame
-from profkit.analysis.whatif.stream import Bools, CannotModelError, Change, Program, Stream
+from profkit.allocator.requests import ADDED, Floats, Requests, highest_sum, requests_of, with_request
+from profkit.analysis.memory.categories import Claim
+from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.failures import last_failure
+from profkit.errors import UsageError
 from profkit.names import BACKWARD, OPTIMIZER
-from profkit.snapshot.columns import Ints
+from profkit.run.owners import ROLES
+from profkit.snapshot.columns import ALLOC, Ints
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Requests, as recorded or edited. Every request comes from one recorded allocation: itself, or the one it copies.
+
+    What is known of that allocation (its category, its module) holds for the request too.
+    """
+
+    requests: Requests
+    source: Ints
+    """By request: the row in the `Replay` of the recorded allocation."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def is_recorded(self) -> Bools:
+        """Whether a request is a recorded allocation, not one that an edit added."""
+        return np.not_equal(self.requests.row, ADDED)
+
+    def of(self, is_row: Bools) -> Bools:
+        """Return which requests come from an allocation for which ``is_row`` is true."""
+        return is_row[self.source]
+
+    def without(self, gone: Bools) -> Stream:
+        """Return the stream without some requests."""
+        kept = ~gone
+        columns = ("requested_bytes", "born", "freed", "completed", "kind", "row")
+        requests = replace(self.requests, **{name: getattr(self.requests, name)[kept] for name in columns})
+        return Stream(requests, self.source[kept])
+
+    def resized(self, where: Bools, requested_bytes: Ints) -> Stream:
+        """Return the stream with other sizes for some requests."""
+        sizes = self.requests.requested_bytes.copy()
+        sizes[where] = requested_bytes
+        return replace(self, requests=replace(self.requests, requested_bytes=sizes))
+
+    def freed_at(self, where: Bools, positions: Floats) -> Stream:
+        """Return the stream with some requests freed at other positions, and free for reuse at once."""
+        freed, completed = self.requests.freed.copy(), self.requests.completed.copy()
+        freed[where] = completed[where] = positions
+        return replace(self, requests=replace(self.requests, freed=freed, completed=completed))
+
+    def with_copies(self, of: Ints, requested_bytes: Ints, born: Floats, freed: Floats) -> Stream:
+        """Return the stream with further requests: of the kind and the source of the requests ``of`` (indices)."""
+        old = self.requests
+        requests = replace(
+            old,
+            requested_bytes=np.concatenate([old.requested_bytes, requested_bytes]),
+            born=np.concatenate([old.born, born]),
+            freed=np.concatenate([old.freed, freed]),
+            completed=np.concatenate([old.completed, freed]),
+            kind=np.concatenate([old.kind, old.kind[of]]),
+            row=np.concatenate([old.row, np.full(len(of), ADDED, dtype=np.int64)]),
+        )
+        return Stream(requests, np.concatenate([self.source, self.source[of]]))
+
+    def requested_peak_bytes(self) -> int:
+        """Return the most bytes that were requested at a time."""
+        return highest_sum(self.requests, self.requests.requested_bytes, self.requests.completed)
+
+
+def with_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
+    """Return the requests with the one that failed last, if that ended the program: edits should let it through."""
+    event, events = last_failure(memory), memory.device.events
+    if event is None or np.any(events.action[event:] == ALLOC):
+        return requests
+    return with_request(requests, event, int(events.size_bytes[event]), int(events.stream[event]))
+
+
+class Program:
+    """What a snapshot knows of a program's allocations, by row of the `Replay`; worked out when first asked for."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.replay = memory.history.replay
+
+    def recorded(self) -> Stream:
+        """Return the requests as they were recorded."""
+        requests = requests_of(self.memory.history)
+        return Stream(requests, requests.row)
+
+    @cached_property
+    def claims(self) -> list[Claim]:
+        """What each allocation is for."""
+        return [self.memory.classifier.claim_of(row) for row in range(len(self.replay))]
+
+    @cached_property
+    def phases(self) -> list[str | None]:
+        """The phase in which each allocation was made."""
+        return [self.memory.places.phase_of(row) for row in range(len(self.replay))]
+
+    def is_category(self, *categories: str) -> Bools:
+        """Return which allocations are of one of some categories, as far as is known or guessed."""
+        return self._mask(claim.category in categories for claim in self.claims)
+
+    def is_role(self, role: str) -> Bools:
+        """Return which allocations the run recorded as tensors of a role (a key of `ROLES`)."""
+        owners = self.memory.owners
+        return self._mask(row in owners and owners[row].role == role for row in range(len(self.replay)))
+
+    def element_bytes(self, row: int) -> int | None:
+        """Return the size of an element of a known tensor; None if the run did not record it or tensors differ."""
+        owner = self.memory.owners.get(row)
+        sizes = {part.element_bytes for part in owner.parts} if owner else {None}
+        size = sizes.pop() if len(sizes) == 1 else None
+        return size if size and size > 0 else None
+
+    @cached_property
+    def is_optimizer_temporary(self) -> Bools:
+        """Which allocations an optimizer's step made and freed again."""
+        memory = self.memory
+
+        def is_one(row: int) -> bool:
+            if self.claims[row].category != "temporaries":
+                return False
+            frames = memory.stacks.of(row).frames
+            return self.phases[row] == OPTIMIZER or any("torch/optim/" in file for _, file, _ in frames)
+
+        return self._mask(is_one(row) for row in range(len(self.replay)))
+
+    @cached_property
+    def backward_passes(self) -> list[tuple[int, int]]:
+        """The first and the last moment of each backward pass."""
+        timeline = self.memory.timeline
+        return [timeline.moments_of(phase) for phase in timeline.phases if phase.name == BACKWARD]
+
+    def _mask(self, values: Iterator[bool]) -> Bools:
+        return np.fromiter(values, np.bool_, len(self.replay))
+
+
+Bound = Literal["least", "likely", "most"]
+"""What is taken for that which nobody knows of an edit: what needs least memory, what was seen mostly, or most."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An edited stream; ``rests_on`` and each line of ``unknown`` are sentences for people."""
+
+    stream: Stream
+    rests_on: str
+    unknown: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    """Ranges whose forward pass runs a second time."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One edit as it was written, and what is known of it."""
+
+    text: str
+    rests_on: str
+    unknown: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    """Ranges whose forward pass runs a second time."""
+
+
+class CannotModelError(UsageError):
+    """An edit that this snapshot says too little about, or that would change nothing."""
+
 
 _HALF = 2
 _WHOLE = 4
@@ -36,9 +207,8 @@ def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
     """Replace the optimizer by none, or by one of `_OPTIMIZERS`; ``offload`` moves it to the host."""
     if kind not in _OPTIMIZERS:
         raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
-    is_state, is_temporary = stream.of(program.is_role("optimizer_state")), stream.of(program.is_optimizer_temporary)
-    if not is_state.any():
-        raise _unknown(program, "optimizer state")
+    is_state = _find_tensors(program, stream, "optimizer_state")
+    is_temporary = stream.of(program.is_optimizer_temporary)
     temporaries = int(np.count_nonzero(is_temporary))
     removed = f"{temporaries:,} temporaries of its steps removed"
     if kind in ("none", "sgd", "offload"):
@@ -108,9 +278,7 @@ def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: 
 
 def edit_gradients(program: Program, stream: Stream, kind: str) -> Change:
     """Store gradients in bf16, or move each to the host as soon as the next one has been made."""
-    where = stream.of(program.is_role("gradient"))
-    if not where.any():
-        raise _unknown(program, "gradients")
+    where = _find_tensors(program, stream, "gradient")
     if kind == "bf16":
         stream = _halve(program, stream, where, "gradients")
         unknown = ("what backward makes before it adds to a gradient is taken as recorded",)
@@ -140,9 +308,7 @@ def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
     """Store parameters in bf16, as ``model.bfloat16()``: their gradients and the optimizer's state become bf16 too."""
     if kind != "bf16":
         raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
-    where = stream.of(program.is_role("parameter"))
-    if not where.any():
-        raise _unknown(program, "parameters")
+    where = _find_tensors(program, stream, "parameter")
     stream = _halve(program, stream, where, "parameters")
     follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
     stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
@@ -160,34 +326,11 @@ def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
     return Change(stream, text, (unknown, *_unsure_of_elements(program, rows)))
 
 
-def drop(program: Program, stream: Stream, glob: str) -> Change:
-    """Remove every allocation of a category or module, or with a line in its stack, that matches ``glob``."""
-    memory = program.memory
-    by_stack: dict[int, bool] = {}
-
-    def matches(row: int) -> bool:
-        claim, number = program.claims[row], memory.stacks.number_of(row)
-        if number not in by_stack:
-            lines = map(format_frame, memory.stacks.facts[number].frames)
-            by_stack[number] = any(fnmatchcase(line, f"*{glob}*") for line in lines)
-        modules = (module for module, _ in memory.place_of(row).modules)
-        names = filter(None, (claim.category, claim.owner, *modules))
-        return by_stack[number] or any(fnmatchcase(name, glob) for name in names)
-
-    rows = range(len(program.replay))
-    gone = stream.of(np.fromiter(map(matches, rows), np.bool_, len(rows)))
-    if not gone.any():
-        raise CannotModelError(f"nothing has a category, a module or a line of its stack that matches {glob!r}")
-    return Change(stream.without(gone), f"{np.count_nonzero(gone):,} allocations that match {glob!r} removed")
-
-
 def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
     """Free each gradient after the optimizer's step, as ``zero_grad(set_to_none=True)`` does."""
     if kind != "none":
         raise CannotModelError(f"no kind of zero-grad {kind!r}; it is none")
-    where = stream.of(program.is_role("gradient"))
-    if not where.any():
-        raise _unknown(program, "gradients")
+    where = _find_tensors(program, stream, "gradient")
     steps = [phase for phase in program.memory.timeline.phases if phase.name == OPTIMIZER]
     ends = np.array([program.memory.timeline.moments_of(phase)[1] for phase in steps], dtype=np.float64)
     at = np.flatnonzero(where)
@@ -242,10 +385,14 @@ def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_cha
     return stream.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
 
 
-def _unknown(program: Program, what: str) -> CannotModelError:
+def _find_tensors(program: Program, stream: Stream, role: str) -> Bools:
+    """Return which requests are tensors of a role; raise if the run recorded none on the GPU."""
+    where = stream.of(program.is_role(role))
+    if where.any():
+        return where
     if program.memory.recorded is None:
-        return CannotModelError(f"nothing says which allocations are {what}; `profkit run --memory` records that")
-    return CannotModelError(f"the run recorded no {what} on the GPU")
+        raise CannotModelError(f"nothing says which allocations are {ROLES[role]}; `profkit run --memory` records that")
+    raise CannotModelError(f"the run recorded no {ROLES[role]} on the GPU")
 
 
 def _state_name(program: Program, row: int) -> str:
