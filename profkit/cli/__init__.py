@@ -105,7 +105,9 @@ def help(topic: str | None) -> None:
             click.echo(f"  {name:<12} {title_of(name)}")
         click.echo("\nEach command: profkit COMMAND --help")
     elif topic in TOPICS:
-        click.echo_via_pager(read_guide(topic))
+        # Where there is no terminal to turn pages, click 8.4 would close the output.
+        show = click.echo_via_pager if sys.stdout is not None and sys.stdout.isatty() else click.echo
+        show(read_guide(topic))
     else:
         root = click.get_current_context().find_root()
         command = cli.get_command(root, topic)
