@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import subprocess
 from collections import defaultdict
@@ -14,22 +13,20 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
-from profkit.reading import open_snapshot, open_trace
-from profkit.report.chrome_layout import Counter, MemoryTracks, _numbered, assign_lanes
-from profkit.report.chrome_trace import write_chrome_trace
+from profkit.reading import open_trace
+from profkit.report.export import _numbered, assign_lanes
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
 
 TRACES = Path(__file__).parent.parent / "traces"
 NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
 CPU, NVTX_ALONE = TRACES / "tiny-train-cpu.kineto.json.gz", TRACES / "tiny-train-cpu.nsys2023.sqlite"
-SNAPSHOT = TRACES / "small-train.snapshot.pickle.gz"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Read:
-    """The rows of a Chrome trace: slices with the name of their track, counters, and both ends of arrows."""
+    """The rows of a Chrome trace: slices with the name of their track, and both ends of arrows."""
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
@@ -43,10 +40,6 @@ class Read:
             one["start"], one["end"] = nanoseconds(one["ts"]), nanoseconds(one["ts"]) + nanoseconds(one["dur"])
             one["track"] = tracks.get((one["pid"], one["tid"]), "")
             one["process"] = self.processes[one["pid"]]
-        self.counters: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for value in self.rows:
-            if value["ph"] == "C":
-                self.counters[value["name"]].append((nanoseconds(value["ts"]), value["args"]["bytes"]))
         self.check_ids()
 
     def check_ids(self) -> None:
@@ -121,68 +114,19 @@ def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(profkit: Run, tmp_path:
     assert parts[6] > 0
 
 
-def test_memory_counters_have_a_process_of_their_own_after_the_time_tracks(profkit: Run, tmp_path: Path) -> None:
-    read = Read(exported(profkit, run_of(tmp_path / "run"), tmp_path))
-    memory = open_snapshot(SNAPSHOT).memory()
-    assert max(value for _, value in read.counters["GPU 0 allocated"]) == memory.totals.allocated_peak_bytes
-    assert max(value for _, value in read.counters["GPU 0 reserved"]) == memory.totals.reserved_peak_bytes
-    peak = max(read.counters["GPU 0 allocated"], key=lambda one: one[1])[0]
-    parts = {name: dict(values)[peak] for name, values in read.counters.items() if name not in TOTALS}
-    assert sum(parts.values()) == 3_276_553_216
-    in_time = [one for one in read.slices if one["process"] == "process"]
-    in_memory = [one for one in read.slices if one["process"].startswith("memory (recorded in another")]
-    assert in_memory
-    assert len(in_time) + len(in_memory) == len(read.slices)
-    last = max(one["end"] for one in in_time)
-    assert min(one["start"] for one in in_memory) > last
-    assert min(time for values in read.counters.values() for time, _ in values) > last
-    assert {row["pid"] for row in read.rows if row["ph"] == "C"}.isdisjoint(one["pid"] for one in in_time)
-
-
-TOTALS = ("GPU 0 allocated", "GPU 0 reserved")
-
-
 def run_of(folder: Path) -> Path:
-    """Return a run directory with a trace and a snapshot."""
+    """Return a run directory with a trace."""
     folder.mkdir()
     manifest = {"schema": 1, "status": "complete", "command": ["python", "/home/somebody/train.py"], "argv": []}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
-    (folder / "snapshot.pickle").write_bytes(gzip.decompress(SNAPSHOT.read_bytes()))
     return folder
 
 
-def test_memory_takes_no_number_of_a_thread_and_ids_fit_into_32_bits(profkit: Run, tmp_path: Path) -> None:
-    """On Linux a process's second thread often has the next number after the process's own."""
-    folder = run_of(tmp_path / "run")
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for tid in (100, 101, 102):
-        builder.kernel(10 + tid, 5, tid=tid)
-    (folder / "trace.sqlite").unlink()
-    builder.write(folder / "trace.sqlite")
-    read = Read(exported(profkit, folder, tmp_path))  # which checks the ids
-    pids = {name: pid for pid, name in read.processes.items()}
-    assert pids["process"] == 100
-    assert min(pid for name, pid in pids.items() if name.startswith("memory")) > 102
+def test_ids_fit_into_32_bits_and_no_two_are_equal() -> None:
     numbers = _numbered({1: 2**40, 2: 7, 3: -1, 4: 7}, {8})
     assert (numbers[2], len(set(numbers.values()))) == (7, 4)
     assert all(0 < number < 2**31 for number in numbers.values())
-
-
-def test_a_counter_below_0_keeps_its_sign() -> None:
-    """A history that contradicts itself may show less than nothing reserved."""
-    file = io.BytesIO()
-    counter = Counter("reserved", np.array([0, 5]), np.array([-512, 512]))
-    write_chrome_trace(file, None, [MemoryTracks("memory", (counter,), (), (), 0, {})], zipped=False)
-    rows = json.loads(file.getvalue())["traceEvents"]
-    assert [(row["ts"], row["args"]["bytes"]) for row in rows if row["ph"] == "C"] == [(0, -512), (0.005, 512)]
-
-
-def test_a_snapshot_alone_is_exported_too(profkit: Run, tmp_path: Path) -> None:
-    read = Read(exported(profkit, SNAPSHOT, tmp_path))
-    assert set(read.processes.values()) == {"memory"}
-    assert max(value for _, value in read.counters["GPU 0 allocated"]) == 3_276_553_216
 
 
 def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.self_check import SelfCheck
 from profkit.names import kind_of
-from profkit.report.chrome_layout import MemoryTracks
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import BYTES, TEXT, format_count
 from profkit.sharing import SharedCopy
@@ -27,38 +24,19 @@ _COLUMNS = (
 _VIEWERS = "ui.perfetto.dev, chrome://tracing"
 
 
-def build_export_document(
-    capture: Path,
-    output: Path,
-    opened: OpenedTrace | None,
-    memory: Sequence[MemoryTracks],
-    check: SelfCheck | None,
-) -> Document:
+def build_export_document(capture: Path, output: Path, opened: OpenedTrace, check: SelfCheck) -> Document:
     """Return which file was written, what opens it, and what stands in it."""
     rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": _VIEWERS}]
-    table = Table(_COLUMNS, rows)
-    data: dict[str, Any] = {"capture": str(capture), "files": rows, "time": None, "memory": []}
-    lines = []
-    if opened is not None:
-        data["time"] = counted = _count(opened)
-        what = "kernel" if opened.recorded.measure == "gpu-kernel" else "CPU operator"
-        streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
-        lines.append(
-            f"{format_count(counted['work_count'], what)}, {counted['work_ns']:,} ns in all{streams},"
-            f" {counted['copy_count']:,} copies and fills,"
-            f" {format_count(counted['call_count'], 'CUDA call')}, {format_count(counted['range_count'], 'range')}"
-        )
-    for tracks in memory:
-        data["memory"].append({"name": tracks.label, "peak_bytes": dict(tracks.peaks)})
-        peaks = " and ".join(f"{peak:,} B on GPU {device}" for device, peak in tracks.peaks.items())
-        lines.append(f"{tracks.label}: peak {peaks}")
-    if memory and opened is not None:
-        lines.append(
-            "memory was recorded in another process than the kernels: it has its own process in the file, which begins"
-            " where the kernels have ended; compare the two by phase, not by time"
-        )
-    findings = None if check is None else check.findings
-    return Document("export", data, [table, Lines(lines)], table, self_check=findings)
+    table, counted = Table(_COLUMNS, rows), _count(opened)
+    what = "kernel" if opened.recorded.measure == "gpu-kernel" else "CPU operator"
+    streams = f" on {format_count(counted['stream_count'], 'stream')}" if what == "kernel" else ""
+    line = (
+        f"{format_count(counted['work_count'], what)}, {counted['work_ns']:,} ns in all{streams},"
+        f" {counted['copy_count']:,} copies and fills,"
+        f" {format_count(counted['call_count'], 'CUDA call')}, {format_count(counted['range_count'], 'range')}"
+    )
+    data = {"capture": str(capture), "files": rows, "time": counted}
+    return Document("export", data, [table, Lines([line])], table, self_check=check.findings)
 
 
 def _count(opened: OpenedTrace) -> dict[str, int]:

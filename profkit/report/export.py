@@ -10,71 +10,192 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from heapq import heappop, heappush
 from itertools import count, islice
 from typing import IO, Any
 
 import numpy as np
 
+from profkit.analysis.intervals import Stretches, intersect
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
+from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.analysis.tree.range_tree import kind_paths
-from profkit.report.chrome_layout import (
-    Layout,
-    MemoryTracks,
-    assign_lanes,
-    find_crossing,
-    find_idle_time,
-    launching_calls,
-    lay_out,
-)
 from profkit.report.page.step import EVIDENCE
-from profkit.trace.columns import Copies, Ints, Work, rows_by_value
+from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value
 
 _ROWS_AT_ONCE = 8192
-_GAP_NS = 1_000_000
-_ANOTHER_PROCESS = "recorded in another process: its clock is not that of the kernels"
+LAUNCHING, SYNCHRONISING, OUTSIDE = (
+    "Python prepared kernels",
+    "Python waited for the GPU",
+    "Python ran without CUDA calls",
+)
+
+_THREAD_MASK = 0xFFFFFF
+_LARGEST_ID = 2**30
+"""Perfetto's processes and threads have ids of 32 bits, with a sign; no system gives larger ones than this."""
 
 
-def write_chrome_trace(
-    file: IO[bytes], opened: OpenedTrace | None, memory: Sequence[MemoryTracks], *, zipped: bool = True
-) -> None:
-    """Write a trace, and the memory of its program, as Chrome JSON. The same input gives the same bytes."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Processes and threads of a trace by numbers that no two share; ``shift_ns`` moves its first moment to 0 or later.
+
+    ``pids`` and ``labels`` are by process, ``tids`` and ``owners`` (its process) by thread.
+    """
+
+    pids: Mapping[int, int]
+    labels: Mapping[int, str]
+    tids: Mapping[int, int]
+    owners: Mapping[int, int]
+    shift_ns: int
+
+
+def lay_out(trace: Trace, ranks: Ranks) -> Layout:
+    """Return the layout of a trace.
+
+    A main thread's id is its pid. The other threads keep their ids where the trace has them, which is under nsys alone.
+    """
+    owners: dict[int, int] = {}
+    tables = (
+        (trace.ranges.process, trace.ranges.thread),
+        (trace.ranges.process, trace.ranges.end_thread),
+        (trace.calls.process, trace.calls.thread),
+        (trace.work.process, trace.work.launch_thread),
+        (trace.copies.process, trace.copies.launch_thread),
+    )
+    for process, thread in tables:
+        known, first = np.unique(thread, return_index=True)
+        for number, row in zip(known.tolist(), first.tolist(), strict=True):
+            if number != NO_LAUNCH:
+                owners.setdefault(number, int(process[row]))
+    processes = {*owners.values(), *distinct_values(trace.work.process).tolist()}
+    processes |= set(distinct_values(trace.copies.process).tolist())
+    pids = _numbered({process: trace.process_ids.get(process, 1) for process in sorted(processes)}, set())
+    main = {thread: pids[owners[thread]] for thread in owners if thread in trace.main_threads}
+    others = [thread for thread in sorted(owners) if thread not in main]
+    keeps_ids = trace.source == "nsys"
+    wanted = {thread: thread & _THREAD_MASK if keeps_ids else number for number, thread in enumerate(others, 1)}
+    rank_of = {process: number for number, process in ranks.members}
+    first_ns = min(
+        int(table.start_ns.min(initial=0)) for table in (trace.work, trace.copies, trace.calls, trace.ranges)
+    )
+    return Layout(
+        pids=pids,
+        labels={process: f"rank {rank_of[process]}" if process in rank_of else "process" for process in pids},
+        tids=main | _numbered(wanted, {*main.values(), *pids.values()}),
+        owners=owners,
+        shift_ns=-first_ns,
+    )
+
+
+def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
+    """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
+    used, numbers = set(taken), dict[int, int]()
+    free = max((number for number in (*wanted.values(), *taken) if number <= _LARGEST_ID), default=0) + 1
+    for key, number in wanted.items():
+        numbers[key] = number if 0 < number <= _LARGEST_ID and number not in used else free
+        free += numbers[key] == free
+        used.add(numbers[key])
+    return numbers
+
+
+def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
+    """Return the row in ``trace.calls`` that launched each row, or -1."""
+    calls, launching = trace.calls, np.full(len(rows), -1, dtype=np.int64)
+    calls_of = rows_by_value(calls.thread)
+    for thread, mine in rows_by_value(rows.launch_thread).items():
+        # Calls are sorted by start. Of two that begin together, the first recorded is the outer one, whose time it is.
+        theirs = calls_of.get(thread, empty_ints())
+        at = np.searchsorted(calls.start_ns[theirs], rows.launch_ns[mine], side="left")
+        inside = at < len(theirs)
+        inside[inside] = calls.start_ns[theirs[at[inside]]] == rows.launch_ns[mine[inside]]
+        launching[mine[inside]] = theirs[at[inside]]
+    return launching
+
+
+def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
+    """Return a lane for each row: the lowest whose last row has ended, so that no two rows of a lane run at once."""
+    lanes = [0] * len(start_ns)
+    running: list[tuple[int, int]] = []
+    free: list[int] = []
+    order = np.lexsort((end_ns, start_ns))
+    for row, start, end in zip(order.tolist(), start_ns[order].tolist(), end_ns[order].tolist(), strict=True):
+        while running and running[0][0] <= start:
+            heappush(free, heappop(running)[1])
+        lanes[row] = heappop(free) if free else len(running)
+        heappush(running, (end, lanes[row]))
+    return lanes
+
+
+def find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
+    """Return the rows that begin within another one and end after it: all others lie in one another, or apart."""
+    crossing = []
+    around: list[int] = []
+    order = np.lexsort((-end_ns, start_ns))
+    for row, start, end in zip(order.tolist(), start_ns[order].tolist(), end_ns[order].tolist(), strict=True):
+        while around and around[-1] <= start:
+            around.pop()
+        if around and end > around[-1]:
+            crossing.append(row)
+        else:
+            around.append(end)
+    return crossing
+
+
+@dataclass(frozen=True, eq=False)
+class IdleTime:
+    """When a GPU was idle between its first and its last work, and what the host did then."""
+
+    device: int
+    process: int
+    """The process that used the GPU most."""
+    causes: tuple[tuple[str, Stretches], ...]
+
+
+def find_idle_time(trace: Trace) -> list[IdleTime]:
+    """Return each GPU's idle time in disjoint stretches, which sum to all of it between its first and last work."""
+    if trace.measure != "gpu-kernel":
+        return []
+    idle = []
+    for device, time in build_gpu_times(trace).items():
+        whole = Stretches(time.starts_ns[:1], time.reach_ns[-1:])
+        causes = (
+            (LAUNCHING, intersect(time.launching, whole)),
+            (SYNCHRONISING, intersect(time.synchronising, whole)),
+            (OUTSIDE, time.outside_cuda(whole)),
+        )
+        users = np.concatenate([table.process[table.device == device] for table in (trace.work, trace.copies)])
+        names, counts = np.unique(users, return_counts=True)
+        idle.append(IdleTime(device, int(names[counts.argmax()]), causes))
+    return idle
+
+
+def write_chrome_trace(file: IO[bytes], opened: OpenedTrace, *, zipped: bool = True) -> None:
+    """Write a trace as Chrome JSON. The same input gives the same bytes."""
     if not zipped:
-        _write_json(file, opened, memory)
+        _write_json(file, opened)
         return
     # With a name or a time in it, two exports would differ.
     with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as target:
-        _write_json(target, opened, memory)
+        _write_json(target, opened)
 
 
-def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace | None, memory: Sequence[MemoryTracks]) -> None:
-    layout = None if opened is None else lay_out(opened.recorded, opened.ranks)
+def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace) -> None:
     target.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"
-    rows = _rows(opened, layout, memory)
+    rows = _Rows(opened, lay_out(opened.recorded, opened.ranks)).all()
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
         target.write((separator + ",\n".join(batch)).encode("utf-8", "replace"))
         separator = ",\n"
     target.write(b"\n]}\n")
 
 
-def _rows(opened: OpenedTrace | None, layout: Layout | None, memory: Sequence[MemoryTracks]) -> Iterator[str]:
-    used = (0,) if layout is None else (0, *layout.pids.values(), *layout.tids.values())
-    free = count(max(used) + 1)
-    if opened is not None and layout is not None:
-        yield from _TimeRows(opened, layout, free).all()
-    begin_ns = 0 if layout is None else layout.end_ns + _GAP_NS
-    # A thread with the number of a process would be its main thread for Perfetto: processes get theirs first.
-    for pid, tracks in [(next(free), tracks) for tracks in memory]:
-        name = tracks.label if layout is None else f"{tracks.label} ({_ANOTHER_PROCESS})"
-        yield _metadata("process_name", pid, 0, name)
-        yield from _memory_rows(tracks, pid, begin_ns, free)
-
-
-class _TimeRows:
-    def __init__(self, opened: OpenedTrace, layout: Layout, free: Iterator[int]) -> None:
+class _Rows:
+    def __init__(self, opened: OpenedTrace, layout: Layout) -> None:
         self._attribution, self._layout = opened.attribution, layout
         self._trace = trace = opened.recorded
         self._paths = [json.dumps(path) for path in kind_paths(opened.attribution)]
@@ -83,7 +204,7 @@ class _TimeRows:
             thread: f'"pid": {layout.pids[process]}, "tid": {layout.tids[thread]}'
             for thread, process in layout.owners.items()
         }
-        self._free_tids = free
+        self._free_tids = count(max((0, *layout.pids.values(), *layout.tids.values())) + 1)
         self._flows = count(1)
 
     def all(self) -> Iterator[str]:
@@ -230,24 +351,6 @@ class _TimeRows:
         said = f', "args": {{{arguments}}}' if arguments else ""
         duration = _microseconds(end_ns - start_ns)
         return f'{{"ph": "X", "cat": "{category}", "name": {name}, {where}, "ts": {start}, "dur": {duration}{said}}}'
-
-
-def _memory_rows(memory: MemoryTracks, pid: int, begin_ns: int, free: Iterator[int]) -> Iterator[str]:
-    for name, spans in (("steps", memory.steps), ("phases", memory.phases)):
-        tid = next(free)
-        if spans:
-            yield _metadata("thread_name", pid, tid, name)
-        for span in spans:
-            start, end = ((max(us - memory.first_us, 0)) * 1000 + begin_ns for us in (span.start_us, span.end_us))
-            yield (
-                f'{{"ph": "X", "cat": "memory_phase", "name": {json.dumps(span.name)}, "pid": {pid}, "tid": {tid},'
-                f' "ts": {_microseconds(start)}, "dur": {_microseconds(max(end - start, 0))}}}'
-            )
-    for counter in memory.counters:
-        name = json.dumps(counter.name)
-        for time, value in zip(counter.time_ns.tolist(), counter.bytes.tolist(), strict=True):
-            at = _microseconds(time + begin_ns)
-            yield f'{{"ph": "C", "name": {name}, "pid": {pid}, "ts": {at}, "args": {{"bytes": {value}}}}}'
 
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> str:
