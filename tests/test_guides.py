@@ -24,7 +24,8 @@ def test_every_guide_is_a_topic_and_the_list_shows_its_title() -> None:
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_guide_is_shown_as_it_is_written(topic: str) -> None:
+def test_a_guide_is_shown_as_it_is_written(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(click, "echo_via_pager", None)  # pages are turned in a terminal alone
     result = CliRunner().invoke(cli, ["help", topic])
     assert (result.exit_code, result.output.strip()) == (0, read_guide(topic).strip())
 
