@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.allocator.layout import Layout, lay_out
 from profkit.allocator.replay import History, replay_history
 from profkit.allocator.rules import round_sizes
+from profkit.analysis.memory.failures import Layout, lay_out
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator

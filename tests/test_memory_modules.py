@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from profkit import read_snapshot
-from profkit.analysis.memory.composition import Composition
+from profkit.analysis.memory.device import Composition
 from profkit.analysis.memory.places import fold
 from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
-from profkit.analysis.memory.composition import NOT_SELECTED
-from profkit.analysis.memory.device import Filter
+from profkit.analysis.memory.device import NOT_SELECTED, Filter
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory

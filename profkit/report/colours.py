@@ -5,7 +5,7 @@ A palette that the colour-blind can tell apart: Okabe and Ito's, lightened or da
 
 from __future__ import annotations
 
-from profkit.analysis.memory.composition import NOT_SELECTED
+from profkit.analysis.memory.device import NOT_SELECTED
 from profkit.analysis.step_replay.limits import Limit
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 

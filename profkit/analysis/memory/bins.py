@@ -16,8 +16,7 @@ from itertools import compress, takewhile
 import numpy as np
 
 from profkit.analysis.memory.categories import CATEGORIES
-from profkit.analysis.memory.composition import NOT_SELECTED
-from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.device import NOT_SELECTED, DeviceMemory, Filter
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from profkit.allocator.replay import History
-from profkit.analysis.memory.composition import (
+from profkit.analysis.memory.device import (
     CategoryRow,
     Composition,
+    DeviceMemory,
+    Filter,
     Fragmentation,
+    PhasePeak,
     compose,
     measure_fragmentation,
 )
-from profkit.analysis.memory.device import DeviceMemory, Filter, PhasePeak
 from profkit.analysis.memory.failures import LeakCheck, OomVerdict, check_leaks, judge_oom, last_failure
 from profkit.analysis.memory.recorded import AllocatorCheck, check_with_allocator, find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of

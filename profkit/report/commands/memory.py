@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from profkit.analysis.memory.composition import Composition
+from profkit.analysis.memory.device import Composition
 from profkit.analysis.memory.failures import LeakCheck, OomVerdict, last_failure
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules

@@ -17,8 +17,7 @@ from markupsafe import Markup
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.memory.composition import piece_of
-from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory, piece_of
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.steps import find_warmup
