@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profkit.analysis.compare.kernel_changes import compare_times
-from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
+from profkit.analysis.compare.kernel_changes import ModuleComparison, compare_modules, compare_times
 from tests.step_builder import samples_of
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"

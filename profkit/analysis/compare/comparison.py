@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.compare.kernel_changes import Change, TimeComparison, compare_times, measure_change
-from profkit.analysis.compare.module_changes import ModuleComparison, compare_modules
+from profkit.analysis.compare.kernel_changes import (
+    Change,
+    ModuleComparison,
+    TimeComparison,
+    compare_modules,
+    compare_times,
+    measure_change,
+)
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
 from profkit.analysis.compare.samples import sample_both
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations

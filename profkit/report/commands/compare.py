@@ -9,8 +9,14 @@ from typing import Any, Literal
 
 from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
-from profkit.analysis.compare.kernel_changes import Change, KernelTotal, Line, TimeComparison
-from profkit.analysis.compare.module_changes import ModuleComparison, larger_time
+from profkit.analysis.compare.kernel_changes import (
+    Change,
+    KernelTotal,
+    Line,
+    ModuleComparison,
+    TimeComparison,
+    larger_time,
+)
 from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.statistics import LEVEL
