@@ -110,20 +110,15 @@ class Capture:
         summary = summarize_capture(self._opened)
         return SummaryView(self._opened, build_summary_document(summary, find_advice(self._opened, summary)))
 
-    def report(self, path: str | PathLike[str], *, against: str | PathLike[str] | None = None) -> Path:
+    def report(self, path: str | PathLike[str]) -> Path:
         """Write one HTML page of it, as ``profkit report`` does, and return its path.
-
-        Args:
-            path: the page to write.
-            against: an earlier run, to compare with.
 
         Raises:
             OSError: the page cannot be written.
         """
         from profkit.report.page.page import render_report, write_page
 
-        before = None if against is None else open_capture(Path(against))
-        write_page(Path(path), render_report(self._opened, against=before))
+        write_page(Path(path), render_report(self._opened))
         return Path(path)
 
     def kernels(

@@ -597,50 +597,6 @@ def test_a_sorted_tree_stays_a_tree(page: Any) -> None:
                 assert run_of == sorted(run_of, reverse=True)
 
 
-# -- against an earlier run -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def compared_file(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of the run against one whose unprofiled steps were slower, under another driver."""
-    earlier = tmp_path_factory.mktemp("earlier") / "slower"
-    shutil.copytree(run, earlier)
-    manifest = json.loads((earlier / "manifest.json").read_text())
-    manifest["attached"] = {"steps": [{"step_ns": 44_000_000 + 100_000 * step} for step in range(6)]}
-    manifest["driver"] = "570.2"
-    (earlier / "manifest.json").write_text(json.dumps(manifest))
-    target = earlier.parent / "page.html"
-    done = run_command("report", run, "--against", earlier, "-o", target)
-    assert done.returncode == 0, done.stderr
-    return target
-
-
-@pytest.mark.browser
-def test_the_comparison_is_that_of_the_command_with_per_cent(browser: Any, compared_file: Path, run: Path) -> None:
-    told = printed("compare", compared_file.parent / "slower", run, "--force")
-    with open_page(browser, compared_file) as tab:
-        (change,) = [one for one in told["clean"]["changes"] if one["name"] == "step"]
-        (shown,) = [row for row in read_table(tab, "compare-2") if row["name"] == "step"]
-        assert int(shown["change_ns"]) == change["change_ns"]
-        assert float(shown["percent"]) == pytest.approx(change["change_ns"] / change["before_ns"])
-        assert str(change["low_ns"]) in shown["interval"]
-        assert "44.25 ms → 33.25 ms" in tab.inner_text("#answer")
-        assert {row["forward_ns_change"] for row in read_table(tab, "modules") if row["forward_ns"]} == {"0.0"}
-
-
-def test_runs_under_different_conditions_are_compared_with_a_caution(compared_file: Path) -> None:
-    text = compared_file.read_text()
-    head = text[: text.index("</header>")]
-    assert "compared with another driver: 570.2 → 580.1" in head
-
-
-def test_runs_that_have_nothing_in_common_are_refused(run: Path, tmp_path: Path) -> None:
-    done = run_command("report", SNAPSHOT, "--against", run / "trace.sqlite", "-o", tmp_path / "x.html")
-    assert done.returncode == 2
-    assert "cannot be compared" in done.stderr
-    assert not (tmp_path / "x.html").exists()
-
-
 def test_a_snapshot_of_a_failed_allocation_says_why_it_failed() -> None:
     text = render_report(open_capture(capture("oom.pickle")))
     assert "is unknown; <code>profkit run --memory</code> records whose tensors they are" in text

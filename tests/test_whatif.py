@@ -229,26 +229,6 @@ def test_the_peaks_of_real_runs_are_predicted_from_each_other_to_the_byte(name: 
             assert low <= peak <= high
 
 
-# -- the picture ------------------------------------------------------------------------------------------------
-
-
-def test_the_curves_reach_the_peaks() -> None:
-    result = read_snapshot(TRACE).whatif(allocators=["expandable_segments:True"])
-    assert [one.case for one in result.curves] == list(result.cases)
-    for one in result.curves:
-        assert int(one.allocated.max()) == one.case.allocated_peak_bytes
-        assert int(one.reserved.max()) == one.case.reserved_peak_bytes
-        assert (one.allocated <= one.reserved).all()
-
-
-def test_the_picture_is_a_png_and_nothing_else_is_accepted(tmp_path: Path) -> None:
-    arguments = ["whatif", str(TRACE), "--allocator", "expandable_segments:True", "--capacity", "4GiB", "--plot"]
-    assert CliRunner().invoke(cli, [*arguments, str(tmp_path / "memory.png")]).exit_code == 0
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    refused = CliRunner().invoke(cli, [*arguments, str(tmp_path / "memory.pdf")])
-    assert isinstance(refused.exception, UsageError)
-
-
 # -- the command ------------------------------------------------------------------------------------------------
 
 

@@ -15,13 +15,7 @@ from profkit.reading import open_capture
 @click.command()
 @capture_argument("capture", "RUN")
 @click.option("-o", "output", type=FILE, help="The page to write  [default: RUN's name and .html]")
-@click.option(
-    "--against",
-    type=FILE,
-    metavar="RUN0",
-    help="Compare with RUN0, an earlier run: what changed, the largest first.",
-)
-def report(capture: Path, output: Path | None, against: Path | None) -> None:
+def report(capture: Path, output: Path | None) -> None:
     """Write one HTML page of a run: its steps, modules, kernels and memory, and how far to trust them.
 
     RUN is a run directory, or a trace or memory snapshot alone. The page is one file that loads nothing: it opens
@@ -33,9 +27,8 @@ def report(capture: Path, output: Path | None, against: Path | None) -> None:
     output = output or Path(f"{capture.resolve().name}.html")
     if output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"-o {output}: the report is an HTML page; end its name in .html")
-    refuse_overwriting([capture, against], [output])
+    refuse_overwriting([capture], [output])
     with shown_after_a_second(f"reading {capture.name}"):
-        before = None if against is None else open_capture(against)
-        page = render_report(open_capture(capture), against=before)
+        page = render_report(open_capture(capture))
     write_page(output, page)
     click.echo(output)

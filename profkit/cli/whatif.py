@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, capture_argument, peak_options, plot_option
@@ -41,7 +40,7 @@ from profkit.run.edits import FORMS, parse_edits
     type=SIZE,
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
-@plot_option("Draw memory today and after, or without a snapshot the step's lanes.")
+@plot_option("Draw the step's lanes now and after.")
 @peak_options
 @output_options
 def whatif(
@@ -82,24 +81,14 @@ def whatif(
             )
             predicted = Prediction(None, memory)
     if plot is not None:
-        _draw(predicted, opened, edits, plot)
+        trace = None if opened is None else opened.trace
+        lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
+        if lanes is None:
+            raise UsageError("--plot draws a step's lanes, and its time is not predicted")
+        from profkit.report.plots.time_plots import plot_lanes  # loads Matplotlib
+
+        plot_lanes(*lanes, edits, plot)
     output.print(build_prediction_document(predicted))
-
-
-def _draw(predicted: Prediction, opened: OpenedCapture | None, edits: tuple[str, ...], path: Path) -> None:
-    """Draw memory where it is predicted, else the step's lanes."""
-    if predicted.memory is not None:
-        from profkit.report.plots.memory_plots import plot_whatif  # loads Matplotlib
-
-        plot_whatif(predicted.memory, path)
-        return
-    trace = None if opened is None else opened.trace
-    lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
-    if lanes is None:
-        raise UsageError("--plot draws memory or a step's lanes, and neither is predicted")
-    from profkit.report.plots.time_plots import plot_lanes  # loads Matplotlib
-
-    plot_lanes(*lanes, edits, path)
 
 
 def _cost_of(path: Path) -> Cost | None:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from profkit.allocator.replay import History
 from profkit.allocator.requests import Requests, highest_sum, requests_of
@@ -27,13 +24,12 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
 from profkit.analysis.whatif.edits import Program, with_failed_request
 from profkit.errors import SnapshotError, UsageError
-from profkit.snapshot.columns import Ints, Settings
+from profkit.snapshot.columns import Settings
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _LARGEST_REQUEST_BYTES = 2**46
-_CURVE_PARTS = 1_000
 _MARGIN, _RESERVED_MARGIN = 0.01, 0.1
 """By how much the true peaks of checkpointed programs may lie outside what is simulated. Of 17 programs (transformers
 and convolutional networks, fp32 and bf16) requested and allocated peaks did by up to 0.8 %, reserved ones by 8.7 %."""
@@ -62,15 +58,6 @@ class Case:
     """Where it does not fit: the request that fails."""
 
 
-@dataclass(frozen=True, eq=False)
-class CaseCurve:
-    """The memory of a case over the recorded events: the highest bytes in each of up to 1,000 equal parts."""
-
-    case: Case
-    allocated: Ints
-    reserved: Ints
-
-
 CapacitySource = Literal["asked", "seen", "gpu"]
 """Where a capacity comes from: it was asked for; it is the most that CUDA could give, where the recorded allocator
 lacked memory; or it is the memory of the recorded GPU."""
@@ -92,8 +79,6 @@ class WhatIf(NotebookResult):
     """What the edited program's peak is made of."""
     search: bool | None = None
     """Of a search for edits that fit, whether it found some; else None."""
-    curves: tuple[CaseCurve, ...] = ()
-    """Of the cases that are predicted, today's first."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per case, today's first."""
@@ -135,11 +120,11 @@ def what_if(
         if not capacity:
             variants = [variant for variant in variants if allocators or not variant.garbage_collection_threshold]
         asked = with_failed_request(memory, requests)
-        cases, simulations = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
+        cases, _ = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
         edited = has_found = None
     else:
         variants = variants or [history.settings]
-        cases, simulations, edited, has_found = _edited_cases(
+        cases, edited, has_found = _edited_cases(
             memory, tuple(edits), variants, today, fit=fit, cost=cost, capacity=capacity, is_proven=identity.exact
         )
     return WhatIf(
@@ -152,7 +137,6 @@ def what_if(
         cases=(today, *cases),
         edited=edited,
         search=has_found,
-        curves=(_curve_of_today(today, history), *map(_curve_of, cases, simulations)),
     )
 
 
@@ -174,23 +158,6 @@ def _find_capacity(
     return recorded, "gpu" if recorded else None
 
 
-def _curve_of(case: Case, simulation: Simulation) -> CaseCurve:
-    ends = np.linspace(0, simulation.event_count, min(_CURVE_PARTS, simulation.event_count) + 1)
-    at = np.searchsorted(simulation.positions, ends, "right")
-    return CaseCurve(case, _highest(simulation.allocated, at), _highest(simulation.reserved, at))
-
-
-def _curve_of_today(case: Case, history: History) -> CaseCurve:
-    count = len(history.device.events)
-    at = np.linspace(1, count + 1, min(_CURVE_PARTS, count) + 1).astype(np.int64)
-    return CaseCurve(case, _highest(history.curves.allocated, at), _highest(history.curves.reserved, at))
-
-
-def _highest(curve: Ints, at: Ints) -> Ints:
-    """Return the highest value of a curve in each part; it begins with the last value of the part before."""
-    return np.array([curve[begin - 1 : end].max() for begin, end in pairwise(at.tolist())], dtype=np.int64)
-
-
 def _edited_cases(
     memory: DeviceMemory,
     texts: tuple[str, ...],
@@ -201,14 +168,14 @@ def _edited_cases(
     cost: Cost | None,
     capacity: int | None,
     is_proven: bool,
-) -> tuple[list[Case], list[Simulation], EditedPeak | None, bool | None]:
-    """Return the cases of an edited program, their simulations, what its peak is made of, and what a search found."""
+) -> tuple[list[Case], EditedPeak | None, bool | None]:
+    """Return the cases of an edited program, what its peak is made of, and what a search found."""
     program, has_found = Program(memory), None
     if fit:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
         if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
-            return [], [], None, True
+            return [], None, True
         rung, has_found = find_fitting(program, memory.history.settings, capacity, cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts)
@@ -231,7 +198,7 @@ def _edited_cases(
                 for case in cases
             ]
     first = simulations[0] if simulations else None
-    return cases, simulations, take_apart(program, stream, applied, first, cost), has_found
+    return cases, take_apart(program, stream, applied, first, cost), has_found
 
 
 def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_proven: bool) -> Case:

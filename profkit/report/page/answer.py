@@ -56,12 +56,11 @@ _ELSEWHERE = ("Care", "Lacks", "More", "Try")
 """Lines that stand at the head of the page, or under what was not recorded."""
 
 
-def build_answer(run: Results, against: str = "") -> dict[str, Any]:
-    """Return the first screen; ``against`` says in one sentence what changed since an earlier run, if there is one."""
+def build_answer(run: Results) -> dict[str, Any]:
+    """Return the first screen."""
     summary, advice = run.summary, run.advice
     return {
         "sentence": without_folders(make_visible(describe_answer(summary, advice))),
-        "against": make_visible(against),
         "figures": list(_figures(summary, advice)),
         "parts": [] if summary.tree is None else list(_parts(summary.tree)),
         "together": describe_together(summary, advice),

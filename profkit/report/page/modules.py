@@ -28,7 +28,7 @@ from profkit.report.commands.step_replay import name_limits
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import Interned, Results, pack, view_table
 from profkit.report.text import simplify_name
-from profkit.report.units import BYTES, CHANGE, SHARE, TEXT, Unit, count_over, format_flops, ns_over
+from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_flops, ns_over
 
 _HELD = {
     "parameters": "parameters",
@@ -38,18 +38,14 @@ _HELD = {
 }
 """Column → category of memory."""
 
-_COMPARED = ("forward_ns", "backward_ns", "bytes")
-
 _PHASES = (FORWARD, BACKWARD)
 
 
-def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]:
-    """Return the tree of modules, depth first; with an earlier run, how each figure changed since."""
+def build_modules(run: Results) -> dict[str, Any]:
+    """Return the tree of modules, depth first."""
     times, parts, steps = run.summary.modules, _parts(run), run.steps
     limits = None if run.capture.trace is None else run.capture.trace.step_limits
     rows = tree_of(times, parts, run.efficiency, limits)
-    if before is not None:
-        _add_changes(rows, steps, tree_of(before.summary.modules, _parts(before)), before.steps)
     table = view_table(Table(_columns(run), rows))
     count = run.summary.head.gpu_count
     together = f", of all {count} GPUs together" if count > 1 else ""
@@ -69,22 +65,6 @@ def build_modules(run: Results, before: Results | None = None) -> dict[str, Any]
 
 def _parts(run: Results) -> Sequence[PartRow]:
     return () if run.memory is None else run.memory.composition.by_module
-
-
-def _add_changes(
-    rows: Sequence[dict[str, Any]], steps: int | None, before: Sequence[dict[str, Any]], steps_before: int | None
-) -> None:
-    """Note in each row by which part its figures changed; times are compared per step."""
-    old_rows = {row["name"]: row for row in before}
-    for row in rows:
-        for key in _COMPARED:
-            new, old = row.get(key), old_rows.get(row["name"], {}).get(key)
-            if key != "bytes":
-                new, old = (
-                    None if value is None or count is None else value / count
-                    for value, count in ((new, steps), (old, steps_before))
-                )
-            row[f"{key}_change"] = new / old - 1 if new is not None and old else None
 
 
 def tree_of(
@@ -240,8 +220,6 @@ def _columns(run: Results) -> list[Column]:
     columns = [
         Column("forward_ns", "forward", each),
         Column("backward_ns", "backward", each),
-        Column("forward_ns_change", "forward ±", CHANGE),
-        Column("backward_ns_change", "backward ±", CHANGE),
         Column("recompute_ns", "recompute", each),
         Column("inference_ns", "inference", each),
         Column("kernel_count", "kernels", count_over(steps)),
@@ -250,7 +228,6 @@ def _columns(run: Results) -> list[Column]:
         Column("backward_peak", "backward % of peak", SHARE),
         Column("limited_by", "limited by", TEXT),
         Column("bytes", "memory at the peak", BYTES),
-        Column("bytes_change", "memory ±", CHANGE),
         *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
     ]
     return [Column("name", "module", TEXT), *columns]

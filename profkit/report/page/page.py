@@ -15,7 +15,6 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.compare.comparison import compare_captures
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
@@ -23,9 +22,7 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
-from profkit.findings import Finding
 from profkit.report import colours
-from profkit.report.commands.compare import build_compare_document, describe_difference
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.late_rank import describe_ranks
@@ -34,14 +31,13 @@ from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
-from profkit.report.document import Column, Lines, Table
 from profkit.report.page.answer import build_answer, build_lines
 from profkit.report.page.markup import Results, Section, view_parts, view_table, without_folders
 from profkit.report.page.memory import build_memory
 from profkit.report.page.modules import build_modules
 from profkit.report.page.step import build_dots, build_timeline, slice_median_step
 from profkit.report.text import make_visible
-from profkit.report.units import CHANGE, format_count, format_ns
+from profkit.report.units import format_count, format_ns
 from profkit.version import __version__
 
 _SCRIPTS = {
@@ -52,9 +48,6 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
-
-_MOST_CHANGES = 200
-"""Lines of a table of changes."""
 
 MOST_IN_MATRIX = 64
 """A matrix of more ranks than this is no picture: the table names those that others wait for most."""
@@ -101,33 +94,21 @@ def write_page(path: Path, text: str) -> None:
     write_whole(path, text.encode("utf-8", "replace"))
 
 
-def render_report(capture: OpenedCapture, *, against: OpenedCapture | None = None) -> str:
-    """Return the page of a capture as text.
-
-    Args:
-        capture: what is shown.
-        against: an earlier run, to compare with.
-
-    Raises:
-        UsageError: the earlier run has nothing that could be compared.
-    """
+def render_report(capture: OpenedCapture) -> str:
+    """Return the page of a capture as text."""
     run = Results(capture)
-    before = None if against is None else Results(against)
-    compared = [] if before is None else [_comparison_section(before, run)]
-    headline = "".join(section.content["headline"] for section in compared)
     sections = [
-        *compared,
         _lines_section(run),
         *_step_sections(run),
         *_trial_sections(run),
         *_rank_sections(run),
-        *_module_sections(run, before),
+        *_module_sections(run),
         *_memory_sections(run),
         *_kernel_sections(run),
         _trust_section(run),
     ]
     title = f"{capture.path.resolve().name}: profkit report"
-    return _render_sections(title, run, sections, answer=build_answer(run, headline))
+    return _render_sections(title, run, sections, answer=build_answer(run))
 
 
 def render_first_screen(capture: OpenedCapture) -> str:
@@ -209,46 +190,6 @@ def _date(started_utc: str | None) -> str:
         return ""
 
 
-def _comparison_section(before: Results, run: Results) -> Section:
-    """Return the tables and sentences of ``profkit compare``, each change in per cent too.
-
-    A difference that may change times by itself is a caution.
-    """
-    result = compare_captures(before.capture, run.capture, force=True)
-    parts = build_compare_document(result, top=_MOST_CHANGES).parts
-    content = {
-        "headline": next(line for part in parts if isinstance(part, Lines) for line in part.lines),
-        "parts": view_parts(_add_percent(part) if isinstance(part, Table) else part for part in parts),
-    }
-    cautions = [
-        Finding(
-            "provenance", f"compared with another {describe_difference(difference)}: this may change times by itself"
-        )
-        for difference in result.provenance.disturbances
-    ]
-    command = f"profkit compare {before.name} {run.name}"
-    return Section("compare", f"Against {before.name}", command, content, (*cautions, *result.warnings))
-
-
-def _add_percent(table: Table) -> Table:
-    keys = [column.key for column in table.columns]
-    pairs = {"change_ns": "before_ns", "change_bytes": "before_bytes"}
-    change = next((key for key in pairs if key in keys and pairs[key] in keys), None)
-    if change is None:
-        return table
-    rows = [{**row, "percent": _share_of_before(row.get(change), row.get(pairs[change]))} for row in table.rows]
-    at = keys.index(change) + 1
-    columns = [*table.columns[:at], Column("percent", "%", CHANGE), *table.columns[at:]]
-    return replace(table, columns=columns, rows=rows)
-
-
-def _share_of_before(change: Any, before: Any) -> float | str | None:
-    """Return a change as a part of what was there; None where nothing was, and nothing in a row without numbers."""
-    if not isinstance(change, int | float) or not isinstance(before, int | float):
-        return ""
-    return change / before if before else None
-
-
 def _step_sections(run: Results) -> Iterator[Section]:
     trace, result = run.capture.trace, run.efficiency
     if trace is None or result is None:
@@ -325,9 +266,9 @@ def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
     return {"size": size, "whole": size * len(numbers), "cells": cells, "labels": labels}
 
 
-def _module_sections(run: Results, before: Results | None) -> Iterator[Section]:
+def _module_sections(run: Results) -> Iterator[Section]:
     if run.summary.modules or run.memory is not None:
-        yield Section("modules", "Modules", f"profkit summary {run.name} --format json", build_modules(run, before))
+        yield Section("modules", "Modules", f"profkit summary {run.name} --format json", build_modules(run))
 
 
 def _memory_sections(run: Results) -> Iterator[Section]:
