@@ -863,6 +863,22 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
         assert saves.expected == 44_734_852 - expected
 
 
+def test_nothing_found_says_of_the_step_what_its_tree_says(tmp_path: Path) -> None:
+    """Steps half as long as the recorded ones are not what was replayed: the tree rests on the GPU's time."""
+    program = Program()
+    for _ in range(STEPS):
+        with program.step(), program.range("forward"):
+            program.now += 12 * MS
+            program.launch(NVJET, 300_000, 40)
+            program.wait()
+    result = program.write(tmp_path, attached={"steps": [{"step_ns": 12_100_000}] * 10})
+    summary = summarize_capture(open_capture(tmp_path))
+    assert summary.tree is not None
+    assert summary.tree.basis == "gpu"
+    assert result.nothing is not None
+    assert result.nothing.endswith(f"the step is {100 * summary.tree.parts[0].time_ns / 12_100_000:.0f} % arithmetic.")
+
+
 def test_of_several_ranks_nothing_found_is_no_refusal(captures: Path) -> None:
     opened = open_capture(captures / "ddp.nsys2025.sqlite")
     summary = summarize_capture(opened)

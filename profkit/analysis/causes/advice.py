@@ -20,8 +20,9 @@ from profkit.analysis.causes.launches import LAUNCHES
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.causes.notes import NOTES
 from profkit.analysis.causes.ranks import RANKS
+from profkit.analysis.step_replay.limits import Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
-from profkit.analysis.summary import PRODUCTS, WORTH, Summary
+from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.edits import can_be_tried
 from profkit.run.trials import RunTrials
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 3
 _MOST_SCREENED = 12
+_LEAST_NAMED = 0.1
 _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
@@ -302,24 +304,39 @@ def _say_nothing(evidence: Evidence) -> str:
         return "Nothing found that would save more than 2 %."
     if limits.refusal is not None:
         return f"Nothing is predicted: {limits.refusal}."
-    parts = " and ".join(_compose(evidence, limits.limited_by, limits.step_ns))
+    parts = " and ".join(_compose(evidence.summary, limits))
     if limits.unprofiled_ns is None:
         parts += ", as recorded; without a profiler, of which no step was timed, Python is faster"
     return f"Nothing found that would save more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
 
 
-def _compose(evidence: Evidence, limited_by: Mapping[str, int], step_ns: int) -> Iterator[str]:
+def _compose(summary: Summary, limits: StepLimits) -> Iterator[str]:
     """Yield what a step is made of: arithmetic and the rate that it reaches, other kernels, Python, the rest."""
-    shares = {
-        "arithmetic": sum(limited_by.get(category, 0) for category in PRODUCTS),
-        "Python": limited_by.get("python", 0) + limited_by.get("call", 0) + limited_by.get("latency", 0),
-    }
-    shares["other kernels, copies and gaps"] = sum(limited_by.values()) - sum(shares.values())
-    work = evidence.summary.work
-    for name, time_ns in sorted(shares.items(), key=lambda item: -item[1]):
-        if time_ns < 0.1 * step_ns:
+    work, tree = summary.work, summary.tree
+    shares = _share_limits(limits)
+    if tree is not None and tree.basis == "gpu" and work is not None:
+        shares = _share_tree(tree, work.product_ns / max(work.kernel_time_ns, 1))
+    shares["other kernels, copies and gaps"] = 1 - sum(shares.values())
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share < _LEAST_NAMED:
             continue
         rate = ""
         if name == "arithmetic" and work is not None and work.peak_share is not None:
             rate = f" at {100 * work.peak_share:.0f} % of the peak rate"
-        yield f"{100 * time_ns / max(step_ns, 1):.0f} % {name}{rate}"
+        yield f"{100 * share:.0f} % {name}{rate}"
+
+
+def _share_limits(limits: StepLimits) -> dict[str, float]:
+    of_cause, whole = limits.limited_by, max(limits.step_ns, 1)
+    return {
+        "arithmetic": sum(of_cause.get(category, 0) for category in PRODUCTS) / whole,
+        "Python": sum(of_cause.get(cause, 0) for cause in ("python", "call", "latency")) / whole,
+    }
+
+
+def _share_tree(tree: StepTree, of_products: float) -> dict[str, float]:
+    of_kind = {part.kind: tree.share(part.time_ns) for part in tree.parts}
+    return {
+        "arithmetic": of_products * of_kind.get(Limit.COMPUTING, 0.0),
+        "Python": of_kind.get(Limit.PYTHON, 0.0) + of_kind.get(Limit.PREPARING, 0.0),
+    }
