@@ -1,6 +1,6 @@
 """What a step of a built-in model does, range by range, worked out from its sizes: what the counter is held against.
 
-Matrix products are those of `profkit.models.flops`. With N = b t d, F = b t f, S = b h t² and V = b t v elements and
+Matrix products are those of `profkit.models.options`. With N = b t d, F = b t f, S = b h t² and V = b t v elements and
 T = b t positions, the other operations of the eager model are, one for each element that an operator makes or reduces
 (a softmax or log-softmax is five: the greatest, less it, exp, sum, divide):
 
@@ -33,8 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profkit.capture.work.account import Path, Work, summarize_work
-from profkit.models.flops import backward_flops, forward_flops
-from profkit.models.options import Preset, TrainingOptions
+from profkit.models.options import Preset, TrainingOptions, backward_flops, forward_flops
 from profkit.names import (
     ATTENTION,
     BACKWARD,

@@ -10,9 +10,13 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from profkit.capture.hooks import outside_nodes  # noqa: E402
-from profkit.capture.hooks.backward_nodes import Carrier, is_marked, mark_node  # noqa: E402
-from profkit.capture.hooks.outside_nodes import OutsideNodes  # noqa: E402
+from profkit.capture.hooks import backward_nodes  # noqa: E402
+from profkit.capture.hooks.backward_nodes import (  # noqa: E402
+    Carrier,
+    OutsideNodes,
+    is_marked,
+    mark_node,
+)
 
 CARRIER = Carrier()
 
@@ -59,7 +63,7 @@ def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypa
     outside.call_begins(CARRIER)
     y = model(x).sum()
     first = _graph(y)
-    monkeypatch.setattr(outside_nodes, "is_creating_graph", lambda: True)
+    monkeypatch.setattr(backward_nodes, "is_creating_graph", lambda: True)
     outside.backward_begins("key", ((y,),), _mark)
     gradients = torch.autograd.grad(y, x, create_graph=True)
     outside.call_ended()  # so that the call's numbers hold those of the second derivative

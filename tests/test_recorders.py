@@ -21,12 +21,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit import annotate, read_trace  # noqa: E402
+from profkit.capture import kineto  # noqa: E402
+from profkit.capture import recorder as recorders  # noqa: E402
 from profkit.capture.hooks.range_log import LiveLog  # noqa: E402
+from profkit.capture.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
-from profkit.capture.recorders import kineto, nsys, recorded_steps  # noqa: E402
-from profkit.capture.recorders.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
-from profkit.capture.recorders.nsys import LocalRanks, recorded_by_nsys  # noqa: E402
-from profkit.capture.recorders.recorded_steps import StepsRecorder  # noqa: E402
+from profkit.capture.recorder import StepsRecorder, recorded_by_nsys  # noqa: E402
 from profkit.names import COLLECTING  # noqa: E402
 from profkit.run.range_log import (  # noqa: E402
     LEFT,
@@ -34,7 +34,7 @@ from profkit.run.range_log import (  # noqa: E402
     plain_beside,
     read_range_log,
 )
-from profkit.run.recording import Order  # noqa: E402
+from profkit.run.recording import LocalRanks, Order  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -196,7 +196,7 @@ def test_one_nsys_starts_and_stops_once_for_all_ranks(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(nsys, "LocalRanks", lambda run: _rank(run, here.number, 2))
+    monkeypatch.setattr(recorders, "LocalRanks", lambda run: _rank(run, here.number, 2))
 
     def train(number: int) -> None:
         here.number = number
@@ -284,8 +284,8 @@ def test_a_profiler_that_warms_up_makes_way_for_the_scripts(recorder: StepsRecor
 
 
 def test_what_cpu_operators_alone_know_needs_them(recorder: StepsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_steps, "several_ranks", lambda: True)
-    monkeypatch.setattr(recorded_steps, "knows_collectives", lambda: True)
+    monkeypatch.setattr(recorders, "several_ranks", lambda: True)
+    monkeypatch.setattr(recorders, "knows_collectives", lambda: True)
     assert recorder.may_warm_up()
-    monkeypatch.setattr(recorded_steps, "knows_collectives", lambda: False)
+    monkeypatch.setattr(recorders, "knows_collectives", lambda: False)
     assert not recorder.may_warm_up()

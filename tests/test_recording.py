@@ -19,7 +19,6 @@ from profkit.run.recording import (
     has_recorded,
     leave_failure,
     leave_process,
-    meeting_file,
     take_failures,
     take_processes,
 )
@@ -50,6 +49,6 @@ def test_failures_are_taken_once_and_in_their_order_with_the_files_by_which_rank
     for second, rank in enumerate((10, 2)):
         leave_failure(tmp_path, f"rank{rank}", Failure(f"ValueError: {rank}", rank))
         os.utime(tmp_path / f"failed-rank{rank}.json", (second, second))
-    meeting_file(tmp_path, "arrived", 0).touch()
+    (tmp_path / "partial.meeting-arrived-0").touch()
     assert take_failures(tmp_path) == (Failure("ValueError: 10", 10), Failure("ValueError: 2", 2))
     assert list(tmp_path.iterdir()) == []

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.models.flops import forward_flops
-from profkit.models.options import PRESETS
+from profkit.models.options import PRESETS, forward_flops
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks

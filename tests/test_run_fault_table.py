@@ -273,7 +273,7 @@ def at(moment):
             signal.pause()
 at("before torch")
 import torch
-from profkit.capture.recorders import kineto
+from profkit.capture import kineto
 export = kineto._export
 def exports(*arguments):
     at("while the trace is written")

@@ -23,11 +23,14 @@ from profkit.annotation import annotate  # noqa: E402
 from profkit.capture.hooks.backward_nodes import watch_backward_calls  # noqa: E402
 from profkit.capture.hooks.hooks import Hooks  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
+from profkit.capture.steps.after import CountedStep  # noqa: E402
 from profkit.capture.work import operators  # noqa: E402
-from profkit.capture.work.counted_step import CountedStep  # noqa: E402
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
-from profkit.models.flops import backward_flops, forward_flops  # noqa: E402
-from profkit.models.options import PRESETS  # noqa: E402
+from profkit.models.options import (  # noqa: E402
+    PRESETS,
+    backward_flops,
+    forward_flops,
+)
 from profkit.models.transformer import TransformerLM  # noqa: E402
 from profkit.run.recording import Order  # noqa: E402
 from profkit.run.work import read_work  # noqa: E402
@@ -389,7 +392,7 @@ def test_what_forbids_counting_is_said_and_an_option_counts_all_the_same(
 ) -> None:
     hooks = _hooks(has_captured=forbids == "graphs")
     if forbids != "graphs":
-        monkeypatch.setattr(f"profkit.capture.work.counted_step.{forbids}", lambda: True)
+        monkeypatch.setattr(f"profkit.capture.steps.after.{forbids}", lambda: True)
     plain = CountedStep(Order(str(tmp_path), "kineto", 2, 2, flops="plain"), hooks)
     plain.begin(None)
     assert (plain.is_on, plain.why_not) == (False, reason)

@@ -27,7 +27,7 @@ from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
 from profkit.capture.memory_history import MemoryRecording
 from profkit.capture.patches import restore_all
-from profkit.capture.recorders.recorded_steps import StepsRecorder
+from profkit.capture.recorder import StepsRecorder
 from profkit.capture.steps.after import StepsAfter
 from profkit.capture.steps.boundaries import OwnSteps
 from profkit.capture.steps.conditions import read_conditions

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from profkit.files import PARTIAL, write_json
+from profkit.run.job import number_in
 from profkit.run.manifest import Process
 from profkit.run.records import decode, read_record, read_text
 from profkit.run.trials import Measured
@@ -133,6 +135,9 @@ COMPLETE, CUT_SHORT, NOT_REACHED = "complete", "cut short", "not reached"
 
 MEMORY_ENTRIES = 1_000_000
 """Allocator events kept by default: some hundred training steps of a large model, in 0.3 to 1 GB of host memory."""
+
+_PATIENCE_S = 10.0
+_POLL_S = 0.001
 
 _PROCESS = "attached-{}.json"
 _FAILURE = "failed-{}.json"
@@ -361,6 +366,40 @@ def count_left(folder: Path) -> int:
     return len(list(folder.glob(_MEASURED.format("*"))))
 
 
-def meeting_file(run: Path, occasion: str, local_rank: int) -> Path:
-    """Return the file that says that a rank of this machine has come to a point where all wait for each other."""
+class LocalRanks:
+    """This machine's ranks as the launcher numbered them, and this process among them."""
+
+    def __init__(self, run: Path) -> None:
+        self.number = number_in(os.environ, "LOCAL_RANK") or 0
+        self.count = number_in(os.environ, "LOCAL_WORLD_SIZE") or 1
+        self._run = run
+
+    def meet(self, occasion: str, patience_s: float = _PATIENCE_S) -> bool:
+        """Wait until every rank of this machine has come here; False if one did not come in time."""
+        if self.count == 1:
+            return True
+        _meeting_file(self._run, occasion, self.number).touch()
+        awaited = [_meeting_file(self._run, occasion, number) for number in range(self.count)]
+        deadline = time.monotonic() + patience_s
+        while not all(path.exists() for path in awaited):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def agree(self, occasion: str, number: int, patience_s: float = _PATIENCE_S) -> int:
+        """Return the largest number that a rank of this machine came here with; 0 if one did not come in time."""
+        if self.count == 1:
+            return number
+        mine = _meeting_file(self._run, occasion, self.number)
+        written = mine.with_name(f"{mine.name}.new")
+        written.write_text(str(number), encoding="ascii")
+        written.replace(mine)  # whoever sees the file sees the number
+        if not self.meet(occasion, patience_s):
+            return 0
+        files = [_meeting_file(self._run, occasion, rank) for rank in range(self.count)]
+        return max(int(file.read_text(encoding="ascii")) for file in files)
+
+
+def _meeting_file(run: Path, occasion: str, local_rank: int) -> Path:
     return run / _MEETING.format(f"{occasion}-{local_rank}")

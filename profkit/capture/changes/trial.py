@@ -29,8 +29,17 @@ from profkit.capture.changes.change import (
     Tf32,
     Threads,
 )
-from profkit.capture.changes.model import Autocast, ChannelsLast, Checkpoint, Compile
-from profkit.capture.changes.training import Batch, OptimizerKeyword, PinMemory, Workers, ZeroGrad
+from profkit.capture.changes.program import (
+    Autocast,
+    Batch,
+    ChannelsLast,
+    Checkpoint,
+    Compile,
+    OptimizerKeyword,
+    PinMemory,
+    Workers,
+    ZeroGrad,
+)
 from profkit.capture.errors import describe_error, find_failure, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.backward_nodes import running_graph

@@ -28,20 +28,21 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, ignore_ranges, leave_profiler_out, observe_ranges
 from profkit.capture.hooks.backward_nodes import (
+    NodeHook,
+    OutsideNodes,
     at_graph_end,
     mark_node,
     mark_nodes,
+    next_number,
     running_graph,
     watch_backward_calls,
     watch_graph_end,
 )
-from profkit.capture.hooks.generation import Generation
 from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
-from profkit.capture.hooks.module_calls import ReplicaCall, observe_module_calls, watch_replicas
+from profkit.capture.hooks.module_calls import Generation, ReplicaCall, observe_module_calls, watch_replicas
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
-from profkit.capture.hooks.outside_nodes import OutsideNodes, next_number
 from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.hooks.script_ranges import watch_script_ranges
@@ -506,7 +507,7 @@ class Hooks(RangeObserver):
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 
-    def _mark_here(self) -> Callable[[Any, Call | None], None]:
+    def _mark_here(self) -> Callable[[Any, NodeHook | None], None]:
         """Return what marks a node as made by a call; None: the one that runs on this thread, or none."""
         opened = self.on_thread.ranges
         here, carrier = opened.call or self._no_call, opened.carrier

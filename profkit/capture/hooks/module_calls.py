@@ -1,6 +1,6 @@
-"""Every call of a module, seen by one wrapper around ``nn.Module.__call__``.
+"""Every call of a module, seen by one wrapper around ``nn.Module.__call__``; and every ``generate`` of a module.
 
-Hooks of all modules would see them too, but with one of those torch takes a slow way through every call. A ``forward``
+Hooks of all modules would see calls too, but with one of those torch takes a slow way through every call. A ``forward``
 replaced on a module would break copying and pickling it.
 
 While Dynamo traces, the wrapper is not there: it compiles what it would without profkit. Nor is it there while
@@ -10,10 +10,12 @@ did not compile are still called: they have their ranges, and Dynamo does not se
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 from profkit.annotation import Range
 from profkit.capture.hooks.open_ranges import Call, OpenOnThread, OpenRanges
 from profkit.capture.patches import Function, patch
+from profkit.names import DECODE, PREFILL
 
 
 class CallObserver(Protocol):
@@ -193,3 +196,73 @@ def watch_replicas(listener: ReplicaListener) -> None:
         return watched
 
     patch("torch.nn.DataParallel.parallel_apply", around)
+
+
+_METHOD = "generate"
+
+
+class Generation(threading.local):
+    """Calls ``begins`` and ``ends`` with the model around each outermost call of ``generate`` on a thread."""
+
+    def __init__(self, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]) -> None:
+        self._begins = begins
+        self._ends = ends
+        self._is_open = False
+        self._calls = 0
+
+    def next_phase(self) -> str | None:
+        """Return the phase of the outermost module call that begins now; None outside ``generate``."""
+        if not self._is_open:
+            return None
+        self._calls += 1
+        return PREFILL if self._calls == 1 else DECODE
+
+    def install(self) -> None:
+        """Begin to watch the classes that there are, and those that are made from now on."""
+
+        def made(cls: Any, /, **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            self._watch(cls)
+
+        patch("torch.nn.Module.__init_subclass__", lambda _objects: classmethod(made))
+        kinds = nn.Module.__subclasses__()
+        while kinds:
+            kind = kinds.pop()
+            self._watch(kind)
+            kinds += kind.__subclasses__()
+
+    def remove(self) -> None:
+        """Give the classes back the methods that they had."""
+        while _watched:
+            base, method = _watched.pop()
+            setattr(base, _METHOD, method)
+
+    def _watch(self, kind: Any) -> None:
+        for base in kind.__mro__:
+            method = vars(base).get(_METHOD)
+            # TorchScript compiles a method that is marked for it from its source.
+            is_compiled = hasattr(method, "_torchscript_modifier")
+            if isinstance(method, FunctionType) and not is_compiled and not hasattr(method, _SEEN):
+                _watched.append((base, method))
+                setattr(base, _METHOD, self._around(method))
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_open or torch.compiler.is_compiling() or not isinstance(model, nn.Module):
+                return method(model, *args, **kwargs)
+            self._is_open, self._calls = True, 0
+            self._begins(model)
+            try:
+                return method(model, *args, **kwargs)
+            finally:
+                self._is_open = False
+                self._ends(model)
+
+        setattr(generate, _SEEN, True)
+        return generate
+
+
+_SEEN = "__profkit__"
+_watched: list[tuple[Any, Callable[..., Any]]] = []
+"""The classes whose method is watched, with the method that they had; a `Generation` has values for each thread."""

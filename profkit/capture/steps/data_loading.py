@@ -27,8 +27,8 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import get_worker_info
 
 from profkit.capture.patches import patch
-from profkit.capture.recorders.nsys import LocalRanks
 from profkit.run.manifest import Loading
+from profkit.run.recording import LocalRanks
 
 _FEWEST = 2
 """How many steps must have ended after the first before anything is said of the workers' pace."""

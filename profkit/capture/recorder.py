@@ -1,8 +1,14 @@
-"""What records the steps that are asked for: torch.profiler or Nsight Systems, as the order says, or nothing."""
+"""What records the steps that are asked for: torch.profiler or Nsight Systems, as the order says, or nothing.
+
+One nsys watches all ranks of a machine, and starts and stops for all of them when one of them says so. The others must
+not have begun their step by then, nor still be in it; they meet through files in the run's directory, so that the trace
+shows no collective of profkit's own.
+"""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,18 +24,47 @@ from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import LiveLog
-from profkit.capture.recorders.kineto import (
+from profkit.capture.kineto import (
     ScriptsProfiler,
     drop_profiler,
     recorded_by_kineto,
     warmed_up_profiler,
 )
-from profkit.capture.recorders.nsys import recorded_by_nsys
 from profkit.capture.steps.times import wait_for_device
 from profkit.names import COLLECTING
 from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.range_log import LEFT
-from profkit.run.recording import Order
+from profkit.run.recording import LocalRanks, Order
+
+# nsys reaches the other processes in its own time: on an H200 1.2 ms after cudaProfilerStart had returned in the first,
+# another's range that was already open was lost.
+_SETTLING_S = 0.2
+
+
+@contextmanager
+def recorded_by_nsys(run: Path, device: torch.device) -> Iterator[None]:
+    """Have nsys capture the block through CUDA's profiler API, on all ranks of this machine once all have come to it.
+
+    Without CUDA there is no such API, and nsys captures the processes from start to end.
+    """
+    ranks = LocalRanks(run)
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    ranks.meet("arrived")
+    if ranks.number == 0:
+        torch.cuda.profiler.start()
+    try:
+        if ranks.meet("started") and ranks.count > 1:
+            time.sleep(_SETTLING_S)
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        ranks.meet("done")
+        if ranks.number == 0:
+            torch.cuda.profiler.stop()
+        ranks.meet("stopped")
 
 
 class StepsRecorder:

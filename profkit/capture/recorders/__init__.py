@@ -1,1 +1,0 @@
-"""What records the steps of a process."""
