@@ -16,6 +16,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineL
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
 from profkit.analysis.trials import Trial
+from profkit.findings import Finding
 from profkit.joining import read_ranks
 from profkit.names import DATA
 from profkit.reading import open_capture
@@ -26,7 +27,7 @@ from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.run.lines import LineTime
-from tests.captures import capture
+from tests.captures import CAPTURES, capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_small_run, make_timed_run
 from tests.in_process import run_command
@@ -36,6 +37,8 @@ STORED = [
     *sorted(path for path in (ROOT / "traces").iterdir() if not path.name.endswith((".md", ".jsonl.gz", "blocks"))),
     *sorted((ROOT / "traces" / "blocks").iterdir()),
 ]
+LIGHT = sorted((ROOT / "tests" / "light_records").iterdir())
+SHARED = sorted(path for path in CAPTURES.glob("*") if path.name.endswith((".sqlite", ".json.gz", ".pickle")))
 MS = 1_000_000
 TREE = StepTree(
     10 * MS,
@@ -66,15 +69,56 @@ def _limits(step_ns: int, calibrated_ns: int) -> StepLimits:
     return StepLimits(step_ns, None, None, AS_RECORDED, parts=parts, lines=lines, calibrated_ns=calibrated_ns)
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
-@pytest.mark.parametrize(("width", "most"), [(80, 16), (100, 10)])
-def test_a_summary_fits_its_screen(path: Path, width: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _count_lines(summary: Summary, advice: AdviceResult, width: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many lines are not empty, the failed checks above the answer left aside; none is too wide."""
     monkeypatch.setattr(document_module, "screen_width", lambda: width)
-    summary = _summary(path)
-    text = render(build_summary_document(summary, find_advice(open_capture(path), summary)), "table")
-    assert max(map(len, text.splitlines())) <= width
-    figures = text.split("\n\n")[-1].split("\nTry ")[0].split("\nCare ")[0]
-    assert len(figures.splitlines()) <= most
+    document = build_summary_document(summary, advice)
+    lines = render(document, "table").splitlines()
+    assert max(map(len, lines)) <= width
+    first = next(at for at, line in enumerate(lines) if line and describe_answer(summary, advice).startswith(line))
+    return sum(map(bool, lines[first:]))
+
+
+@pytest.mark.parametrize("path", [*STORED, *LIGHT, *SHARED], ids=lambda path: path.name)
+def test_the_summary_of_a_capture_fits_its_screen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_capture(path)
+    summary = summarize_capture(opened)
+    advice = find_advice(opened, summary)
+    assert _count_lines(summary, advice, 100, monkeypatch) <= 12
+    assert _count_lines(summary, advice, 80, monkeypatch) <= 20
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("with_others", [False, True])
+def test_a_run_with_long_tries_fits_its_screen(
+    count: int, with_others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = _summary(make_small_run(tmp_path))
+    memory = _summary(ROOT / "traces" / "resnet50-adamw.snapshot.pickle.gz").memory
+    warning = Finding("late", "a warning that says much of what was recorded " * 4)
+    summary = replace(summary, memory=memory, findings=(warning, warning), missing=("lines of source", "FLOPs"))
+    line = SourceLine("/me/folder/prepare_the_batches.py", 1042, "PreparedBatches.__getitem__")
+    (advice,) = _advise(Interval(90_000_000, 93_300_000, 97_100_000), 12_500_000, line).tries
+    advice = replace(
+        advice,
+        cause="Python in PreparedBatches.__getitem__ keeps the GPU waiting, and nobody knows why",
+        detail=", and nobody knows why",
+        change="do it in a DataLoader's worker, on the GPU, or once before the loop",
+        costs="objects that refer to each other are kept, and host memory",
+        proof="profkit try RUN --edit no-host:prepare_the_batches.py:1042",
+    )
+    if with_others:
+        compared = read_ranks(ROOT / "tests" / "light_records" / "one-gpu-ddp-none")
+        summary = replace(summary, compared=compared)
+    trial = Trial(("compile",), processes=3, step_ns=99e6, change_ns=-6e6)
+    tried = AdviceResult((advice,) * count, advice.after_ns if count > 1 else None, trials=(trial,) * 3)
+    assert _count_lines(summary, tried, 100, monkeypatch) <= 12
+    assert _count_lines(summary, tried, 80, monkeypatch) <= 20
+    said = " ".join(render(build_summary_document(summary, tried), "table").split())
+    if count:
+        assert "1 Python in PreparedBatches.__getitem__ keeps the GPU waiting" in said
+        for needed in ("prepare_the_batches.py:1042", "once before the loop", "→ 93 ms (90 to 97)"):
+            assert needed in said.partition(" Try ")[2].partition(" 2 Python")[0]
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)

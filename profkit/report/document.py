@@ -223,28 +223,29 @@ def _failure_lines(document: Document) -> list[str]:
 
 def _render_screen(document: Document, full_names: bool, with_warnings: bool, paint: Paint) -> str:
     width = screen_width()
-    blocks = ["\n".join(_painted(_wrap(line, width), "wrong", paint) for line in _failure_lines(document))]
+    blocks = ["\n".join(_painted(wrap(line, width), "wrong", paint) for line in _failure_lines(document))]
     for part in document.parts:
         if isinstance(part, Table):
             blocks.append(render_table(part, full_names=full_names, width=width, paint=paint))
         elif isinstance(part, Labelled):
-            blocks.append("\n".join(_wrap_labelled(part, width)))
+            blocks.append("\n".join(wrap_labelled(part, width)))
         else:
-            title, indent = ([_painted(_wrap(part.title, width), "title", paint)], "  ") if part.title else ([], "")
-            blocks.append("\n".join([*title, *(_wrap(indent + line, width) for line in part.lines)]))
+            title, indent = ([_painted(wrap(part.title, width), "title", paint)], "  ") if part.title else ([], "")
+            blocks.append("\n".join([*title, *(wrap(indent + line, width) for line in part.lines)]))
     if with_warnings:
-        blocks.append("\n".join(_wrap(f"warning: {finding.message}", width) for finding in document.warnings))
+        blocks.append("\n".join(wrap(f"warning: {finding.message}", width) for finding in document.warnings))
     return "\n\n".join(filter(None, blocks))
 
 
-def _wrap(line: str, width: int) -> str:
+def wrap(line: str, width: int) -> str:
+    """Return a sentence in lines of at most ``width`` characters, moved in behind the first."""
     indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
     return textwrap.fill(
         make_visible(line), width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
     )
 
 
-def _wrap_labelled(part: Labelled, width: int) -> Iterator[str]:
+def wrap_labelled(part: Labelled, width: int) -> Iterator[str]:
     """Yield the lines of labelled sentences, each sentence moved in behind the longest word."""
     room = max((len(label) + 2 for label, _ in part.lines if label), default=0)
     for label, text in part.lines:

@@ -64,7 +64,8 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     have = f"with {_say_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
     yield Cause(
         code="loader",
-        cause=f"the GPU waits for data: the DataLoader {have}",
+        cause=f"the DataLoader {have}",
+        detail=", and the GPU waits for it",
         line=None if line is None else source_line(line),
         change=f"DataLoader(…, num_workers={workers}, pin_memory=True, persistent_workers=True)",
         changes=edits(f"workers:{workers}"),
@@ -128,7 +129,8 @@ def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
             continue
         yield Cause(
             code="python",
-            cause=f"{line.called} makes a tensor on the CPU, and moving it waits for the GPU",
+            cause=f"{line.called} makes a tensor on the CPU",
+            detail=", and moving it waits for the GPU",
             line=source_line(line),
             change="make it in a DataLoader's worker, or move it pinned and with non_blocking=True",
             changes=edits(f"no-host:{line.file}:{line.line}", f"no-wait:{move.file}:{move.line}"),
@@ -241,7 +243,8 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     yield Cause(
         code="pageable-copy",
-        cause=f"{len(calls)} copies a step come from memory that is not pinned, and hold the host",
+        cause=f"{len(calls)} copies a step come from memory that is not pinned",
+        detail=", and hold the host",
         line=None if line is None else source_line(line),
         change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
         changes=edits("pin-memory"),

@@ -67,11 +67,11 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
     if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and can_all_be_foreach(used))):
         return
     better = "fused" if has_fused else "foreach"
-    kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters (foreach)"
+    kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters"
     yield Cause(
         code="optimizer",
         cause=f"{names} steps {kind}",
-        detail=f": {launches:,.0f} launches a step",
+        detail=f"{' (foreach)' if optimizer.kind == 'foreach' else ''}: {launches:,.0f} launches a step",
         module=OPTIMIZER,
         change=f"{names}(…, {better}=True)",
         changes=edits(f"optimizer:{better}"),
@@ -124,10 +124,10 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
     yield Cause(
         code="launches" if is_late else "compile",
-        cause="the GPU waits for Python" if is_late else f"{len(small):,} small kernels a step read and write memory",
+        cause="the GPU waits for Python" if is_late else "small kernels read and write memory",
         detail=f", which makes {len(operations):,} launches a step in forward and backward"
         if is_late
-        else " between products",
+        else f" between products, {len(small):,} a step",
         line=None if waiting is None else source_line(waiting),
         change=(
             f"no wait at {PurePath(waiting.file or '').name}:{waiting.line}, which graphs forbid; then "

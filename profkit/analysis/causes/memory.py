@@ -50,7 +50,8 @@ def _gradients_in_forward(evidence: Evidence) -> Iterator[Cause]:
     if held:
         yield Cause(
             code="zero-grad-late",
-            cause=f"gradients stand at the peak in {memory.phase}, where nothing reads them",
+            cause=f"gradients stand at the peak in {memory.phase}",
+            detail=", where nothing reads them",
             change="optimizer.zero_grad(set_to_none=True) before the forward pass",
             saves_bytes=Interval(0, held, held),
             edit="zero-grad:none",
@@ -72,7 +73,8 @@ def _checkpoint(evidence: Evidence) -> Iterator[Cause]:
     forward_ns = summary.per_step(again.forward_ns)
     yield Cause(
         code="checkpoint",
-        cause=f"activations of {kept.name} hold most of the peak, and the GPU's memory is nearly full",
+        cause=f"activations of {kept.name} hold most of the peak",
+        detail=", and the GPU's memory is nearly full",
         module=kept.name,
         change=f"torch.utils.checkpoint around {kept.name}",
         edit=f"checkpoint:{kept.name}",
@@ -159,10 +161,11 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
     if factor > 1 and (fewer_passes or passes == 1):
         yield Cause(
             code="batch",
-            cause=f"the GPU waits for Python, and {1 - held / capacity:.0%} of its memory is free",
+            cause=f"{1 - held / capacity:.0%} of the GPU's memory is free",
+            detail=", and it waits for Python",
             change=f"passes of {factor} times the samples, and {factor} times fewer of them"
             if fewer_passes
-            else f"{factor} times the batch (the step after it: for as many samples as now)",
+            else f"as many samples in batches of {factor} times the size",
             changes=[enlarge_batch(factor, fewer_passes=fewer_passes)],
             edit=None if fewer_passes else f"batch:×{factor}",
             costs=None if fewer_passes else "a change of training: adjust the learning rate",

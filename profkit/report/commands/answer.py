@@ -34,7 +34,7 @@ _PACES: dict[Kind, str] = {
     "data": "it waits for the next batch",
     Limit.PYTHON: "Python keeps the GPU waiting",
     Limit.COMPUTING: "the GPU sets the pace",
-    Limit.PREPARING: "Python prepares kernels, more slowly than the GPU runs them",
+    Limit.PREPARING: "Python prepares kernels",
     Limit.COMMUNICATING: "it communicates, which computing does not hide",
     Limit.WAITING: "Python and the GPU wait for each other",
     Limit.COPYING: "the GPU copies or fills memory",
@@ -42,11 +42,17 @@ _PACES: dict[Kind, str] = {
 }
 ROOM = 92
 """A line's text on a screen of 100 columns, behind its word."""
+SEPARATOR = " · "
+_LEAST_CHANGE = 12
+"""Of a change at least so many characters stand in a line."""
+TWO_LINES = 2 * ROOM - 16
+"""Two such lines hold this much of a text that is wrapped."""
 _NUMBERS = {2: "Both", 3: "All three"}
 _MOST = 0.5
 _SMALL_PHASE = 0.005
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
+_NOTHING = "Nothing was recorded."
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
 
 
@@ -71,20 +77,21 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     step = f"A step takes {format_ns(summary.step_ns)}"
     if not any(use.unprofiled_ns for use in summary.steps):
         step += " as recorded (its unprofiled time is unknown)"
-    late = _describe_late_rank(summary)
+    late = describe_ranks(summary) if summary.compared and summary.compared.verdict.culprit else ""
     best = next(iter(advice.tries), None)
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
     if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
         return f"{step}; {lost}. Without that: {describe_after(best)}."
-    pace = f"{step}." if summary.tree is None else f"{step}: {_describe_pace(summary, summary.tree)}."
-    return pace if best is None else f"{pace} {_describe_best(best)}"
+    if summary.tree is not None:
+        step += f": {_describe_pace(summary, summary.tree, is_brief=best is not None)}"
+    return f"{step}." if best is None else f"{step}. {_describe_best(best)}"
 
 
 def _describe_cause(advice: Advice) -> str:
     place = name_place(advice)
-    return f"{advice.cause} ({place})" if place else advice.cause
+    return f"{advice.short_cause} ({place})" if place else advice.short_cause
 
 
 def _describe_best(advice: Advice) -> str:
@@ -105,8 +112,8 @@ def describe_together(summary: Summary, advice: AdviceResult) -> str:
     """Return what all Tries that change the step's time buy together; empty if there are not several."""
     if advice.together_ns is None or summary.step_ns is None:
         return ""
-    many = _NUMBERS[sum(proposal.after_ns is not None for proposal in advice.tries)]
-    return f"{many}: {format_ns(summary.step_ns)} → {describe_interval(advice.together_ns)}"
+    count = sum(proposal.after_ns is not None for proposal in advice.tries)
+    return f"{_NUMBERS[count]}: {format_ns(summary.step_ns)} → {describe_interval(advice.together_ns)}"
 
 
 def name_place(advice: Advice) -> str:
@@ -114,6 +121,46 @@ def name_place(advice: Advice) -> str:
     if advice.line is not None:
         return f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
     return advice.module or ""
+
+
+def describe_try(summary: Summary, number: int, advice: Advice, room: int | None, *, is_cut: bool = False) -> str:
+    """Return a Try as whole as it fits ``room`` characters.
+
+    Left out for that are the details of its cause, its costs, its module and function. It is longer where even the
+    least does not fit, unless it ``is_cut``: then it is one line of a screen.
+    """
+    place, effects = name_place(advice), list(_short_effects(advice))
+    costs = f"costs {advice.costs}" if advice.costs is not None else ""
+    whole = join_parts(f"{number} {advice.cause}", place, advice.change, *describe_effects(summary, advice), costs)
+    if room is None:
+        return whole
+    short = join_parts(f"{number} {advice.short_cause}", place, advice.change, *effects)
+    line = "" if advice.line is None else f"{Path(advice.line.file).name}:{advice.line.line}"
+    least = join_parts(f"{number} {advice.short_cause}", line, advice.change, *effects)
+    over = len(least) - ROOM
+    if is_cut and over > 0:
+        change = max(len(advice.change) - over, _LEAST_CHANGE)
+        cause = len(advice.short_cause) - over + len(advice.change) - change
+        cut = f"{advice.change[: change - 1].rstrip()}…"
+        return join_parts(f"{number} {shorten(advice.short_cause, cause)}", line, cut, *effects)
+    if over > 0 and room <= ROOM:
+        return short if len(short) <= TWO_LINES else least
+    return next((text for text in (whole, join_parts(short, costs), short) if len(text) <= room), least)
+
+
+def _short_effects(advice: Advice) -> Iterator[str]:
+    """Yield what a change does, beside the step that stands above: as measured, else as predicted."""
+    if advice.measured is not None:
+        yield describe_trial(advice.measured)
+    elif advice.after_ns is not None:
+        yield f"→ {describe_interval(advice.after_ns)}"
+    if advice.saves_bytes is not None:
+        yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
+
+
+def join_parts(*parts: str) -> str:
+    """Return the parts of a line that are not empty as one text."""
+    return SEPARATOR.join(filter(None, parts))
 
 
 def describe_effects(summary: Summary, advice: Advice) -> Iterator[str]:
@@ -141,7 +188,8 @@ def describe_interval(after: Interval | None) -> str:
 def _describe_without_step(summary: Summary) -> str:
     memory = "" if summary.memory is None else f"Memory peaks at {_describe_peak(summary.memory)}."
     if not summary.has_trace:
-        return memory or ("No trace was recorded." if summary.lines else "Nothing was recorded.")
+        verdict = describe_ranks(summary)
+        return memory or (f"{verdict}." if verdict else "No trace was recorded." if summary.lines else _NOTHING)
     return " ".join(filter(None, ["No step is known: times are of the whole recording.", memory]))
 
 
@@ -153,22 +201,25 @@ def _describe_peak(memory: MemoryUse) -> str:
     return f"{format_bytes(memory.peak_bytes)}{phase}" + (f": {share} are {what}" if size else "")
 
 
-def _describe_late_rank(summary: Summary) -> str:
-    if summary.compared is None or summary.compared.verdict.culprit is None:
+def describe_ranks(summary: Summary) -> str:
+    """Return the verdict of `profkit ranks`, empty where only one rank was recorded."""
+    if summary.compared is None:
         return ""
     from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
 
     return describe_verdict(summary.compared)[0]
 
 
-def _describe_pace(summary: Summary, tree: StepTree) -> str:
+def _describe_pace(summary: Summary, tree: StepTree, *, is_brief: bool) -> str:
     part = tree.parts[0]
     time = format_ns(part.time_ns)
     if tree.basis == "phases" and part.kind != "data":
         where = f"in {name_part(tree, part)}" if part.kind == "phase" else name_part(tree, part)
         return f"{time} of it {where}" + (f", most at {name_line(part.line)}" if part.line else "")
     pace = _PACES.get(part.kind, "")
-    if part.kind == Limit.COMPUTING and summary.work is not None and summary.work.peak_share is not None:
+    if not is_brief and part.kind == Limit.PREPARING:
+        pace += ", more slowly than the GPU runs them"
+    if not is_brief and part.kind == Limit.COMPUTING and summary.work and summary.work.peak_share is not None:
         dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
         pace += f", matrix products at {format_share(summary.work.peak_share)} of {dtype}peak"
     if part.line is None:
@@ -184,11 +235,18 @@ def name_line(line: LineLimit) -> str:
     return f"{Path(line.file).name}:{line.line} {line.function}{called}"
 
 
-def draw_tree(tree: StepTree) -> Iterator[str]:
-    """Yield a line for each part of the step: what it is, how long, which share; then its line, or its phases."""
-    names = [name_part(tree, part) for part in tree.parts]
+def draw_tree(tree: StepTree, least_share: float = 0.0) -> Iterator[str]:
+    """Yield a line for each part of the step: what it is, how long, which share; then its line, or its phases.
+
+    Parts below ``least_share`` of the step stand in the rest; the longest part always has its own line.
+    """
+    large = sum(part.kind != "rest" and tree.share(part.time_ns) >= least_share for part in tree.parts)
+    parts, small = tree.parts[: large or 1], tree.parts[large or 1 :]
+    if small:
+        parts = (*parts, small[0] if len(small) == 1 else StepPart("rest", sum(part.time_ns for part in small)))
+    names = [name_part(tree, part) for part in parts]
     width = max(map(len, names))
-    for at, (part, name) in enumerate(zip(tree.parts, names, strict=True)):
+    for at, (part, name) in enumerate(zip(parts, names, strict=True)):
         branch = "└─" if at == len(names) - 1 else "├─"
         time, share = format_ns(part.time_ns), format_share(tree.share(part.time_ns))
         row = f"{branch} {name:<{width}}  {time:>8}  {share:>6}  "
@@ -209,4 +267,4 @@ def describe_phases(tree: StepTree, part: StepPart) -> str:
     phases = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase not in ("", OUTSIDE)}
     if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
         return ""
-    return " · ".join(f"{phase} {share:.0%}" for phase, share in phases.items() if share >= _SMALL_PHASE)
+    return SEPARATOR.join(f"{phase} {share:.0%}" for phase, share in phases.items() if share >= _SMALL_PHASE)
