@@ -15,7 +15,7 @@ from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.names import LaunchPlace, graph_range, launch_range
 from profkit.reading import open_trace
-from profkit.report.commands.ranges import build_ranges_document
+from profkit.report.commands.efficiency import build_ranges_document
 from profkit.run.compiled_code import CapturedGraph, NodeRun, append_records
 from profkit.sharing import share
 from profkit.trace.columns import Trace

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.report.plots.time_plots import MOST_BARS, plot_kernels
+from profkit.report.plots import MOST_BARS, plot_kernels
 from tests.nsys_builder import NsysBuilder
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.report.plots.time_plots import plot_kernels
+from profkit.report.plots import plot_kernels
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 

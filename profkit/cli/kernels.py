@@ -125,7 +125,7 @@ def kernels(
 
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
     if plot is not None:
-        from profkit.report.plots.time_plots import plot_kernels
+        from profkit.report.plots import plot_kernels
 
         with shown_after_a_second(f"drawing {plot.name}"):
             plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)

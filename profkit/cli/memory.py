@@ -83,7 +83,7 @@ def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, wanted: Filt
     assert capture.snapshot is not None
     memory = capture.snapshot.device(result.totals.device)
     if path.suffix.lower() == ".png":
-        from profkit.report.plots.memory_plots import plot_timeline  # loads Matplotlib
+        from profkit.report.plots import plot_timeline  # loads Matplotlib
 
         plot_timeline(path, memory, result, wanted)
         return

@@ -9,7 +9,7 @@ import click
 from profkit.cli.options import capture_argument, obey_strict, rank_option, trace_options
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.reading import open_trace
-from profkit.report.commands.ranges import build_ranges_document
+from profkit.report.commands.efficiency import build_ranges_document
 
 
 @click.command()

@@ -85,7 +85,7 @@ def whatif(
         lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
         if lanes is None:
             raise UsageError("--plot draws a step's lanes, and its time is not predicted")
-        from profkit.report.plots.time_plots import plot_lanes  # loads Matplotlib
+        from profkit.report.plots import plot_lanes  # loads Matplotlib
 
         plot_lanes(*lanes, edits, plot)
     output.print(build_prediction_document(predicted))
