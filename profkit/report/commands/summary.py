@@ -29,7 +29,6 @@ from profkit.report.commands.summary_lines import (
     describe_memory,
     describe_modules,
     describe_step,
-    describe_steps,
     describe_work,
     list_ranks,
     name_machine,
@@ -77,7 +76,7 @@ def build_summary_document(
     Args:
         summary: their figures.
         advice: what to try, the largest effect first.
-        for_run: leave out what ``profkit run`` says itself: its warnings, and the commands that show more.
+        for_run: leave out the warnings, which ``profkit run`` says itself.
         with_all: every line in full; else those that answer, each as long as a screen of 100 columns is wide.
     """
     answer, failures = describe_answer(summary, advice), list(_failures(summary))
@@ -88,7 +87,6 @@ def build_summary_document(
     ]
     if with_all:
         lines = [(label, text) for label, text in _in_full(summary, advice, cares) if text]
-        lines += [] if for_run else _more(summary)
     else:
         lines = _fit_screen(answer, summary, advice, cares)
     before = ["", *(label for label, _ in lines)]
@@ -161,7 +159,7 @@ def _failures(summary: Summary) -> Iterator[Line]:
 def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> Iterator[Line]:
     """Yield each line with its word; one of which nothing is known is empty."""
     join = SEPARATOR.join
-    yield from (("STEP", text) for text in describe_steps(summary))
+    yield "STEP", join(describe_step(summary))
     yield from (("STEP", row) for row in (() if summary.tree is None else draw_tree(summary.tree)))
     yield "LIMIT", "" if summary.limits is None else describe_limits(summary.limits)
     yield "GPU", describe_gpu(summary)
@@ -268,21 +266,6 @@ def _missing(summary: Summary) -> Iterator[Line]:
     if summary.missing:
         command = shlex.join(_words(summary.head))
         yield "Lacks", f"{' and '.join(summary.missing)}: `profkit run -- {command}` records them"
-
-
-def _more(summary: Summary) -> Iterator[Line]:
-    run = shlex.quote(summary.run)
-    commands = [f"profkit report {run}"] if summary.has_trace or summary.memory is not None else []
-    if summary.gpu is not None:
-        commands += [f"profkit efficiency {run}", f"profkit kernels {run}"]
-    elif summary.work is not None:
-        commands += [f"profkit kernels {run}", f"profkit ranges {run}"]
-    elif summary.has_trace:
-        commands += [f"profkit ranges {run}"]
-    if summary.memory is not None:
-        commands.append(f"profkit memory {run}" + (" --at oom" if summary.memory.failure is not None else ""))
-    if commands:
-        yield "More", SEPARATOR.join(commands)
 
 
 def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:

@@ -33,51 +33,31 @@ _MOST_RANKS = 8
 
 
 def describe_step(summary: Summary) -> Iterator[str]:
-    """Yield the step's time and what it was measured of, how busy the GPU is, and on which machine it ran."""
-    if len(summary.steps) > 1:
-        yield from (f"context {step.context}: {format_ns(step.best_ns)}" for step in summary.steps if step.best_ns)
-    elif summary.step_ns is not None:
-        (step,) = summary.steps
-        has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
-        spread = f", most take {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
-        times = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
-        yield f"{format_ns(summary.step_ns)} {times}"
+    """Yield the step's time, how busy the GPU is, on which machine; then what the time is of."""
+    yield from (_describe_time(step) for step in summary.steps if step.best_ns is not None)
     if summary.gpu is not None:
         yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"
     head = summary.head
     if summary.has_trace:
         yield from filter(None, (name_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
-
-
-def describe_steps(summary: Summary) -> Iterator[str]:
-    """Yield how long a step of each context takes, with its spread and with what recording it costs."""
-    compiling = _compiling(summary)
-    yield from (_step(step) + compiling for step in summary.steps)
-
-
-def _step(step: StepUse) -> str:
-    where = "" if step.context is None else f"context {step.context}: "
-    if step.unprofiled_ns is None or step.p10_ns is None or step.p90_ns is None:
-        recorded = format_ns(step.recorded_ns or 0)
-        return f"{where}{recorded} as recorded; the unprofiled time is unknown (`profkit run` measures it)"
-    text = f"{where}{format_ns(step.unprofiled_ns)} unprofiled ({format_count(step.count, 'step')}"
-    if step.data_wait_ns is not None:
-        text += f": their median without waits for data, plus {format_ns(step.data_wait_ns)}, the mean wait"
-    elif step.count > 1:
-        text += f", p10 to p90 {format_ns(step.p10_ns)} to {format_ns(step.p90_ns)}"
-    text += ")"
-    if step.recorded_ns is not None:
-        cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
-        text += f"; {format_ns(step.recorded_ns)} with the profiler ({cost})"
-    return text
-
-
-def _compiling(summary: Summary) -> str:
+    for step in summary.steps:
+        if step.unprofiled_ns is not None and step.recorded_ns is not None:
+            cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
+            yield f"{format_ns(step.recorded_ns)} with the profiler ({cost})"
+        if step.data_wait_ns is not None:
+            yield f"median without waits for data, plus {format_ns(step.data_wait_ns)}, the mean wait"
     compiled = summary.compilations
-    if compiled is None or not compiled.recorded_ns:
-        return ""
-    count = format_count(len(compiled.steps), "recorded step")
-    return f"; torch.compile worked for {format_ns(compiled.recorded_ns)} in {count}"
+    if compiled is not None and compiled.recorded_ns:
+        count = format_count(len(compiled.steps), "recorded step")
+        yield f"torch.compile worked for {format_ns(compiled.recorded_ns)} in {count}"
+
+
+def _describe_time(step: StepUse) -> str:
+    context = "" if step.context is None else f"context {step.context}: "
+    has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
+    spread = f", most take {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
+    count = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
+    return f"{context}{format_ns(step.best_ns or 0)} {count}"
 
 
 def describe_gpu(summary: Summary) -> str:
