@@ -79,7 +79,9 @@ def intersect(first: Stretches, other: Stretches) -> Stretches:
 
 def subtract(first: Stretches, other: Stretches) -> Stretches:
     """Return the time that is in the first set but not in the other."""
-    return intersect(first, _complement(other))
+    start_ns, end_ns = np.append(-_EVER, other.end_ns), np.append(other.start_ns, _EVER)
+    kept = start_ns < end_ns
+    return intersect(first, Stretches(start_ns[kept], end_ns[kept]))
 
 
 def gaps(stretches: Stretches) -> Stretches:
@@ -93,12 +95,6 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     count = np.maximum(last - first, 0)
     which = np.repeat(np.arange(len(count)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)
-
-
-def _complement(stretches: Stretches) -> Stretches:
-    start_ns, end_ns = np.append(-_EVER, stretches.end_ns), np.append(stretches.start_ns, _EVER)
-    kept = start_ns < end_ns
-    return Stretches(start_ns[kept], end_ns[kept])
 
 
 def union_ns(group: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:

@@ -69,8 +69,9 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
     """
     found = run.lines(rank)
     if found is None:
+        whose = f" of rank {rank}" if rank else ""
         raise RunError(
-            f"{run.path}: holds no lines of source{_whose(rank)}; record them with `profkit run` (without --no-lines) "
+            f"{run.path}: holds no lines of source{whose}; record them with `profkit run` (without --no-lines) "
             "of a script that makes steps after the recorded ones"
         )
     looked = _step_times(Samples(found.steps.steps))
@@ -111,10 +112,6 @@ def _is_known(line: LineTime) -> bool:
     """Return whether a line may be named: a call that keeps Python's lock, such as gc.collect, is seldom seen in it."""
     is_alike = line.samples >= _FEWEST_ALIKE and line.error_ns <= _ALIKE * line.time_ns
     return line.samples >= FEWEST_SAMPLES or is_alike or line.waits > 0
-
-
-def _whose(rank: int) -> str:
-    return f" of rank {rank}" if rank else ""
 
 
 def _row(line: LineTime, scale: Mapping[str | None, float]) -> LineTime:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
     from profkit.run.edits import Edit
-    from profkit.run.manifest import Conditions, Manifest
+    from profkit.run.manifest import Manifest
 
 _ANY_WARMUP = "".join(f"[{letter.upper()}{letter}]" for letter in WARMUP)
 """A glob for the name in any letter case."""
@@ -214,11 +214,13 @@ class OpenedTrace:
         from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
-        from profkit.run.manifest import Conditions, Loading
+        from profkit.run.manifest import Conditions, Loading, Manifest
 
         peaks = read_run_facts(self.trace, self.run).peaks
-        loading = (None if self.run is None else self.run.manifest.loading) or Loading()
-        conditions = self._conditions() or Conditions()
+        manifest = Manifest() if self.run is None else self.run.manifest
+        loading = manifest.loading or Loading()
+        of_first = next((process.conditions for process in manifest.processes), None)
+        conditions = manifest.conditions or of_first or Conditions()
         batch_ns = None if self.lines is None else self.lines.batch_ns
         return ProgramFacts(
             lines=None if self.lines is None else self.lines.lines,
@@ -231,13 +233,6 @@ class OpenedTrace:
             worker_cpus=1.0 if self.lines is None else self.lines.worker_cpus or 1.0,
             threads=conditions.cpu_threads or 1,
         )
-
-    def _conditions(self) -> Conditions | None:
-        """Return the conditions under which the run, or else its first process, ran."""
-        if self.run is None:
-            return None
-        manifest = self.run.manifest
-        return manifest.conditions or next((process.conditions for process in manifest.processes), None)
 
     def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:
         """Return how long the step would take after some edits, which `profkit.run.edits.parse_edits` reads."""

@@ -192,7 +192,7 @@ def _summarize(
         max((own.first_ns - before.first_ns for own, before in pairs), default=None),
         max(peaks, default=None),
         max(changes, default=None),
-        _batch_factor(edits),
+        math.prod(float(read_factor(edit.argument)) for edit in known_edits(edits) if edit.spec.name == "batch"),
         _loss_change(edits, [_compare(own.losses, before.losses) for own, before in pairs], spread),
         evidence,
         prediction,
@@ -205,10 +205,6 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None
     if len(values) < 2:
         return (values[0], None) if values else (None, None)
     return fmean(values), value_exceeded(_CHANCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-
-
-def _batch_factor(edits: Sequence[str]) -> float:
-    return math.prod(float(read_factor(edit.argument)) for edit in known_edits(edits) if edit.spec.name == "batch")
 
 
 def known_edits(edits: Iterable[str]) -> tuple[Edit, ...]:

@@ -87,7 +87,7 @@ def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[Effic
         axes.scatter(
             [row.intensity or 0 for row in mine],
             [rate_of(row) / 1e12 for row in mine],
-            s=[_area(row, longest) for row in mine],
+            s=[max(_LARGEST_AREA * row.busy_ns / longest, _LEAST_AREA) for row in mine],
             color=_COLOURS[word],
             marker=_MARKERS.get(phase, _OTHER_MARKER),
             alpha=0.85,
@@ -99,10 +99,6 @@ def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[Effic
     axes.set_axisbelow(True)
     axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
     axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
-
-
-def _area(row: EfficiencyRow, longest_ns: int) -> float:
-    return max(_LARGEST_AREA * row.busy_ns / longest_ns, _LEAST_AREA)
 
 
 def _phase_of(row: EfficiencyRow) -> str:

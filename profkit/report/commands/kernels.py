@@ -206,11 +206,13 @@ def _kernel_table(
     explain: bool,
 ) -> Table:
     compared, by_name = _are_compared(result), result.by == "kernel"
+    is_of_instances = steps is None and result.range is not None
+    each = Column("per_instance_ns", "per inst.", NS) if is_of_instances else Column("mean_ns", "mean", NS)
     columns = [
         Column("share", "share", SHARE),
         Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
-        *(_rank_columns(result, steps, late) if compared else _count_columns(result, steps)),
+        *(_rank_columns(result, steps, late) if compared else [Column("count", "times", count_over(steps)), each]),
     ]
     if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))
@@ -220,13 +222,6 @@ def _kernel_table(
     exact = [*_EXACT, *(f"rank_{rank.rank}_ns" for rank in result.ranks if compared), *(["rule"] if explain else [])]
     shown = [_row(result, row, explain) for row in rows]
     return Table(columns, shown, rest=None if rest is None else _row(result, rest, explain=False), exact=exact)
-
-
-def _count_columns(result: KernelsResult, steps: int | None) -> list[Column]:
-    times = Column("count", "times", count_over(steps))
-    if steps is None and result.range is not None:
-        return [times, Column("per_instance_ns", "per inst.", NS)]
-    return [times, Column("mean_ns", "mean", NS)]
 
 
 def _name_unit(result: KernelsResult, full_names: bool) -> Unit:

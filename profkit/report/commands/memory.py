@@ -344,14 +344,14 @@ def exact_parts(at: Composition, by: str | None) -> Table:
     categories = list(dict.fromkeys(name for row in rows for name in row.categories))
     sizes = ("bytes", "own_bytes", "share", "count") if by == "module" else ("bytes", "share", "count")
     exact: list[Row] = [
-        {str(by): "/".join(row.path), **{key: getattr(row, key) for key in sizes}, **_all(row, categories)}
+        {
+            str(by): "/".join(row.path),
+            **{key: getattr(row, key) for key in sizes},
+            **{name: row.categories.get(name, 0) for name in categories},
+        }
         for row in rows
     ]
     return Table((), exact, exact=(str(by), *sizes, *categories))
-
-
-def _all(row: PartRow, categories: Iterable[str]) -> dict[str, int]:
-    return {name: row.categories.get(name, 0) for name in categories}
 
 
 def _cross_table(name: Column, shown: Sequence[PartRow], top: Iterable[PartRow], title: str) -> Table:

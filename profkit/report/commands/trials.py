@@ -57,8 +57,10 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *,
     """
     rows = [_row(trial, name) for trial, name in zip(trials, _name_rows(trials), strict=True)]
     best = find_best(trials)
+    # Where there is no GPU, or no loss was seen, the table has no such column.
+    empty = {key for key in ("allocated_peak_bytes", "loss") if not any(row.get(key) for row in rows)}
     parts: list[Table | Lines] = [
-        _tabulate(rows),
+        Table([column for column in _COLUMNS if column.key not in empty], rows),
         Lines(_notes(plan, trials)),
         Lines(_evidence(trials), title="Edits"),
         Lines(_to_make(best, trials[0], with_source=with_source)),
@@ -71,12 +73,6 @@ def build_trials_document(run: str, plan: TrialPlan, trials: Sequence[Trial], *,
         "best": None if best is None else list(best.edits),
     }
     return Document("try", data, parts, Table((), rows, exact=_EXACT))
-
-
-def _tabulate(rows: Sequence[Row]) -> Table:
-    """Return the table of trials; where there is no GPU, or no loss was seen, without those columns."""
-    empty = {key for key in ("allocated_peak_bytes", "loss") if not any(row.get(key) for row in rows)}
-    return Table([column for column in _COLUMNS if column.key not in empty], rows)
 
 
 def _name_rows(trials: Sequence[Trial]) -> Iterator[str]:
@@ -236,14 +232,11 @@ def write_change(place: str, edit: Edit) -> tuple[str, str] | None:
     if not keywords or not isinstance(call, ast.Call) or not line.endswith(")"):
         return None
     names = {keyword.partition("=")[0] for keyword in keywords.split(", ")}
-    kept = [ast.get_source_segment(line, node) for node in (*call.args, *call.keywords) if _name_of(node) not in names]
+    given = [*call.args, *(keyword for keyword in call.keywords if keyword.arg not in names)]
+    kept = [ast.get_source_segment(line, node) for node in given]
     start = ast.get_source_segment(line, call.func) or ""
     head = line[: line.index(start)] + start
     return line, f"{head}({', '.join([*filter(None, kept), keywords])})"
-
-
-def _name_of(node: ast.AST) -> str | None:
-    return getattr(node, "arg", None)
 
 
 def write_code(text: str) -> str:

@@ -21,7 +21,8 @@ from profkit.report.commands.answer import (
     name_part,
     name_place,
 )
-from profkit.report.document import Document, Labelled
+from profkit.report.commands.summary import build_summary_document
+from profkit.report.document import Labelled
 from profkit.report.page.markup import Results, without_folders
 from profkit.report.text import make_visible
 from profkit.report.units import format_bytes, format_ns, format_share
@@ -142,13 +143,14 @@ def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
     }
 
 
-def build_lines(document: Document, name: str) -> list[dict[str, Any]]:
+def build_lines(run: Results) -> list[dict[str, Any]]:
     """Return the lines of the summary, each with its section and the command that prints its figures in full."""
     lines: list[dict[str, Any]] = []
+    document = build_summary_document(run.summary, run.advice, with_all=True)
     labelled = [part for part in document.parts if isinstance(part, Labelled)]
     for label, text in labelled[-1].lines:
         if label or not lines:
             section, command = _SECTIONS.get(label, ("", "summary"))
-            lines.append({"label": label, "section": section, "texts": [], "command": f"profkit {command} {name}"})
+            lines.append({"label": label, "section": section, "texts": [], "command": f"profkit {command} {run.name}"})
         lines[-1]["texts"].append(make_visible(text))
     return [line for line in lines if line["label"] not in _ELSEWHERE]

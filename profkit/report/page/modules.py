@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.memory.device import DeviceMemory, piece_of
+from profkit.analysis.memory.device import piece_of
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.steps import find_warmup
@@ -43,7 +43,8 @@ _PHASES = (FORWARD, BACKWARD)
 
 def build_modules(run: Results) -> dict[str, Any]:
     """Return the tree of modules, depth first."""
-    times, parts, steps = run.summary.modules, _parts(run), run.steps
+    times, steps = run.summary.modules, run.steps
+    parts = () if run.memory is None else run.memory.composition.by_module
     limits = None if run.capture.trace is None else run.capture.trace.step_limits
     rows = tree_of(times, parts, run.efficiency, limits)
     table = view_table(Table(_columns(run), rows))
@@ -61,10 +62,6 @@ def build_modules(run: Results) -> dict[str, Any]:
         "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + together,
         "moment": None if run.memory is None else run.memory.composition.what,
     }
-
-
-def _parts(run: Results) -> Sequence[PartRow]:
-    return () if run.memory is None else run.memory.composition.by_module
 
 
 def tree_of(
@@ -276,7 +273,12 @@ def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interne
     composition = run.memory.composition
     row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
     lines: dict[str, dict[str, tuple[int, int]]] = {}
-    for label, pieces in _pieces_by_line(run.capture.snapshot.device(), composition.moment).items():
+    memory = run.capture.snapshot.device()
+    by_line: dict[str, list[Piece]] = {}
+    for row in memory.live_rows(composition.moment):
+        label = memory.stack_of(row, composition.moment).label
+        by_line.setdefault(label, []).append(piece_of(memory, row, composition.moment))
+    for label, pieces in by_line.items():
         for part in sum_by_module(pieces, composition.allocated_bytes, ()):
             if part.path in row_of:
                 sums = lines.setdefault(row_of[part.path], {})
@@ -300,11 +302,3 @@ def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interne
 
 def _by_size(item: tuple[str, tuple[int, int]]) -> tuple[int, str]:
     return -item[1][0], item[0]
-
-
-def _pieces_by_line(memory: DeviceMemory, moment: int) -> dict[str, list[Piece]]:
-    """Return what was allocated at a moment, by the line that allocated it."""
-    pieces: dict[str, list[Piece]] = {}
-    for row in memory.live_rows(moment):
-        pieces.setdefault(memory.stack_of(row, moment).label, []).append(piece_of(memory, row, moment))
-    return pieces

@@ -28,7 +28,6 @@ from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.late_rank import describe_ranks
 from profkit.report.commands.ranks import build_ranks_document
 from profkit.report.commands.steps import clean_times_parts
-from profkit.report.commands.summary import build_summary_document
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page.answer import build_answer, build_lines
@@ -98,7 +97,7 @@ def render_report(capture: OpenedCapture) -> str:
     """Return the page of a capture as text."""
     run = Results(capture)
     sections = [
-        _lines_section(run),
+        Section("lines", "Every line of the summary", f"profkit summary {run.name} --all", {"lines": build_lines(run)}),
         *_step_sections(run),
         *_trial_sections(run),
         *_rank_sections(run),
@@ -117,12 +116,6 @@ def render_first_screen(capture: OpenedCapture) -> str:
     return _render_sections(f"{capture.path.resolve().name}: profkit summary", run, [], answer=build_answer(run))
 
 
-def _lines_section(run: Results) -> Section:
-    document = build_summary_document(run.summary, run.advice, with_all=True)
-    content = {"lines": build_lines(document, run.name)}
-    return Section("lines", "Every line of the summary", f"profkit summary {run.name} --all", content)
-
-
 def _render_sections(
     title: str, run: Results, sections: Sequence[Section], *, answer: Mapping[str, Any] | None = None
 ) -> str:
@@ -137,7 +130,7 @@ def _render_sections(
             is_alone=answer is None,
             colours=colours.STEP,
             version=__version__,
-            asset=_asset,
+            asset=lambda name: Markup(_read(name).strip()),
             scripts=_SCRIPTS,
             shown=[section.name for section in sections],
         )
@@ -371,7 +364,3 @@ def _finish(value: object) -> object:
 
 def _read(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _asset(name: str) -> Markup:
-    return Markup(_read(name).strip())
