@@ -22,7 +22,7 @@ import numpy as np
 
 from profkit.analysis.intervals import running_maximum, spread
 from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
-from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward, name_replicas
+from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Ranges, Trace, Work, empty_ints, rows_by_value
@@ -276,7 +276,6 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     # One more entry, so that a launch outside every range (-1) finds no adopter.
     waiting, adopter = None, np.full(len(trace.ranges) + 1, NO_RANGE, dtype=np.int64)
     if not thread_only and trace.measure == "gpu-kernel":
-        trace = name_replicas(trace, parent)
         waiting = WaitingThreads(trace, timelines)
         ended = end_with_backward(trace, timelines, parent, waiting)
         if ended is not trace:

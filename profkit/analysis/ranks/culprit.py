@@ -144,13 +144,13 @@ def find_culprit(
     chosen, compared = map(list, zip(*(exact if is_exact else every), strict=True))
     if is_exact:
         cost = cost_by_accounts(compared, {rank.record.rank: rank.steps for rank in chosen}, matched)
-        return _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+        return _Court(chosen, matched, cost, lateness, written, is_untimed).judge()
     lost = [_lost_steps(rank, matched) for rank in chosen]
     kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
     cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
-    verdict = _judge(chosen, matched, cost, lateness, is_untimed=is_untimed, written=written)
+    verdict = _Court(chosen, matched, cost, lateness, written, is_untimed).judge()
     if verdict.culprit is None and tied:
-        estimated = _judge(chosen, matched, estimate, lateness, is_untimed=is_untimed, written=written)
+        estimated = _Court(chosen, matched, estimate, lateness, written, is_untimed).judge()
         if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
             return estimated
     return verdict
@@ -202,199 +202,181 @@ def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) ->
     return [(rank, account) for rank, account in known if len(account.own) * 2 > middle]
 
 
-def _judge(
-    ranks: Sequence[ReducedRank],
-    matched: Sequence[Matched],
-    cost: Cost,
-    lateness: Mapping[int, Floats],
-    *,
-    is_untimed: bool,
-    written: Mapping[int, ReducedRank],
-) -> Verdict:
-    nobody = _nobody_late(ranks, cost)
-    doubts: list[Doubt] = []
-    for rank, cause, late_ns in find_suspects(cost):
-        weighed = _weigh(ranks, matched, cost, written=written, late=rank, cause=cause, late_ns=late_ns)
-        if isinstance(weighed, Culprit):
-            if weighed.is_always:
-                arrives_ns = round(float(np.median(lateness[weighed.rank][-weighed.steps :])))
-                weighed = replace(weighed, late_ns=max(weighed.late_ns, arrives_ns))
-            return replace(nobody, doubt=None, culprit=weighed)
-        doubts.append(weighed)
-    stalls = find_stalls(cost)
-    if stalls is not None:
-        rank, place, steps = stalls
-        cause, phase = cost.places[place]
-        late_ns = cost.of_place(rank, place)
-        stalled = _describe(ranks, matched, cost, late=rank, cause=cause, phases={phase}, cost_ns=late_ns, steps=steps)
-        return replace(nobody, doubt=None, culprit=stalled)
-    # That a profiler makes one suspect late says nothing of another one: those doubts count last.
-    others = [doubt for doubt in doubts if doubt not in _DOUBTS_OF_PROFILER]
-    return replace(nobody, doubt="untimed" if is_untimed else next(iter(others or doubts), nobody.doubt))
+@dataclass(frozen=True, eq=False)
+class _Court:
+    """Judges ranks by what they cost each other; they are given by their position in ``ranks``."""
 
+    ranks: Sequence[ReducedRank]
+    matched: Sequence[Matched]
+    cost: Cost
+    lateness: Mapping[int, Floats]
+    written: Mapping[int, ReducedRank]
+    is_untimed: bool
 
-def _nobody_late(ranks: Sequence[ReducedRank], cost: Cost) -> Verdict:
-    usually = np.median(cost.saved_ns, axis=1)
-    most = int(usually.argmax())
-    late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
-    by_cause: dict[Cause, float] = {}
-    for (cause, _), time in zip(cost.places, np.median(cost.longer_ns[most], axis=0).tolist(), strict=True):
-        by_cause[cause] = by_cause.get(cause, 0.0) + time
-    return Verdict(
-        None,
-        ranks[most].record.rank,
-        round(float(usually[most])) if usually[most] >= LATE_NS else 0,
-        {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
-        doubt=_doubt_level(cost, most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
-        turns={rank.record.rank: times for rank, times in zip(ranks, late, strict=True) if times},
-    )
+    def judge(self) -> Verdict:
+        nobody = self._nobody_late()
+        doubts: list[Doubt] = []
+        for late, cause, late_ns in find_suspects(self.cost):
+            weighed = self._weigh(late, cause, late_ns)
+            if isinstance(weighed, Culprit):
+                if weighed.is_always:
+                    arrives_ns = round(float(np.median(self.lateness[weighed.rank][-weighed.steps :])))
+                    weighed = replace(weighed, late_ns=max(weighed.late_ns, arrives_ns))
+                return replace(nobody, doubt=None, culprit=weighed)
+            doubts.append(weighed)
+        stalls = find_stalls(self.cost)
+        if stalls is not None:
+            late, place, steps = stalls
+            cause, phase = self.cost.places[place]
+            stalled = self._describe(late, cause, self.cost.of_place(late, place), steps, phases={phase})
+            return replace(nobody, doubt=None, culprit=stalled)
+        # That a profiler makes one suspect late says nothing of another one: those doubts count last.
+        others = [doubt for doubt in doubts if doubt not in _DOUBTS_OF_PROFILER]
+        return replace(nobody, doubt="untimed" if self.is_untimed else next(iter(others or doubts), nobody.doubt))
 
+    def _nobody_late(self) -> Verdict:
+        cost = self.cost
+        usually = np.median(cost.saved_ns, axis=1)
+        most = int(usually.argmax())
+        late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
+        by_cause: dict[Cause, float] = {}
+        for (cause, _), time in zip(cost.places, np.median(cost.longer_ns[most], axis=0).tolist(), strict=True):
+            by_cause[cause] = by_cause.get(cause, 0.0) + time
+        return Verdict(
+            None,
+            self.ranks[most].record.rank,
+            round(float(usually[most])) if usually[most] >= LATE_NS else 0,
+            {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
+            doubt=self._doubt_level(most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
+            turns={rank.record.rank: times for rank, times in zip(self.ranks, late, strict=True) if times},
+        )
 
-def _weigh(
-    ranks: Sequence[ReducedRank],
-    matched: Sequence[Matched],
-    cost: Cost,
-    *,
-    written: Mapping[int, ReducedRank],
-    late: int,
-    cause: Cause,
-    late_ns: Floats,
-) -> Culprit | Doubt:
-    """Return the suspect (its position is ``late``) as the culprit, or why it is not named."""
-    doubt = _doubt_profiler(ranks, cost, late, cause, written)
-    if doubt is not None:
-        return doubt
-    if cause == "launch" and cost.is_exact:
-        late_ns = late_ns - _launches_that_others_hid(ranks, cost, late)
-    if typical(late_ns) < LEAST_SHARE * cost.step_ns:
-        return "launches"
-    if not cost.is_exact and typical(late_ns) < LEAST_EXPLAINED * typical(cost.saved_ns[late]):
-        return _doubt_level(cost, late)
-    steps = late_steps(late_ns, cost, late, cause)
-    if steps is None:
-        return _doubt_chance(cost)
-    return _describe(ranks, matched, cost, late=late, cause=cause, phases=None, cost_ns=late_ns, steps=steps)
+    def _weigh(self, late: int, cause: Cause, late_ns: Floats) -> Culprit | Doubt:
+        """Return the suspect as the culprit, or why it is not named."""
+        cost, doubt = self.cost, self._doubt_profiler(late, cause)
+        if doubt is not None:
+            return doubt
+        if cause == "launch" and cost.is_exact:
+            late_ns = late_ns - self._launches_that_others_hid(late)
+        if typical(late_ns) < LEAST_SHARE * cost.step_ns:
+            return "launches"
+        if not cost.is_exact and typical(late_ns) < LEAST_EXPLAINED * typical(cost.saved_ns[late]):
+            return self._doubt_level(late)
+        steps = late_steps(late_ns, cost, late, cause)
+        return self._doubt_chance() if steps is None else self._describe(late, cause, late_ns, steps)
 
+    def _doubt_level(self, rank: int) -> Doubt:
+        """Return why a rank of unknown cause that costs much is not named: that too may be chance."""
+        is_rule = late_steps(self.cost.saved_ns[rank], self.cost, rank, None) is not None
+        return "unexplained" if is_rule else self._doubt_chance()
 
-def _doubt_level(cost: Cost, rank: int) -> Doubt:
-    """Return why a rank of unknown cause that costs much is not named: that too may be chance."""
-    is_rule = late_steps(cost.saved_ns[rank], cost, rank, None) is not None
-    return "unexplained" if is_rule else _doubt_chance(cost)
+    def _doubt_chance(self) -> Doubt:
+        return "few" if self.cost.saved_ns.shape[1] < _FEW else "varies"
 
+    def _describe(
+        self, late: int, cause: Cause, cost_ns: Floats, steps: Bools, phases: Set[str] | None = None
+    ) -> Culprit:
+        """Return what a rank did longer in the steps in which it is late, and what that costs.
 
-def _doubt_chance(cost: Cost) -> Doubt:
-    return "few" if cost.saved_ns.shape[1] < _FEW else "varies"
+        ``cost_ns`` is its cost in each step, ``steps`` are those in which it is late. If ``phases`` are given, they
+        alone count.
+        """
+        cost = self.cost
+        record, account = self.ranks[late].record, cost.accounts[late]
+        middle = cost.usual_beside(late)
+        usual = self.ranks[middle]
+        mine = account.own.within(steps).median()
+        beside = [other for other in cost.accounts if other is not account]
+        ordinary = median_of_parts(
+            [other.own.median() for other in ([cost.accounts[middle]] if cost.is_exact else beside)]
+        )
+        extra = {
+            key: mine.get(key, 0.0) - ordinary.get(key, 0.0)
+            for key in sorted(mine.keys() | ordinary.keys())
+            if key[0] == cause and (phases is None or key[1] in phases)
+        }
+        phase, module, extra_ns = _find_place(extra)
+        is_always = bool(steps.all())
+        late_ns = float(np.median(cost.saved_ns[late][steps]))
+        if cause == "kernels" and not cost.is_exact:
+            extra_ns = min(extra_ns, late_ns)
+        may_hide = is_always and phase and cause in ("data", "python") and cost.is_exact and record.device is not None
+        on_host = self._longer_on_host("outside_cuda", late, phase) if may_hide else 0.0
+        gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
+        if is_always and phase:  # what its cause costs in other phases is not named
+            gain_ns = min(gain_ns, max(extra_ns, on_host))
+        clocks = [other.sm_mhz for other in beside if other.sm_mhz is not None]
+        is_held_down = (
+            account.sm_mhz is not None
+            and bool(clocks)
+            and account.sm_mhz <= float(np.median(clocks)) * (1 - _CLOCK_LOSS)
+        )
+        group, share = _arrivals(self.matched, record.rank)
+        return Culprit(
+            rank=record.rank,
+            cause="clock" if cause == "kernels" and is_held_down else cause,
+            phase=phase,
+            module=module,
+            late_ns=round(late_ns),
+            extra_ns=round(max(extra_ns, on_host)),
+            idle_ns=round(extra_ns),
+            gain_ns=round(gain_ns),
+            share=share,
+            group=group,
+            compared_with=usual.record.rank,
+            late_steps=int(steps.sum()),
+            steps=len(steps),
+        )
 
+    def _longer_on_host(self, table: Literal["phases", "outside_cuda"], late: int, phase: str) -> float:
+        """Return what a rank usually takes longer for a phase than the median one, by one of the tables of its host."""
+        mine_ns, usual_ns = (
+            usual_time(getattr(rank.steps, table), rank.steps, phase)
+            for rank in (self.ranks[late], self.ranks[self.cost.usual_beside(late)])
+        )
+        return mine_ns - usual_ns
 
-def _describe(
-    ranks: Sequence[ReducedRank],
-    matched: Sequence[Matched],
-    cost: Cost,
-    *,
-    late: int,
-    cause: Cause,
-    phases: Set[str] | None,
-    cost_ns: Floats,
-    steps: Bools,
-) -> Culprit:
-    """Return what a rank did longer in the steps in which it is late, and what that costs.
+    def _launches_that_others_hid(self, late: int) -> float:
+        """Return what of a rank's longer launching the median rank did too, while its GPU waited in collectives.
 
-    Args:
-        late: the rank (its position).
-        cause: why it is late.
-        phases: in which phases, if they alone count.
-        cost_ns: what it costs in each step.
-        steps: in which steps it is late.
-    """
-    record, account = ranks[late].record, cost.accounts[late]
-    middle = cost.usual_beside(late)
-    usual = ranks[middle]
-    mine = account.own.within(steps).median()
-    others = [cost.accounts[middle]] if cost.is_exact else [other for other in cost.accounts if other is not account]
-    ordinary = median_of_parts([other.own.median() for other in others])
-    extra = {
-        key: mine.get(key, 0.0) - ordinary.get(key, 0.0)
-        for key in sorted(mine.keys() | ordinary.keys())
-        if key[0] == cause and (phases is None or key[1] in phases)
-    }
-    phase, module, extra_ns = _find_place(extra)
-    is_always = bool(steps.all())
-    late_ns = float(np.median(cost.saved_ns[late][steps]))
-    if cause == "kernels" and not cost.is_exact:
-        extra_ns = min(extra_ns, late_ns)
-    may_hide = is_always and phase and cause in ("data", "python") and cost.is_exact and record.device is not None
-    on_host = 0.0
-    if may_hide:
-        outside_ns, usual_ns = (usual_time(one.steps.outside_cuda, one.steps, phase) for one in (ranks[late], usual))
-        on_host = outside_ns - usual_ns
-    gain_ns = typical(cost_ns) if is_always else float(np.maximum(cost_ns[steps], 0.0).sum()) / len(steps)
-    if is_always and phase:  # what its cause costs in other phases is not named
-        gain_ns = min(gain_ns, max(extra_ns, on_host))
-    clocks = [other.sm_mhz for other in cost.accounts if other is not account and other.sm_mhz is not None]
-    is_held_down = (
-        account.sm_mhz is not None and bool(clocks) and account.sm_mhz <= float(np.median(clocks)) * (1 - _CLOCK_LOSS)
-    )
-    group, share = _arrivals(matched, record.rank)
-    return Culprit(
-        rank=record.rank,
-        cause="clock" if cause == "kernels" and is_held_down else cause,
-        phase=phase,
-        module=module,
-        late_ns=round(late_ns),
-        extra_ns=round(max(extra_ns, on_host)),
-        idle_ns=round(extra_ns),
-        gain_ns=round(gain_ns),
-        share=share,
-        group=group,
-        compared_with=usual.record.rank,
-        late_steps=int(steps.sum()),
-        steps=len(steps),
-    )
+        A rank launches longer by no more than its host takes longer for a phase, without what Python took longer there.
+        """
+        cost = self.cost
+        longer = {place: float(np.median(cost.longer_ns[late, :, at])) for at, place in enumerate(cost.places)}
+        hidden = 0.0
+        for cause, phase in cost.places:
+            if cause == "launch" and longer[cause, phase] > 0:
+                python = max(longer.get(("python", phase), 0.0), 0.0)
+                launched = max(self._longer_on_host("phases", late, phase) - python, 0.0)
+                hidden += max(longer[cause, phase] - launched, 0.0)
+        return hidden
 
+    def _doubt_profiler(self, late: int, cause: Cause) -> Doubt | None:
+        """Return whether a host may take longer because a profiler slowed it.
 
-def _launches_that_others_hid(ranks: Sequence[ReducedRank], cost: Cost, late: int) -> float:
-    """Return what of a rank's longer launching the median rank did too, while its GPU waited in collectives.
-
-    A rank launches longer by no more than its host takes longer for a phase, without what Python took longer there.
-    """
-    usual = ranks[cost.usual_beside(late)]
-    longer = {place: float(np.median(cost.longer_ns[late, :, at])) for at, place in enumerate(cost.places)}
-    hidden = 0.0
-    for cause, phase in cost.places:
-        if cause == "launch" and longer[cause, phase] > 0:
-            mine_ns, usual_ns = (usual_time(one.steps.phases, one.steps, phase) for one in (ranks[late], usual))
-            python = max(longer.get(("python", phase), 0.0), 0.0)
-            hidden += max(longer[cause, phase] - max(mine_ns - usual_ns - python, 0.0), 0.0)
-    return hidden
-
-
-def _doubt_profiler(
-    ranks: Sequence[ReducedRank], cost: Cost, late: int, cause: Cause, written: Mapping[int, ReducedRank]
-) -> Doubt | None:
-    """Return whether a host may take longer because a profiler slowed it.
-
-    Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much. (They
-    do not tell of time between phases.)
-    """
-    if ranks[late].record.source == "light" or cause not in ("launch", "python"):
-        return None
-    launch, python = (max(typical(cost.of_cause(why)[late]), 0.0) for why in ("launch", "python"))
-    longer = {
-        phase: max(float(np.median(cost.longer_ns[late, :, at])), 0.0)
-        for at, (why, phase) in enumerate(cost.places)
-        if why == cause
-    }
-    unrecorded = longer_unrecorded(ranks, written, late) if cost.is_exact else None
-    if unrecorded is not None:
-        within = sum(time for phase, time in longer.items() if phase in unrecorded)
-        seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())
-        is_mostly_within = within * 2 >= sum(longer.values())
-        if is_mostly_within and seen < _SEEN * within:
-            return "profiler"
-    if cause == "python" and python > _BEYOND_LAUNCHES * launch:
-        return None
-    is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS
-    return None if is_enough else "launches"
+        Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
+        (They do not tell of time between phases.)
+        """
+        cost = self.cost
+        if self.ranks[late].record.source == "light" or cause not in ("launch", "python"):
+            return None
+        launch, python = (max(typical(cost.of_cause(why)[late]), 0.0) for why in ("launch", "python"))
+        longer = {
+            phase: max(float(np.median(cost.longer_ns[late, :, at])), 0.0)
+            for at, (why, phase) in enumerate(cost.places)
+            if why == cause
+        }
+        unrecorded = longer_unrecorded(self.ranks, self.written, late) if cost.is_exact else None
+        if unrecorded is not None:
+            within = sum(time for phase, time in longer.items() if phase in unrecorded)
+            seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())
+            is_mostly_within = within * 2 >= sum(longer.values())
+            if is_mostly_within and seen < _SEEN * within:
+                return "profiler"
+        if cause == "python" and python > _BEYOND_LAUNCHES * launch:
+            return None
+        is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS
+        return None if is_enough else "launches"
 
 
 def _find_place(extra: Parts) -> tuple[str, str, float]:
