@@ -10,13 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 
+from profkit import reading
 from profkit.cli import main
+from profkit.snapshot import reader
 from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
@@ -131,6 +135,30 @@ ANALYZERS = (
     *("summary", "ranks", "whatif", "report", "doctor"),
 )
 """Commands that read files, print and end: they need no process of their own."""
+
+
+@pytest.fixture(scope="module")
+def read_once() -> Iterator[None]:
+    """Whoever opens a capture again gets the columns that were read first, which nothing changes."""
+    with (
+        mock.patch("profkit.reading.read_trace_file", _remember(reading.read_trace_file)),
+        mock.patch("profkit.snapshot.reader.read_snapshot", _remember(reader.read_snapshot)),
+    ):
+        yield
+
+
+def _remember(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    @lru_cache(maxsize=8)
+    def read_file(path: Path, changed_ns: int, size: int) -> Any:
+        return read(path)
+
+    def read_or_remember(path: Path) -> Any:
+        if not path.is_file() or path.suffix == ".nsys-rep":
+            return read(path)
+        state = path.stat()
+        return replace(read_file(path.resolve(), state.st_mtime_ns, state.st_size), path=str(path))
+
+    return read_or_remember
 
 
 @pytest.fixture

@@ -181,6 +181,15 @@ class NsysBuilder:
             copyKind=kind,
         )
 
+    def graph(self, launch: int | None, start: int, end: int, *, number: int = 1) -> None:
+        """Add a CUDA graph that was traced whole, and unless ``launch`` is None the call that launched it."""
+        correlation = 0 if launch is None else self.call(launch, name="cudaGraphLaunch_v10000")
+        self.add(
+            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+            **{"start": start, "end": end, "deviceId": 0, "streamId": 7, "correlationId": correlation},
+            **{"globalPid": process_of(100), "graphId": number, "graphExecId": number},
+        )
+
     def add(self, table: str, **values: Any) -> None:
         self.rows[table].append(values)
 

@@ -216,25 +216,6 @@ def test_a_block_that_an_earlier_limit_kept_whole_is_bounded() -> None:
 # -- single rules -----------------------------------------------------------------------------------------------
 
 
-def test_a_rest_too_small_to_split_is_charged_to_the_block() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
-    allocator.malloc(11 * MIB)
-    assert figures(replayed(allocator)) == (12 * MIB, 11 * MIB, 12 * MIB)
-
-
-def test_allocated_falls_at_the_request_and_requested_at_the_completion() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
-    block = allocator.malloc(1000)
-    allocator.free(block, is_used_elsewhere=True)
-    allocator.malloc(2000)
-    allocator.complete(block)
-    history = replayed(allocator)
-    assert history.curves.allocated.tolist() == [0, 0, 1024, 0, 2048, 2048]
-    assert history.curves.requested.tolist() == [0, 0, 1000, 1000, 3000, 2000]
-
-
 def test_the_gap_after_a_block_from_before_the_history_bounds_its_size() -> None:
     allocator = ReferenceAllocator()
     filler = allocator.malloc(11 * MIB)  # 12 MiB segment: 1 MiB of padding

@@ -127,12 +127,6 @@ def test_the_peaks_under_other_settings_are_those_of_a_run_with_them(before: str
     assert exact >= 10
 
 
-def test_expandable_segments_are_predicted_from_a_recording_without_them() -> None:
-    simulation = simulate(requests_of(read(TRACE)), Settings(expandable_segments=True))
-    assert peaks(simulation) == (3_219_962_880, 3_219_960_876, 3_252_682_752)
-    assert not simulation.bases_decide
-
-
 # -- its state --------------------------------------------------------------------------------------------------
 
 

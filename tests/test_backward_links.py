@@ -164,19 +164,11 @@ def test_thread_only_follows_no_links(tmp_path: Path) -> None:
         opened.kernels("backward/layer 0")
 
 
-def test_rows_are_numbered_by_one_trace(tmp_path: Path) -> None:
-    opened = opened_with(tmp_path, model())
-    assert opened.trace is opened.attribution.trace
-    assert len(opened.trace.ranges) > len(opened.recorded.ranges)
-    assert opened.attribution.is_mirror[len(opened.recorded.ranges) :].all()
-
-
-@pytest.mark.parametrize("command", ["summary", "report", "kernels", "efficiency", "ranges"])
-def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path, command: str) -> None:
+def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path) -> None:
     opened_with(tmp_path, [*model(), span("ProfilerStep#1", 0, 1000), span("ProfilerStep#2", 1000, 1010)])
-    output = ["-o", tmp_path / "page.html"] if command == "report" else []
-    done = run_command(command, tmp_path / "trace.json", *output)
-    assert done.returncode == 0, done.stderr
+    for command in ("summary", "kernels", "efficiency", "ranges"):
+        done = run_command(command, tmp_path / "trace.json")
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_step_that_links_repeat_under_its_backward_pass_is_one_step(tmp_path: Path) -> None:

@@ -205,12 +205,6 @@ def test_an_unknown_mfu_fails(
     assert reason in found.detail
 
 
-def test_a_real_traces_idle_share_is_that_of_efficiency() -> None:
-    idle = open_capture(TRACE).trace.efficiency().idle_share  # type: ignore[union-attr]
-    found = line(TRACE, Budgets(max_idle=1.0))
-    assert (found.held, found.measured) == (True, idle)
-
-
 def test_budgets_of_what_was_not_recorded_are_not_judged(tmp_path: Path) -> None:
     everything = Budgets(1, 1, 1.0, 0.0, (("gemm", 1.0),))
     of_trace = {one.budget: one.detail for one in lines(TRACE, everything) if not one.held}
@@ -360,7 +354,7 @@ def test_the_command_exits_3_if_a_budget_is_broken(run: Path) -> None:
     assert max(map(len, broken.stdout.splitlines())) <= 80
 
 
-def test_every_format_holds_the_verdicts(run: Path) -> None:
+def test_json_and_csv_hold_the_verdicts(run: Path) -> None:
     asked = ("check", run, "--max-step-ms", "30", "--max-peak", "1GB", "--format")
     data = json.loads(run_command(*asked, "json").stdout)
     assert (data["run"], data["held"]) == ("run", False)
@@ -376,8 +370,6 @@ def test_every_format_holds_the_verdicts(run: Path) -> None:
     }
     rows = list(csv.DictReader(io.StringIO(run_command(*asked, "csv").stdout)))
     assert [(row["budget"], row["held"]) for row in rows] == [("max-step-ms", "False"), ("max-peak", "True")]
-    assert "| BROKEN | max-step-ms step | 30.02 ms | ≤ 30.00 ms |" in run_command(*asked, "markdown").stdout
-    assert r"\begin{tabular}" in run_command(*asked, "latex").stdout
 
 
 @pytest.mark.parametrize(

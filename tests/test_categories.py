@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from contextlib import closing
 
@@ -17,7 +15,6 @@ from profkit.trace.kineto import read_kineto
 from tests.captures import capture
 
 RULES = [(measure, rule) for measure, rules in read_rules().items() for rule in rules]
-EXAMPLES = [(m, r["rule"], r["category"], name) for m, r in RULES for name in r["examples"]]
 
 
 def kernels_of(name: str) -> dict[str, tuple[int, int]]:
@@ -35,21 +32,15 @@ def kernels_of(name: str) -> dict[str, tuple[int, int]]:
         return {name: (time, count) for name, time, count in rows}
 
 
-@pytest.mark.parametrize(("measure", "rule", "category", "name"), EXAMPLES, ids=lambda v: str(v)[:40])
-def test_every_example_gets_the_rule_it_is_listed_under(measure: str, rule: str, category: str, name: str) -> None:
-    found = categorize(name, measure)  # type: ignore[arg-type]
-    assert (found.rule, found.name) == (rule, category)
-
-
-@pytest.mark.parametrize(
-    ("measure", "rule", "name"),
-    [(m, r["rule"], name) for m, r in RULES for name in r.get("counterexamples", [])],
-    ids=lambda v: str(v)[:40],
-)
-def test_no_counterexample_gets_the_rule_it_is_listed_under(measure: str, rule: str, name: str) -> None:
-    found = categorize(name, measure)  # type: ignore[arg-type]
-    assert found.rule != rule
-    assert found != OTHER
+def test_every_example_gets_the_rule_it_is_listed_under_and_no_counterexample_does() -> None:
+    for measure, rule in RULES:
+        for name in rule["examples"]:
+            found = categorize(name, measure)
+            assert (found.rule, found.name) == (rule["rule"], rule["category"]), name
+        for name in rule.get("counterexamples", []):
+            found = categorize(name, measure)
+            assert found.rule != rule["rule"], name
+            assert found != OTHER, name
 
 
 @pytest.mark.parametrize(
@@ -88,18 +79,9 @@ def test_both_demanglers_spellings_get_one_verdict() -> None:
     assert counts[0].total() == 3008
 
 
-@pytest.mark.parametrize(
-    ("name", "category"),
-    [
-        ("aten::empty", "other"),
-        ("some_kernel_of_mine", "other"),
-        ("", "other"),
-        ("triton_", "other"),
-        ("spawn_pool_thread_kernel", "other"),
-    ],
-)
-def test_a_name_without_a_rule_is_other(name: str, category: str) -> None:
-    assert categorize(name).name == category
+@pytest.mark.parametrize("name", ["aten::empty", "some_kernel_of_mine", "", "triton_", "spawn_pool_thread_kernel"])
+def test_a_name_without_a_rule_is_other(name: str) -> None:
+    assert categorize(name) == OTHER
 
 
 def test_each_rule_has_its_own_name_and_a_known_category() -> None:
@@ -111,16 +93,6 @@ def test_each_rule_has_its_own_name_and_a_known_category() -> None:
     for _, rule in RULES:
         assert set(rule) <= {"category", "rule", "patterns", "examples", "counterexamples"}
         assert rule["examples"], rule["rule"]
-
-
-def test_the_rules_are_read_only_when_they_are_needed() -> None:
-    code = (
-        "import sys; from profkit.analysis.kernels.categories import categorize, _compiled_rules\n"
-        "assert _compiled_rules.cache_info().currsize == 0\n"
-        "assert categorize('aten::mm', 'cpu-operator').name == 'gemm'\n"
-        "assert _compiled_rules.cache_info().currsize == 1\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

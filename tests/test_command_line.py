@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from profkit.cli import main, outputs
-from tests.conftest import ROOT, call_main
+from tests.conftest import call_main
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -68,41 +68,30 @@ def test_wrong_requests_get_one_line_and_the_usage_code(
     assert "Traceback" not in done.stderr
 
 
-def _make_bad(kind: str, folder: Path, good: Path) -> Path:
-    path = folder / "t.sqlite"
-    if kind == "missing":
-        return path
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "empty":
-        path.touch()
-    elif kind == "text":
-        path.write_text("hello")
-    elif kind == "report":
-        path = folder / "t.nsys-rep"
-        path.write_bytes(b"\x00\x01report")
-    elif kind == "cut":
-        path.write_bytes(good.read_bytes()[:-5000])
-    elif kind == "wal":
-        shutil.copy(good, path)
-        (folder / "t.sqlite-wal").write_bytes(b"xyz")
-    elif kind == "json":
-        path.write_text('{"name": "not a trace"}')
-    elif kind == "gzip":
-        path.write_bytes(b"\x1f\x8b\x08garbage")
-    return path
-
-
-@pytest.mark.parametrize("kind", ["missing", "directory", "empty", "text", "report", "cut", "wal", "json", "gzip"])
-@pytest.mark.parametrize("command", ["kernels", "ranges"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("missing.sqlite", None),
+        ("directory/", None),
+        ("empty.sqlite", b""),
+        ("text.sqlite", b"hello"),
+        ("report.nsys-rep", b"\x00\x01report"),
+        ("trace.json", b'{"name": "not a trace"}'),
+        ("trace.json.gz", b"\x1f\x8b\x08garbage"),
+    ],
+)
 def test_bad_files_get_one_line_and_leave_nothing(
-    profkit: Run, trace: Path, tmp_path: Path, command: str, kind: str
+    profkit: Run, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
-    path = _make_bad(kind, tmp_path, trace)
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name.endswith("/"):
+        path.mkdir()
     before = sorted(tmp_path.rglob("*"))
-    environment = {**os.environ, "PATH": "/nonexistent", "NSYS": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment.pop("NSYS")
-    done = profkit(command, path, env=environment)
+    environment = {**os.environ, "PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("NSYS", None)
+    done = profkit("kernels", path, env=environment)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert done.stderr.count("\n") == 1
     assert str(path) in done.stderr
@@ -125,7 +114,9 @@ def test_a_lossy_capture_is_read_and_its_verdict_heads_the_output(profkit: Run, 
     assert done.returncode == 0
     assert done.stdout.startswith("SELF-CHECK FAILED")
     assert profkit("kernels", path, "--strict").returncode == 3
-    assert profkit("ranges", path, "--strict").returncode == 3
+    strict = profkit("ranges", path, "--strict")
+    assert (strict.returncode, "100 % = " in strict.stdout) == (3, True)
+    assert strict.stderr.endswith("the capture failed its self-check\n")
     data = json.loads(profkit("kernels", path, "--format", "json").stdout)
     assert data["self_check"]["passed"] is False
     assert "self-check-launch-without-kernel" in {warning["code"] for warning in data["warnings"]}
@@ -135,26 +126,17 @@ def _copy(trace: Path, folder: Path, name: str) -> Path:
     return Path(shutil.copy(trace, folder / name))
 
 
-@pytest.mark.parametrize("link", ["itself", "symlink", "hardlink", "other spelling"])
-@pytest.mark.parametrize("command", ["kernels", "ranges", "memory"])
-def test_a_result_never_replaces_what_is_read(
-    profkit: Run, trace: Path, tmp_path: Path, command: str, link: str
-) -> None:
+def test_a_result_never_replaces_what_is_read(profkit: Run, trace: Path, tmp_path: Path) -> None:
     capture = _copy(trace, tmp_path, "s.sqlite")
     before = capture.read_bytes()
-    output = tmp_path / "s.sqlite"
-    if link == "other spelling":
-        output = tmp_path / "." / ".." / tmp_path.name / "s.sqlite"
-    elif link == "symlink":
-        output = tmp_path / "l"
-        output.symlink_to(capture)
-    elif link == "hardlink":
-        output = tmp_path / "l"
-        output.hardlink_to(capture)
-    done = profkit(command, capture, "-o", output)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "this file is being read" in done.stderr
-    assert capture.read_bytes() == before
+    (tmp_path / "symlink").symlink_to(capture)
+    (tmp_path / "hardlink").hardlink_to(capture)
+    for name in ("s.sqlite", "symlink", "hardlink", f"./../{tmp_path.name}/s.sqlite"):
+        for command in ("kernels", "ranges", "memory"):
+            done = profkit(command, capture, "-o", tmp_path / name)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert "this file is being read" in done.stderr
+            assert capture.read_bytes() == before
 
 
 def test_a_plot_or_timeline_that_would_replace_the_input_is_refused(profkit: Run, trace: Path, tmp_path: Path) -> None:
@@ -166,19 +148,16 @@ def test_a_plot_or_timeline_that_would_replace_the_input_is_refused(profkit: Run
     assert profkit("compare", tmp_path / "c.png", other, "-o", other).returncode == 2
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "trace.sqlite", "snapshot.pickle", "ledger.jsonl", "log.txt"])
-@pytest.mark.parametrize("named", ["run", "trace"])
-def test_a_result_never_replaces_a_file_of_the_run(
-    profkit: Run, trace: Path, tmp_path: Path, name: str, named: str
-) -> None:
+def test_a_result_never_replaces_a_file_of_the_run(profkit: Run, trace: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"status": "complete"}')
     (tmp_path / "log.txt").touch()
     _copy(trace, tmp_path, "trace.sqlite")
     before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
-    capture = tmp_path if named == "run" else tmp_path / "trace.sqlite"
-    assert profkit("kernels", capture, "-o", tmp_path / name).returncode == 2
+    for capture in (tmp_path, tmp_path / "trace.sqlite"):
+        for name in ("manifest.json", "trace.sqlite", "snapshot.pickle", "ledger.jsonl", "log.txt"):
+            assert profkit("kernels", capture, "-o", tmp_path / name).returncode == 2
     assert sorted((path, path.read_bytes()) for path in tmp_path.iterdir()) == before
-    assert profkit("kernels", capture, "-o", tmp_path / "kernels.txt").returncode == 0
+    assert profkit("kernels", tmp_path, "-o", tmp_path / "kernels.txt").returncode == 0
 
 
 def test_two_results_do_not_go_to_one_file(profkit: Run, trace: Path, tmp_path: Path) -> None:
@@ -195,13 +174,13 @@ def test_a_pipe_is_refused_and_not_waited_for(profkit: Run, tmp_path: Path, name
         assert "not a regular file" in done.stderr
 
 
-@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
-@pytest.mark.parametrize("command", ["kernels", "ranges"])
-def test_no_escape_sequence_in_a_name_is_printed(profkit: Run, oddly_named: Path, command: str, style: str) -> None:
-    done = profkit(command, oddly_named, "--format", style)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert not any(line.startswith(("x", "rm")) for line in done.stdout.splitlines())
+def test_no_escape_sequence_in_a_name_is_printed(profkit: Run, oddly_named: Path) -> None:
+    for command in ("kernels", "ranges"):
+        for style in ("table", "markdown", "latex", "json"):
+            done = profkit(command, oddly_named, "--format", style)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "\x1b" not in done.stdout
+            assert not any(line.startswith(("x", "rm")) for line in done.stdout.splitlines())
 
 
 def test_csv_keeps_odd_names_unchanged(profkit: Run, oddly_named: Path) -> None:
@@ -216,14 +195,6 @@ def test_a_file_whose_name_is_not_utf8_is_read(profkit: Run, trace: Path, tmp_pa
         assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["trace"] == "a\ufffd#?%.sqlite"
     assert profkit("kernels", path, "--format", "json", "-o", tmp_path / "o.json").returncode == 0
-
-
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_output_in_any_encoding_succeeds(profkit: Run, trace: Path, encoding: str) -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    for command in ("kernels", "ranges"):
-        done = profkit(command, trace, env=environment, encoding=encoding, errors="strict")
-        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_shell_is_offered_commands_and_options() -> None:
@@ -271,12 +242,6 @@ def test_an_unexpected_error_gets_one_line(monkeypatch: pytest.MonkeyPatch, caps
         main(["--debug", "kernels", "x"])
 
 
-def test_a_result_is_printed_before_strict_fails(profkit: Run, captures: Path) -> None:
-    done = profkit("ranges", captures / "lossy.nsys2023.sqlite", "--strict")
-    assert "100 % = " in done.stdout
-    assert done.stderr.endswith("the capture failed its self-check\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -296,13 +261,15 @@ class _Terminal(io.StringIO):
 
 
 def test_progress_shows_after_a_second_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_PATIENCE_S", 0.05)
     monkeypatch.setenv("TERM", "xterm")
-    for seconds, shown in ((0.0, False), (0.8, True)):
+    for patience_s, shown in ((60, False), (0, True)):
+        monkeypatch.setattr(outputs, "_PATIENCE_S", patience_s)
         terminal = _Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
         with outputs.shown_after_a_second("reading [t].sqlite"):
-            time.sleep(seconds)
+            deadline = time.monotonic() + 60
+            while shown and not terminal.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.001)
         assert ("reading [t].sqlite …" in terminal.getvalue()) is shown
 
 
@@ -320,29 +287,12 @@ def test_reading_shows_progress(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert shown == ["reading t.sqlite"] * 2
 
 
-def test_kernels_loads_no_heavy_package_it_does_not_need(trace: Path) -> None:
-    unwanted = {"pandas", "torch", "rich", "matplotlib", "platformdirs", "statistics", "importlib.metadata", "numpy.ma"}
-    code = "import sys; from profkit.cli import main\ntry: main(['kernels', sys.argv[1]])\nexcept SystemExit: pass\n"
-    code += f"sys.exit(' '.join({unwanted} & {{*sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code, str(trace)], capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == ""
-
-
 def test_a_closed_pipe_is_no_error(trace: Path) -> None:
     assert _in_bash(f"set -o pipefail; profkit kernels {trace} | head -n 1").stderr == ""
 
 
 def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:
     assert "Traceback" in profkit("--debug", "kernels", tmp_path / "none").stderr
-
-
-@pytest.mark.parametrize("trace", ["small-train.nsys2025.sqlite", "tiny-train-cpu.nsys2023.sqlite"])
-@pytest.mark.parametrize(
-    "command", [["kernels"], ["ranges"], ["efficiency"], ["check", "--max-idle", "50%"]], ids=lambda words: words[0]
-)
-def test_json_names_a_file_without_its_folder(profkit: Run, command: list[str], trace: str) -> None:
-    done = profkit(*command, ROOT / "traces" / trace, "--format", "json")
-    assert str(ROOT) not in done.stdout
 
 
 def test_csv_that_goes_to_a_terminal_shows_control_characters(profkit: Run, oddly_named: Path) -> None:

@@ -11,9 +11,10 @@ from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_both, sample_steps
 from profkit.analysis.tree.selection import join_path
 from profkit.errors import UsageError
-from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 from tests.step_builder import ADD, SGEMM, Step, add_steps, write_steps
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 STEP = {"": [(ADD, 7)], "forward/layer 0/ffn": [(SGEMM, 100)], "forward/layer 1/ffn": [(SGEMM, 50), (ADD, 10)]}
 
@@ -86,28 +87,6 @@ def test_a_range_can_select_the_steps_of_one_context(tmp_path: Path) -> None:
     assert (mixed.size, mixed.has_contexts) == (5, True)
     assert (one.size, one.has_contexts) == (3, False)
     assert totals(one)["forward/layer */ffn", SGEMM] == [150, 150, 150]
-
-
-@pytest.mark.parametrize(
-    "name", ["small-train.nsys2025.sqlite", "small-train.kineto.json.gz", "tiny-train-cpu.kineto.json.gz"]
-)
-@pytest.mark.parametrize("by_step", [True, False])
-def test_samples_and_what_they_leave_out_sum_to_the_capture(name: str, by_step: bool) -> None:
-    opened = read_trace(ROOT / "traces" / name)
-    samples = sample_steps(opened.attribution, by_step=by_step)
-    assert samples.total_ns + samples.left_out_ns == opened.attribution.ledger.total_ns
-    outside = 6 if by_step and "cpu" in name else 0  # operators between the steps
-    assert samples.kernel_count.sum() + outside == opened.kernels().kernel_count
-
-
-def test_a_phase_has_the_same_kernel_time_as_in_the_kernels_command() -> None:
-    opened = read_trace(ROOT / "traces" / "small-train.nsys2025.sqlite")
-    samples = sample_steps(opened.attribution)
-    for phase in ("forward", "loss", "backward", "optimizer"):
-        mine = [column for column, key in enumerate(samples.keys) if key.path[:1] == (phase,)]
-        assert samples.kernel_ns[:, mine].sum() == opened.kernels(phase).total_ns
-    assert samples.wall_ns is not None
-    assert samples.wall_ns.sum() == opened.kernels("step *").wall_ns
 
 
 def test_the_kth_steps_of_all_ranks_are_one_sample(captures: Path) -> None:

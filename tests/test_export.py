@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_trace
-from profkit.report.export import _numbered, assign_lanes
+from profkit.report.export import _numbered
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -71,17 +71,21 @@ def exported(profkit: Run, capture: Path, folder: Path, *more: str) -> Path:
     return chrome
 
 
-def test_the_durations_on_each_gpu_stream_sum_to_the_kernel_time(profkit: Run, tmp_path: Path) -> None:
-    read = Read(exported(profkit, NSYS, tmp_path))
+@pytest.fixture(scope="module")
+def read(profkit: Run, tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return Read(exported(profkit, NSYS, tmp_path_factory.mktemp("nsys")))
+
+
+def test_the_durations_on_each_gpu_stream_sum_to_the_kernel_time(read: Read) -> None:
     result = open_trace(NSYS).kernels()
     assert read.sums("kernel") == {"GPU 0 stream 7": result.kernel_time_ns}
     assert result.kernel_time_ns == 59_325_701
     assert len(read.of("kernel")) == result.kernel_count
 
 
-def test_each_kernel_names_its_range_and_how_that_is_known(profkit: Run, tmp_path: Path) -> None:
+def test_each_kernel_names_its_range_and_how_that_is_known(read: Read) -> None:
     under: dict[str, int] = defaultdict(int)
-    for one in Read(exported(profkit, NSYS, tmp_path)).of("kernel"):
+    for one in read.of("kernel"):
         under[one["args"]["placed"]] += one["end"] - one["start"]
         assert one["args"]["range"].split("/")[0] == "step *"
     ledger = open_trace(NSYS).attribution.ledger
@@ -91,8 +95,7 @@ def test_each_kernel_names_its_range_and_how_that_is_known(profkit: Run, tmp_pat
     }
 
 
-def test_arrows_join_a_call_with_every_kernel_that_it_launched(profkit: Run, tmp_path: Path) -> None:
-    read = Read(exported(profkit, NSYS, tmp_path))
+def test_arrows_join_a_call_with_every_kernel_that_it_launched(read: Read) -> None:
     begins = {row["id"]: row["ts"] for row in read.rows if row["ph"] == "s" and row["cat"] == "ac2g"}
     ends = {row["id"]: row["ts"] for row in read.rows if row["ph"] == "f" and row["cat"] == "ac2g"}
     trace = open_trace(NSYS).trace
@@ -104,8 +107,8 @@ def test_arrows_join_a_call_with_every_kernel_that_it_launched(profkit: Run, tmp
     assert all(begins[number] <= ts for number, ts in ends.items())
 
 
-def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(profkit: Run, tmp_path: Path) -> None:
-    by_cause = Read(exported(profkit, NSYS, tmp_path)).sums("gpu_idle", "name")
+def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(read: Read) -> None:
+    by_cause = read.sums("gpu_idle", "name")
     time = build_gpu_times(open_trace(NSYS).trace)[0]
     parts = time.parts_within(time.starts_ns[:1], time.reach_ns[-1:])[0].tolist()
     assert by_cause["Python prepared kernels"] == parts[4]
@@ -200,18 +203,7 @@ def odd_capture(path: Path) -> Path:
     builder.kernel(None, 40, start=900)  # its launch was not recorded
     builder.kernel(5_000, 70, tid=101, start=6_000, device=1)
     builder.kernel(5_000, 70, pid=200, tid=200, start=6_500)
-    correlation = builder.call(7_000, name="cudaGraphLaunch_v10000")
-    builder.add(
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
-        start=7_100,
-        end=7_900,
-        deviceId=0,
-        streamId=7,
-        correlationId=correlation,
-        globalPid=builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][0]["globalPid"],
-        graphId=1,
-        graphExecId=1,
-    )
+    builder.graph(7_000, 7_100, 7_900)
     builder.copy(8_000, 33, start=8_100)
     return builder.write(path)
 
@@ -237,11 +229,6 @@ def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path:
     content = gzip.decompress(exported(profkit, folder, tmp_path).read_bytes())
     for private in (b"somebody", b"train.py", str(tmp_path).encode(), b"/home", b"PATH="):
         assert private not in content
-
-
-def test_slices_that_overlap_get_lanes_in_which_they_do_not() -> None:
-    start, end = np.array([0, 5, 10, 12, 20]), np.array([10, 15, 20, 14, 20])
-    assert assign_lanes(start, end) == [0, 1, 0, 2, 0]
 
 
 def test_a_damaged_trace_of_overlapping_rows_is_exported(profkit: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`profkit kernels`: its table, its filters and groupings, and what each format holds."""
+"""`profkit kernels`: its table, its filters and groupings, what each format holds, and its picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.report.plots import plot_kernels
+from profkit.report.plots import MOST_BARS, plot_kernels
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
 
@@ -41,11 +41,6 @@ def test_the_table_of_a_range_is_per_step_and_fits_80_columns(profkit: Run, trac
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == GOLDEN_RANGE
     assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_full_names_are_not_shortened(profkit: Run, trace: Path) -> None:
-    done = profkit("kernels", trace, "--range", "backward", "--full-names")
-    assert "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas" in done.stdout
 
 
 def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
@@ -92,13 +87,10 @@ def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
     assert data["self_check"]["passed"] is True
 
 
-def test_without_a_range_json_is_the_whole_capture(profkit: Run, trace: Path) -> None:
+def test_without_a_range_it_is_the_whole_capture_and_the_phases_come_first(profkit: Run, trace: Path) -> None:
     data = json.loads(profkit("kernels", trace, "--format", "json").stdout)
     assert (data["range"], data["range_evidence"], data["kernel_time_ns"]) == (None, None, 18_500)
     assert data["wall_ns"] == 390_000
-
-
-def test_without_a_range_the_phases_come_first(profkit: Run, trace: Path) -> None:
     text = profkit("kernels", trace).stdout
     assert text.startswith("Phases, per step (2 steps); 100 % = all 18.50 µs of the capture\n")
     assert text.index("forward") < text.index("backward") < text.index("whole capture: 4 kernels per step (2 steps)")
@@ -128,14 +120,6 @@ def test_csv_holds_exact_values_and_whole_names(profkit: Run, trace: Path) -> No
     assert rows[1]["name"].startswith("void at::native::vectorized_elementwise_kernel<(int)4")
 
 
-def test_markdown_and_latex_hold_the_same_cells(profkit: Run, trace: Path) -> None:
-    markdown = profkit("kernels", trace, "--range", "backward", "--format", "markdown").stdout
-    assert "| 80.0% | 5.000 µs | 2 | 2.500 µs | gemm | sm80_xmma_gemm" in markdown
-    latex = profkit("kernels", trace, "--range", "backward", "--format", "latex").stdout
-    assert r"80.0\% & 5.000 µs & 2 & 2.500 µs & gemm & sm80\_xmma\_gemm" in latex
-    assert latex.count(r"\end{tabular}") == 1
-
-
 def test_top_adds_up_the_other_lines_and_sort_orders_them(profkit: Run, trace: Path) -> None:
     text = profkit("kernels", trace, "--range", "backward", "--top", "1").stdout
     assert "(1 more)" in text
@@ -143,10 +127,6 @@ def test_top_adds_up_the_other_lines_and_sort_orders_them(profkit: Run, trace: P
     assert by_mean[1].startswith("sm80")
     by_name = profkit("kernels", trace, "--range", "backward", "--sort", "name", "--format", "csv").stdout.splitlines()
     assert by_name[2].startswith('"void')
-
-
-def test_explain_adds_a_table_of_rules(profkit: Run, trace: Path) -> None:
-    assert "Why each kernel has its category" in profkit("kernels", trace, "--explain").stdout
 
 
 def test_every_format_holds_the_rules_that_are_asked_for(profkit: Run, trace: Path) -> None:
@@ -201,12 +181,6 @@ def test_lines_can_be_the_operators_that_launched(profkit: Run, trace: Path) -> 
     done = profkit("kernels", trace, "--by", "operator")
     assert (done.returncode, done.stdout) == (2, "")
     assert "does not say which operators launched its kernels; record CPU operators too" in done.stderr
-
-
-def test_thread_only_places_autograd_work_in_no_range(profkit: Run, trace: Path) -> None:
-    data = json.loads(profkit("kernels", trace, "--range", "backward", "--thread-only", "--format", "json").stdout)
-    assert data["kernel_time_ns"] == 2500
-    assert data["ledger"]["outside_ns"] == 10_000
 
 
 def test_python_and_the_command_line_say_the_same(profkit: Run, trace: Path) -> None:
@@ -308,3 +282,88 @@ def test_safe_csv_holds_no_formula(profkit: Run, tmp_path: Path) -> None:
     assert plain == set(names)
     assert safe == {"'=1+1", "'@SUM(1)", "'-2", "'+3", "plain"}
     assert profkit("kernels", path, "--csv-safe").returncode == 2
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_a_plot_is_a_picture_and_only_a_png(profkit: Run, trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "k.png"
+    assert profkit("kernels", trace, "--plot", picture).returncode == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [picture]
+    done = profkit("kernels", trace, "--plot", tmp_path / "k.jpg")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_plot_of_odd_names_gives_no_warning(profkit: Run, oddly_named: Path, tmp_path: Path) -> None:
+    done = profkit("kernels", oddly_named, "--range", "forward*", "--plot", tmp_path / "p.png")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_plot_of_a_lossy_capture_shows_the_verdict(captures: Path, tmp_path: Path, drawn: list[Any]) -> None:
+    opened = read_trace(captures / "lossy.nsys2023.sqlite")
+    plot_kernels(opened, opened.kernels(), tmp_path / "p.png", top=5, totals=True)
+    figure = drawn[-1]
+    assert figure.get_suptitle().startswith("SELF-CHECK FAILED: do not trust this capture's totals\n")
+
+
+def test_a_plot_has_60_bars_at_most_and_one_for_the_rest(tmp_path: Path, drawn: list[Any]) -> None:
+    builder = NsysBuilder()
+    for number in range(200):
+        builder.kernel(10 * number, 5 + number, name=f"k{number}", device=0)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    plot_kernels(opened, opened.kernels(device=0), tmp_path / "p.png", top=3000)
+    figure = drawn[-1]
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert (len(labels), labels[-1]) == (MOST_BARS + 1, "(140 more)")
+    assert figure.get_suptitle().startswith("t.sqlite\npart of the capture, device 0 only")
+    header = (tmp_path / "p.png").read_bytes()[16:24]
+    assert int.from_bytes(header[4:], "big") < 4000
+
+
+def test_bars_are_averages_per_step_under_a_title_of_run_and_gpu(trace: Path, tmp_path: Path, drawn: list[Any]) -> None:
+    opened = read_trace(trace)
+    result = opened.kernels()
+    assert result.steps == 2
+    plot_kernels(opened, result, tmp_path / "p.png", top=5)
+    figure = drawn[-1]
+    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    assert sum(widths) * 1e6 == pytest.approx(result.total_ns / 2)
+    assert figure.axes[0].get_xlabel() == "kernel time, ms per step"
+    assert figure.get_suptitle().startswith("t.sqlite\nwhole capture: 4 kernels per step (2 steps), 9.250 µs")
+    plot_kernels(opened, result, tmp_path / "p.png", top=5, totals=True)
+    figure = drawn[-1]
+    assert sum(bar.get_width() for bar in figure.axes[0].patches) * 1e6 == pytest.approx(result.total_ns)
+
+
+def test_waiting_in_a_collective_is_drawn_apart(tmp_path: Path, drawn: list[Any]) -> None:
+    builder = NsysBuilder()
+    for device, start in ((0, 1000), (1, 1600)):
+        builder.kernel(100, 2000 - start, name="ncclDevKernel_AllReduce", pid=100 + device, device=device, start=start)
+        builder.kernel(50, 300, name="gemm", pid=100 + device, device=device, start=200)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    result = opened.kernels()
+    assert {row.name: row.waiting_ns for row in result.kernels} == {"ncclDevKernel_AllReduce": 600, "gemm": None}
+    plot_kernels(opened, result, tmp_path / "p.png", top=5, totals=True)
+    figure = drawn[-1]
+    assert [round(bar.get_width() * 1e6) for bar in figure.axes[0].patches] == [800, 600, 600, 0]
+    assert "1.400 µs (600 ns waiting)" in figure.axes[0].texts[0].get_text()
+    assert "waiting for another rank" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_no_text_leaves_the_axes(tmp_path: Path, drawn: list[Any]) -> None:
+    builder = NsysBuilder()
+    for number in range(3):
+        builder.kernel(10_000 * number, 9_999, name=f"k{number}" + "x" * 90)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    plot_kernels(opened, opened.kernels(), tmp_path / "p.png", top=5, totals=True)
+    figure = drawn[-1]
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    right = axes.get_window_extent().x1
+    assert axes.texts
+    assert all(text.get_window_extent().x1 <= right for text in axes.texts)

@@ -1,19 +1,23 @@
-"""Traces of torch.profiler: work, launches, ranges, and the way from backward to forward."""
+"""Traces of torch.profiler: work, launches, ranges, the way from backward to forward, and how operators nest."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.intervals import BusyTime
 from profkit.errors import TraceError
-from profkit.trace.columns import NO_LAUNCH, Trace
-from profkit.trace.kineto import read_kineto
+from profkit.trace.columns import NO_LAUNCH, Trace, Work
+from profkit.trace.kineto import OperatorForest, read_kineto
 from tests.captures import capture
 from tests.kineto_builder import (
     AUTOGRAD,
@@ -291,3 +295,71 @@ def test_an_annotation_in_which_the_profiler_stopped_ends_with_the_capture(
     )  # fmt: skip
     assert trace.ranges.is_open.tolist() == [False, True]
     assert trace.ranges.end_ns.tolist() == [6000, 43_000]
+
+
+# -- how operators nest ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def nested_operators(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Return (start, end) of operators that nest, in ns, in any order."""
+
+    def inside(start: int, end: int, depth: int) -> list[tuple[int, int]]:
+        cuts = sorted(draw(st.lists(st.integers(start, end), max_size=6)))
+        found = []
+        for low, high in list(pairwise(cuts))[::2]:
+            found.append((low, high))
+            found += inside(low, high, depth - 1) if depth else []
+        return found
+
+    return draw(st.permutations(inside(1, draw(st.integers(1, 10**6)), 3)))
+
+
+def union_ns(intervals: list[tuple[int, int]]) -> int:
+    covered, until = 0, -(10**30)
+    for start, end in sorted(intervals):
+        covered += max(0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+@given(st.lists(nested_operators(), min_size=1, max_size=3), st.integers(0, 8 * 10**18 // 10**3))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_self_times_sum_to_top_level_time(tmp_path: Path, threads: list[list[tuple[int, int]]], base_us: int) -> None:
+    base_us = base_us // 10**3
+    events = [
+        # As Kineto prints it: microseconds with three decimals, more digits than a double holds.
+        row("cpu_op", "op", f"{base_us + s // 1000}.{s % 1000:03d}", f"{(e - s) // 1000}.{(e - s) % 1000:03d}", TID + t)
+        for t, operators in enumerate(threads)
+        for s, e in operators
+    ]
+    if not any(e > s for operators in threads for s, e in operators):
+        return
+    trace = read(tmp_path, events)
+    assert int(trace.work.duration_ns.sum()) == sum(map(union_ns, threads))
+    assert (trace.work.duration_ns >= 0).all()
+    starts = sorted(base_us * 1000 + s for operators in threads for s, e in operators)
+    assert trace.work.start_ns.tolist() == starts
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.integers(0, 1)), max_size=30))
+def test_self_times_add_up_where_rounding_makes_a_child_outlive_its_parent(rows: list[tuple[int, int, int]]) -> None:
+    start, duration, thread = (np.array([r[i] for r in rows], dtype=np.int64) for i in range(3))
+    forest = OperatorForest(start, start + duration, thread)
+    assert (forest.self_ns >= 0).all()
+    for one in (0, 1):
+        mine = [(s, s + d) for s, d, t in rows if t == one]
+        assert int(forest.self_ns[thread == one].sum()) == union_ns(mine)
+    if len(rows):
+        zeros = np.zeros(len(rows), dtype=np.int64)
+        work = Work(
+            zeros, start, start + duration, forest.self_ns, zeros, zeros, thread, start, thread, zeros.astype(np.bool_)
+        )
+        each = np.arange(len(rows))
+        assert BusyTime(work).sum_by(each, each, len(rows)).tolist() == forest.self_ns.tolist()
+    # Who is innermost at a moment: the one that began last (the shorter, the later given) and is still open.
+    moments = np.repeat(np.arange(95), 2)
+    threads = np.tile([0, 1], 95)
+    for moment, one, found in zip(moments, threads, forest.innermost_at(moments, threads), strict=True):
+        is_open = [(s, -d, i) for i, (s, d, t) in enumerate(rows) if t == one and s <= moment < s + d]
+        assert found == (max(is_open)[2] if is_open else -1)

@@ -58,9 +58,8 @@ def _noise(ranks: int, steps: int, draw: Callable[[int, int], float], place: str
 
 @pytest.mark.parametrize("steps", [3, 5, 12, 40])
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_heavy_tails_name_nobody(tmp_path: Path, ranks: int, steps: int, seed: int) -> None:
-    random = np.random.default_rng([seed, ranks, steps])
+def test_heavy_tails_name_nobody(tmp_path: Path, ranks: int, steps: int) -> None:
+    random = np.random.default_rng([1, ranks, steps])
     for draw in (lambda *_: random.lognormal(0, 1.2), lambda *_: random.exponential(4), lambda *_: random.pareto(1.5)):
         for result in _compare(tmp_path, ranks, steps, _noise(ranks, steps, draw)):
             assert result.verdict.culprit is None
@@ -76,10 +75,10 @@ def test_ranks_that_take_turns_name_nobody_and_the_turns_are_said(tmp_path: Path
     assert "Steps in which the others wait at least 5.0% of a step for one rank: 6 for rank 1, 5 for rank 0" in text
 
 
-@pytest.mark.parametrize("steps", [3, 4, 12])
-def test_one_step_of_a_second_names_nobody(tmp_path: Path, steps: int) -> None:
-    for result in _compare(tmp_path, 4, steps, [Delay(2, "data", 1000 * MS, every=ONCE, first=2)]):
-        assert result.verdict.culprit is None
+def test_one_step_of_a_second_names_nobody(tmp_path: Path) -> None:
+    for steps in (3, 4, 12):
+        for result in _compare(tmp_path, 4, steps, [Delay(2, "data", 1000 * MS, every=ONCE, first=2)]):
+            assert result.verdict.culprit is None
 
 
 def test_batches_of_uneven_length_name_nobody(tmp_path: Path) -> None:
@@ -122,8 +121,7 @@ def test_what_people_read_of_a_rank_that_saves_every_fourth_step(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("kind", "spread"), list(cells()))
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("steps", [8, 24])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 24), (8, 8)])
 def test_in_recordings_in_which_nobody_is_late_hardly_anybody_is_called_so(
     kind: str, spread: float, ranks: int, steps: int
 ) -> None:

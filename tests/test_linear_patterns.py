@@ -74,9 +74,8 @@ def test_the_judge_knows_what_is_linear(pattern: str, reason: str | None) -> Non
     assert found is None if reason is None else found is not None and reason in found
 
 
-@pytest.mark.parametrize(("rule", "pattern"), RULES, ids=lambda value: str(value)[:40])
-def test_every_pattern_of_a_category_is_linear(rule: str, pattern: str) -> None:
-    assert explain_not_linear(pattern) is None, rule
+def test_every_pattern_of_a_category_is_linear() -> None:
+    assert [rule for rule, pattern in RULES if explain_not_linear(pattern) is not None] == []
 
 
 def test_every_other_pattern_that_reads_a_file_is_linear() -> None:

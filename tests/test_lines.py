@@ -36,7 +36,7 @@ from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
 from tests.forked_scripts import Forks
 from tests.in_process import run_command, run_profkit
-from tests.test_compare_unprofiled import manifest
+from tests.test_step_times import manifest
 
 
 def _here() -> int:

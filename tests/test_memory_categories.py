@@ -150,14 +150,6 @@ def test_a_stack_proves_a_category_only_where_its_lines_allocate_nothing_else(
     assert category_of_stack(StackFacts((*frames, ("main", "train.py", 3)))) == category
 
 
-def test_temporaries_of_module_apply_are_no_parameters(tmp_path: Path) -> None:
-    training = Training(steps=1)
-    training.mark("START", "forward")
-    training.allocator.free(training.malloc(100 * MIB, "model"))
-    training.mark("END", "forward")
-    assert found_in(training, tmp_path)["temporaries"] == 100 * MIB
-
-
 FUNCTIONAL = ("conv2d", "/x/lib/python3.12/site-packages/torch/nn/functional.py", 9)
 CALL = ("_call_impl", "/x/lib/python3.12/site-packages/torch/nn/modules/module.py", 1833)
 CLOCK = ("__exit__", "/x/lib/python3.12/site-packages/profkit/capture/phase_clock.py", 42)

@@ -206,12 +206,6 @@ def test_the_comparison_in_the_other_direction_is_the_opposite(
     assert {part.kind for part in sides[0].against(sides[0]).parts} <= {"same"}
 
 
-@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_the_parts_of_any_two_runs_sum_to_the_difference(steps: int, other_steps: int, scale: int, leaks: bool) -> None:
-    compared(Training(steps=steps), Training(steps=other_steps, scale=scale, leaks=leaks))
-
-
 def shown(before: Path, after: Path, style: str = "table") -> str:
     return CliRunner().invoke(compare, [str(before), str(after), "--format", style]).stdout
 

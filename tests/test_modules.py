@@ -11,6 +11,8 @@ from profkit.analysis.tree.modules import ModuleTree, Place, read_place, time_ke
 from tests.nsys_builder import NsysBuilder
 from tests.test_one_figure import TRACES
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 PARTS = ("forward_ns", "backward_ns", "recompute_ns", "inference_ns")
 
 

@@ -15,6 +15,8 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.reading import open_capture
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 TRACES = ROOT / "traces"
 NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
 SNAPSHOT = TRACES / "small-train.snapshot.pickle.gz"

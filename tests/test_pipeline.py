@@ -202,10 +202,7 @@ def test_links_of_one_kind_are_said_once_and_others_with_their_gpus() -> None:
     assert describe_links([]) == ""
 
 
-def test_the_bus_bandwidth_is_that_of_nccl_tests(tmp_path: Path) -> None:
-    (row,) = read_ranks(write_light_run(tmp_path / "run", light_records(simulate(4, 3)))).groups
-    assert row.algorithm_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9)
-    assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 2 * 3 / 4)
+def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
     factors = [
         bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     ]

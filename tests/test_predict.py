@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from profkit.analysis.step_replay.replay import Constants, prepare, prove, run
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep, StepReplay
 from profkit.errors import UsageError
 from profkit.names import DATA
-from profkit.report.document import FORMATS
 from profkit.run.edits import EDITS, FORMS, parse_edits, read_factor
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
@@ -52,9 +51,16 @@ def slow_host(program: Sequence[Doing], factor: float, *, pauses: bool = True) -
     ]
 
 
-def recorded(
-    program: Sequence[Doing], *, category: Kind = lambda row: "elementwise", unprofiled: bool = True
-) -> StepReplay:
+def elementwise(row: int) -> str:
+    return "elementwise"
+
+
+def recorded(program: Sequence[Doing], *, category: Kind = elementwise, unprofiled: bool = True) -> StepReplay:
+    return _record(tuple(program), category, unprofiled)
+
+
+@cache
+def _record(program: tuple[Doing, ...], category: Kind, unprofiled: bool) -> StepReplay:
     """Return the replay of a program's recording, whose host was slower than unprofiled."""
     step = prepare(Machine(slow_host(program, SLOWED, pauses=False), CONSTANTS).run().columns(), CONSTANTS)
     truth = Machine(list(program), CONSTANTS).run()
@@ -82,11 +88,18 @@ def predicted(program: Sequence[Doing], *edits: str, facts: ProgramFacts | None 
     return predict_time(recorded(program, **how), parse_edits(edits), facts or ProgramFacts())
 
 
+def steady(program: Sequence[Doing]) -> int:
+    return _steady(tuple(program))
+
+
+_steady = cache(lambda program: steady_step_ns(program, CONSTANTS))
+
+
 def holds(answer: TimeAnswer, truth: Sequence[Doing]) -> bool:
     assert answer.refusal is None
     assert answer.low_ns is not None
     assert answer.high_ns is not None
-    time_ns = steady_step_ns(truth, CONSTANTS)
+    time_ns = steady(truth)
     if answer.expected_ns is not None:
         assert answer.limited_by is not None
         assert sum(answer.limited_by.values()) == answer.expected_ns
@@ -297,7 +310,7 @@ def test_what_a_recording_does_not_show_is_refused_in_a_sentence(edit: str, why:
 
 
 def test_without_an_unprofiled_step_what_the_profilers_slow_host_may_explain_is_not_sold() -> None:
-    kernels = [*(Doing(9_000, 4_000, LAUNCH, durations_ns=(12_000,)) for _ in range(600)), *OPTIMIZER]
+    kernels = [*(Doing(9_000, 4_000, LAUNCH, durations_ns=(12_000,)) for _ in range(300)), *OPTIMIZER]
     answer = predict_time(recorded(kernels, unprofiled=False), parse_edits(["graphs"]), ProgramFacts())
     assert answer.now_ns is not None
     assert answer.high_ns is not None
@@ -340,9 +353,9 @@ def test_a_bound_has_no_expected_time_and_says_why() -> None:
 
 
 def test_the_order_of_edits_does_not_matter() -> None:
-    edits = ("graphs", "gpu:×2", "kernels:elem*:×0.7", "cpu:×1.5")
-    answers = {repr(predicted(PROGRAM, *order).to_dict()) for order in permutations(edits)}
-    assert len(answers) == 1
+    first, *others = ("graphs", "gpu:×2", "kernels:elem*:×0.7", "cpu:×1.5")
+    orders = ((first, *others), (*others, first), (first, *others)[::-1])
+    assert len({repr(predicted(PROGRAM, *order).to_dict()) for order in orders}) == 1
 
 
 def test_a_replay_that_may_predict_nothing_predicts_nothing() -> None:
@@ -380,29 +393,19 @@ def test_edits_are_read_in_the_tables_order() -> None:
             read_factor(wrong)
 
 
-@pytest.mark.parametrize("style", FORMATS)
-def test_the_command_predicts_the_time_from_a_trace_alone(style: str) -> None:
-    done = run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", style)
-    assert done.returncode == 0
-    if style == "json":
-        data = json.loads(done.stdout)
-        after = data["time"]["after_ns"]
-        assert (data["schema"], data["memory"]) == (2, None)
-        assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
-        assert sum(data["time"]["limited_by"].values()) == after["expected"]
-    else:
-        assert "cpu:" in done.stdout
+def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
+    data = json.loads(run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "json").stdout)
+    after = data["time"]["after_ns"]
+    assert (data["schema"], data["memory"]) == (2, None)
+    assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
+    assert sum(data["time"]["limited_by"].values()) == after["expected"]
+    assert "cpu:" in run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "csv").stdout
 
 
 def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:
     snapshot = SMALL.with_name("small-train.snapshot.pickle.gz")
     done = run_command("whatif", snapshot, "--edit", "gpu:×2")
     assert done.stdout.strip() == "Memory: unchanged"
-
-
-def test_the_trace_answers_in_python_too() -> None:
-    answer = read_trace(SMALL).predict_time(parse_edits(["gpu:×2"]))
-    assert answer.refusal is None
 
 
 def test_what_the_error_of_a_line_leaves_of_its_long_pause_is_gone_too() -> None:

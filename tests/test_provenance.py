@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.errors import RunError, TraceError
 from profkit.reading import open_capture
 from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
@@ -19,6 +18,8 @@ from tests.kineto_builder import kernel, launch, row, written
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 from tests.step_builder import ADD, SGEMM, add_steps, write_steps
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 STEP = {"forward": [(SGEMM, 100), (ADD, 20)]}
 
@@ -139,9 +140,7 @@ def test_facts_come_from_the_traces_themselves(tmp_path: Path) -> None:
     add_steps(builder, [STEP, STEP], pid=100)
     add_steps(builder, [STEP, STEP], pid=200)
     builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA A100")
-    builder.add(
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=150, end=160, deviceId=0, streamId=7, correlationId=0, globalPid=0
-    )
+    builder.graph(None, 150, 160)
     one, other = write_steps(tmp_path / "a.sqlite", [STEP, STEP]), builder.write(tmp_path / "b.sqlite")
     found = {one.fact: (one.before, one.after) for one in compared(one, other).disturbances}
     assert found["profiler"] == ("Nsight Systems 2023.4.4.54", "Nsight Systems 2025.3.2.0")
@@ -178,23 +177,6 @@ def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
         )
     elsewhere = write_steps(run / "other.sqlite", [STEP])
     assert open_capture(elsewhere).run is None
-
-
-def test_a_zipped_snapshot_is_not_taken_for_a_zipped_trace() -> None:
-    opened = open_capture(ROOT / "traces" / "small-train.snapshot.pickle.gz")
-    assert (opened.trace, opened.snapshot is None) == (None, False)
-    assert open_capture(ROOT / "traces" / "small-train.kineto.json.gz").snapshot is None
-
-
-def test_a_file_that_is_no_capture_is_refused(tmp_path: Path) -> None:
-    for name, content in (("a.txt", b"hello"), ("b.gz", b"\x1f\x8b\x08cut"), ("c", b"")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(TraceError, match=name):
-            open_capture(tmp_path / name)
-    with pytest.raises(TraceError, match="no such file"):
-        open_capture(tmp_path / "missing")
-    with pytest.raises(RunError, match="no profkit run"):
-        open_capture(tmp_path)
 
 
 def test_a_recording_without_operators_is_compared_with_one_that_has_them(tmp_path: Path) -> None:

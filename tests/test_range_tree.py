@@ -1,12 +1,19 @@
-"""The tree of ranges: that it counts what ``--range PATH`` counts, whatever crosses, nests or leaks."""
+"""The tree of ranges: what encloses what, what ``--range PATH`` counts, and `profkit ranges`."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +21,11 @@ from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace import nesting
+from profkit.trace.columns import Ranges
+from profkit.trace.nesting import NO_RANGE, ancestors, build_timelines, mark_nested
 from profkit.trace.nsys import read_nsys
+from tests.child import run_in_child
+from tests.fuzz import worst_exports
 from tests.nsys_builder import NsysBuilder
 
 MAIN, AUTOGRAD, OTHER = 100, 101, 102
@@ -172,3 +183,137 @@ def test_the_two_sweeps_agree_where_ranges_nest(captures: Path) -> None:
             assert np.array_equal(quick, slow)
             assert np.array_equal(nested.time_ns, general.time_ns)
             assert np.array_equal(nested.innermost, general.innermost)
+
+
+# -- what encloses what ----------------------------------------------------------------------------------------------
+
+
+def plain_parent(ranges: Ranges, index: int) -> int:
+    """Return the range opened last of those that enclose a range, in time and in threads."""
+    start, end = int(ranges.start_ns[index]), int(ranges.end_ns[index])
+    mine = (int(ranges.thread[index]), int(ranges.end_thread[index]))
+    order = np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist()
+    for other in reversed(order[: order.index(index)]):
+        threads = (ranges.thread[other], ranges.end_thread[other])
+        if ranges.end_ns[other] > start and ranges.end_ns[other] >= end and set(mine) <= set(threads):
+            return other
+    return NO_RANGE
+
+
+def test_the_parent_of_a_crossing_range_is_the_last_opened_that_encloses_it(tmp_path: Path) -> None:
+    random = Random(5)
+    for _ in range(60):
+        builder = NsysBuilder()
+        for number in range(random.choice([3, 8, 25])):
+            start = random.randrange(40)
+            tid, end_tid = random.choice([(100, 100), (100, 100), (100, 101), (101, 100), (101, 101)])
+            builder.range(str(number), start, start + random.randrange(1, 40), tid=tid, end_tid=end_tid)
+        path = tmp_path / "crossing.sqlite"
+        path.unlink(missing_ok=True)
+        ranges = read_nsys(builder.write(path)).ranges
+        _, parent = build_timelines(ranges)
+        assert parent.tolist() == [plain_parent(ranges, index) for index in range(len(ranges))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9))
+def test_ranges_that_nest_touch_and_take_no_time_are_found_by_a_plain_search(drawn: list[tuple[int, int]]) -> None:
+    spans: list[tuple[int, int]] = []
+    for start, length in drawn:
+        end = start + length
+        if not any(other < start < its_end < end or start < other < end < its_end for other, its_end in spans):
+            spans.append((start, end))
+    start_ns, end_ns = np.array(spans, dtype=np.int64).T
+    zeros = np.zeros(len(spans), dtype=np.int64)
+    ranges = Ranges(zeros, zeros, start_ns, end_ns, zeros, zeros, zeros, zeros.astype(np.bool_))
+    timelines, parent = build_timelines(ranges)
+    assert parent.tolist() == [plain_parent(ranges, index) for index in range(len(spans))]
+    order = np.lexsort((-end_ns, start_ns)).tolist()
+    for moment in range(-1, 20):
+        is_open = [index for index in order if spans[index][0] <= moment < spans[index][1]]
+        assert timelines[0].innermost_at(np.array([moment])).tolist() == [is_open[-1] if is_open else NO_RANGE]
+
+
+def test_thousands_of_ranges_that_cross_are_not_searched_one_by_one(tmp_path: Path) -> None:
+    ranges = read_nsys(worst_exports.overlapping(60_000).write(tmp_path / "server.sqlite")).ranges
+    parents = run_in_child(lambda: int((build_timelines(ranges)[1] != NO_RANGE).sum()), cpu_seconds=5)
+    assert parents == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=40))
+def test_what_lies_within_a_marked_range_is_found_at_any_depth(drawn: list[tuple[int, bool]]) -> None:
+    parent = np.array([number % (at + 1) - 1 for at, (number, _) in enumerate(drawn)], dtype=np.int64)
+    marked = np.array([is_marked for _, is_marked in drawn], dtype=np.bool_)
+    slowly = [any(marked[index] for index in ancestors(parent, at)) for at in range(len(drawn))]
+    assert mark_nested(parent, marked).tolist() == slowly
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_json_holds_every_range_and_the_table_one_line_a_kind(profkit: Run, trace: Path) -> None:
+    data = json.loads(profkit("ranges", trace, "--format", "json").stdout)
+    assert data["ranges"][2] == {
+        "path": "step 0/backward",
+        "name": "backward",
+        "domain": "",
+        "instances": 1,
+        "wall_ns": 80_000,
+        "kernel_time_ns": 6250,
+        "busy_ns": 6250,
+        "kernel_count": 3,
+    }
+    table = profkit("ranges", trace).stdout
+    assert " backward" in table
+    assert "step *" in table
+    assert max(map(len, table.splitlines()[:-2])) <= 80
+
+
+def test_every_format_says_what_100_percent_is_and_names_domains(profkit: Run, two_devices: Path) -> None:
+    whole = "100 % = 150 ns of kernels in this capture"
+    for style in ("table", "markdown", "latex"):
+        assert whole in profkit("ranges", two_devices, "--format", style).stdout
+    rows = list(csv.DictReader(io.StringIO(profkit("ranges", two_devices, "--format", "csv").stdout)))
+    assert [(row["path"], row["domain"]) for row in rows if row["domain"]] == [("forward/all_reduce", "NCCL")]
+    assert "| forward/all_reduce | NCCL | 1 |" in profkit("ranges", two_devices, "--format", "markdown").stdout
+    assert "all_reduce [NCCL]" in profkit("ranges", two_devices).stdout
+    assert {row["path"]: float(row["share_of_capture"]) for row in rows}["forward"] == pytest.approx(100 / 150)
+
+
+def test_an_asterisk_is_explained_only_where_there_is_one(profkit: Run, trace: Path, two_devices: Path) -> None:
+    for style in ("table", "markdown", "latex"):
+        assert "stands for a number" in profkit("ranges", trace, "--format", style).stdout
+    for arguments in ((trace, "--numbered"), (two_devices,)):
+        assert "stands for a number" not in profkit("ranges", *arguments).stdout
+
+
+def test_the_tree_is_per_step_where_every_range_lies_in_a_step(profkit: Run, trace: Path, two_devices: Path) -> None:
+    line = " backward      1     80.00 µs     6.250 µs  6.250 µs   67.6%        3"
+    assert line in profkit("ranges", trace).stdout
+    assert "all other figures are averages per step (2 steps); --totals shows sums" in profkit("ranges", trace).stdout
+    assert line.replace("1   ", "2   ").replace("80.00", "160.0").replace("6.250", "12.50").replace("3", "6") in (
+        profkit("ranges", trace, "--totals").stdout
+    )
+    assert "averages per step" not in profkit("ranges", two_devices).stdout
+
+
+def test_a_capture_without_kernels_shows_python_times_and_one_warning(profkit: Run, tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.range("forward", 0, 10_000)
+    path = builder.write(tmp_path / "t.sqlite")
+    done = profkit("ranges", path)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert "10.00 µs" in done.stdout
+    assert profkit("kernels", path).returncode == 1
+
+
+def test_operators_are_not_called_kernels_and_sums_are_called_so(profkit: Run) -> None:
+    trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
+    table, totals = profkit("ranges", str(trace)).stdout, profkit("ranges", str(trace), "--totals").stdout
+    head = table.splitlines()[0]
+    assert [word in head for word in ("self time", "operators", "kernel", "GPU")] == [True, True, False, False]
+    assert "averages per step" in table
+    assert "sums over the recording" not in table
+    assert "sums over the recording" in totals

@@ -245,12 +245,6 @@ def test_where_ranks_take_turns_nobody_is_said_to_cost_nothing(tmp_path: Path) -
     assert "costs the others most, 0 ns" not in text
 
 
-def test_one_rank_of_several_is_said_to_be_alone(tmp_path: Path) -> None:
-    run = write_light_run(tmp_path / "run", light_records(simulate(4, 3))[2:3])
-    with pytest.raises(UsageError, match=r"holds rank 2 of 4 alone, .* `profkit gather`"):
-        read_ranks(run)
-
-
 def test_ranks_whose_groups_share_no_rank_are_compared_within_each(tmp_path: Path) -> None:
     records = light_records(simulate(4, 8, [Delay(3, "data", 9 * MS)]))
     halves = [
@@ -275,22 +269,6 @@ def test_a_rank_of_several_groups_is_said_to_be_last_in_all_its_collectives_and_
     text = describe_ranks(compare_records(records))[1]
     assert text.startswith("Rank 3 is late: it arrives last in 100.0% of its collectives in which anybody waits, by ")
     assert text.endswith(" a step; the others wait for it longest in group dp")
-
-
-def test_a_rank_that_crashed_after_some_collectives_is_compared_in_the_steps_that_it_has() -> None:
-    records = light_records(simulate(4, 10, [Delay(1, "data", 9 * MS)]))
-    records[3] = replace(records[3], steps=records[3].steps[:7])
-    result = compare_records(records)
-    assert result.step_count == 7
-    assert result.short == {3: 7}
-    assert late_rank(result).rank == 1
-    assert late_rank(result).late_ns == pytest.approx(9 * MS, rel=0.02)
-
-
-def test_a_report_of_one_rank_names_the_command_for_it(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["ranks", str(write_nsys(tmp_path / "trace.sqlite", simulate(1, 3)))])
-    assert isinstance(done.exception, UsageError)
-    assert str(done.exception).endswith(f"holds one rank; profkit kernels {tmp_path / 'trace.sqlite'}")
 
 
 def test_where_no_record_says_which_ranks_share_a_collective_the_assumption_is_said(tmp_path: Path) -> None:

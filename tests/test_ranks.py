@@ -154,6 +154,7 @@ def test_ranks_that_run_nccl_on_one_gpu_number_have_a_gpu_each(tmp_path: Path) -
         (1, 201, 1, 60_000),
     ]
     assert result.busy_ns == 120_000
+    assert (opened.ranks.evidence, opened.ranks.numbers) == (BY_PID, (0, 1))
 
 
 def test_processes_without_nccl_on_one_gpu_number_share_a_gpu(tmp_path: Path) -> None:
@@ -161,13 +162,6 @@ def test_processes_without_nccl_on_one_gpu_number_share_a_gpu(tmp_path: Path) ->
     for pid in (200, 201):
         builder.kernel(10, 20, pid=pid, tid=pid, start=100)
     assert read_trace(builder.write(tmp_path / "t.sqlite")).kernels().busy_ns == 20
-
-
-def test_processes_on_one_gpu_number_are_ranked_by_pid(tmp_path: Path) -> None:
-    path = _write(tmp_path / "t.sqlite", {200: 50, 201: 20}, {200: 0, 201: 0})
-    ranks = read_trace(path).ranks
-    assert (ranks.evidence, ranks.numbers) == (BY_PID, (0, 1))
-    assert [row.process for row in read_trace(path).kernels().ranks] == [200, 201]
 
 
 def test_the_manifest_proves_the_ranks_of_a_run(profkit: Run, two: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from profkit.analysis.step_replay.replay import Constants, prepare
 from tests.in_process import run_command
 from tests.step_machine import LAUNCH, Doing, Machine
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000)
 
 

@@ -1,4 +1,4 @@
-"""The README's examples say what the commands say, and the traces hold what their README claims."""
+"""The README and the guides: what they say is what the commands say, and what they tell a reader to type exists."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import re
 import shlex
 import sqlite3
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
+from click.testing import CliRunner
 
+import profkit
 from profkit import read_snapshot, read_trace
-from profkit.cli import _COMMANDS
+from profkit.cli import _COMMANDS, cli
+from profkit.guides import TOPICS, read_guide, title_of
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRACES = ROOT / "traces"
@@ -141,22 +146,6 @@ def test_the_kineto_figures_come_out_of_the_raw_events_too() -> None:
     assert sum(round(e["dur"] * 1000) for e in inside) == 35_722_497
 
 
-def test_cpu_self_times_sum_to_the_time_of_the_outermost_operators() -> None:
-    trace = read_trace(TRACES / "tiny-train-cpu.kineto.json.gz").trace
-    by_thread: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for thread, start, end in zip(
-        trace.work.launch_thread.tolist(), trace.work.start_ns.tolist(), trace.work.end_ns.tolist(), strict=True
-    ):
-        by_thread[thread].append((start, -end))
-    top = 0
-    for spans in by_thread.values():
-        reach = 0
-        for start, minus_end in sorted(spans):
-            if start >= reach:
-                top, reach = top - minus_end - start, -minus_end
-    assert top == int(trace.work.duration_ns.sum())
-
-
 def test_the_snapshot_gives_the_allocators_own_peaks() -> None:
     result = read_snapshot(TRACES / "small-train.snapshot.pickle.gz").memory()
     figures = (
@@ -192,3 +181,94 @@ def test_every_trace_is_described() -> None:
     for path in (*TRACES.iterdir(), *runs):
         is_folder_of_runs = path.is_dir() and path not in runs
         assert path.suffix == ".md" or is_folder_of_runs or f"`{path.relative_to(TRACES)}`" in text
+
+
+# -- the guides ------------------------------------------------------------------------------------------------------
+
+
+FOLDER = Path(profkit.__file__).parent / "guides"
+
+
+def test_every_guide_is_a_topic_and_the_list_shows_its_title() -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(TOPICS)
+    shown = CliRunner().invoke(cli, ["help"]).output
+    assert all(f"{topic:<12} {title_of(topic)}" in shown for topic in TOPICS)
+
+
+def test_help_shows_a_guide_as_it_is_written_and_of_a_command_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(click, "echo_via_pager", None)  # pages are turned in a terminal alone
+    for topic in TOPICS:
+        result = CliRunner().invoke(cli, ["help", topic])
+        assert (result.exit_code, result.output.strip()) == (0, read_guide(topic).strip())
+    asked, own = (CliRunner().invoke(cli, words).output for words in (["help", "kernels"], ["kernels", "--help"]))
+    assert asked.split("\n", 1)[1] == own.split("\n", 1)[1]
+
+
+def test_help_of_run_fits_a_screen_or_two_and_all_options_are_one_word_away() -> None:
+    runner = CliRunner()
+    short, whole = (
+        runner.invoke(cli, ["run", option], terminal_width=80).output for option in ("--help", "--help-all")
+    )
+    assert len(short.splitlines()) <= 60
+    assert "--cuda-graph-trace" not in short
+    context = click.Context(cli)
+    command = cli.get_command(context, "run")
+    assert command is not None
+    assert all(parameter.opts[0] in whole for parameter in command.params if isinstance(parameter, click.Option))
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (["train.py", "--lr", "1"], ("python", "train.py", "--lr", "1")),
+        (
+            ["--steps", "2", "-o", "x.py", "train.py", "--steps", "9", "--"],
+            ("python", "train.py", "--steps", "9", "--"),
+        ),
+        (["./program.py", "--help"], ("./program.py", "--help")),
+        (["--", "python", "train.py", "-x"], ("python", "train.py", "-x")),
+        (["model.tiny", "--steps", "2"], ("model.tiny",)),
+    ],
+)
+def test_all_that_follows_a_script_is_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], target: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    for name, mode in (("train.py", 0o644), ("program.py", 0o755)):
+        Path(name).touch(mode)
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    assert command.make_context("run", words).params["target"] == target
+
+
+def test_a_script_runs_in_profkits_own_python_where_another_one_is_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("train.py", "python"):
+        Path(name).touch(0o755 if name == "python" else 0o644)
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    assert command.make_context("run", ["train.py"]).params["target"] == (sys.executable, "train.py")
+
+
+def test_every_option_that_a_guide_names_exists() -> None:
+    context = click.Context(cli)
+    known = {"--lr"}  # of somebody's script
+    known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-id", "--rdzv-endpoint"}  # of torchrun
+    known |= {"--type", "--include-blobs"}  # of nsys export
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        known |= {one for parameter in command.params for one in (*parameter.opts, *parameter.secondary_opts)}
+    for topic in TOPICS:
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", read_guide(topic)))
+        assert named <= known | {"--help", "--debug"}, (topic, named - known)
+
+
+def test_guides_have_lines_that_a_screen_holds() -> None:
+    for topic in TOPICS:
+        assert max(len(line) for line in read_guide(topic).split("\n") if not line.startswith("|")) <= 120

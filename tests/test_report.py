@@ -32,6 +32,8 @@ from tests.efficiency_runs import make_small_run, write_two_steps
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 SNAPSHOT = ROOT / "traces" / "small-train.snapshot.pickle.gz"
 WIDTHS_AND_SCHEMES = [(1400, "light"), (1400, "dark"), (400, "light"), (400, "dark")]
 
@@ -78,22 +80,15 @@ def printed(*arguments: str | Path) -> Any:
 # -- the file ---------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_one_small_file_that_refers_to_nothing(page_file: Path) -> None:
+def test_the_page_is_one_small_file_that_refers_to_nothing_and_holds_no_folder_or_environment(page_file: Path) -> None:
     text = page_file.read_text()
     assert len(text) < 1_000_000
     assert "default-src 'none'" in text
     assert "http://" not in text
     assert " src=" not in text
-
-
-def test_the_page_holds_no_folders_environment_or_host(page_file: Path) -> None:
-    text = page_file.read_text()
     assert "somebody" not in text
     assert "python train.py --data=set.bin" in text
-
-
-def test_a_caution_stands_once_at_the_head(page_file: Path) -> None:
-    assert page_file.read_text().count("said once") == 1
+    assert text.count("said once") == 1, "a caution, at the head"
 
 
 @pytest.mark.parametrize(
@@ -201,24 +196,13 @@ def list_violations(tab: Any) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.browser
-def test_the_kernels_are_those_of_the_command(page: Any, run: Path) -> None:
-    told = printed("kernels", run)
-    shown = read_table(page, "kernels-3")
-    assert [(row["name"], int(row["total_ns"]), int(row["count"])) for row in shown] == [
-        (row["name"], row["total_ns"], row["count"]) for row in told["kernels"]
-    ]
-
-
-@pytest.mark.browser
-def test_the_tables_of_a_step_are_those_of_the_command(page: Any, run: Path) -> None:
-    told = {row["path"]: row["busy_ns"] for row in printed("efficiency", run)["ranges"]}
-    assert {row["path"]: int(row["busy_ns"]) for row in read_table(page, "step-2")} == told
-
-
-@pytest.mark.browser
-def test_the_books_close_as_the_commands_print_them(page: Any, run: Path) -> None:
-    ledger, memory = printed("kernels", run)["ledger"], printed("memory", run)
-    assert f"All kernel time {ledger['total_ns']:,} ns = placed by" in page.inner_text("#kernels")
+def test_the_tables_and_books_are_those_of_the_commands(page: Any, run: Path) -> None:
+    kernels, memory = printed("kernels", run), printed("memory", run)
+    shown = [(row["name"], int(row["total_ns"]), int(row["count"])) for row in read_table(page, "kernels-3")]
+    assert shown == [(row["name"], row["total_ns"], row["count"]) for row in kernels["kernels"]]
+    busy = {row["path"]: row["busy_ns"] for row in printed("efficiency", run)["ranges"]}
+    assert {row["path"]: int(row["busy_ns"]) for row in read_table(page, "step-2")} == busy
+    assert f"All kernel time {kernels['ledger']['total_ns']:,} ns = placed by" in page.inner_text("#kernels")
     assert f"({memory['allocated']['peak_bytes']:,} B), exact" in page.inner_text("#memory")
 
 

@@ -160,13 +160,6 @@ def test_a_trace_without_ranges_or_without_kernels_says_why(tmp_path: Path) -> N
     assert [warning.code for warning in tree.warnings] == ["no-kernels"]
 
 
-def test_to_pandas_returns_the_table(opened: OpenedTrace) -> None:
-    frame = opened.kernels("forward").to_pandas()
-    assert frame["total_ns"].sum() == 330
-    assert list(frame.columns)[:3] == ["name", "category", "count"]
-    assert opened.ranges().to_pandas()["path"].iloc[0] == "warmup"
-
-
 def test_an_instance_number_counts_excluded_instances_too(opened: OpenedTrace) -> None:
     result = opened.kernels("forward", exclude="warmup", per_instance=True)
     assert result.per_instance is not None

@@ -82,6 +82,11 @@ def _call(start: int, name: str) -> Row:
             [("range", (-1, 1950), {"name": "context 128"}), ("range", (1990, 3950), {"name": "context 256"})],
             {},
         ),
+        (
+            [3, 4, 9, 9],
+            [("range", (-1, 1950), {"name": "context 128"}), ("range", (1990, 3950), {"name": "context 256"})],
+            {"unequal-steps": "warning"},
+        ),
     ],
 )
 def test_each_capture_has_its_findings(
@@ -181,15 +186,6 @@ def test_rows_that_end_before_they_start_are_left_out_and_fail_the_check(tmp_pat
     trace = read_nsys(tmp_path / "t.sqlite")
     assert (trace.work.end_ns >= trace.work.start_ns).all()
     assert {trace.names[trace.ranges.name[at]]: number for at, number in trace.ranges.payload.items()} == {"kept": 7}
-
-
-def test_steps_of_different_contexts_are_compared_within_each(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    _steps(builder, [3, 4, 9, 9])
-    builder.range("context 128", -1, 1950)
-    builder.range("context 256", 1990, 3950)
-    (warning,) = _check(builder, tmp_path).of("warning")
-    assert "from 3 to 4" in warning.message
 
 
 def _micro_steps(builder: NsysBuilder, steps: list[list[int]]) -> None:

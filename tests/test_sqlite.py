@@ -86,11 +86,6 @@ def test_tables_of_many_pages_and_levels_are_decoded_as_sqlite_reads_them(
     assert _read(path, (0, 1, 2, 3), (0, 0, 0, -1)) == _by_sqlite(path, (0, 1, 2, 3), (0, 0, 0, -1))
 
 
-def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
-    _write(tmp_path / "t.sqlite", [])
-    assert _read(tmp_path / "t.sqlite", (0, 2), (0, 0)) == [[], []]
-
-
 @pytest.mark.parametrize(
     "more",
     [

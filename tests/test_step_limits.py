@@ -1,9 +1,10 @@
-"""What limits a step, as `profkit efficiency` and `profkit summary` print it."""
+"""What limits a step, as commands print it, and the lanes of a step before and after edits."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.lanes import CELLS
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
+from profkit.report.colours import LIMITS
+from profkit.report.commands.answer import NAMES
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.step_replay import limit_words, name_limits
 from profkit.report.commands.steps import describe_line
-from profkit.report.document import FORMATS, render
+from profkit.report.document import render
 from profkit.report.units import format_share
+from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL, notes_of
 from tests.in_process import run_command
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 KINETO = SMALL.with_name("small-train.kineto.json.gz")
 
@@ -48,13 +55,6 @@ def test_the_sentence_stands_in_efficiency_and_in_summary_with_its_proof_once() 
     assert f"The step is limited by {sentence}" in text
     assert "Step replay: 107.9 ms replayed for 107.9 ms recorded" in text
     assert sentence in " ".join(run_command("summary", SMALL, "--all").stdout.split())
-
-
-@pytest.mark.parametrize("style", FORMATS)
-def test_every_format_holds_it(style: str) -> None:
-    done = run_command("efficiency", SMALL, "--format", style)
-    assert done.returncode == 0
-    assert ("optimizer kernels" in done.stdout) == (style not in ("csv", "json"))
 
 
 def test_of_several_ranks_one_is_taken(captures: Path) -> None:
@@ -159,3 +159,46 @@ def test_what_limits_a_range_in_the_table_is_not_named_again_as_what_it_also_wai
 @pytest.mark.parametrize(("waits", "said"), [(1.0, "(1 wait)"), (2.0, "(2 waits)"), (1.5, "(1.5 waits)")])
 def test_one_wait_stands_in_the_singular(waits: float, said: str) -> None:
     assert describe_line(line(7, 600, waits=waits)).endswith(said)
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_lie_within_their_step_in_order_and_show_an_edit() -> None:
+    opened = read_trace(SMALL)
+    lanes = opened.step_lanes(parse_edits(["cpu:×2"]))
+    assert lanes is not None
+    before, after = lanes
+    assert before.step_ns == round(opened.account.recorded_step_ns() or 0)
+    assert 0.4 * before.step_ns < after.step_ns < 0.7 * before.step_ns
+    for step in lanes:
+        assert list(step.lanes) == ["host", "GPU"]
+        for spans in step.lanes.values():
+            assert 0 < len(spans) <= CELLS
+            assert all(earlier.end_ns <= later.start_ns for earlier, later in pairwise(spans))
+            assert 0 <= spans[0].start_ns < spans[-1].end_ns <= step.step_ns
+            assert {span.kind for span in spans} <= {*Limit}
+        host = sum(span.end_ns - span.start_ns for span in step.lanes["host"])
+        assert host > 0.9 * step.step_ns
+    # The GPU does as much after as before, in half the time.
+    assert [len(step.lanes["GPU"]) > 5 for step in lanes] == [True, True]
+
+
+def test_every_limit_has_a_colour_and_a_name() -> None:
+    assert set(LIMITS) == {*Limit}
+    assert {*Limit} <= NAMES.keys()
+
+
+def test_without_a_prediction_there_are_no_lanes() -> None:
+    opened = read_trace(SMALL)
+    for edit in ("compile", "gradients:bf16", "no-wait:train.py:7"):
+        assert opened.step_lanes(parse_edits([edit])) is None
+
+
+def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "lanes.png"
+    assert run_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path).returncode == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    refused = run_command("whatif", SMALL, "--edit", "compile", "--plot", tmp_path / "none.png")
+    assert refused.returncode == 2
+    assert "neither is predicted" in refused.stderr

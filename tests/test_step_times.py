@@ -1,4 +1,4 @@
-"""The samples of a manifest as statistics per phase, unprofiled and profiled apart."""
+"""The times of steps: statistics of each phase, as a run shows them, and compared with those of another run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profkit.analysis.compare.comparison import compare_unprofiled
 from profkit.analysis.time_account.step_times import (
     PhaseTimes,
     StepTimes,
+    UnprofiledSteps,
     read_step_times,
+    read_unprofiled_steps,
     summarize_samples,
     summarize_step_times,
 )
 from profkit.errors import RunError
-from profkit.run.manifest import Manifest
+from profkit.report.commands.steps import clean_times_parts
+from profkit.report.document import Document, Table, render
+from profkit.run.manifest import Manifest, Samples
 from profkit.run.records import decode
 
 TIMES = st.lists(st.integers(min_value=0, max_value=10**13), min_size=1, max_size=30)
@@ -116,15 +121,6 @@ def test_statistics_equal_those_of_pythons_own_module(samples: list[int]) -> Non
         assert found.relative_deviation == pytest.approx(deviation / found.mean, abs=1e-9)
 
 
-def test_statistics_of_four_samples_worked_out_by_hand() -> None:
-    found = summarize_samples([10, 12, 11, 40])
-    assert found.median == 11.5
-    assert found.median_absolute_deviation == 1.0  # distances 1.5, 0.5, 0.5, 28.5
-    assert found.p10 == pytest.approx(10.3)  # 0.3 of the way from 10 to 11
-    assert found.p90 == pytest.approx(31.6)  # 0.7 of the way from 12 to 40
-    assert summarize_samples([2, 4]).standard_deviation == pytest.approx(2**0.5)
-
-
 def test_no_samples_have_no_statistics() -> None:
     with pytest.raises(ValueError, match="no samples"):
         summarize_samples([])
@@ -163,3 +159,154 @@ def test_unprofiled_steps_take_their_own_waits_for_data_not_those_of_recorded_st
     times = _summarize(manifest)
     assert times is not None
     assert [(one.phase, one.clean_ns, one.profiled_ns) for one in times.phases] == [("data", 0, 46), ("step", 2, 49)]
+
+
+# -- as a run shows them ---------------------------------------------------------------------------------------------
+
+
+MS = 1_000_000
+
+
+def _clean_steps(times: list[int], **more: int) -> tuple[dict[str, int], ...]:
+    return tuple({**more, "forward_ns": ns * MS // 4, "step_ns": ns * MS} for ns in times)
+
+
+def _manifest(clean: list[int], profiled: list[int]) -> Manifest:
+    return Manifest(clean=Samples(_clean_steps(clean)), profiled=Samples(_clean_steps(profiled)))
+
+
+def _shown(manifest: Manifest) -> str:
+    parts = clean_times_parts(manifest)
+    text = render(Document("run", {}, parts, Table((), ())), "table")
+    assert max(map(len, text.splitlines()), default=0) <= 80
+    return text
+
+
+def test_location_spread_and_the_cost_of_profiling_stand_side_by_side() -> None:
+    assert _shown(_manifest([40, 44, 41, 60], [60, 62, 70])) == (
+        "time of  unprofiled       MAD       p10       p90  profiled  cost\n"
+        "───────  ──────────  ────────  ────────  ────────  ────────  ────\n"
+        "forward    10.62 ms  500.0 µs  10.07 ms  13.80 ms  15.50 ms  +46%\n"
+        "step       42.50 ms  2.000 ms  40.30 ms  55.20 ms  62.00 ms  +46%\n"
+        "\n"
+        "step: mean 46.25 ms ± 9.323 ms (standard deviation, 20.2%)\n"
+        "\n"
+        "unprofiled, own process: 4 steps\n"
+        "profiled: 3 recorded steps\n"
+        "times are medians"
+    )
+
+
+def test_phases_by_cuda_events_say_so() -> None:
+    steps = tuple({"forward_event_ns": 3 * MS, "step_ns": ns * MS} for ns in (40, 41))
+    text = _shown(Manifest(clean=Samples(steps), profiled=Samples(steps)))
+    assert "phases: by CUDA events around them; the step: by the host's clock" in text
+
+
+def test_a_script_says_that_its_times_are_of_the_same_process() -> None:
+    steps = tuple({"backward_ns": 5 * MS, "optimizer_ns": MS, "step_ns": (10 + i) * MS} for i in range(5))
+    text = _shown(Manifest(attached=Samples(steps[:4]), profiled=Samples(steps[4:])))
+    assert "unprofiled, same process: 4 steps before the recording\n" in text
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["backward", "optimizer"]
+
+
+def test_each_context_has_its_table() -> None:
+    clean = (*_clean_steps([1280], context=128), *_clean_steps([10240], context=1024))
+    text = _shown(Manifest(clean=Samples(clean), profiled=Samples(clean)))
+    assert [line for line in text.splitlines() if line.startswith("context")] == ["context 128", "context 1024"]
+    assert text.count("time of") == 2
+    assert "step: mean 10.24 s\n" in text, "a single step has no deviation"
+
+
+@pytest.mark.parametrize("manifest", [Manifest(), _manifest([], []), _manifest([1], []), _manifest([], [1])])
+def test_without_both_times_nothing_is_shown(manifest: Manifest) -> None:
+    assert clean_times_parts(manifest) == []
+
+
+def test_a_step_that_waits_for_data_is_compared_by_its_mean_wait() -> None:
+    """Unprofiled 10 of waiting and 2 of the rest; profiled 9 and 4: a wait costs nothing, the rest 1 of 12."""
+    bursts = {"attached": [(42, 40), (2, 0), (2, 0), (2, 0)], "profiled": [(22, 18), (4, 0)]}
+    parts = {
+        part: Samples(tuple({"data_ns": wait * MS, "step_ns": step * MS} for step, wait in steps))
+        for part, steps in bursts.items()
+    }
+    text = _shown(Manifest(attached=parts["attached"], profiled=parts["profiled"]))
+    rows = {line.split()[0]: line.split()[-1] for line in text.splitlines()[2:4]}
+    assert rows == {"data": "–", "step": "+8%"}
+    assert [line.split()[1:3] for line in text.splitlines()[2:4]] == [["10.00", "ms"], ["12.00", "ms"]]
+
+
+# -- compared with another run ---------------------------------------------------------------------------------------
+
+
+def manifest(times: list[int], source: str = "clean", **more: Any) -> dict[str, Any]:
+    steps = [{"forward_ns": time // 3, "step_ns": time, **more} for time in times]
+    return {source: {"steps": steps}}
+
+
+def steps_of(written: dict[str, Any]) -> UnprofiledSteps | None:
+    return read_unprofiled_steps(decode(Manifest, written))
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, int, int, str]]:
+    sides = [steps_of(one) for one in (before, after)]
+    assert sides[0] is not None
+    assert sides[1] is not None
+    result = compare_unprofiled(sides[0], sides[1])
+    return {one.name: (one.before_ns, one.after_ns, one.change_ns, one.verdict) for one in result.changes}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step"),
+    [
+        # One slow step does not move the median.
+        ([300, 303, 306, 309, 9000, 312, 315, 318, 321, 324, 327], [*range(600, 633, 3)], (315, 615, 300, "more")),
+        # A half nanosecond of a median is not lost.
+        ([300, 303], [301, 303], (302, 302, 0, "unknown")),
+        ([300, 303, 306, 309, 312], [300, 303, 306, 309, 312], (306, 306, 0, "unchanged")),
+        # Noise.
+        ([300, 330, 360, 390, 420], [303, 333, 357, 399, 411], (360, 357, -3, "no measurable difference")),
+    ],
+)
+def test_medians_are_compared(before: list[int], after: list[int], step: tuple[int, int, int, str]) -> None:
+    found = compared(manifest(before), manifest(after))
+    assert list(found) == ["forward", "step"]
+    assert found["step"] == step
+
+
+def test_each_context_is_compared_separately() -> None:
+    steps = [manifest([time], context=context)["clean"]["steps"] for time, context in ((30, 128), (90, 256))]
+    both = {"clean": {"steps": [*steps[0], *steps[1]]}}
+    assert compared(both, manifest([33], context=128)) == {
+        "context 128, forward": (10, 11, 1, "unknown"),
+        "context 128, step": (30, 33, 3, "unknown"),
+    }
+
+
+def test_the_label_says_in_which_process_steps_were_timed() -> None:
+    for source, label in (("clean", "own process"), ("attached", "same process")):
+        steps = steps_of(manifest([300], source))
+        assert steps is not None
+        assert (steps.label, list(steps.samples)) == (label, ["forward", "step"])
+    assert steps_of({}) is steps_of({"clean": {"steps": []}}) is None
+
+
+def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
+    """The rest never differs, so all of the interval comes from the waits of one step in ten."""
+    steps = [{"data_ns": 1_000 * (at % 10 == 0), "step_ns": 1_000 * (at % 10 == 0) + 50} for at in range(20)]
+    sides = [steps_of({"attached": {"steps": steps}}), steps_of({"attached": {"steps": steps[:11]}})]
+    assert sides[0] is not None
+    assert sides[1] is not None
+    change = compare_unprofiled(sides[0], sides[1]).changes[-1]
+    assert (change.before_ns, change.after_ns, change.verdict) == (150, 232, "no measurable difference")
+    assert change.low_ns is not None
+    assert change.low_ns < -50
+
+
+def test_a_time_says_whether_it_is_a_median_or_holds_the_mean_wait() -> None:
+    for data_ns, statistic in ((0, "medians"), (40, "mean waits and medians of the rest")):
+        steps = steps_of({"attached": {"steps": [{"data_ns": data_ns, "step_ns": 50}] * 3}})
+        assert steps is not None
+        result = compare_unprofiled(steps, steps)
+        (step,) = (change for change in result.changes if change.is_whole_step)
+        assert result.describe_samples(step) == f"{statistic} of 3 and 3 unprofiled steps"

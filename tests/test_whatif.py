@@ -15,11 +15,12 @@ from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.report.commands.whatif import build_whatif_document
-from profkit.report.document import FORMATS, render
-from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
+from profkit.report.document import render
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.test_allocator import drive, random_steps
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 TRACE = Path(__file__).parents[1] / "traces" / "small-train.snapshot.pickle.gz"
 GIB = 2**30
@@ -43,19 +44,13 @@ def opened(allocator: ReferenceAllocator) -> OpenedSnapshot:
         ("roundup_power2_divisions:4", "roundup_power2_divisions:4"),
         ("roundup_power2_divisions:1", ""),
         ("roundup_power2_divisions:[2:4,>:1]", "roundup_power2_divisions:[1:4,2:4,4:1,>:1]"),
+        ("roundup_power2_divisions:[4:8,16:2,>:4]", "roundup_power2_divisions:[1:8,2:8,4:8,8:0,16:2,32:4,>:4]"),
         ("backend:native,pinned_num_register_threads:8,release_lock_on_cudamalloc:True", ""),
     ],
 )
 def test_settings_are_read_and_written_as_torch_does(text: str, again: str) -> None:
     assert format_settings(parse_settings(text)) == again
     assert parse_settings(again) == parse_settings(text)
-
-
-def test_the_divisions_of_intervals_are_those_that_torch_makes_of_a_list() -> None:
-    assert parse_settings("roundup_power2_divisions:[4:8,16:2,>:4]").roundup_power2_divisions == (
-        *(8, 8, 8, 0, 2),
-        *([4] * 11),
-    )
 
 
 @pytest.mark.parametrize(
@@ -241,6 +236,9 @@ def test_the_json_has_the_keys_that_other_programs_read() -> None:
     data = whole["memory"]
     assert data["identity"] == {"exact": True, "wrong_address_count": 0, "reason": None}
     assert [case["allocator"] for case in data["cases"]] == ["", "expandable_segments:True"]
+    table = CliRunner().invoke(cli, ["whatif", str(TRACE), "--capacity", "4GiB", "--full-names"]).output
+    for name in ("expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:128"):
+        assert name in table.replace("\n  ", " ")
     assert data["cases"][1] == {
         "allocator": "expandable_segments:True",
         "edits": [],
@@ -266,23 +264,3 @@ def test_unused_memory_is_unknown_where_more_is_allocated_than_reserved() -> Non
     case = opened(allocator).whatif().cases[0]
     assert (case.allocated_peak_bytes, case.reserved_peak_bytes) == (30 * MIB, 10 * MIB)
     assert case.unused_bytes is None
-
-
-@pytest.mark.parametrize("style", FORMATS)
-def test_every_format_holds_every_setting(style: str) -> None:
-    shown = CliRunner().invoke(cli, ["whatif", str(TRACE), "--capacity", "4GiB", "--format", style, "--full-names"])
-    assert shown.exit_code == 0
-    plain = shown.output.replace("\\", "").replace("\n  ", " ")
-    for name in ("expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:128"):
-        assert name in plain
-
-
-def test_a_wrong_setting_is_a_usage_error() -> None:
-    shown = CliRunner().invoke(cli, ["whatif", str(TRACE), "--allocator", "max_split_size_mb:5"])
-    assert isinstance(shown.exception, UsageError)
-
-
-def test_todays_settings_are_never_an_alternative() -> None:
-    assert Settings(max_split_size_bytes=NO_SPLIT_LIMIT) == Settings()
-    names = [case.allocator for case in read_snapshot(TRACE).whatif().cases]
-    assert len(set(names)) == len(names)
