@@ -188,13 +188,13 @@ def test_a_fused_optimizer() -> None:
     assert holds(predicted(PROGRAM, "optimizer:fused", facts=facts), truth)
 
 
-def data_waits(program: list[Doing], wait_ns: int, **facts: Any) -> TimeAnswer:
+def data_waits(program: list[Doing], wait_ns: int, *, edit: str = "workers:4", **facts: Any) -> TimeAnswer:
     """Predict for a program whose first call waits that long for data, in a DataLoader with workers or without."""
     replay = recorded(program)
     (step,) = replay.steps
     waited = [{DATA: wait_ns}, *step.gap_phases[1:]]
     return predict_time(
-        replace(replay, steps=(replace(step, gap_phases=waited),)), parse_edits(["workers:4"]), ProgramFacts(**facts)
+        replace(replay, steps=(replace(step, gap_phases=waited),)), parse_edits([edit]), ProgramFacts(**facts)
     )
 
 
@@ -212,6 +212,34 @@ def test_workers_that_are_too_few_keep_the_step_waiting() -> None:
     for facts in ({}, {"workers": 1, "batch_ns": 60_000_000}):
         assert holds(data_waits(program, 60_000_000, **facts), truth)
     assert "is not known" in (data_waits(program, 60_000_000, workers=1).refusal or "")
+
+
+def test_more_workers_never_make_the_step_longer() -> None:
+    program = [replace(FORWARD[0], gap_ns=60_000_000), *FORWARD[1:], *OPTIMIZER]
+    for workers in (0, 1):
+        facts: dict[str, Any] = {"workers": workers, "batch_ns": 60_000_000, "cpus": 16, "threads": 16}
+        answers = [data_waits(program, 60_000_000, edit=f"workers:{count}", **facts) for count in range(2, 18)]
+        for figure in ("low_ns", "expected_ns", "high_ns"):
+            steps = [getattr(answer, figure) for answer in answers]
+            assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_another_process_of_the_program_may_have_a_faster_or_slower_host(factor: float) -> None:
+    answer = predicted(WAITING, "gpu:×1")
+    assert answer.low_ns is not None
+    assert answer.high_ns is not None
+    assert answer.low_ns < steady_step_ns(slow_host(WAITING, factor), CONSTANTS) < answer.high_ns
+
+
+def test_two_things_that_are_open_make_an_interval_less_wide_than_their_sum() -> None:
+    answer = predicted(
+        scaled(PROGRAM, 20), "optimizer:fused", facts=ProgramFacts(optimizer_bytes=2_000_000_000, bytes_per_s=4e12)
+    )
+    assert answer.widths_ns is not None
+    assert answer.low_ns is not None
+    assert answer.high_ns is not None
+    assert max(answer.widths_ns.values()) <= answer.high_ns - answer.low_ns < sum(answer.widths_ns.values())
 
 
 def test_copies_from_pinned_memory_do_not_hold_the_host() -> None:

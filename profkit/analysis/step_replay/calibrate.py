@@ -27,6 +27,9 @@ PAUSE_NS = 1_000_000
 SLOWEST, FASTEST = 1.15, 0.2
 """The factors that are tried: a recording has made the host up to five times slower, and never faster."""
 
+USUAL_HOST = (0.42, 0.76)
+"""Between these lie the factors of most recordings on H200s that say them; others' are taken to."""
+
 PROFILED_HOST = 0.4
 """A profiler leaves at least this part of the host's time without it: of programs on H200s it was 0.31 to 0.82."""
 
@@ -210,12 +213,25 @@ class Fit:
     middle: float
     most: float
     open: float | None = None
-    """Of several steps: by how much the factors differ that fit the one of which most do."""
+    """By how much the factors differ that fit, where the recording alone does not say which; of several steps the most.
+    """
 
     @property
     def is_identified(self) -> bool:
         """Whether the recording says what the factor is; if the GPU sets the pace, it does not."""
-        return (self.most - self.least if self.open is None else self.open) <= _IDENTIFIED
+        return self.range <= _IDENTIFIED
+
+    @property
+    def range(self) -> float:
+        """By how much the factors differ with which the recording fits."""
+        return self.most - self.least if self.open is None else self.open
+
+    def as_usual(self) -> Fit:
+        """Return the factors that fit and are usual, of a recording that does not say its own; all if none is."""
+        least, most = max(self.least, USUAL_HOST[0]), min(self.most, USUAL_HOST[1])
+        if self.is_identified or least > most:
+            return self
+        return Fit(least, (least + most) / 2, most, self.range)
 
 
 AS_RECORDED = Fit(1.0, 1.0, 1.0)
@@ -247,8 +263,8 @@ def fit_host(
 ) -> Fit | None:
     """Return the factors with which phases take what they take unprofiled, in all, give or take ``spread_ns``.
 
-    Where many do, those stand with which the host is in the phases as long as unprofiled, ``on_host_ns``. None if none
-    does: what keeps the step from fitting is not the host's speed.
+    Where many do, those stand with which the host is in the phases as long as unprofiled, ``on_host_ns``, and that are
+    usual. None if none does: what keeps the step from fitting is not the host's speed.
     """
 
     @cache
@@ -268,16 +284,18 @@ def fit_host(
         spread_ns += too_slow_ns
     fit = _fit(excess_ns, spread_ns) if known else None
     on_host = [name for name in on_host_ns or () if name in phases.marks]
-    if fit is None or fit.is_identified or on_host_ns is None or not on_host:
+    if fit is None or fit.is_identified:
         return fit
+    if on_host_ns is None or not on_host:
+        return fit.as_usual()
     host_ns = sum(on_host_ns[name] for name in on_host)
     found = _fit(
         lambda factor: phases.host_ns(replayed(factor)[1], factor, on_host) - host_ns, round(_HOST_SPREAD * host_ns)
     )
     if found is None or found.most < fit.least - _APART or found.least > fit.most + _APART:
-        return fit
+        return fit.as_usual()
     least, most = min(max(fit.least, found.least), fit.most), max(min(fit.most, found.most), fit.least)
-    return Fit(least, (least + most) / 2, most)
+    return Fit(least, (least + most) / 2, most).as_usual()
 
 
 def measure_tracing(

@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Literal
 
+import numpy as np
+
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
 from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OUTSIDE
@@ -44,7 +46,7 @@ _FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
 _CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
 """How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
 _CROWDED_CORES = {"least": 1.0, "expected": 1.35, "most": 1.6}
-"""The same of more workers than half of the CPUs have room for: these mostly are threads of half as many cores."""
+"""The same where all CPUs are at work: these mostly are threads of half as many cores."""
 _LEAST_BUSY = 0.25
 """No worker is taken to keep less of a CPU busy."""
 _KEPT_WAITING = 0.1
@@ -89,6 +91,17 @@ class ProgramFacts:
     def room(self) -> int | None:
         """For how many workers the CPUs have room, None if that is not known: those that wait for files share one."""
         return None if self.cpus is None else max(2, int(self.cpus / max(self.worker_cpus, _LEAST_BUSY)))
+
+    def batches_at_once(self, workers: int, world: World) -> float:
+        """Return how many batches workers make in the time that one alone takes for one; more never make less.
+
+        The workers beyond half of the CPUs' room share cores with the others.
+        """
+        if self.room is None:
+            return workers / _CROWDED[world]
+        half, busy = self.room / 2, min(workers, self.room)
+        on_all = self.room / _CROWDED_CORES[world]
+        return float(np.interp(busy, [0, half, self.room], [0, half / _CROWDED[world], on_all]))
 
     def batch_in_worker(self, waited_ns: int, world: World) -> int | None:
         """Return what a worker takes for a batch, as known, or as what the program takes itself says: ``waited_ns``.
@@ -139,7 +152,11 @@ Change = Callable[[StepColumns, Setting], StepColumns]
 
 
 def change_cpu(columns: StepColumns, setting: Setting) -> StepColumns:
-    factor = 1 / float(read_factor(setting.argument))
+    return slow_host(columns, 1 / float(read_factor(setting.argument)))
+
+
+def slow_host(columns: StepColumns, factor: float) -> StepColumns:
+    """Return the step in which the host takes ``factor`` times as long for all that it does itself."""
     own = [
         round(time * factor) if kind in (HOST, LAUNCH) else time
         for time, kind in zip(columns.own_ns, columns.kind, strict=True)
@@ -346,9 +363,8 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
     workers = int(setting.argument)
-    at_once = min(workers, facts.room or workers)
-    crowded = _CROWDED if at_once <= (facts.room or math.inf) / 2 else _CROWDED_CORES
-    late_ns = batch_ns * crowded[setting.world] / at_once - run_steadily(ready, setting.constants).step_ns
+    late_ns = batch_ns / facts.batches_at_once(workers, setting.world)
+    late_ns -= run_steadily(ready, setting.constants).step_ns
     left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
     gap[next(iter(waits))] += left_ns
     return ready

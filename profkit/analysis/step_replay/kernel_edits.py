@@ -47,10 +47,12 @@ _BF16_FROM_FP32: _Speeds = {
     "expected": _Speed(1 / 11, 3_000),
     "most": _Speed(1 / 5, 6_000),
 }
-_BF16_FROM_TF32: _Speeds = {"least": _Speed(0.35), "expected": _Speed(0.55, 1_000), "most": _Speed(0.85, 2_000)}
-_BF16_ATTENTION: _Speeds = {"least": _Speed(1 / 14), "expected": _Speed(0.2, 2_000), "most": _Speed(0.7, 2_000)}
-_BF16_OTHERS: _Speeds = {"least": _Speed(0.5), "expected": _Speed(0.75), "most": _Speed(1.1)}
-"""Elementwise kernels move half the bytes at best; casts come on top."""
+_LARGE_BF16_FROM_FP32: _Speeds = {**_BF16_FROM_FP32, "most": _Speed(1 / 8, 6_000)}
+_BF16_FROM_TF32: _Speeds = {"least": _Speed(0.5), "expected": _Speed(0.6, 1_000), "most": _Speed(0.85, 2_000)}
+"""Tensor cores compute twice as many products in bf16, of half as many bytes."""
+_BF16_ATTENTION: _Speeds = {"least": _Speed(1 / 14), "expected": _Speed(0.2, 2_000), "most": _Speed(0.5, 2_000)}
+_BF16_OTHERS: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.75), "most": _Speed(1.0)}
+"""Elementwise kernels move half the bytes at best; norms and losses stay in fp32, and casts come on top."""
 _CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
 """How many times longer Python takes that casts, too."""
 _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
@@ -130,7 +132,8 @@ def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
     products = rows_where(lambda name, category: category == "gemm" and product_dtype(name) is not None)
     if not products:
         raise CannotPredictError("by its kernels' names no product runs in fp32 or TF32")
-    simple = [row for row in products if product_dtype(setting.name(columns, row)) == "fp32"]
+    simple = {row for row in products if product_dtype(setting.name(columns, row)) == "fp32"}
+    large = [row for row in simple if columns.duration_ns[row] > _LARGE_NS]
     attention = rows_where(lambda _, category: category == "attention")
     others = rows_where(lambda _, category: category not in ("gemm", "attention", *_LINKS))
     gap = [
@@ -139,8 +142,9 @@ def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
     ]
     columns = replace(columns, gap_ns=gap)
     for rows, speeds in (
-        (simple, _BF16_FROM_FP32),
-        ([row for row in products if row not in set(simple)], _BF16_FROM_TF32),
+        (large, _LARGE_BF16_FROM_FP32),
+        (simple - set(large), _BF16_FROM_FP32),
+        ([row for row in products if row not in simple], _BF16_FROM_TF32),
         (attention, _BF16_ATTENTION),
         (others, _BF16_OTHERS),
     ):

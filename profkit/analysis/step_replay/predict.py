@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.notebook import NotebookResult
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit, describe_replay
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, USUAL_HOST, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
     WORLDS,
@@ -28,6 +28,7 @@ from profkit.analysis.step_replay.edits import (
     drop_zeroed_gradients,
     launch_as_graph,
     pin_memory,
+    slow_host,
 )
 from profkit.analysis.step_replay.kernel_edits import (
     benchmark_convolutions,
@@ -40,7 +41,7 @@ from profkit.analysis.step_replay.kernel_edits import (
     use_tf32,
 )
 from profkit.analysis.step_replay.lanes import StepLanes, lay_out_lanes
-from profkit.analysis.step_replay.limits import Cause, sum_parts
+from profkit.analysis.step_replay.limits import sum_parts
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.run.edits import Edit
@@ -50,13 +51,14 @@ if TYPE_CHECKING:
 
     from profkit.analysis.whatif.answers import WhatIf
 
-FASTER_HOST = 0.65
-"""The host's time in another process of one program on one machine: on H200s it differed up to 1.8-fold."""
+OTHER_HOST = (0.78, 1.25)
+"""The host's time in another process of one program on one machine, of its time in this one: on H200s 0.82 to 1.38."""
 
-HOST_SPREAD, GPU_SPREAD = 0.08, 0.015
-"""By how much the speeds of the host and the GPU are taken to differ between two processes of one program."""
+GPU_SPREAD = 0.02
+"""By how much the GPU's speed is taken to differ between two processes of one program."""
 
-_HOST = (Cause.PYTHON.value, Cause.CALL.value)
+_JOINT = math.sqrt(2)
+"""Two assumptions that are each at the end of their range by chance are seldom both there at once."""
 
 CHANGES: dict[str, Change] = {
     "optimizer": change_optimizer,
@@ -143,15 +145,31 @@ class TimeAnswer:
 class _Run:
     """How long a recorded step takes before and after the edits, at one speed of the host, in one world."""
 
-    step: int
     speed: int
     world: World
     before_ns: int
     after_ns: int
 
-    @property
-    def change_ns(self) -> int:
-        return self.after_ns - self.before_ns
+
+@dataclass(frozen=True)
+class _Reach:
+    """By how much a prediction may be too long and too short, in nanoseconds."""
+
+    below: float
+    above: float
+
+    @classmethod
+    def around(cls, expected_ns: float, steps_ns: Sequence[float]) -> _Reach:
+        return cls(max(0.0, expected_ns - min(steps_ns)), max(0.0, max(steps_ns) - expected_ns))
+
+    @classmethod
+    def of_error(cls, error_ns: float) -> _Reach:
+        return cls(error_ns, error_ns)
+
+    @classmethod
+    def together(cls, reaches: Sequence[_Reach]) -> _Reach:
+        """Return the reach of independent ones."""
+        return cls(math.hypot(*(each.below for each in reaches)), math.hypot(*(each.above for each in reaches)))
 
 
 @dataclass(frozen=True)
@@ -251,56 +269,68 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
     runs = list(_run_all(replay, steps, changes, facts))
     typical = steps[len(steps) // 2]
-    expected_columns = _apply(
+    changed = _apply(
         typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
     )
     before_ns = median(run.before_ns for run in runs if run.speed == 1)
-    expected = [run.after_ns for run in runs if run.speed == 1 and run.world == "expected"]
-    expected_ns = round(median(expected) * now_ns / max(before_ns, 1))
+    after_ns = _medians(runs, now_ns / max(before_ns, 1))
     # How much the profiler slowed the host is unknown where no step was timed without it: between not and most.
     fast_share = None if replay.unprofiled_ns else share_saved_on_fast_host(replay, changes, facts)
-    on_fast_ns = [] if fast_share is None else [round(now_ns * (1 - fast_share))]
-    expected_ns = round(fmean([expected_ns, *on_fast_ns]))
-    parts = typical.find_parts(expected_columns, replay.run(expected_columns), max(0, expected_ns))
-    limits = sum_parts(parts, "cause")
-    on_host_ns = sum(limits.get(cause, 0) for cause in _HOST)
-    spread_ns = round(HOST_SPREAD * on_host_ns + GPU_SPREAD * max(0, expected_ns - on_host_ns))
-    likely_ns = [*_likely_steps(runs, before_ns, now_ns), *on_fast_ns]
-    width_ns = round(math.hypot(spread_ns, _error_of_steps(runs), replay.variation * expected_ns))
-    fast_ns = _after_on_faster_host(replay, typical, changes, facts)
-    low_ns = max(0, min(min(expected_ns, *likely_ns) - width_ns, fast_ns))
-    high_ns = max(expected_ns, *likely_ns) + width_ns
+    on_fast_ns = [] if fast_share is None else [now_ns * (1 - fast_share)]
+    expected_ns = round(fmean([after_ns[1, "expected"], *on_fast_ns]))
+    reaches = {
+        _SPEED: _Reach.around(
+            expected_ns, [*(ns for (_, world), ns in after_ns.items() if world == "expected"), *on_fast_ns]
+        ),
+        _OPEN: _Reach.around(expected_ns, [ns for (speed, _), ns in after_ns.items() if speed == 1]),
+        "how recorded steps differ": _Reach.of_error(_error_of_steps(runs)),
+        "how speed differs between two processes": _reach_of_processes(replay, changed, expected_ns),
+        "how unprofiled steps differ": _Reach.of_error(replay.variation * expected_ns),
+        # What makes the replays longer or shorter than the measured step changes by the same share, or stays.
+        "how the replay differs from the measured step": _Reach.around(
+            expected_ns, [after_ns[1, "expected"] * before_ns / now_ns + now_ns - before_ns]
+        ),
+    }
+    reach = _reach_of_all(reaches, _Reach.around(expected_ns, [*after_ns.values()]))
     bounds = [change.bound for change in changes if change.bound]
-    widths = _widths(runs, spread_ns, replay.variation * expected_ns)
+    parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
+    widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
     return TimeAnswer(
         tuple(change.name for change in changes),
         now_ns,
         replay.unprofiled_ns,
         replay.proof,
         replay.fit,
-        low_ns=low_ns,
+        low_ns=max(0, round(expected_ns - reach.below)),
         expected_ns=None if bounds else expected_ns,
-        high_ns=high_ns,
-        limited_by=None if bounds else limits,
+        high_ns=round(expected_ns + reach.above),
+        limited_by=None if bounds else sum_parts(parts, "cause"),
         assumptions=(*bounds, *_assumptions(replay, changes)),
-        widths_ns=dict(sorted(widths.items(), key=lambda item: -item[1])),
+        widths_ns=dict(sorted(widths_ns.items(), key=lambda item: -item[1])),
     )
 
 
-def _after_on_faster_host(
-    replay: StepReplay, step: ReplayedStep, changes: Sequence[StepChange], facts: ProgramFacts
-) -> int:
-    """Return the step after the edits in a process whose host is as fast as others of the same program were."""
-    columns = step.at_speed(step.fit.middle * FASTER_HOST)
-    before_ns = replay.run(step.at_speed(step.fit.middle)).step_ns
-    changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
-    return round(replay.run(changed).step_ns * min(1.0, (replay.now_ns or 0) / max(before_ns, 1)))
+def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: int) -> _Reach:
+    """Return the reach of a step in another process, on whose host it takes longer or shorter, and on whose GPU."""
+    usual_ns = max(replay.run(changed).step_ns, 1)
+    others_ns = [expected_ns * replay.run(slow_host(changed, by)).step_ns / usual_ns for by in OTHER_HOST]
+    return _Reach.together([_Reach.around(expected_ns, others_ns), _Reach.of_error(GPU_SPREAD * expected_ns)])
+
+
+_SPEED, _OPEN = "how fast Python is without the profiler", "what the edit leaves open"
+
+
+def _reach_of_all(reaches: Mapping[str, _Reach], corner: _Reach) -> _Reach:
+    """Return the reach of all; a race may be lost only where the host is fast and the kernels are short: ``corner``."""
+    both = _Reach.together([reaches[_SPEED], reaches[_OPEN]])
+    both = _Reach(max(both.below, corner.below / _JOINT), max(both.above, corner.above / _JOINT))
+    return _Reach.together([both, *(reach for name, reach in reaches.items() if name not in (_SPEED, _OPEN))])
 
 
 def _run_all(
     replay: StepReplay, steps: Sequence[ReplayedStep], changes: Sequence[StepChange], facts: ProgramFacts
 ) -> Iterator[_Run]:
-    for number, step in enumerate(steps):
+    for step in steps:
         speeds = (step.fit.least, step.fit.middle, step.fit.most)
         for speed, factor in enumerate(speeds):
             if speed != 1 and factor == step.fit.middle:
@@ -309,26 +339,20 @@ def _run_all(
             before_ns = replay.run(columns).step_ns
             for world in WORLDS:
                 changed = _apply(columns, changes, Setting(step, replay.constants, facts, world))
-                yield _Run(number, speed, world, before_ns, replay.run(changed).step_ns)
+                yield _Run(speed, world, before_ns, replay.run(changed).step_ns)
 
 
-def _likely_steps(runs: Sequence[_Run], before_ns: float, now_ns: int) -> list[int]:
-    """Return the step after the edits at each speed of the host in each world: the median of the recorded steps.
-
-    What makes the replays before the edits, ``before_ns``, longer or shorter than the measured step stays after them,
-    and once it changes by the same share.
-    """
+def _medians(runs: Sequence[_Run], scale: float) -> dict[tuple[int, World], float]:
+    """Return the step after the edits at each speed of the host in each world: the median of the recorded steps."""
     after: dict[tuple[int, World], list[int]] = {}
     for run in runs:
         after.setdefault((run.speed, run.world), []).append(run.after_ns)
-    steps_ns = [median(steps) for steps in after.values()]
-    shares = [round(step_ns * now_ns / max(before_ns, 1)) for step_ns in steps_ns]
-    return [*shares, *(round(step_ns + now_ns - before_ns) for step_ns in steps_ns)]
+    return {key: scale * median(steps) for key, steps in after.items()}
 
 
 def _error_of_steps(runs: Sequence[_Run]) -> float:
     """Return the error of a median over the recorded steps, by their range."""
-    changes = [run.change_ns for run in runs if run.speed == 1 and run.world == "expected"]
+    changes = [run.after_ns - run.before_ns for run in runs if run.speed == 1 and run.world == "expected"]
     return (max(changes) - min(changes)) / 2 / math.sqrt(len(changes))
 
 
@@ -338,27 +362,16 @@ def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting
     return columns
 
 
-def _widths(runs: Sequence[_Run], spread_ns: int, variation_ns: float) -> dict[str, int]:
-    """Return by how much each assumption alone moves the prediction, from the least to the most."""
-
-    def reach(chosen: Sequence[_Run]) -> int:
-        return max(run.change_ns for run in chosen) - min(run.change_ns for run in chosen) if chosen else 0
-
-    return {
-        "how fast Python is without the profiler": reach([r for r in runs if r.step == 0 and r.world == "expected"]),
-        "what the edit leaves open": reach([r for r in runs if r.step == 0 and r.speed == 1]),
-        "how recorded steps differ": round(2 * _error_of_steps(runs)),
-        "how speed differs between two processes": 2 * spread_ns,
-        "how unprofiled steps differ": round(2 * variation_ns),
-    }
-
-
 def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[str]:
-    yield f"Python's speed differs by ±{HOST_SPREAD:.0%} between two processes, the GPU's by ±{GPU_SPREAD:.1%}"
+    least, most = OTHER_HOST
+    yield f"in another process Python takes {least} to {most} times as long, and the GPU is up to {GPU_SPREAD:.0%} off"
     if replay.unprofiled_ns is None:
         yield "no unprofiled step was timed: the step is as recorded, and the profiler may have slowed Python"
     elif not replay.fit.is_identified:
-        yield "the GPU sets the pace, so the recording does not say how fast Python is without the profiler"
+        yield (
+            "the GPU sets the pace, so the recording does not say how fast Python is without the profiler: taken as in "
+            f"other recordings, {USUAL_HOST[0]:.0%} to {USUAL_HOST[1]:.0%} of its recorded time"
+        )
     yield from (change.assumption for change in changes if change.assumption)
 
 

@@ -161,7 +161,7 @@ class StepReplay:
             min(fit.least for fit in fits),
             median(fit.middle for fit in fits),
             max(fit.most for fit in fits),
-            max(fit.most - fit.least for fit in fits),
+            max(fit.range for fit in fits),
         )
 
     @property
