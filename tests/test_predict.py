@@ -182,6 +182,12 @@ def test_a_cuda_graph_of_the_step() -> None:
     assert holds(predicted(PROGRAM, "graphs"), truth)
 
 
+def test_kernels_of_a_cuda_graph_follow_one_another_at_once() -> None:
+    kernels = [replace(doing, durations_ns=(3_000,)) for doing in PROGRAM]
+    answer = predicted(kernels, "graphs")
+    assert answer.expected_ns == pytest.approx(len(kernels) * 3_150, rel=0.02)
+
+
 def test_a_fused_optimizer() -> None:
     facts = ProgramFacts(optimizer_bytes=75_000_000, bytes_per_s=1e12)
     truth = [*FORWARD, Doing(6_000, 4_000, LAUNCH, durations_ns=(100_000,))]
