@@ -244,15 +244,15 @@ def _memory_share(evidence: Evidence, cause: Cause) -> float:
 def _holds(evidence: Evidence, cause: Cause) -> bool:
     """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said.
 
-    What may well save nothing is no advice: the interval reaches beyond the step as it is by a small part at most.
+    What may well save nothing is no advice: the interval, without what another process of the program may differ by in
+    any case, reaches beyond the step as it is by a small part at most.
     """
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
     answer = evidence.predict(cause.changes)
-    if answer.expected_ns is None or answer.now_ns is None or answer.high_ns is None or answer.low_ns is None:
+    if answer.expected_ns is None or answer.now_ns is None or answer.high_here_ns is None:
         return False
-    over_ns = answer.high_ns - answer.now_ns
-    saved_ns = answer.now_ns - answer.expected_ns
+    over_ns, saved_ns = answer.high_here_ns - answer.now_ns, answer.now_ns - answer.expected_ns
     return saved_ns > max(WORTH * answer.now_ns, evidence.spread_ns) and over_ns <= _SURE * saved_ns
 
 

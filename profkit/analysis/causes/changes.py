@@ -16,7 +16,6 @@ from profkit.analysis.step_replay.edits import (
     World,
     drop_calls,
     drop_operations,
-    join_in_graph,
     stop_waiting,
 )
 from profkit.analysis.step_replay.limits import OUTSIDE
@@ -250,4 +249,4 @@ def _replay_phases(columns: StepColumns, setting: Setting) -> StepColumns:
     for call in calls:
         if call == 0 or phases[call - 1] != phases[call]:
             own[call] = round(_REPLAY_NS[setting.world])
-    return join_in_graph(replace(columns, own_ns=own), calls, setting.world)
+    return replace(columns, own_ns=own)

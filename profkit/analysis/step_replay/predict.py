@@ -107,6 +107,7 @@ ASSUMPTIONS = {
 @dataclass(frozen=True)
 class TimeAnswer:
     """The step after some edits, in nanoseconds: ``low_ns``, ``expected_ns``, ``high_ns``; None where unknown.
+    ``high_here_ns`` is the most beside ``now_ns``: in a process whose host and GPU are as fast as in this one.
 
     ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
     limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
@@ -122,6 +123,7 @@ class TimeAnswer:
     low_ns: int | None = None
     expected_ns: int | None = None
     high_ns: int | None = None
+    high_here_ns: int | None = None
     limited_by: Mapping[str, int] | None = None
     assumptions: tuple[str, ...] = ()
     widths_ns: Mapping[str, int] | None = None
@@ -284,14 +286,16 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         ),
         _OPEN: _Reach.around(expected_ns, [ns for (speed, _), ns in after_ns.items() if speed == 1]),
         "how recorded steps differ": _Reach.of_error(_error_of_steps(runs)),
-        "how speed differs between two processes": _reach_of_processes(replay, changed, expected_ns),
+        _PROCESSES: _reach_of_processes(replay, changed, expected_ns),
         "how unprofiled steps differ": _Reach.of_error(replay.variation * expected_ns),
         # What makes the replays longer or shorter than the measured step changes by the same share, or stays.
         "how the replay differs from the measured step": _Reach.around(
             expected_ns, [after_ns[1, "expected"] * before_ns / now_ns + now_ns - before_ns]
         ),
     }
-    reach = _reach_of_all(reaches, _Reach.around(expected_ns, [*after_ns.values()]))
+    corner = _Reach.around(expected_ns, [*after_ns.values()])
+    reach = _reach_of_all(reaches, corner)
+    here = _reach_of_all({name: each for name, each in reaches.items() if name != _PROCESSES}, corner)
     bounds = [change.bound for change in changes if change.bound]
     parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
@@ -304,6 +308,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         low_ns=max(0, round(expected_ns - reach.below)),
         expected_ns=None if bounds else expected_ns,
         high_ns=round(expected_ns + reach.above),
+        high_here_ns=round(expected_ns + here.above),
         limited_by=None if bounds else sum_parts(parts, "cause"),
         assumptions=(*bounds, *_assumptions(replay, changes)),
         widths_ns=dict(sorted(widths_ns.items(), key=lambda item: -item[1])),
@@ -318,6 +323,7 @@ def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: i
 
 
 _SPEED, _OPEN = "how fast Python is without the profiler", "what the edit leaves open"
+_PROCESSES = "how speed differs between two processes"
 
 
 def _reach_of_all(reaches: Mapping[str, _Reach], corner: _Reach) -> _Reach:
