@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from profkit.launch import doctor
+from profkit.errors import ToolError
 from profkit.launch.doctor import (
     Check,
     Machine,
@@ -32,6 +32,7 @@ from profkit.launch.doctor import (
     installed_package,
 )
 from profkit.launch.nsys import Nsys, cupti_of
+from profkit.launch.nsys_session import open_session
 from profkit.report.commands.machine import build_doctor_document
 from profkit.report.document import render
 
@@ -274,92 +275,56 @@ def test_the_findings_fit_80_columns_and_every_format_holds_the_advice() -> None
     assert r"a & warning & f & do x \\" in render(document, "latex")
 
 
-# An nsys that starts a program, records nothing of it, and writes an export with $RANGES ranges.
-FAKE = """
+# An nsys that starts a program and records nothing of it.
+FAKE = """#!/bin/sh
 case $1 in --version) echo 'NVIDIA Nsight Systems version 1.0';;
 profile) shift
-while [ "${1#-}" != "$1" ]; do case $1 in --output=*) echo report > "${1#*=}.nsys-rep";; esac; shift; done
-"$@";;
-export) for a in "$@"; do case $a in --output=*) PYTHON - "${a#*=}" <<'END'
-import sqlite3, sys
-c = sqlite3.connect(sys.argv[1])
-c.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
-if RANGES:
-    c.execute("CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER)")
-    c.executemany("INSERT INTO NVTX_EVENTS VALUES (?, 9, 59, 'profkit doctor', NULL)", [(i,) for i in range(RANGES)])
-    c.commit()
-END
-;; esac; done;; esac
+while [ "${1#-}" != "$1" ]; do shift; done
+"$@";; esac
 """
 
 
-def _fake(path: Path, ranges: int) -> Nsys:
-    script = FAKE.replace("PYTHON", sys.executable).replace("RANGES", str(ranges))
-    return Nsys(_file(path, f"#!/bin/sh\n{script}", executable=True), "1.0")
+@pytest.mark.parametrize("failures", [2, 3])
+def test_an_nsys_that_ends_before_its_program_has_begun_is_started_again(tmp_path: Path, failures: int) -> None:
+    ends = f'[ $1 != profile ] || {{ echo >> "$0.tries"; [ $(wc -l < "$0.tries") -gt {failures} ]; }} || exit 1'
+    nsys = Nsys(_file(tmp_path / "nsys", FAKE.replace("case", f"{ends}\ncase", 1), executable=True), "1.0")
+    with tempfile.TemporaryFile() as log, open_session(nsys, tmp_path / "trace.nsys-rep", log) as session:
+        if failures < 3:
+            assert session.start(["true"], os.environ) == 0
+        else:
+            with pytest.raises(ToolError, match="did not start the target: exit status 1"):
+                session.start(["true"], os.environ)
 
 
-class TestTrial:
-    @pytest.fixture(autouse=True)
-    def _short_program(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-        if "nsys" not in request.keywords:
-            monkeypatch.setattr(doctor, "_PROGRAM", "pass")
-
-    @pytest.mark.parametrize(("ranges", "state"), [(10, "ok"), (9, "failed"), (0, "failed")])
-    def test_counts_the_ranges(self, tmp_path: Path, ranges: int, state: str) -> None:
-        finding = doctor.try_nsys(_fake(tmp_path / "nsys", ranges))
-        assert finding.state == state
-        assert (f"{ranges} of 10" in finding.found) == (state == "failed")
-
-    @pytest.mark.parametrize(("failures", "state"), [(2, "ok"), (3, "failed")])
-    def test_an_nsys_that_ends_before_its_program_has_begun_is_started_again(
-        self, tmp_path: Path, failures: int, state: str
-    ) -> None:
-        nsys = _fake(tmp_path / "nsys", 10)
-        ends = f'[ $1 != profile ] || {{ echo >> "$0.tries"; [ $(wc -l < "$0.tries") -gt {failures} ]; }} || exit 1'
-        nsys.path.write_text(nsys.path.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{ends}\n"))
-        assert doctor.try_nsys(nsys).state == state
-
-    def test_an_nsys_that_starts_nothing_is_quoted(self, tmp_path: Path) -> None:
-        nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
-        finding = doctor.try_nsys(nsys)
-        assert finding.state == "failed"
-        assert finding.found == f"{nsys.path} did not start the target: no way"
-
-    def test_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "t").mkdir()
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
-        doctor.try_nsys(_fake(tmp_path / "nsys", 10))
-        assert list((tmp_path / "t").iterdir()) == []
-
-    @pytest.mark.nsys
-    def test_a_real_one(self, profkit: Callable, tmp_path: Path) -> None:
-        done = profkit("doctor", "--try", "--format", "json", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-        assert findings["trial"]["found"] == "recorded and exported: all 10 ranges came through"
-        assert findings["nsys"]["state"] == "ok"
-        assert findings["importer"]["state"] == "ok"
-        assert list(tmp_path.iterdir()) == []
+def test_an_nsys_that_starts_nothing_is_quoted(tmp_path: Path) -> None:
+    nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
+    with (
+        tempfile.TemporaryFile() as log,
+        open_session(nsys, tmp_path / "trace.nsys-rep", log) as session,
+        pytest.raises(ToolError, match=f"{nsys.path} did not start the target: no way"),
+    ):
+        session.start(["true"], os.environ)
 
 
 class TestCommand:
     def test_here(self, profkit: Callable, tmp_path: Path) -> None:
-        done = profkit("doctor", cwd=tmp_path, env={**os.environ, "NSYS": str(_fake(tmp_path / "nsys", 10).path)})
+        done = profkit(
+            "doctor", cwd=tmp_path, env={**os.environ, "NSYS": str(_file(tmp_path / "nsys", FAKE, executable=True))}
+        )
         assert done.returncode == 0
         assert "1.0:" in done.stdout
         assert "working directory" in done.stdout
 
     def test_an_nsys_that_does_not_start_is_a_finding(self, profkit: Callable, tmp_path: Path) -> None:
-        done = profkit("doctor", "--try", cwd=tmp_path, env={**os.environ, "NSYS": "/no/nsys"})
-        assert done.returncode == 3
+        done = profkit("doctor", cwd=tmp_path, env={**os.environ, "NSYS": "/no/nsys"})
+        assert done.returncode == 0
         assert "nsys                 failed  $NSYS is /no/nsys" in done.stdout
-        assert done.stderr == "profkit: the trial failed: nsys records no ranges here\n"
 
     def test_nothing_can_be_recorded(self, profkit: Callable, tmp_path: Path) -> None:
         code = (
-            "import sys, profkit.cli.doctor as d\nfrom profkit.cli import main\n"
-            "d.examine = lambda machine, nsys: [d.Check('nsys', 'warning', 'x'), d.Check('torch', 'failed', 'x'),"
-            " d.Check('working directory', 'ok', 'x'), d.Check('temporary directory', 'ok', 'x')]\n"
+            "import profkit.cli.doctor as d\nfrom profkit.cli import main\nfrom profkit.launch.doctor import Check\n"
+            "d.examine = lambda machine, nsys: [Check('nsys', 'warning', 'x'), Check('torch', 'failed', 'x'),"
+            " Check('working directory', 'ok', 'x'), Check('temporary directory', 'ok', 'x')]\n"
             "main(['doctor'])\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)

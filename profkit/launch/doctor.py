@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
-from profkit.errors import ToolError
 from profkit.launch.gpu_state import cuda_of_driver, driver_in
 from profkit.launch.nsys import (
     CUPTI,
@@ -33,7 +29,7 @@ from profkit.launch.nsys import (
     list_installed,
     numbers,
 )
-from profkit.launch.nsys_session import NO_ROOM_BYTES, open_session
+from profkit.launch.nsys_session import NO_ROOM_BYTES
 
 State = Literal["ok", "note", "warning", "failed"]
 
@@ -189,7 +185,7 @@ def check_nvtx(machine: Machine, nsys: Nsys) -> Check:
     if is_before(nvtx.version, _FIRST_UNSEEN_NVTX) or not is_before(nsys.version, _FIRST_SEEING_NSYS):
         return Check("nvtx", "ok", f"{nvtx.version}: nsys {_short(nsys)} sees its ranges")
     found = f"{nvtx.version}: nsys 2023.4.4 does not see its ranges, 2025.3.1 does; this is {_short(nsys)}"
-    return Check("nvtx", "warning", found, "pip install 'nvtx<0.2.12', then `profkit doctor --try`")
+    return Check("nvtx", "warning", found, "pip install 'nvtx<0.2.12', then `profkit run --nsys model.tiny`")
 
 
 def _short(nsys: Nsys) -> str:
@@ -267,55 +263,3 @@ def _check_room(check: str, directory: Path, cure: str) -> Check:
 
 def _gib(byte_count: int) -> str:
     return f"{byte_count / 1024**3:.1f} GiB" if byte_count >= 0.1 * 1024**3 else f"{byte_count / 1024**2:.1f} MiB"
-
-
-_CHECK = "trial"
-_RANGE = "profkit doctor"
-_COUNT = 10
-_PROGRAM = f"""
-import time
-import nvtx
-for _ in range({_COUNT}):
-    with nvtx.annotate({_RANGE!r}):
-        time.sleep(0.1)
-"""
-
-# ENUM_NSYS_EVENT_TYPE 59: a push/pop range.
-_QUERY = """
-    SELECT count(*) FROM NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
-    WHERE n.eventType = 59 AND n.end IS NOT NULL AND coalesce(n.text, s.value) = ?
-"""
-
-
-def try_nsys(nsys: Nsys) -> Check:
-    """Return whether ranges come through from this Python's nvtx to an export of this nsys; leaves nothing behind."""
-    try:
-        count = _count_recorded_ranges(nsys)
-    except ToolError as error:
-        return Check(_CHECK, "failed", str(error), "follow what it says, then try again")
-    if count == _COUNT:
-        return Check(_CHECK, "ok", f"recorded and exported: all {_COUNT} ranges came through")
-    cure = "pip install 'nvtx<0.2.12', or use another nsys ($NSYS)"
-    return Check(_CHECK, "failed", f"recorded and exported, but {count} of {_COUNT} ranges came through", cure)
-
-
-def _count_recorded_ranges(nsys: Nsys) -> int:
-    with (
-        tempfile.TemporaryDirectory(prefix="profkit-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as log,
-        open_session(nsys, Path(folder, "trial.nsys-rep"), log) as session,
-    ):
-        output = log.fileno()
-        status = session.start([sys.executable, "-P", "-c", _PROGRAM], os.environ, (output, output))
-        if status != 0:
-            raise ToolError(f"the program that {nsys.path} recorded ended with exit status {status}")
-        session.collect()
-        export = session.report.with_suffix(".sqlite")
-        with closing(sqlite3.connect(f"{export.as_uri()}?mode=ro", uri=True)) as connection:
-            try:
-                return int(connection.execute(_QUERY, (_RANGE,)).fetchone()[0])
-            except sqlite3.OperationalError as error:
-                # nsys writes no table for what it did not see.
-                if "no such table" in str(error):
-                    return 0
-                raise ToolError(f"{nsys.path} wrote an export that SQLite cannot read: {error}") from None

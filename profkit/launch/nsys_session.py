@@ -89,7 +89,6 @@ class NsysSession:
         self,
         words: Sequence[str],
         environment: Mapping[str, str],
-        outputs: tuple[int, int] = (1, 2),
         *,
         reads_input: bool = False,
     ) -> int:
@@ -100,7 +99,6 @@ class NsysSession:
         Args:
             words: the program.
             environment: its environment.
-            outputs: descriptors of its standard output and error.
             reads_input: whether it reads our standard input, which nsys hands on to it; else that is empty.
 
         Raises:
@@ -108,7 +106,7 @@ class NsysSession:
         """
         began = Path(self.scratch, "began")
         variables = {**environment, "TMPDIR": self.scratch}
-        with _copies_of(outputs) as copies:
+        with _copies_of_outputs() as copies:
             argv = build_nsys_argv(
                 self.nsys,
                 self.report.with_suffix(""),
@@ -266,8 +264,8 @@ def clear_unexported(run: Path) -> None:
 
 
 @contextmanager
-def _copies_of(outputs: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    copies = os.dup(outputs[0]), os.dup(outputs[1])
+def _copies_of_outputs() -> Iterator[tuple[int, int]]:
+    copies = os.dup(1), os.dup(2)
     try:
         yield copies
     finally:
