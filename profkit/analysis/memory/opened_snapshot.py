@@ -198,16 +198,11 @@ class OpenedSnapshot:
             raise UsageError(f"no device {index}: this snapshot recorded device {known}")
         return self.devices[index]
 
-    def against(self, after: OpenedSnapshot, *, device: int | None = None) -> Comparison:
-        """Return what explains the difference between this snapshot's peak and that of ``after``.
-
-        Raises:
-            UsageError: one of them recorded nothing for the device.
-        """
+    def against(self, after: OpenedSnapshot) -> Comparison:
+        """Return what explains the difference between this snapshot's peak and that of ``after``."""
         from profkit.analysis.memory.compare import compare_peaks  # few ask for it
 
-        names = (self.snapshot.path, after.snapshot.path)
-        return compare_peaks(self.device(device), after.device(device), names)
+        return compare_peaks(self.device(), after.device(), (self.snapshot.path, after.snapshot.path))
 
     def whatif(
         self,

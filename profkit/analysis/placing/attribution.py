@@ -4,9 +4,9 @@ A launch and its kernel share correlation id and process; the readers have match
 places. A place is a thread and a moment on it:
 
 1. its launching thread, at the launch (`DIRECT`);
-2. the thread that waited for the launching one, at the launch (`INFERRED`, `profkit.analysis.placing.waiting_threads`);
+2. the thread that waited for the launching one, at the launch (`INFERRED`);
 3. for backward work in a trace of torch.profiler, the range that stands for the range of its forward operator
-   (`SEQUENCE`, `profkit.analysis.placing.backward_links`).
+   (`SEQUENCE`; both in `profkit.analysis.placing.other_threads`).
 
 It lies under every range that is open in one of its places: from the range's first nanosecond to just before its last.
 A child lies within its parent, so what lies under a range lies under its parent too. The ledger over all work closes in
@@ -21,8 +21,15 @@ from functools import cached_property
 import numpy as np
 
 from profkit.analysis.intervals import running_maximum, spread
-from profkit.analysis.placing.backward_links import NO_MIRRORS, Mirrors, mirror_forward_ranges
-from profkit.analysis.placing.waiting_threads import AMBIGUOUS, Hosts, WaitingThreads, end_with_backward
+from profkit.analysis.placing.other_threads import (
+    AMBIGUOUS,
+    NO_MIRRORS,
+    Hosts,
+    Mirrors,
+    WaitingThreads,
+    end_with_backward,
+    mirror_forward_ranges,
+)
 from profkit.errors import TraceError
 from profkit.findings import Finding
 from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Ranges, Trace, Work, empty_ints, rows_by_value

@@ -3,7 +3,7 @@
 A name that exists means exactly that name. A kind that the tree of ranges shows (``layer *`` for ``layer 0`` and
 ``layer 1``) means those ranges, and any other glob (``l*``) matches whole names. A path (``forward/layer 3``) names
 consecutive ancestors and, last, the range itself; each part is a name or a glob, ``\\/`` is a slash that belongs to a
-name, and a leading slash begins at the top. Mirrors of forward ranges (`placing.backward_links`) were never
+name, and a leading slash begins at the top. Mirrors of forward ranges (`placing.other_threads`) were never
 open: only a path that starts above them selects them (``backward/layer 3``).
 """
 
