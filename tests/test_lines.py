@@ -24,11 +24,19 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker
 
 from profkit.analysis.lines import find_lines
+from profkit.capture import line_samples, lines
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines import samples, workers
-from profkit.capture.lines.recorder import FEWEST_STEPS, MOST_STEPS, LineRecorder, Waits
-from profkit.capture.lines.samples import Place, StackSampler, describe, find_place, find_stack, is_own, is_profkits
-from profkit.capture.lines.workers import WorkerLines, _join
+from profkit.capture.line_samples import (
+    Place,
+    StackSampler,
+    Waits,
+    describe,
+    find_place,
+    find_stack,
+    is_own,
+    is_profkits,
+)
+from profkit.capture.lines import FEWEST_STEPS, MOST_STEPS, VARIABLE, LineRecorder, WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
 from profkit.cli import cli
 from profkit.errors import RunError
@@ -132,8 +140,8 @@ def test_a_call_on_a_long_expression_keeps_the_end_of_its_name(tmp_path: Path) -
         (torch.__file__, False),
         (threading.__file__, False),
         ("/tmp/torchinductor_me/ab/cab.py", False),
-        (workers.__file__, False),
-        (str(Path(workers.__file__).parents[2] / "models" / "__main__.py"), True),
+        (lines.__file__, False),
+        (str(Path(lines.__file__).parents[1] / "models" / "__main__.py"), True),
     ],
 )
 def test_the_users_own_code_is_neither_installed_nor_generated(file: str, owned: bool) -> None:
@@ -190,7 +198,7 @@ def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it(
 def test_no_garbage_is_collected_while_frames_of_other_threads_are_read(
     is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "is_own", lambda _: False)  # or only the innermost frames are read
+    monkeypatch.setattr(line_samples, "is_own", lambda _: False)  # or only the innermost frames are read
     entered, leave, collections = threading.Event(), threading.Event(), []
 
     def work(depth: int = 300) -> None:
@@ -558,7 +566,7 @@ def test_nothing_of_it_stays_where_nobody_looks(tmp_path: Path) -> None:
     assert worker._worker_loop is not original
     lines.close()
     assert worker._worker_loop is original
-    assert workers.VARIABLE not in os.environ
+    assert VARIABLE not in os.environ
     assert not list(tmp_path.iterdir())
 
 

@@ -414,7 +414,7 @@ def test_a_disk_that_is_full_ends_no_program(forks: Forks, tmp_path: Path) -> No
     code = """
 import errno
 import profkit.recording
-from profkit.capture.lines import recorder
+from profkit.capture import lines
 from profkit.errors import RunError
 
 def full(*_, **__):
@@ -434,7 +434,7 @@ with profkit.record(steps=2, warmup=4, path="later") as run:
     loop(3)
 note_error(run.summary)
 profkit.recording.write_manifest = write
-recorder.WorkerLines = full
+lines.WorkerLines = full
 note_error(profkit.record(path="at once").__enter__)
 tell(said=said)
 """

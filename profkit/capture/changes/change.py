@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from profkit.capture.hooks.watcher import Watcher
-from profkit.capture.lines.samples import describe, find_place
+from profkit.capture.line_samples import describe, find_place
 from profkit.capture.steps.policy import is_loss_module
 
 

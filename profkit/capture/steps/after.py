@@ -15,7 +15,7 @@ from profkit.capture.compilations import has_compiled
 from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines.recorder import LineSearch
+from profkit.capture.lines import LineSearch
 from profkit.capture.steps.times import Span
 from profkit.capture.work.counter import WorkCounter
 from profkit.names import WARMUP
