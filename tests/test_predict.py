@@ -121,6 +121,14 @@ def test_a_faster_or_slower_gpu(factor: str) -> None:
     assert holds(predicted(PROGRAM, f"gpu:{factor}"), truth)
 
 
+@pytest.mark.parametrize("factor", ["×2", "×1/2"])
+def test_another_batch_makes_kernels_longer_or_shorter_and_leaves_the_optimizer(factor: str) -> None:
+    by = float(read_factor(factor))
+    kernels = [round(2_500 + (doing.durations_ns[0] - 2_500) * by) for doing in FORWARD]
+    forward = [replace(doing, durations_ns=(time_ns,)) for doing, time_ns in zip(FORWARD, kernels, strict=True)]
+    assert holds(predicted(PROGRAM, f"batch:{factor}"), [*forward, *OPTIMIZER])
+
+
 @pytest.mark.parametrize("factor", ["×2", "×10", "×1/2"])
 def test_a_faster_or_slower_host(factor: str) -> None:
     assert holds(predicted(WAITING, f"cpu:{factor}"), slow_host(WAITING, 1 / float(read_factor(factor))))
@@ -327,6 +335,7 @@ def test_convolutions_stay_as_they_are_in_tf32() -> None:
         ("no-wait:train.py:7", "holds no lines"),
         ("no-host:train.py:7", "holds no lines"),
         ("optimizer:fused", "is not recorded"),
+        ("no-anomaly", "was not on"),
         ("optimizer:sgd", "another optimizer"),
         ("zero-grad:none", "no kernel that sets gradients to zero"),
         ("tf32", "no product runs in fp32"),

@@ -214,7 +214,7 @@ class OpenedTrace:
         from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
-        from profkit.run.manifest import Conditions, Loading, Manifest
+        from profkit.run.manifest import Conditions, Loading, Manifest, find_condition
 
         peaks = read_run_facts(self.trace, self.run).peaks
         manifest = Manifest() if self.run is None else self.run.manifest
@@ -232,6 +232,7 @@ class OpenedTrace:
             cpus=conditions.cpu_count,
             worker_cpus=1.0 if self.lines is None else self.lines.worker_cpus or 1.0,
             threads=conditions.cpu_threads or 1,
+            detects_anomalies=find_condition(manifest, "anomaly_detection") is True,
         )
 
     def predict_time(self, edits: Sequence[Edit]) -> TimeAnswer:

@@ -18,6 +18,7 @@ from profkit.analysis.step_replay.edits import (
     drop_operations,
     stop_waiting,
 )
+from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, scale_batch
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
@@ -36,13 +37,9 @@ _FUSED: By = {"least": 0.45, "expected": 0.65, "most": 0.9}
 """What is left of the time of small kernels when a compiler has fused them."""
 _REPLAY_NS: By = {"least": 80_000, "expected": 180_000, "most": 400_000}
 """Python's time in a phase of compiled code before its graph is launched: guards, copies of inputs."""
-_SMALLEST_NS = 2_500
-"""No kernel gets shorter than this by another type of its numbers."""
 _LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
 _LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
 """How long a launch takes that does not wait, and from its end to the kernel's start."""
-_OF_LARGER_BATCH: By = {"least": 0.8, "expected": 1.0, "most": 1.05}
-"""What kernels take for each sample of a larger batch, of their time now."""
 
 
 def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
@@ -51,7 +48,7 @@ def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
         chosen = set(choose(setting.step))
         durations = [
-            max(round(time_ns * factor[setting.world]), min(time_ns, _SMALLEST_NS)) if row in chosen else time_ns
+            max(round(time_ns * factor[setting.world]), min(time_ns, SMALLEST_NS)) if row in chosen else time_ns
             for row, time_ns in enumerate(columns.duration_ns)
         ]
         return replace(columns, duration_ns=durations)
@@ -126,20 +123,6 @@ def without_copies(name: str, choose: Choose) -> StepChange:
     return StepChange(name, apply)
 
 
-def scale_host(name: str, choose: Choose, factor: By, assumption: str) -> StepChange:
-    """Return the change that scales the Python before some calls."""
-
-    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        chosen = set(choose(setting.step))
-        gap = [
-            round(time * factor[setting.world]) if call in chosen and time > 0 else time
-            for call, time in enumerate(columns.gap_ns)
-        ]
-        return replace(columns, gap_ns=gap)
-
-    return StepChange(name, apply, assumption)
-
-
 def shorten_gaps(name: str, find_shares: Callable[[ReplayedStep], Mapping[int, float]]) -> StepChange:
     """Return the change after which Python before some calls takes less, by a share of it."""
 
@@ -170,43 +153,26 @@ def launch_without_waiting(name: str) -> StepChange:
 def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
     """Return the change that trains on a larger batch; the step after it stands for as many samples as now.
 
-    Python, launches and the optimizer are shared out among more samples; data, and what else Python does outside of
-    the passes, take as long for each. With ``fewer_passes`` a step has as many samples as now, in fewer passes, and one
-    step of the optimizer as now.
+    With ``fewer_passes`` a step has as many samples as now, in fewer passes, and one step of the optimizer as now.
     """
-    kept = {DATA, OUTSIDE, OPTIMIZER} if fewer_passes else {DATA, OUTSIDE}
+    per_batch = {DATA, OUTSIDE, OPTIMIZER} if fewer_passes else {DATA, OUTSIDE}
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        step = setting.step
+        larger = scale_batch(columns, setting, factor, per_batch)
 
-        def share_out(time_ns: int, kept_ns: int) -> int:
-            return time_ns if time_ns <= kept_ns else kept_ns + (time_ns - kept_ns) // factor
+        def share(times_ns: Sequence[int]) -> list[int]:
+            return [time_ns // factor for time_ns in times_ns]
 
-        kept_ns = [sum(time_ns for phase, time_ns in phases.items() if phase in kept) for phases in step.gap_phases]
-        stays = [kind == COPY or phase in kept for kind, phase in zip(columns.kind, step.phase, strict=True)]
-        own = [time_ns if stays[call] else time_ns // factor for call, time_ns in enumerate(columns.own_ns)]
-        durations = list(columns.duration_ns)
-        for row, call in enumerate(columns.launcher):
-            if step.phase[call] != OPTIMIZER:
-                durations[row] = _in_larger_batch(durations[row], factor, setting.world)
-            elif not fewer_passes:
-                durations[row] //= factor
         return replace(
-            columns,
-            gap_ns=[share_out(*times) for times in zip(columns.gap_ns, kept_ns, strict=True)],
-            own_ns=own,
-            duration_ns=durations,
-            between_ns=[time_ns // factor for time_ns in columns.between_ns],
-            latency_ns=[time_ns // factor for time_ns in columns.latency_ns],
+            larger,
+            gap_ns=share(larger.gap_ns),
+            own_ns=share(larger.own_ns),
+            duration_ns=share(larger.duration_ns),
+            between_ns=share(larger.between_ns),
+            latency_ns=share(larger.latency_ns),
         )
 
     return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
-
-
-def _in_larger_batch(time_ns: int, factor: int, world: World) -> int:
-    """Return a kernel's time for as many samples as now: what the smallest kernel takes is shared out."""
-    fixed_ns = min(time_ns, _SMALLEST_NS)
-    return round(fixed_ns / factor + (time_ns - fixed_ns) * _OF_LARGER_BATCH[world])
 
 
 def without_calls(name: str, choose: Choose) -> StepChange:

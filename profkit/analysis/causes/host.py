@@ -7,12 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from profkit.analysis.causes.changes import (
-    By,
     launch_without_waiting,
-    remove_operations,
-    scale_host,
     shorten_gaps,
-    stop_chosen_waits,
     without_calls,
     without_copies,
 )
@@ -259,36 +255,16 @@ def _anomaly(evidence: Evidence) -> Iterator[Cause]:
     if evidence.condition("anomaly_detection") is not True or evidence.step is None:
         return
 
-    def checks(step: ReplayedStep) -> list[int]:
-        return [
-            call for call, kind in enumerate(step.columns.kind) if kind in (WAIT, COPY) and step.phase[call] == BACKWARD
-        ]
-
-    is_check = evidence.choose(lambda one: one.phase == BACKWARD and _is_nan_check(one.name, one.category))
-    nothing: By = {"least": 0, "expected": 0, "most": 0}
+    step = evidence.step
+    calls = zip(step.columns.kind, step.phase, strict=True)
     yield Cause(
         code="anomaly",
-        cause="anomaly detection is on",
-        detail=": every gradient is searched for NaN, and every operation keeps its stack",
+        cause="anomaly detection is on: every gradient is searched for NaN, and every operation keeps its stack",
         change="torch.autograd.set_detect_anomaly(False)",
-        changes=[
-            stop_chosen_waits("no-anomaly", checks),
-            remove_operations("no-anomaly", is_check, nothing, "which kernels search for NaN"),
-            scale_host(
-                "no-anomaly",
-                lambda step: [call for call, phase in enumerate(step.phase) if phase not in (OUTSIDE, DATA, OPTIMIZER)],
-                {"least": 0.1, "expected": 0.25, "most": 0.6},
-                "how much of Python's time keeping stacks takes",
-            ),
-        ],
+        changes=edits("no-anomaly"),
         edit="no-anomaly",
-        evidence={"waits": len(checks(evidence.step))},
+        evidence={"waits": sum(kind in (WAIT, COPY) and phase == BACKWARD for kind, phase in calls)},
     )
-
-
-def _is_nan_check(name: str, category: str) -> bool:
-    lowered = name.lower()
-    return category == "copy" or "nan" in lowered or "ne_" in lowered or "or_" in lowered or "notequal" in lowered
 
 
 def _allocations(evidence: Evidence) -> Iterator[Cause]:

@@ -88,6 +88,7 @@ class ProgramFacts:
     cpus: int | None = None
     worker_cpus: float = 1.0
     threads: int = 1
+    detects_anomalies: bool = False
 
     @property
     def room(self) -> int | None:

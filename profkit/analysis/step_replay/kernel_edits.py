@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from profkit.analysis.kernels.categories import product_dtype
-from profkit.analysis.step_replay.columns import HOST, LAUNCH, StepColumns
+from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,
@@ -18,8 +18,10 @@ from profkit.analysis.step_replay.edits import (
     drop_calls,
     drop_operations,
     find_rows,
+    stop_waiting,
 )
-from profkit.names import OPTIMIZER
+from profkit.analysis.step_replay.limits import OUTSIDE
+from profkit.names import BACKWARD, DATA, OPTIMIZER
 from profkit.run.edits import read_factor
 
 _SMALL = ("softmax", "normalization", "elementwise", "reduction", "copy/cast", "loss", "random", "other")
@@ -57,6 +59,12 @@ _CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
 """How many times longer Python takes that casts, too."""
 _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
 _BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
+_OF_LARGER_BATCH: Mapping[World, float] = {"least": 0.8, "expected": 1.0, "most": 1.05}
+"""What kernels take for each sample of a larger batch, of their time now; of a smaller one, the other way round."""
+SMALLEST_NS = 2_500
+"""No kernel gets shorter than this by another type of its numbers, or fewer of them."""
+_KEEPING_STACKS: Mapping[World, float] = {"least": 0.1, "expected": 0.25, "most": 0.6}
+"""What is left of Python's time in passes when operations keep no stacks."""
 _CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
 _CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
 
@@ -110,6 +118,63 @@ def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
     rows = find_rows(columns, setting, lambda _, category: category in _SMALL)
     rows = [row for row in rows if setting.step.phase[columns.launcher[row]] in phases]
     return drop_operations(drop_calls(columns, calls), rows)
+
+
+def change_batch(columns: StepColumns, setting: Setting) -> StepColumns:
+    return scale_batch(columns, setting, float(read_factor(setting.argument)), {DATA, OUTSIDE})
+
+
+def scale_batch(columns: StepColumns, setting: Setting, factor: float, per_batch: Collection[str]) -> StepColumns:
+    """Return the step on a batch of ``factor`` times the size.
+
+    Kernels take that many times longer, but for what the smallest one takes. Python and launches take as long as now,
+    and so does the optimizer, but in the phases ``per_batch``, and copies of pageable memory.
+    """
+    step, growth = setting.step, _OF_LARGER_BATCH[setting.world]
+    growth = growth if factor > 1 else 1 / growth
+    gap = [
+        time_ns + round((factor - 1) * min(time_ns, sum(phases.get(phase, 0) for phase in per_batch)))
+        if time_ns > 0
+        else time_ns
+        for time_ns, phases in zip(columns.gap_ns, step.gap_phases, strict=True)
+    ]
+    own = [
+        round(time_ns * factor) if kind == COPY or phase in per_batch else time_ns
+        for time_ns, kind, phase in zip(columns.own_ns, columns.kind, step.phase, strict=True)
+    ]
+    durations = list(columns.duration_ns)
+    for row, call in enumerate(columns.launcher):
+        if step.phase[call] != OPTIMIZER:
+            fixed_ns = min(durations[row], SMALLEST_NS)
+            durations[row] = round(fixed_ns + (durations[row] - fixed_ns) * factor * growth)
+        elif OPTIMIZER in per_batch:
+            durations[row] = round(durations[row] * factor)
+    return replace(columns, gap_ns=gap, own_ns=own, duration_ns=durations)
+
+
+def stop_anomaly_detection(columns: StepColumns, setting: Setting) -> StepColumns:
+    """No gradient is searched for NaN, nor waited for, and no operation keeps its stack."""
+    if not setting.facts.detects_anomalies:
+        raise CannotPredictError("anomaly detection was not on, or the run does not say whether it was")
+    backward = setting.calls_in({BACKWARD})
+    waits = [call for call in backward if columns.kind[call] in (WAIT, COPY)]
+    columns = stop_waiting(columns, waits, setting.constants)
+    checks = set(find_rows(columns, setting, _is_nan_check))
+    launched = {call: range(*columns.launches[call]) for call in backward if range(*columns.launches[call])}
+    checking = [call for call, rows in launched.items() if checks.issuperset(rows)]
+    columns = drop_operations(drop_calls(columns, checking), [row for call in checking for row in launched[call]])
+    passes = set(setting.calls_in(setting.training_phases - {OPTIMIZER}))
+    left = _KEEPING_STACKS[setting.world]
+    gap = [
+        round(time_ns * left) if call in passes and time_ns > 0 else time_ns
+        for call, time_ns in enumerate(columns.gap_ns)
+    ]
+    return replace(columns, gap_ns=gap)
+
+
+def _is_nan_check(name: str, category: str) -> bool:
+    lowered = name.lower()
+    return category == "copy" or any(word in lowered for word in ("nan", "ne_", "or_", "notequal"))
 
 
 def use_tf32(columns: StepColumns, setting: Setting) -> StepColumns:

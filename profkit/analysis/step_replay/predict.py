@@ -32,10 +32,12 @@ from profkit.analysis.step_replay.edits import (
 )
 from profkit.analysis.step_replay.kernel_edits import (
     benchmark_convolutions,
+    change_batch,
     change_gpu,
     change_kernels,
     change_links,
     compile_model,
+    stop_anomaly_detection,
     use_bf16,
     use_channels_last,
     use_tf32,
@@ -79,6 +81,8 @@ CHANGES: dict[str, Change] = {
     "kernels": change_kernels,
     "links": change_links,
     "cpu": change_cpu,
+    "batch": change_batch,
+    "no-anomaly": stop_anomaly_detection,
 }
 """What each edit whose effect is known does to a step."""
 
@@ -101,6 +105,8 @@ ASSUMPTIONS = {
     "pin-memory": "how fast copies from pinned memory are",
     "graphs": "what launching a graph takes for each kernel",
     "links": "all memory copies pass a link",
+    "batch": "how fast kernels are on another batch",
+    "no-anomaly": "how much of Python's time keeping stacks takes",
 }
 
 
