@@ -93,15 +93,19 @@ def test_the_summary_of_a_capture_fits_its_screen(path: Path, monkeypatch: pytes
     assert _count_lines(summary, advice, 80, monkeypatch) <= 20
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    return _summary(make_small_run(tmp_path_factory.mktemp("small")))
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("with_others", [False, True])
 def test_a_run_with_long_tries_fits_its_screen(
-    count: int, with_others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, with_others: bool, small: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = _summary(make_small_run(tmp_path))
-    memory = _summary(ROOT / "traces" / "resnet50-adamw.snapshot.pickle.gz").memory
+    memory = _stored_summary(ROOT / "traces" / "resnet50-adamw.snapshot.pickle.gz").memory
     warning = Finding("late", "a warning that says much of what was recorded " * 4)
-    summary = replace(summary, memory=memory, findings=(warning, warning), missing=("lines of source", "FLOPs"))
+    summary = replace(small, memory=memory, findings=(warning, warning), missing=("lines of source", "FLOPs"))
     line = SourceLine("/me/folder/prepare_the_batches.py", 1042, "PreparedBatches.__getitem__")
     (advice,) = _advise(Interval(90_000_000, 93_300_000, 97_100_000), 12_500_000, line).tries
     advice = replace(
@@ -251,7 +255,7 @@ def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> 
 
 
 def test_every_command_says_the_same_sentence_of_a_run(tmp_path: Path) -> None:
-    run = make_small_run(tmp_path)
+    run = make_timed_run(tmp_path)
     data = json.loads(run_command("summary", run, "--format", "json").stdout)
     assert sum(part["time_ns"] for part in data["step_tree"]["parts"]) == data["step_tree"]["step_ns"]
     answer = data["answer"]

@@ -43,9 +43,9 @@ def _json(*words: str | Path) -> dict[str, Any]:
     return found
 
 
-def _small_run(folder: Path, **facts: object) -> Path:
-    """Make the small run, whose manifest also holds these."""
-    run = make_small_run(folder)
+def _run_of(folder: Path, **facts: object) -> Path:
+    """Make a run of two steps, whose manifest also holds these."""
+    run = make_timed_run(folder)
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | facts))
     return run
@@ -174,7 +174,8 @@ def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) ->
 def test_tf32_is_said_of_matrix_products_and_of_convolutions(
     tmp_path: Path, conditions: dict[str, object], shown: str
 ) -> None:
-    run = _small_run(tmp_path, conditions=conditions)
+    run = _run_of(tmp_path, conditions=conditions, workload={"dtype": "fp32"})
+    (run / "work.json").unlink()
     assert _summary(run).head.precision == f"fp32, {shown}"
 
 
@@ -244,16 +245,13 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
     assert "1.000 µs with the profiler (+25%)" in lines["STEP"]
 
 
-def test_the_largest_share_of_the_work_is_never_left_out_for_room() -> None:
+def test_the_largest_share_of_the_work_is_never_left_out_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the verdict of `profkit ranks` in the line of ranks."""
     summary = _summary(capture("ddp.nsys2025.sqlite"))
     assert summary.work is not None
     share = format_share(summary.work.communication_ns / summary.work.kernel_time_ns)
     said = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
     assert f"per GPU · communication {share} ·" in said
-
-
-def test_the_line_of_ranks_ends_with_the_verdict_of_profkit_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = _summary(capture("ddp.nsys2025.sqlite"))
     lines = _lines(summary, monkeypatch, 120)
     assert "2 × H200 · 2 ranks" in lines[""]
     assert lines["RANKS"].endswith("own kernels a step: rank 0 33.90 ms, rank 1 29.44 ms")
@@ -284,10 +282,10 @@ def test_what_holds_ranges_or_memory_alone_has_the_lines_of_these(
 
 
 def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _small_run(tmp_path, status="failed", exit_status=7)
+    run = _run_of(tmp_path, status="failed", exit_status=7)
     lines = _lines(_summary(run), monkeypatch, 80)
     assert list(lines)[1] == "FAILED"
-    assert lines["FAILED"].startswith("the run failed (exit status 7); what it recorded follows A step takes 105.8 ms")
+    assert lines["FAILED"].startswith("the run failed (exit status 7); what it recorded follows A step takes 800 ns")
     (run / "trace.sqlite").unlink()
     assert _lines(_summary(run), monkeypatch, 80)["FAILED"].startswith(
         "the run failed (exit status 7); nothing was recorded"
@@ -309,7 +307,7 @@ def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatc
 
 
 def test_what_the_run_warned_of_is_a_care(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _small_run(tmp_path, warnings=["GPU 0's power cap held its clocks down"])
+    run = _run_of(tmp_path, warnings=["GPU 0's power cap held its clocks down"])
     summary = _summary(run)
     assert _lines(summary, monkeypatch, 80)["Care"] == "GPU 0's power cap held its clocks down"
     at_the_end = render(build_summary_document(summary, AdviceResult(), for_run=True), "table")
@@ -358,7 +356,7 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
 def test_an_older_run_says_what_it_lacks_and_the_command_that_records_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _small_run(tmp_path, argv=["python", "train.py", "--lr", "1"])
+    run = _run_of(tmp_path, argv=["python", "train.py", "--lr", "1"], clean=None)
     said = "lines of source and unprofiled step times: `profkit run -- python train.py --lr 1` records them"
     assert _lines(_summary(run), monkeypatch, 120)["Lacks"] == said
     looked = ({"step_ns": 1_000_000},) * 3
