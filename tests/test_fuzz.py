@@ -12,7 +12,7 @@ from profkit.allocator import recorded_heap
 from profkit.allocator.replay import replay_history
 from profkit.analysis.memory import places, stacks
 from profkit.analysis.memory.recorded import find_timeline, match_owners
-from profkit.analysis.placing import attribution, backward_links
+from profkit.analysis.placing import attribution, other_threads
 from profkit.analysis.self_check import _in_stream_capture
 from profkit.analysis.statistics import interval_of_step_times
 from profkit.analysis.tree import range_tree
@@ -190,7 +190,7 @@ def test_too_many_lines_of_compiled_code_are_refused(tmp_path: Path, monkeypatch
 def test_too_many_ranges_in_the_backward_pass_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = worst_traces.write_chrome(worst_traces.linked_backward(COUNT), tmp_path / "links.json")
     assert codes(path, ("ranges FILE",)) == [0]
-    monkeypatch.setattr(backward_links, "_MOST_MIRRORS", -10_000)
+    monkeypatch.setattr(other_threads, "_MOST_MIRRORS", -10_000)
     done = call_main(["ranges", str(path)])
     assert (done.returncode, "more in the backward pass; captures with that many are not read" in done.stderr) == (
         1,
