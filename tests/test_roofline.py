@@ -11,7 +11,7 @@ from matplotlib.text import Annotation
 
 from profkit import read_trace
 from profkit.errors import TraceError
-from profkit.report.roofline import plot_roofline, rate_of
+from profkit.report.plots import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
 from tests.in_process import run_command
 

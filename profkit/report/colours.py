@@ -25,7 +25,6 @@ KERNELS = {
     "graph": "#333333",
     "other": "#CCCCCC",
 }
-REST_OF_KERNELS = "#EEEEEE"
 
 STEP = {
     "matmul": KERNELS["gemm"],
