@@ -19,7 +19,7 @@ from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_o
 from profkit.launch.passes import Outcome, Pass, Target
 from profkit.launch.record import require_torch
 from profkit.report.units import format_count
-from profkit.run.directory import DEFAULT_PARENT, LINES, MANIFEST, Run, make_run_directory
+from profkit.run.directory import DEFAULT_PARENT, LINES, MANIFEST, Run, make_run_directory, name_of_rank, name_run
 from profkit.run.manifest import Process, Workload, write_manifest
 from profkit.run.recording import (
     COMMAND_WARMUP,
@@ -33,6 +33,7 @@ from profkit.run.recording import (
 
 if TYPE_CHECKING:
     from profkit.capture.within import Stages
+    from profkit.run.job import Job
 
 _MEMORY_WARMUP = 2
 """In so many steps what ends a step shows anew, and what was compiled before is compiled again."""
@@ -70,10 +71,12 @@ def record(
     ``memory``, as many more as ``steps``, after two,
     have the allocator recorded. A block with fewer steps yields what it has, and says so on standard error.
 
+    Each of several ranks has a run of its own, ``rank0``, ``rank1``, … in one directory; none waits for another.
+
     Args:
         steps: how many steps are recorded.
         memory: also record the allocator, which slows Python, in further steps.
-        path: the run directory to make; by default one in ``runs``.
+        path: the run directory to make; by default one in ``runs``. Ranks that have not joined need it to share one.
         warmup: how many steps pass before the recorded ones.
         lines: look for the lines of source behind the steps' time.
         step_on: what ends a step, as ``profkit run --step-on`` takes it: ``whole``, the block is one step;
@@ -150,17 +153,19 @@ class Recording(Capture):
         if self._stages is not None:
             raise UsageError("a recording is made once: call profkit.record() for another one")
         require_torch()
-        from profkit.capture.within import Stages, why_not
+        from profkit.capture.within import Stages, agree_on, find_job, why_not
 
         reason = why_not()
         if reason is not None:
             raise UsageError(reason)
         name, self._pid = _program_name(), os.getpid()
-        self.path = _make_directory(self._wanted, name)
+        job = find_job()
+        agreed = None if job is None or self._wanted is not None else agree_on(str(name_run(Path(name).stem)))
+        self.path = _make_directory(self._wanted if agreed is None else Path(agreed), name, job)
         orders = [replace(order, run=str(self.path.resolve())) for order in self._orders]
         self._why_not = "the recording has not ended: leave its block first"
         try:
-            self._keeper = _Keeper(self.path, name, orders)
+            self._keeper = _Keeper(self.path, name, orders, job)
             self._stages = Stages(orders, self._keeper.stage_ended)
             self._stages.begin()
         except OSError as error:
@@ -189,7 +194,7 @@ class Recording(Capture):
 class _Keeper:
     """Keeps the manifest of a run whose passes are stages of one process, as the launcher does of a command's."""
 
-    def __init__(self, run: Path, name: str, orders: Sequence[Order]) -> None:
+    def __init__(self, run: Path, name: str, orders: Sequence[Order], job: Job | None) -> None:
         self._run = run
         self._orders = orders
         self._ended: list[tuple[Order, Process]] = []
@@ -197,7 +202,8 @@ class _Keeper:
         first = orders[0]
         workload = Workload(steps=first.steps, warmup_steps=first.warmup_steps, step_on=first.step_on)
         passes = tuple(Pass((), order) for order in orders[::-1])
-        self._manifest = begin_manifest(Target(name, name, "block", passes, workload), None, ["profkit.record"], ())
+        target = Target(name, name, "block", passes, workload)
+        self._manifest = replace(begin_manifest(target, None, ["profkit.record"], ()), job=job)
         write_manifest(run / MANIFEST, self._manifest, is_first=True)
 
     def stage_ended(self, order: Order) -> None:
@@ -255,7 +261,7 @@ class _Keeper:
             yield f"the recording is not whole: {process.failure}"
         elif process.state == CUT_SHORT:
             yield f"the block ended while it was recorded: {len(process.profiled)} of {order.steps} steps are complete"
-        elif order.lines and not (self._run / LINES).exists():
+        elif order.lines and not (self._run / name_of_rank(LINES, process.rank or 0)).exists():
             yield "no lines of source are known: they are looked for in the steps after the recorded ones"
         if len(self._orders) == 1:
             return
@@ -266,9 +272,9 @@ class _Keeper:
                 yield "the block ended while the allocator was recorded"
 
 
-def _make_directory(wanted: Path | None, name: str) -> Path:
+def _make_directory(wanted: Path | None, name: str, job: Job | None) -> Path:
     try:
-        return make_run_directory(wanted, Path(name).stem)
+        return make_run_directory(wanted, Path(name).stem, job)
     except RunError as error:
         raise RunError(str(error).replace(" with -o", " with path=")) from None
 

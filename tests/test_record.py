@@ -286,9 +286,6 @@ def refused(enter):
 import profkit.errors
 with torch.profiler.profile():
     refused(profkit.record().__enter__)
-os.environ["WORLD_SIZE"] = "2"
-refused(profkit.record().__enter__)
-del os.environ["WORLD_SIZE"]
 with profkit.record(steps=2, warmup=4, lines=False, path="run") as run:
     loop(3)
     refused(profkit.record().__enter__)
@@ -302,12 +299,55 @@ tell(refusals=refusals, steps=run.kernels("optimizer").instances)
         "steps": 2,
         "refusals": [
             "a torch.profiler already runs, and a process has only one: end it before profkit.record begins",
-            "profkit.record sees one process, and this is one of several ranks: `profkit run -- torchrun …` sees all",
             "profkit.record already records in this process: leave its block before another one begins",
             "a recording is made once: call profkit.record() for another one",
         ],
     }
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+
+
+def test_each_of_several_ranks_has_a_run_in_one_directory_and_none_waits_for_another(
+    forks: Forks, tmp_path: Path
+) -> None:
+    code = """
+from torch import distributed
+
+plain = model
+model = lambda inputs: plain(inputs)
+with profkit.record(steps=2, warmup=4, lines=False, path="before") as early:
+    loop(6)
+distributed.init_process_group("gloo")
+plain = nn.parallel.DistributedDataParallel(plain)
+with profkit.record(steps=2, warmup=4, lines=False) as run:
+    loop(8)
+rank = distributed.get_rank()
+if rank == 0:
+    with profkit.record(steps=2, warmup=4, lines=False, path="alone"):
+        loop(8)
+else:
+    loop(8)
+steps = [recording.kernels("optimizer").instances for recording in (early, run)]
+assert "A step takes " in str(run.summary())
+with open(f"told{rank}", "w") as told:
+    paths = [str(early.path), str(run.path)]
+    patched = [name for name in patches.REASONS if patches.is_patched(name)]
+    told.write(json.dumps({"paths": paths, "steps": steps, "patched": patched, "running": len(within._running)}))
+"""
+    (tmp_path / "train.py").write_text(LOOP + code)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = forks.run(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "profkit:" not in done.stderr
+    (shared,) = (tmp_path / "runs").iterdir()
+    for rank in (0, 1):
+        told = json.loads((tmp_path / f"told{rank}").read_text())
+        paths = [f"before/rank{rank}", f"runs/{shared.name}/rank{rank}"]
+        assert told == {"paths": paths, "steps": [2, 2], "patched": [], "running": 0}
+        (process,) = Run(shared / f"rank{rank}").manifest.processes
+        assert process.rank == rank
+    assert [record.rank for record in profkit.open(shared).ranks().ranks] == [0, 1]
+    assert not list(tmp_path.rglob("partial.*"))
+    assert [path.name for path in (tmp_path / "alone").iterdir() if path.is_dir()] == ["rank0"]
 
 
 def test_a_program_that_is_recorded_from_outside_does_not_record_itself(forks: Forks, tmp_path: Path) -> None:

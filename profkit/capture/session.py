@@ -127,7 +127,7 @@ class Session:
         self._samples = StepCollector(self.hooks.clock)
         self._memory_lead = 0
         """How many steps were counted before counting began anew: the allocator's history has them too."""
-        self._drain = QueueDrain(self.run, self.hooks.loading)
+        self._drain = QueueDrain(None if order.within else self.run, self.hooks.loading)
         self._recorder = StepsRecorder(order, self.hooks, records_memory=self.memory is not None)
         self._light: LightRecorder | None = None
         if order.recorder in ("none", "kineto", "nsys") and not order.within:

@@ -6,15 +6,19 @@ a step. The next one begins where the one before is done.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import cast
 
 import torch
 from torch import distributed
 
+from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.session import Session
 from profkit.errors import UsageError
+from profkit.run.job import Job, number_in, rank_number
 from profkit.run.recording import VARIABLE, Order
 
 
@@ -88,6 +92,7 @@ class _Stage(Session):
 
 
 _running: list[Stages] = []
+_recordings = itertools.count()
 
 
 @cache
@@ -110,10 +115,23 @@ def why_not() -> str | None:
         return "`profkit run` already records this program: leave one of the two out"
     if torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled():
         return "a torch.profiler already runs, and a process has only one: end it before profkit.record begins"
-    is_joined = distributed.is_available() and distributed.is_initialized()
-    if (distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        return "profkit.record sees one process, and this is one of several ranks: `profkit run -- torchrun …` sees all"
     return None
+
+
+def find_job() -> Job | None:
+    """Return this rank's place among the ranks that train together, None if it trains alone."""
+    if several_ranks():
+        return Job(None, distributed.get_world_size(), distributed.get_rank(), "rank")
+    count = number_in(os.environ, "WORLD_SIZE") or 1
+    return Job(None, count, rank_number(os.environ), "rank") if count > 1 else None
+
+
+def agree_on(name: str) -> str | None:
+    """Return the name that the first rank to come gave a recording, None before ranks have joined; nobody waits."""
+    if not several_ranks():
+        return None
+    store = distributed.distributed_c10d._get_default_store()
+    return cast("bytes", store.compare_set(f"profkit.record {next(_recordings)}", "", name)).decode()
 
 
 def why_no_memory() -> str | None:

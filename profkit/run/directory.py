@@ -320,11 +320,16 @@ def choose_run(path: Path, rank: int | None = None) -> Path:
     )
 
 
+def name_run(target: str) -> Path:
+    """Return what a run that begins now is called by default: ``runs/<UTC time>-<target>``."""
+    return DEFAULT_PARENT / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{target}"
+
+
 def _make_default(target: str) -> Path:
-    started = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    first = name_run(target)
     DEFAULT_PARENT.mkdir(exist_ok=True)
     for attempt in itertools.count(1):
-        path = DEFAULT_PARENT / (f"{started}-{target}" if attempt == 1 else f"{started}-{target}-{attempt}")
+        path = first if attempt == 1 else first.with_name(f"{first.name}-{attempt}")
         try:
             path.mkdir()
         except FileExistsError:

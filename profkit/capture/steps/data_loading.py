@@ -170,9 +170,12 @@ _WAITS = 0.1
 
 
 class QueueDrain:
-    """Looks at the queue before the recorder is started and after it, and says how many steps do not count."""
+    """Looks at the queue before the recorder is started and after it, and says how many steps do not count.
 
-    def __init__(self, run: Path, loading: DataLoading) -> None:
+    ``run`` is where this machine's ranks meet, None where each one records by itself.
+    """
+
+    def __init__(self, run: Path | None, loading: DataLoading) -> None:
         self._run = run
         self._loading = loading
         self._before = Queue()
@@ -186,7 +189,7 @@ class QueueDrain:
     def plan(self, number: int, unprofiled: Sequence[Mapping[str, int]], *, may_drain: bool) -> int:
         """The recorder has been started: return how many of the steps that begin now do not count.
 
-        All ranks of this machine leave out equally many, as many as the one that needs most. All must come here.
+        All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
 
         Args:
             number: the number of the step that begins now.
@@ -203,7 +206,9 @@ class QueueDrain:
         )
         drained = min(needed, LONGEST_DRAIN, int(LONGEST_DRAIN_NS / step_ns) if step_ns else LONGEST_DRAIN)
         try:
-            drained = LocalRanks(self._run).agree("drain", drained) if may_drain else 0
+            drained = drained if may_drain else 0
+            if may_drain and self._run is not None:
+                drained = LocalRanks(self._run).agree("drain", drained)
         except OSError:  # a full disk
             drained = 0
         if after.workers or drained:
