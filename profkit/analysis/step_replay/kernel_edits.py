@@ -43,7 +43,7 @@ _TF32_FROM_FP32: _Speeds = {
 }
 _LARGE_TF32_FROM_FP32: _Speeds = {**_TF32_FROM_FP32, "most": _Speed(1 / 4.5, 6_000)}
 _LARGE_NS = 100_000
-"""A product in fp32 that takes longer fills the GPU, and the tensor cores too."""
+"""A kernel that takes longer fills the GPU; a product in fp32 fills the tensor cores too."""
 _BF16_FROM_FP32: _Speeds = {
     "least": _Speed(1 / 16, 1_500),
     "expected": _Speed(1 / 11, 3_000),
@@ -61,6 +61,8 @@ _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "mos
 _BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
 _OF_LARGER_BATCH: Mapping[World, float] = {"least": 0.8, "expected": 1.0, "most": 1.05}
 """What kernels take for each sample of a larger batch, of their time now; of a smaller one, the other way round."""
+_LARGE_OF_LARGER_BATCH: Mapping[World, float] = {"least": 0.93, "expected": 1.0, "most": 1.03}
+"""The same of kernels that fill the GPU as it is."""
 SMALLEST_NS = 2_500
 """No kernel gets shorter than this by another type of its numbers, or fewer of them."""
 _KEEPING_STACKS: Mapping[World, float] = {"least": 0.1, "expected": 0.25, "most": 0.6}
@@ -130,8 +132,7 @@ def scale_batch(columns: StepColumns, setting: Setting, factor: float, per_batch
     Kernels take that many times longer, but for what the smallest one takes. Python and launches take as long as now,
     and so does the optimizer, but in the phases ``per_batch``, and copies of pageable memory.
     """
-    step, growth = setting.step, _OF_LARGER_BATCH[setting.world]
-    growth = growth if factor > 1 else 1 / growth
+    step = setting.step
     gap = [
         time_ns + round((factor - 1) * min(time_ns, sum(phases.get(phase, 0) for phase in per_batch)))
         if time_ns > 0
@@ -145,6 +146,8 @@ def scale_batch(columns: StepColumns, setting: Setting, factor: float, per_batch
     durations = list(columns.duration_ns)
     for row, call in enumerate(columns.launcher):
         if step.phase[call] != OPTIMIZER:
+            growth = (_LARGE_OF_LARGER_BATCH if durations[row] > _LARGE_NS else _OF_LARGER_BATCH)[setting.world]
+            growth = growth if factor > 1 else 1 / growth
             fixed_ns = min(durations[row], SMALLEST_NS)
             durations[row] = round(fixed_ns + (durations[row] - fixed_ns) * factor * growth)
         elif OPTIMIZER in per_batch:
