@@ -23,7 +23,7 @@ from profkit.names import DATA
 from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree
-from profkit.report.commands.late_rank import describe_verdict
+from profkit.report.commands.ranks import describe_verdict
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from profkit.report.page.page import render_report

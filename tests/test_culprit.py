@@ -21,7 +21,7 @@ from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
 from profkit.reading import open_capture, open_trace
-from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns

@@ -17,7 +17,7 @@ from profkit.analysis.ranks.culprit import Verdict
 from profkit.cli import cli
 from profkit.joining import read_ranks
 from profkit.reading import open_capture
-from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import NSYS_EXPORT
 from profkit.run.light_record import Collectives

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
-from profkit.report.commands.late_rank import describe_ranks
+from profkit.report.commands.ranks import describe_ranks
 from profkit.report.units import format_gigabytes
 from profkit.run.light_record import Group, LightRecord
 from tests.in_process import run_command

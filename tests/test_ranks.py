@@ -17,7 +17,7 @@ from profkit import read_trace
 from profkit.analysis.ranks.members import BY_DEVICE, BY_PID, NAMED, PROVED, find_ranks
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
-from profkit.report.commands.late_rank import describe_verdict
+from profkit.report.commands.ranks import describe_verdict
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import MS, Delay, simulate, write_nsys

@@ -205,7 +205,7 @@ def describe_ranks(summary: Summary) -> str:
     """Return the verdict of `profkit ranks`, empty where only one rank was recorded."""
     if summary.compared is None:
         return ""
-    from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+    from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
 
     return describe_verdict(summary.compared)[0]
 

@@ -371,7 +371,7 @@ def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]
     is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
     lines = [f"ranks are {result.rank_evidence}"] * is_guess
     if compared is not None:
-        from profkit.report.commands.late_rank import describe_verdict  # few captures are of several ranks
+        from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
 
         lines += describe_verdict(compared)[:1]
     return lines

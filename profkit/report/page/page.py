@@ -25,8 +25,7 @@ from profkit.files import write_whole
 from profkit.report import colours
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
-from profkit.report.commands.late_rank import describe_ranks
-from profkit.report.commands.ranks import build_ranks_document
+from profkit.report.commands.ranks import build_ranks_document, describe_ranks
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
