@@ -201,4 +201,4 @@ def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None
     assert path.read_bytes().startswith(b"\x89PNG")
     refused = run_command("whatif", SMALL, "--edit", "compile", "--plot", tmp_path / "none.png")
     assert refused.returncode == 2
-    assert "neither is predicted" in refused.stderr
+    assert "its time is not predicted" in refused.stderr
