@@ -63,7 +63,9 @@ def test_the_pictures_of_the_readme_exist() -> None:
     assert all((RECIPES / picture).exists() for picture in pictures)
 
 
-@pytest.mark.parametrize("folder", [PREDICTIONS, PREDICTIONS / "second"], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "folder", [PREDICTIONS, PREDICTIONS / "second", PREDICTIONS / "third"], ids=["first", "second", "third"]
+)
 def test_a_table_of_predictions_holds_every_answer_and_counts_those_that_held(folder: Path) -> None:
     intervals, truth = (json.loads((folder / name).read_text()) for name in ("intervals.json", "truth.json"))
     answers = intervals["answers"] if isinstance(intervals, dict) else intervals
