@@ -15,7 +15,7 @@ from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli.compare import compare
-from profkit.report.commands.memory_compare import memory_table
+from profkit.report.commands.memory import memory_table
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture

@@ -63,6 +63,8 @@ _ONE_MACHINE = (
 )
 
 _KILLED = 128 + signal.SIGKILL
+_TOP_STACKS = 3
+"""Of the memory in which an allocation failed."""
 
 
 @click.command(
@@ -286,10 +288,17 @@ def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
 def _explain_out_of_memory(recorded: Recorded, failed: OutOfMemory, where: str) -> None:
     """Print why the allocation failed that ended the target; of one that it survived say where that stands."""
     if failed.is_fatal and failed.rank is not None:
-        from profkit.report.commands.memory import render_out_of_memory
+        from profkit.analysis.memory.failures import last_failure
+        from profkit.analysis.memory.opened_snapshot import FAILURE
+        from profkit.reading import open_snapshot
+        from profkit.report.commands.memory import build_memory_document
+        from profkit.report.document import render
 
         try:
-            print_line(render_out_of_memory(recorded.run, failed.rank))
+            opened = open_snapshot(recorded.run, rank=failed.rank)
+            devices = [memory.device.index for memory in opened.devices.values() if last_failure(memory) is not None]
+            result = opened.memory(at=FAILURE, device=devices[-1] if devices else None)
+            print_line(render(build_memory_document(result, top=_TOP_STACKS), "table"))
         except (CaptureError, UsageError) as error:
             say(str(error))
     elif recorded.has_snapshot:

@@ -1,18 +1,18 @@
-"""The document of ``profkit memory``: the peaks, what a moment was made of, and why memory ran out."""
+"""The document of ``profkit memory``: the peaks, what a moment was made of, why memory ran out; two peaks compared."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal
 
+from profkit.analysis.memory.compare import Comparison, Part
 from profkit.analysis.memory.device import Composition
-from profkit.analysis.memory.failures import LeakCheck, OomVerdict, last_failure
+from profkit.analysis.memory.failures import LeakCheck, OomVerdict
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
-from profkit.reading import open_snapshot
-from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table, render
+from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,
@@ -400,17 +400,61 @@ def _module_notes(at: Composition, shown: Sequence[PartRow], hidden: int) -> Ite
         yield "`profkit run --memory` records which module each tensor belongs to"
 
 
-_TOP = 3
+TOP_PARTS = 15
+
+_CHANGE = Unit(lambda value: f"{'+' if value > 0 else ''}{format_bytes(value)}")
+_KIND = Unit(lambda kind: "lost to rounding" if kind == "padding" else kind, right=False)
+_PART_COLUMNS = (
+    Column("bytes", "change", _CHANGE),
+    Column("kind", "kind", _KIND),
+    Column("count", "count"),
+    Column("stack", "tensor, or your line", TEXT, flexible=True),
+)
 
 
-def render_out_of_memory(run: Path, rank: int) -> str:
-    """Return why a rank's last allocation failed, and who held the memory then.
+def memory_parts(comparison: Comparison, top: int = TOP_PARTS) -> list[Table | Lines]:
+    """Return what ``profkit compare`` shows of two peaks, and the ``top`` largest parts of their difference."""
+    if _is_same(comparison):
+        return [_compared_head(comparison)]
+    kinds = [{"bytes": size, "kind": kind} for kind, size in comparison.by_kind.items()]
+    kinds.append({"bytes": comparison.difference_bytes, "kind": "all"})
+    changed = [part for part in comparison.parts if part.bytes]
+    rest: dict[str, Any] | None = None
+    if hidden := changed[top:]:
+        rest = {
+            "bytes": sum(part.bytes for part in hidden),
+            "count": sum(part.count for part in hidden),
+            "stack": format_count(len(hidden), "smaller place"),
+        }
+    parts = Table(_PART_COLUMNS, [_part_row(part) for part in changed[:top]], rest=rest)
+    return [_compared_head(comparison), Table(_PART_COLUMNS[:2], kinds), parts]
 
-    Raises:
-        CaptureError: the snapshot cannot be read.
-        UsageError: it shows no allocation that failed.
-    """
-    opened = open_snapshot(run, rank=rank)
-    failed = [memory for memory in opened.devices.values() if last_failure(memory) is not None]
-    device = failed[-1].device.index if failed else None
-    return render(build_memory_document(opened.memory(at=FAILURE, device=device), top=_TOP), "table")
+
+def memory_table(comparison: Comparison) -> Table:
+    """Return every part of the difference, for CSV."""
+    return Table(_PART_COLUMNS, [_part_row(part) for part in comparison.parts])
+
+
+def _compared_head(comparison: Comparison) -> Lines:
+    difference = f"{_CHANGE.show(comparison.difference_bytes)} ({comparison.difference_bytes:+,} B)"
+    change = f"the peak changed by {difference}"
+    if _is_same(comparison):
+        count = format_count(sum(part.count for part in comparison.parts), "allocation")
+        change = f"no change in {count}: both peaks consist of the same ones"
+    return Lines(
+        [
+            f"before {format_bytes(comparison.before_peak_bytes):>11}  {PurePath(comparison.before).name}",
+            f"after  {format_bytes(comparison.after_peak_bytes):>11}  {PurePath(comparison.after).name}",
+            f"{change}{'' if comparison.exact else '; at least one of the peaks is not proven'}",
+        ],
+        "head",
+    )
+
+
+def _is_same(comparison: Comparison) -> bool:
+    return all(part.kind == "same" for part in comparison.parts)
+
+
+def _part_row(part: Part) -> dict[str, Any]:
+    name = f"{part.label} and {part.owner_count - 1:,} more" if part.owner_count > 1 else part.label
+    return {"bytes": part.bytes, "kind": part.kind, "count": part.count, "stack": name}
