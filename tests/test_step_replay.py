@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
+from profkit.analysis.step_replay.edits import slow_host
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import (
     EARLIER,
@@ -34,9 +36,10 @@ from tests.step_machine import Doing, Machine, programs
 
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700)
 
+TRACES_FOLDER = Path(__file__).parent.parent / "traces"
 TRACES = sorted(
     path
-    for folder in (Path(__file__).parent.parent / "traces", CAPTURES)
+    for folder in (TRACES_FOLDER, CAPTURES)
     if folder.is_dir()
     for path in folder.iterdir()
     if path.name.endswith((".sqlite", ".kineto.json.gz"))
@@ -76,6 +79,27 @@ def test_what_limits_a_recorded_step_sums_up_to_it(path: Path) -> None:
         for step in steps:
             ready = prepare(step, constants)
             check_chain(ready, run(ready, constants))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (TRACES_FOLDER / "small-train.kineto.json.gz", TRACES_FOLDER / "small-train.nsys2025.sqlite"),
+        (CAPTURES / "small.nsys2023.sqlite", CAPTURES / "small.nsys2025.sqlite"),
+    ],
+    ids=["torch.profiler-nsys", "nsys2023-nsys2025"],
+)
+def test_two_recorders_of_one_program_agree_once_their_work_on_the_host_is_gone(first: Path, second: Path) -> None:
+    if not first.exists():
+        pytest.skip("the stored captures are not here")
+    recorded_ns, on_fast_host_ns = [], []
+    for path in (first, second):
+        replay = read_trace(path).step_replay
+        recorded_ns.append(replay.recorded_ns or 0)
+        steps = [replay.run(slow_host(step.columns, 0.1)).step_ns for step in replay.steps]
+        on_fast_host_ns.append(fmean(steps))
+    assert recorded_ns[1] > 1.15 * recorded_ns[0]
+    assert on_fast_host_ns[1] == pytest.approx(on_fast_host_ns[0], rel=0.005)
 
 
 def check_chain(step: StepColumns, found: Replayed) -> None:
