@@ -123,15 +123,15 @@ def name_place(advice: Advice) -> str:
     return advice.module or ""
 
 
-def describe_try(summary: Summary, number: int, advice: Advice, room: int | None, *, is_cut: bool = False) -> str:
+def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool = False) -> str:
     """Return a Try as whole as it fits ``room`` characters.
 
     Left out for that are the details of its cause, its costs, its module and function. It is longer where even the
     least does not fit, unless it ``is_cut``: then it is one line of a screen.
     """
-    place, effects = name_place(advice), list(_short_effects(advice))
+    place, effects = name_place(advice), list(describe_effects(advice))
     costs = f"costs {advice.costs}" if advice.costs is not None else ""
-    whole = join_parts(f"{number} {advice.cause}", place, advice.change, *describe_effects(summary, advice), costs)
+    whole = join_parts(f"{number} {advice.cause}", place, advice.change, *effects, costs)
     if room is None:
         return whole
     short = join_parts(f"{number} {advice.short_cause}", place, advice.change, *effects)
@@ -148,25 +148,15 @@ def describe_try(summary: Summary, number: int, advice: Advice, room: int | None
     return next((text for text in (whole, join_parts(short, costs), short) if len(text) <= room), least)
 
 
-def _short_effects(advice: Advice) -> Iterator[str]:
-    """Yield what a change does, beside the step that stands above: as measured, else as predicted."""
-    if advice.measured is not None:
-        yield describe_trial(advice.measured)
-    elif advice.after_ns is not None:
-        yield f"→ {describe_interval(advice.after_ns)}"
-    if advice.saves_bytes is not None:
-        yield f"memory −{format_bytes(advice.saves_bytes.expected)}"
-
-
 def join_parts(*parts: str) -> str:
     """Return the parts of a line that are not empty as one text."""
     return SEPARATOR.join(filter(None, parts))
 
 
-def describe_effects(summary: Summary, advice: Advice) -> Iterator[str]:
-    """Yield what a change does: the step now and after it, what was measured of it, the memory that it saves."""
-    if advice.after_ns is not None and summary.step_ns is not None:
-        yield f"{format_ns(summary.step_ns)} → {describe_interval(advice.after_ns)}"
+def describe_effects(advice: Advice) -> Iterator[str]:
+    """Yield what a change does: the step after it, what was measured of it, the memory that it saves."""
+    if advice.after_ns is not None:
+        yield f"→ {describe_interval(advice.after_ns)}"
     if advice.measured is not None:
         yield describe_trial(advice.measured)
     if advice.saves_bytes is not None:

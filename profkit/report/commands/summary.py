@@ -31,16 +31,12 @@ from profkit.report.commands.summary_lines import (
     describe_step,
     describe_work,
     list_ranks,
-    name_machine,
 )
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
-from profkit.report.text import shorten
 from profkit.report.units import TEXT, format_bytes, format_count
 
 _SCHEMA = 2
-_COMMAND_WIDTH = 60
-_COMMAND_BEGINNING = 40
 
 Line = tuple[str, str]
 """A word and what stands behind it."""
@@ -101,7 +97,6 @@ def build_summary_document(
         [
             *([Labelled(failures)] if failures else []),
             Lines([answer], "head"),
-            *([Lines([_head(summary)])] if with_all else []),
             Labelled(labelled),
         ],
         figures,
@@ -109,33 +104,6 @@ def build_summary_document(
         has_warnings=True,
         schema=_SCHEMA,
     )
-
-
-def _head(summary: Summary) -> str:
-    head = summary.head
-    parts = [
-        _command(_words(head)) or Path(summary.run).name,
-        name_machine(summary),
-        format_count(head.rank_count, "rank") if head.rank_count > 1 else "",
-        f"torch {head.torch}" if head.torch else "",
-        head.precision or "",
-    ]
-    if head.steps:
-        numbers = "" if head.first_step is None else f" ({head.first_step}–{head.last_step})"
-        numbers = f" ({head.first_step})" if numbers and head.first_step == head.last_step else numbers
-        drained = f" after {head.drained_steps} that emptied the data loader's queue" if head.drained_steps else ""
-        parts.append(f"{format_count(head.steps, 'step')} recorded{numbers}{drained}")
-    elif summary.work is not None:
-        parts.append("no steps known: figures are of the whole capture")
-    return SEPARATOR.join(filter(None, parts))
-
-
-def _command(words: list[str]) -> str:
-    text = " ".join(words)
-    if len(text) > _COMMAND_WIDTH and len(words) > 1:
-        ends = [at for at in range(1, len(words)) if len(" ".join(words[:at])) <= _COMMAND_BEGINNING]
-        text = " ".join([*words[: max(ends, default=1)], "…", words[-1]])
-    return shorten(text, _COMMAND_WIDTH)
 
 
 def _words(head: Head) -> list[str]:
@@ -169,6 +137,7 @@ def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> It
         yield "LINES", "Python spends, per step: " + "; ".join(map(describe_line, summary.lines))
     yield "MEMORY", join(describe_memory(summary))
     yield "RANKS", join(list_ranks(summary, ""))
+    yield "Try", advice.nothing or ""
     yield from _tries_in_full(summary, advice)
     yield from _tried(advice)
     yield from (("Note", note) for note in advice.notes)
@@ -206,6 +175,7 @@ def _in_short(
     yield "MODULE", _cut(describe_modules(summary))
     yield "MEMORY", _cut(describe_memory(summary))
     yield "RANKS", join(list_ranks(summary, answer))
+    yield "Try", advice.nothing or ""
     yield from _tries(summary, advice, left_out)
     yield from _tried(advice)
     more = f" ({len(cares) - 1} more with --all)" if len(cares) > 1 else ""
@@ -233,11 +203,9 @@ def _fit(parts: Iterable[str]) -> str:
 
 def _tries(summary: Summary, result: AdviceResult, left_out: Collection[str]) -> Iterator[Line]:
     """Yield the Tries in about a line each, the first one whole, and what measures them."""
-    if not result.tries and result.nothing is not None:
-        yield "Try", result.nothing
     for number, advice in enumerate(result.tries, 1):
         room = ROOM if number > 1 or "costs" in left_out else TWO_LINES
-        yield "Try", describe_try(summary, number, advice, room, is_cut=number > 1 and "ends" in left_out)
+        yield "Try", describe_try(number, advice, room, is_cut=number > 1 and "ends" in left_out)
     together = "" if "together" in left_out else describe_together(summary, result)
     can_be_tried = any(advice.proof.startswith(_TRY) for advice in result.tries)
     measured = f"{_TRY} {shlex.quote(summary.run)} measures {'them' if len(result.tries) > 1 else 'it'}"
@@ -245,16 +213,13 @@ def _tries(summary: Summary, result: AdviceResult, left_out: Collection[str]) ->
 
 
 def _tries_in_full(summary: Summary, result: AdviceResult) -> Iterator[Line]:
-    if not result.tries:
-        yield "Try", result.nothing or ""
-        return
     yield "Try", describe_together(summary, result)
     for number, advice in enumerate(result.tries, 1):
-        yield "Try", describe_try(summary, number, advice, None)
+        yield "Try", describe_try(number, advice, None)
     proofs = SEPARATOR.join(dict.fromkeys(advice.proof for advice in result.tries))
     commands = re.sub(r"\bRUN\b", lambda _: shlex.quote(summary.run), proofs)
     meaning = " (NEW is recorded with the change)" if "NEW" in commands else ""
-    yield "", f"proof: {commands}{meaning}"
+    yield "", f"proof: {commands}{meaning}" if proofs else ""
 
 
 def _tried(result: AdviceResult) -> Iterator[Line]:

@@ -33,13 +33,17 @@ _MOST_RANKS = 8
 
 
 def describe_step(summary: Summary) -> Iterator[str]:
-    """Yield the step's time, how busy the GPU is, on which machine; then what the time is of."""
+    """Yield the step's time, how busy the GPU is, on which machine; then what was recorded."""
     yield from (_describe_time(step) for step in summary.steps if step.best_ns is not None)
     if summary.gpu is not None:
         yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"
     head = summary.head
     if summary.has_trace:
-        yield from filter(None, (name_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
+        yield from filter(None, (_name_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
+    yield from [format_count(head.rank_count, "rank")] if head.rank_count > 1 else []
+    if head.steps:
+        drained = f" after {head.drained_steps} that emptied the data loader's queue" if head.drained_steps else ""
+        yield f"{format_count(head.steps, 'step')} recorded{drained}"
     for step in summary.steps:
         if step.unprofiled_ns is not None and step.recorded_ns is not None:
             cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
@@ -233,8 +237,7 @@ def describe_closing(summary: Summary) -> Iterator[str]:
         yield "PyTorch's own peaks, recorded by the run, agree to the byte"
 
 
-def name_machine(summary: Summary) -> str:
-    """Return how many GPUs of which kind ran it, or that none did; empty if that is not known."""
+def _name_machine(summary: Summary) -> str:
     head = summary.head
     if head.gpu_count or head.gpu:
         gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")

@@ -65,7 +65,7 @@ def build_answer(run: Results) -> dict[str, Any]:
         "figures": list(_figures(summary, advice)),
         "parts": [] if summary.tree is None else list(_parts(summary.tree)),
         "together": describe_together(summary, advice),
-        "tries": [_view_try(summary, proposal, run.name) for proposal in advice.tries],
+        "tries": [_view_try(proposal, run.name) for proposal in advice.tries],
         "lanes": list(_lanes(run)),
         "nothing": "" if advice.tries else make_visible(advice.nothing or ""),
     }
@@ -131,12 +131,12 @@ def _lanes(run: Results) -> Iterator[dict[str, Any]]:
             }
 
 
-def _view_try(summary: Summary, advice: Advice, run: str) -> dict[str, Any]:
+def _view_try(advice: Advice, run: str) -> dict[str, Any]:
     return {
         "cause": make_visible(advice.cause),
         "place": make_visible(name_place(advice)),
         "change": make_visible(advice.change),
-        "effect": " · ".join(describe_effects(summary, advice)),
+        "effect": " · ".join(describe_effects(advice)),
         "costs": make_visible(advice.costs or ""),
         "command": re.sub(r"\bRUN\b", lambda _: shlex.quote(run), advice.proof),
         "is_new": "NEW" in advice.proof,
