@@ -442,6 +442,23 @@ def test_conversions_zeroed_gradients_and_allocations_are_named_by_kernels_and_c
     assert equal_steps(*convolutions(NVJET, ADD)).write(tmp_path / "none").tries == ()
 
 
+@pytest.mark.parametrize(("fills", "has_sums", "is_named"), [(6, True, True), (6, False, False), (3, True, False)])
+def test_gradients_filled_one_by_one_are_those_that_backward_adds_to(
+    tmp_path: Path, fills: int, *, has_sums: bool, is_named: bool
+) -> None:
+    """A sum moves three times the bytes of a fill, and goes with it."""
+    kind = "at::native::CUDAFunctor_add<float>" if has_sums else "gelu_kernel"
+    sums = launch(f"void at::native::vectorized_elementwise_kernel<4, {kind}>", 300_000, fills)
+    fill = launch("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", 100_000, fills)
+    program = equal_steps(fill, within("forward", launch(NVJET, MS)), within("backward", launch(NVJET, MS), sums), wait)
+    advice = by_code(program.write(tmp_path))
+    assert ("zero-grad" in advice) == is_named
+    if is_named:
+        low, expected, high = after(advice["zero-grad"])
+        assert low <= expected < high < program.lengths[0]
+        assert expected == pytest.approx(program.lengths[0] - fills * 400_000, rel=0.05)
+
+
 def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_path: Path) -> None:
     late = by_code(passes_of(3_000).write(tmp_path / "free"))["launches"]
     assert (late.edit, late.evidence["launches"]) == ("compile:reduce-overhead", 320)

@@ -9,6 +9,7 @@ from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step, stop_
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
+from profkit.analysis.step_replay.edits import find_zeroed_gradients
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
@@ -85,7 +86,8 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
     step = evidence.step
     if step is None:
         return
-    filled = [one for one in evidence.operations(step) if "ZeroFunctor" in one.name]
+    zeroed = set(find_zeroed_gradients(step))
+    filled = [one for one in evidence.operations(step) if one.at in zeroed]
     if filled:
         yield Cause(
             code="zero-grad",

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, groupby
 from pathlib import PurePath
 from typing import Literal
 
@@ -58,6 +59,8 @@ _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 """Without workers the thread that trains moves a batch to pinned memory itself."""
 _WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
 """Of the Python of a module's forward pass, what checkpointing it adds there: its generators' states, its hooks."""
+_FEWEST_ZEROED = 4
+_SUM_TO_FILL = 3
 _MOST_NAMED = 3
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
@@ -265,11 +268,43 @@ def find_rows(columns: StepColumns, setting: Setting, holds: Callable[[str, str]
     return [row for row in rows if holds(setting.name(columns, row), setting.category(columns, row))]
 
 
+def find_zeroed_gradients(step: ReplayedStep) -> list[int]:
+    """Return the operations that set gradients to zero: torch's for many at once, or fills, one for each.
+
+    Fills are theirs if several follow one another outside of all phases, and the backward pass then adds to them.
+    """
+    columns = step.columns
+    names = [step.names[row] for row in columns.row.tolist()]
+    together = [at for at, name in enumerate(names) if "ZeroFunctor" in name]
+    if together:
+        return together
+    is_fill = ["FillFunctor" in name and step.phase[columns.launcher[at]] == OUTSIDE for at, name in enumerate(names)]
+    runs = [list(run) for fills, run in groupby(range(len(names)), key=is_fill.__getitem__) if fills]
+    zeroed = [at for run in runs if len(run) >= _FEWEST_ZEROED for at in run]
+    return zeroed if _find_sums(step, zeroed) else []
+
+
+def _find_sums(step: ReplayedStep, zeroed: Sequence[int]) -> list[int]:
+    """Return the operations that add gradients to zeros, as far as there are as many bytes of them.
+
+    A sum reads two tensors and writes one, where a fill writes one.
+    """
+    columns = step.columns
+    is_sum = ["CUDAFunctor_add<float>" in step.names[row] for row in columns.row.tolist()]
+    in_backward = [at for at, fits in enumerate(is_sum) if fits and step.phase[columns.launcher[at]] == BACKWARD]
+    needed_ns = _SUM_TO_FILL * sum(columns.duration_ns[at] for at in zeroed)
+    longest = sorted(in_backward, key=lambda at: -columns.duration_ns[at])
+    before = accumulate((columns.duration_ns[at] for at in longest), initial=0)
+    return [at for at, before_ns in zip(longest, before, strict=False) if before_ns < needed_ns]
+
+
 def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns:
-    rows = find_rows(columns, setting, lambda name, _: "ZeroFunctor" in name)
-    if not rows:
+    zeroed = find_zeroed_gradients(setting.step)
+    if not zeroed:
         raise CannotPredictError("no kernel that sets gradients to zero was recorded")
-    return drop_operations(drop_calls(columns, {columns.launcher[row] for row in rows}), rows)
+    gone = [*zeroed, *({} if setting.world == "most" else _find_sums(setting.step, zeroed))]
+    alone = {columns.launcher[at] for at in gone}
+    return drop_operations(drop_calls(columns, alone), gone)
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
