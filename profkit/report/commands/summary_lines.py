@@ -57,11 +57,12 @@ def describe_step(summary: Summary) -> Iterator[str]:
 
 
 def _describe_time(step: StepUse) -> str:
-    context = "" if step.context is None else f"context {step.context}: "
+    time = format_ns(step.best_ns or 0)
+    if step.context is not None:
+        return f"context {step.context}: {time}"
     has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
     spread = f", most take {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
-    count = f"unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else "as recorded"
-    return f"{context}{format_ns(step.best_ns or 0)} {count}"
+    return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
 
 
 def describe_gpu(summary: Summary) -> str:
