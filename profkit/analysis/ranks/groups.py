@@ -44,7 +44,6 @@ class GroupRow:
     """
 
     group: str
-    group_count: int
     rank_count: int
     kind: str
     dtype: str | None
@@ -121,25 +120,20 @@ def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Pa
 
 
 def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Part]]:
-    sent: dict[tuple[str, tuple[int, ...], str, str | None], list[tuple[Group, list[Ints]]]] = {}
+    named = {(group.name, group.ranks): group for rank in ranks for group in rank.record.groups if group.dimension}
     for rank in ranks:
         for group in rank.record.groups:
-            calls = rank.sent.get(group.number)
-            if calls is None or len(group.ranks) < 2:
+            every = rank.sent.get(group.number)
+            if every is None or len(group.ranks) < 2:
                 continue
-            is_compared = steps_between_matches(rank.record.rank, calls.step, matched)
-            for what in np.unique(calls.what[is_compared]).tolist():
-                rows = np.flatnonzero((calls.what == what) & is_compared)
-                known = [column[rows] for column in (calls.byte_count, calls.duration_ns, calls.hidden_ns)]
-                sent.setdefault((group.name, group.ranks, *calls.names[what]), []).append((group, known))
-    for (_, _, kind, dtype), parts in sent.items():
-        group = next((group for group, _ in parts if group.dimension is not None), parts[0][0])
-        sizes, lengths, hidden = (
-            np.concatenate(columns) for columns in zip(*(known for _, known in parts), strict=True)
-        )
-        # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
-        wire = np.where((kind == "send") & (sizes != UNKNOWN), lengths, UNKNOWN)
-        yield kind, dtype, _Part(group, sizes, wire, lengths[None], hidden[None], group.ranks)
+            calls = every.take(steps_between_matches(rank.record.rank, every.step, matched))
+            for what in np.unique(calls.what).tolist():
+                (kind, dtype), some = calls.names[what], calls.take(calls.what == what)
+                # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
+                wire_ns = np.where((kind == "send") & (some.byte_count != UNKNOWN), some.duration_ns, UNKNOWN)
+                home = named.get((group.name, group.ranks), group)
+                times = some.duration_ns[None], some.hidden_ns[None]
+                yield kind, dtype, _Part(home, some.byte_count, wire_ns, *times, group.ranks)
 
 
 def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequence[_Part]) -> GroupRow:
@@ -155,7 +149,6 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
     whole_ns = round(sum(int(part.lengths_ns.sum()) for part in parts) / ranks)
     return GroupRow(
         group=label,
-        group_count=len(parts),
         rank_count=size,
         kind=kind,
         dtype=dtype,
