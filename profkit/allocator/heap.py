@@ -13,8 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.bases import ADDRESS, SHIFT, SPACE_BYTES, Bases
-from profkit.allocator.requests import DEFAULT_POOL, Region, Release, Requests
+from profkit.allocator.requests import (
+    ADDRESS,
+    DEFAULT_POOL,
+    SHIFT,
+    SPACE_BYTES,
+    Bases,
+    Region,
+    Release,
+    Requests,
+)
 from profkit.allocator.rules import (
     LARGE_SEGMENT_BYTES,
     SMALL_BYTES,
