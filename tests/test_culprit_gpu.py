@@ -438,11 +438,13 @@ def test_two_launchers_with_a_gpu_each_leave_one_run(gpu: None, place: Path) -> 
 
 @pytest.fixture(scope="module")
 def one_in_full(place: Path) -> Callable[[str], Path]:
-    """Return a function that records a program with this delay under ``--nsys --ranks 1``, once."""
+    """Return a function that records a program with this delay under ``--kineto --ranks 1``, once."""
 
     @functools.cache
     def record(delay: str) -> Path:
-        return _record(replace(LATE, delay=delay), place / f"rank 1 in full, {delay}", "--ranks", "1")
+        return _record(
+            replace(LATE, delay=delay, recorder="kineto"), place / f"rank 1 in full, {delay}", "--ranks", "1"
+        )
 
     return record
 
@@ -451,7 +453,7 @@ def one_in_full(place: Path) -> Callable[[str], Path]:
 def test_a_rank_recorded_in_full_is_compared_with_a_light_record(gpu: None, one_in_full: Callable[[str], Path]) -> None:
     run = one_in_full("forward")
     assert {path.name for path in run.glob("trace*")} == {"trace.rank1.nsys-rep", "trace.rank1.sqlite"}
-    _assert_names_rank_1(run, "--nsys --ranks 1")
+    _assert_names_rank_1(run, "--kineto --ranks 1")
     assert [one["source"] for one in _document("ranks", run)["ranks"]] == ["light", "nsys"]
 
 
@@ -476,23 +478,13 @@ def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(gpu: None, one_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recorder", ["nsys", "kineto"])
-def test_the_slowest_rank_is_the_one_that_is_recorded(gpu: None, place: Path, recorder: str) -> None:
-    folder = place / f"slowest, {recorder}"
-    run = _record(replace(LATE, recorder=recorder), folder, "--ranks", "slowest")
-    assert {path.name.split(".")[1] for path in run.glob("trace*")} == {"rank1"}
-    _assert_names_rank_1(run, f"--{recorder} --ranks slowest")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [(), ("--ranks", "0,1")], ids=["one-nsys", "an-nsys-each"])
-def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path, ranks: tuple[str, ...]) -> None:
-    folder = place / f"interrupted{'-'.join(ranks)}"
+def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path) -> None:
+    folder = place / "interrupted"
     folder.mkdir()
     last = WARMUP + STEPS + 5
     program = (str(PROGRAM), "--steps", "1000000", "--recorded", str(last), *(SMALL if IS_ON_CPU else ()))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    options = ("--nsys", *ranks, "--warmup", str(WARMUP), "--steps", str(STEPS))
+    options = ("--nsys", "--warmup", str(WARMUP), "--steps", str(STEPS))
     words = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *options, "--", *torchrun, *program]
     with started(words, cwd=folder, env=_environment()) as run:
         programs = [int(first_line(run, "recorded ").split()[1]) for _ in range(2)]
@@ -506,4 +498,4 @@ def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path,
     for rank in range(2):
         rows = _document("ranges" if IS_ON_CPU else "kernels", folder / "run", "--rank", str(rank))
         assert rows["ranges" if IS_ON_CPU else "kernels"]
-    _note(f"ok    Ctrl-C under nsys {' '.join(ranks)}")
+    _note("ok    Ctrl-C under nsys")

@@ -289,7 +289,6 @@ def test_of_the_runs_of_a_job_the_first_alone_says_what_to_read_next(two_machine
     ("words", "is_said"),
     [
         (("--", "srun", "-n", "2", "python", "a.py"), True),
-        (("--ranks", "0-1", "--", "srun", "-n", "2", "python", "a.py"), False),
         (("--", "torchrun", "a.py"), False),
     ],
 )

@@ -13,10 +13,8 @@ import math
 import os
 import pickle
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
-from statistics import fmean, median
 from time import time_ns
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
@@ -36,8 +34,6 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """The ring's size: the newer name, since torch 2.9, and the older one, of which newer versions warn."""
 
 _RENAMED = (2, 9)
-_TIMING = "TORCH_NCCL_ENABLE_TIMING"
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DTYPES = {
     **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
@@ -48,26 +44,19 @@ _DTYPES = {
 _TORCHS_NAMES = {plain: name for name, plain in _DTYPES.items()}
 _COUNT = "In msg nelems", "Out msg nelems"
 
-_PATIENCE = timedelta(seconds=10)
-_MINE, _ANSWER = "profkit/waits-of-{}", "profkit/slowest"
-
 _LARGER_OUTPUT = ("all_gather", "gather")
 _MESH = "mesh_"
 _UNNAMED = ("default", "dim_0", "dim_1", "dim_2", "dim_3")
 
 
-def turn_on(*, times: bool) -> None:
-    """Have the flight recorder keep collectives, unless somebody has said how many; with their durations if ``times``.
+def turn_on() -> None:
+    """Have the flight recorder keep collectives, unless somebody has said how many.
 
-    Durations have a price: under DDP on 2 x H200 steps of 36.6 ms took 37.8 with them.
+    It is not asked for their durations: under DDP on 2 x H200 steps of 36.6 ms took 37.8 with them.
     """
     if not any(name in os.environ for name in _SIZES):
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         os.environ[_SIZES[version < _RENAMED]] = str(RING)
-    # With one connection to the GPU an event with a time holds up what the other streams could do meanwhile
-    # (NVIDIA/TransformerEngine 1353): communication would no longer overlap with computing.
-    if times and os.environ.get(_CONNECTIONS) != "1":
-        os.environ.setdefault(_TIMING, "1")
 
 
 def several_ranks() -> bool:
@@ -160,9 +149,6 @@ class FlightRecorder:
         """Drop what was called before a time since the epoch."""
         self._known = self._known[bisect_left(self._known, time_ns, key=_called) :]
         self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
-
-    def all(self) -> list[Collective]:
-        return list(self._known)
 
     def group(self, name: str, number: int) -> Group:
         """Return a group that collectives named, with its ranks and its dimension in a device mesh."""
@@ -285,44 +271,3 @@ def _log_collective(call: Collective, group: Group) -> LoggedCollective:
     }
     arguments = {key: value for key, value in known.items() if value is not None}
     return LoggedCollective(call.called_ns, call.kind, call.group, arguments)
-
-
-def is_slowest() -> bool:
-    """Return whether this rank is the slowest; True of rank 0 if the ranks cannot agree, and of a process alone.
-
-    All ranks ask at the same step. They tell each other through the store by which their process groups were made: it
-    is no collective, and changes nothing that the program computes.
-    """
-    if not several_ranks():
-        return True
-    rank = distributed.get_rank()
-    flight = FlightRecorder()
-    with suppress(Exception):  # no store, or a rank that does not come
-        flight.look()
-        return _agree(rank, waiting_ns(flight.all())) == rank
-    return rank == 0
-
-
-def waiting_ns(collectives: Sequence[Collective]) -> float:
-    """Return how long a rank's collectives take on average, waiting for others included: the least is the slowest's.
-
-    gloo does not say how long. There the rank that calls last counts, by the machines' clocks: later is less. The first
-    half of the collectives is passed over: there ranks wait for each other's start.
-    """
-    later = collectives[len(collectives) // 2 :]
-    timed = [collective.duration_ns for collective in later if collective.duration_ns is not None]
-    return fmean(timed) if timed else -median([collective.called_ns for collective in later] or [0])
-
-
-def _agree(rank: int, mine: float) -> int:
-    store = distributed.distributed_c10d._get_default_store()
-    if rank:
-        store.set(_MINE.format(rank), repr(mine))
-        store.wait([_ANSWER], _PATIENCE)
-        return int(store.get(_ANSWER))
-    names = [_MINE.format(other) for other in range(1, distributed.get_world_size())]
-    store.wait(names, _PATIENCE)
-    waits = [mine, *(float(store.get(name)) for name in names)]
-    slowest = waits.index(min(waits))
-    store.set(_ANSWER, str(slowest))
-    return slowest

@@ -135,9 +135,9 @@ class LightRecorder:
         self._clock: tuple[int | None, tuple[str, ...]] = None, ()
         self._keeps = False
 
-    def begin(self, *, times_collectives: bool = False) -> None:
-        """Prepare for process groups that the script will make; ``times_collectives``: have NCCL time them."""
-        turn_on(times=times_collectives)
+    def begin(self) -> None:
+        """Prepare for process groups that the script will make."""
+        turn_on()
         self._flight.watch_meshes()
         self._settle_before_groups_end()
 

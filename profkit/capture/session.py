@@ -21,7 +21,7 @@ from profkit.annotation import observe_ranges
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
 from profkit.capture.errors import describe_error, find_failure, say
-from profkit.capture.flight_recorder import is_slowest, several_ranks
+from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES
 from profkit.capture.light import LightRecorder
@@ -35,7 +35,7 @@ from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
 from profkit.capture.steps.times import StepCollector
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, name_of_rank
-from profkit.run.job import SLOWEST, RankChoice, local_rank_number, rank_of_command
+from profkit.run.job import RankChoice, local_rank_number, rank_of_command
 from profkit.run.manifest import Process
 from profkit.run.range_log import RangeLogError, finish_trace, log_beside
 from profkit.run.recording import (
@@ -96,12 +96,12 @@ class Session:
         self.run = Path(order.run)
         self._records_memory = order.recorder == "memory"
         self._rank = rank_of_command(os.environ, sys.orig_argv)
-        self._is_chosen: bool | None = True
-        """Whether this rank is recorded in full; None until the steps before the recording show it."""
+        self._is_chosen = True
+        """Whether this rank is recorded in full."""
         if order.ranks is not None:
             self._is_chosen = RankChoice.parse(order.ranks).includes(self._rank, local_rank_number(os.environ))
         self.memory = None
-        if order.memory is not None and self._is_chosen is not False:
+        if order.memory is not None and self._is_chosen:
             self.memory = MemoryRecording(self.run, order.memory, notes_steps=self._records_memory)
         self.hooks = Hooks(
             self,
@@ -146,13 +146,12 @@ class Session:
         """Install the hooks; record the allocator from CUDA's first use if it is to be recorded."""
         self.hooks.install()
         if self._light is not None:
-            # Without durations the slowest rank is the one that calls last by its own machine's clock.
-            self._light.begin(times_collectives=self.order.ranks == SLOWEST)
+            self._light.begin()
         if self.order.recorder in ("nsys", "kineto", "memory"):
             self._compiled.install()
         if self.order.own_steps:
             observe_ranges(OwnSteps(self))
-        if self._is_chosen is not False:
+        if self._is_chosen:
             self._after.prepare()
         if self.memory is not None:
             self.memory.wait_for_cuda()
@@ -223,7 +222,7 @@ class Session:
             self._compilations.step_begins(self._number_in_range(number), is_recorded=is_recorded)
         if number == self._end:
             self._finish(COMPLETE)
-            self._after.begin(self._rank, shows_lines=self._is_chosen is not False)
+            self._after.begin(self._rank, shows_lines=self._is_chosen)
             self._leave_why_uncounted()
             if self.is_done:
                 self._remove_hooks()
@@ -399,9 +398,7 @@ class Session:
         self.hooks.steps.settle()
         if self._rank is None and several_ranks():
             self._learn_rank()
-        if self._is_chosen is None and self.order.recorder in ("kineto", "nsys"):
-            self._is_chosen = is_slowest()
-        if self.order.recorder == "none" or self._is_chosen is False:
+        if self.order.recorder == "none" or not self._is_chosen:
             return
         self._recorder.start(self._rank, self._make_way)
         if self.order.recorder == "kineto":
@@ -492,7 +489,7 @@ class Session:
             rank=self._rank,
             local_rank=local_rank_number(os.environ),
             state=state,
-            is_recorded=self._is_chosen is not False,
+            is_recorded=self._is_chosen,
             failure=self._failure,
             steps_seen=self._begun,
             step=step,

@@ -244,9 +244,9 @@ _OPTIONS = (
     click.option(
         "--ranks",
         "full_ranks",
-        metavar="LIST|first-per-node|slowest",
-        help="Of several ranks record these in full (0,7,8-15; the first of each machine; the one that the others "
-        "wait for in the warm-up steps). All others leave only their light record.",
+        metavar="LIST|first-per-node",
+        help="Of several ranks record these in full (0,7,8-15; the first of each machine). All others leave only their "
+        "light record.",
     ),
     click.option(
         "--redact",

@@ -64,7 +64,6 @@ _OPTIONS = {
 _TORCH = ("torchrun", "accelerate", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 
 FIRST_PER_NODE = "first-per-node"
-SLOWEST = "slowest"
 
 _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -255,10 +254,9 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The ranks to record in full: those in some spans, both ends included, or those that a word stands for."""
+    """The ranks to record in full: those in some spans, both ends included; without spans the first of each machine."""
 
     spans: tuple[tuple[int, int], ...] = ()
-    word: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> RankChoice:
@@ -267,20 +265,16 @@ class RankChoice:
         Raises:
             ValueError: it makes none.
         """
-        if text in (FIRST_PER_NODE, SLOWEST):
-            return cls(word=text)
+        if text == FIRST_PER_NODE:
+            return cls()
         parts = [_SPAN.fullmatch(part.strip()) for part in text.split(",")]
         spans = tuple((int(part[1]), int(part[2] or part[1])) for part in parts if part is not None)
         if len(spans) < len(parts) or any(first > last for first, last in spans):
-            raise ValueError(f"{text}: name ranks (0,7,8-15), {FIRST_PER_NODE} or {SLOWEST}")
+            raise ValueError(f"{text}: name ranks (0,7,8-15), or {FIRST_PER_NODE}")
         return cls(spans)
 
-    def includes(self, rank: int | None, local_rank: int | None) -> bool | None:
-        """Return whether a rank is one of them; None if only its steps will show. A process without ranks always is."""
+    def includes(self, rank: int | None, local_rank: int | None) -> bool:
+        """Return whether a rank is one of them; a process without ranks always is."""
         if rank is None:
             return True
-        if self.word == SLOWEST:
-            return None
-        if self.word == FIRST_PER_NODE:
-            return not local_rank
-        return any(first <= rank <= last for first, last in self.spans)
+        return any(first <= rank <= last for first, last in self.spans) if self.spans else not local_rank
