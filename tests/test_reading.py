@@ -1,15 +1,20 @@
-"""The one door: what a path is, which run is the newest, and what Python can ask of it."""
+"""The one door: what a path is, which run is the newest, what Python can ask of it, and results in a notebook."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import profkit
+from profkit import compare, read_snapshot, read_trace
+from profkit.analysis.compare.budgets import Budgets, check_budgets
+from profkit.analysis.kernels.summary import KernelRow
+from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.errors import ProfkitError, RunError, SnapshotError, ToolError, TraceError, UsageError
 from profkit.reading import open_capture, open_snapshot, open_trace
@@ -24,11 +29,12 @@ pytestmark = pytest.mark.usefixtures("read_once")
 
 TRACES = ROOT / "traces"
 SNAPSHOT = TRACES / "small-train.snapshot.pickle.gz"
-EXPORT = TRACES / "small-train.nsys2025.sqlite"
+NSYS = TRACES / "small-train.nsys2025.sqlite"
 KINETO = TRACES / "small-train.kineto.json.gz"
+RUN = TRACES / "blocks" / "eager"
 
 
-@pytest.mark.parametrize("path", [EXPORT, KINETO], ids=["an nsys export", "a torch.profiler trace"])
+@pytest.mark.parametrize("path", [NSYS, KINETO], ids=["an nsys export", "a torch.profiler trace"])
 def test_a_trace_is_known_by_its_content_and_not_by_its_name(path: Path, tmp_path: Path) -> None:
     renamed = tmp_path / "capture.bin"
     shutil.copy(path, renamed)
@@ -86,10 +92,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for read in (open_trace, open_snapshot, open_capture):
         with pytest.raises(RunError, match="no profkit run"):
             read(tmp_path)
-
-
-NSYS, KINETO = TRACES / "small-train.nsys2025.sqlite", TRACES / "small-train.kineto.json.gz"
-RUN = TRACES / "blocks" / "eager"
 
 
 @pytest.mark.parametrize("path", [NSYS, KINETO, SNAPSHOT, RUN], ids=lambda path: path.name)
@@ -257,3 +259,52 @@ def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     shutil.copy(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz", tmp_path / "folder" / KINETO_TRACE)
     assert find_newest_run(tmp_path) is None
+
+
+# -- results in a notebook -------------------------------------------------------------------------------------------
+
+
+RESULTS: dict[str, tuple[Callable[[], Any], int]] = {
+    "kernels": (lambda: read_trace(NSYS).kernels(), 51),
+    "ranges": (lambda: read_trace(NSYS).ranges(), 178),
+    "efficiency": (lambda: read_trace(NSYS).efficiency(), 12),
+    "self-check": (lambda: read_trace(NSYS).self_check, 2),
+    "memory": (lambda: read_snapshot(SNAPSHOT).memory(), 7),
+    "two traces": (lambda: compare(NSYS, KINETO, force=True), 36),
+    "two snapshots": (lambda: compare(SNAPSHOT, SNAPSHOT), 0),
+    "budgets": (lambda: check_budgets(open_capture(NSYS), Budgets(max_idle=0.5)), 1),
+    "prediction": (lambda: profkit.open(NSYS).whatif(["gpu:×2"]), 1),
+    "ranks": (lambda: profkit.open(ROOT / "tests" / "light_records" / "ddp-data").ranks(), 2),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_one_short_line_a_table_and_a_frame(name: str) -> None:
+    build, rows = RESULTS[name]
+    result = build()
+    assert isinstance(result, NotebookResult)
+    line = repr(result)
+    assert line.startswith(f"{type(result).__name__}(")
+    assert len(line) < 300
+    assert "\n" not in line
+    frame = result.to_pandas()
+    assert len(frame) == rows or (name == "two snapshots" and frame["bytes"].sum() == 0)
+    assert result._repr_html_().startswith("<table")
+
+
+def test_the_frames_sum_to_the_result() -> None:
+    memory = read_snapshot(SNAPSHOT).memory()
+    assert memory.to_pandas()["bytes"].sum() == memory.totals.allocated_peak_bytes
+    changes = compare(NSYS, KINETO, force=True)
+    assert changes.time is not None
+    assert changes.to_pandas()["before_ns"].sum() == changes.time.kernel_time.before_ns
+
+
+def test_a_table_without_rows_keeps_its_columns() -> None:
+    assert list(table_of((), KernelRow).columns)[:3] == ["name", "category", "count"]
+
+
+def test_names_from_a_capture_are_text_in_html(oddly_named: Any) -> None:
+    html = read_trace(oddly_named).kernels()._repr_html_()
+    assert "<float>" not in html
+    assert "&lt;float&gt;" in html
