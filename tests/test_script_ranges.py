@@ -37,7 +37,7 @@ class Listener:
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     listener = Listener()
-    watch_script_ranges(listener)
+    watch_script_ranges(listener.script_opening, listener.closing, listener.script_closed)
     yield listener
     restore()
 

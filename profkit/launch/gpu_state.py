@@ -256,14 +256,6 @@ _BRANCHES = (
     (530, "12.1"),
     (525, "12.0"),
     (520, "11.8"),
-    (515, "11.7"),
-    (510, "11.6"),
-    (495, "11.5"),
-    (470, "11.4"),
-    (465, "11.3"),
-    (460, "11.2"),
-    (455, "11.1"),
-    (450, "11.0"),
 )
 
 
@@ -277,7 +269,7 @@ def driver_in(text: str) -> str | None:
 
 
 def cuda_of_driver(driver: str) -> str | None:
-    """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11."""
+    """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11.8."""
     branch = numbers(driver)[0]
     return next((cuda for first, cuda in _BRANCHES if branch >= first), None)
 

@@ -29,6 +29,7 @@ from profkit.capture.errors import describe_error, say
 from profkit.capture.hooks.module_names import ModuleNames, Part
 from profkit.capture.hooks.open_ranges import OpenOnThread
 from profkit.capture.patches import Function, patch
+from profkit.capture.steps.policy import StepPolicy
 from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers
 from profkit.names import graph_range, launch_range, read_launch_range
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun
@@ -353,39 +354,23 @@ def _runs(kinds: list[NodeKind], parts: Iterable[GraphPart]) -> list[NodeRun]:
 _Event = Callable[[Any], None]
 
 
-class GraphListener(Protocol):
-    """Sees captures and replays, on the thread that makes them; it returns the step that begins there, if any."""
-
-    def capture_begins(self, graph: Any) -> int | None:
-        """What follows is captured into ``graph``."""
-
-    def capture_ends(self) -> int | None:
-        """The capture has ended, or failed."""
-
-    def replay_begins(self, graph: Any) -> int | None:
-        """``graph`` is about to be replayed."""
-
-    def replay_ends(self, graph: Any) -> int | None:
-        """``graph`` has been launched, or this failed."""
-
-
-def watch_graphs(listener: GraphListener, show: Callable[..., None], nodes: GraphNodes) -> None:
+def watch_graphs(steps: StepPolicy, show: Callable[..., None], nodes: GraphNodes) -> None:
     """Begin to watch where the script captures CUDA graphs and where it replays them.
 
     Args:
-        listener: what sees them.
-        show: calls the listener's method that it is given with the rest of its arguments; it never raises.
+        steps: what sees them, and says which step begins there, if any.
+        show: calls the policy's method that it is given with the rest of its arguments; it never raises.
         nodes: what notes the nodes of the graphs, while a capture runs and within a step.
     """
-    steps: dict[str, tuple[list[_Event], list[_Event]]] = {
-        "capture_begin": ([partial(show, listener.capture_begins)], [nodes.capture_began]),
-        "capture_end": ([lambda _graph: nodes.capture_ends()], [lambda _graph: show(listener.capture_ends)]),
+    events: dict[str, tuple[list[_Event], list[_Event]]] = {
+        "capture_begin": ([partial(show, steps.capture_begins)], [nodes.capture_began]),
+        "capture_end": ([lambda _graph: nodes.capture_ends()], [lambda _graph: show(steps.capture_ends)]),
         "replay": (
-            [partial(show, listener.replay_begins), nodes.replay_begins],
-            [nodes.replay_ends, partial(show, listener.replay_ends)],
+            [partial(show, steps.replay_begins), nodes.replay_begins],
+            [nodes.replay_ends, partial(show, steps.replay_ends)],
         ),
     }
-    for name, (begins, ends) in steps.items():
+    for name, (begins, ends) in events.items():
         patch(f"torch.cuda.CUDAGraph.{name}", partial(_around, begins, ends))
 
 

@@ -158,11 +158,11 @@ class Hooks(RangeObserver):
         watch_optimizers(self)
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)
-        watch_replicas(self)
+        watch_replicas(self.replicas_begin)
         self.loading.install()
         self._generation.install()
         watch_graphs(self.steps, self._shown, self._nodes)
-        watch_script_ranges(self)
+        watch_script_ranges(self.script_opening, self.closing, self.script_closed)
         observe_ranges(self)
         observe_module_calls(self)
 

@@ -177,20 +177,16 @@ class ReplicaCall(Call):
     __slots__ = ()
 
 
-class ReplicaListener(Protocol):
-    """Is called on the thread that calls the model."""
+def watch_replicas(begin: Callable[[nn.Module, Sequence[nn.Module]], None]) -> None:
+    """Call ``begin`` with a model and its replicas by DataParallel: copies, each of which works on its own thread.
 
-    def replicas_begin(self, model: nn.Module, replicas: Sequence[nn.Module]) -> None:
-        """Each of ``replicas``, copies of ``model``, is about to be called on another thread."""
-
-
-def watch_replicas(listener: ReplicaListener) -> None:
-    """Tell ``listener`` of DataParallel's replicas: copies of a model, each of which works on its own thread."""
+    It is called on the thread that calls the model, before they are.
+    """
 
     def around(apply: Function) -> Function:
         def watched(model: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
             if len(replicas) > 1:  # torch calls a single one on this thread
-                listener.replicas_begin(model.module, replicas)
+                begin(model.module, replicas)
             return apply(model, replicas, *args, **kwargs)
 
         return watched

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import nvtx
 from torch.autograd.profiler import record_function
@@ -17,40 +17,33 @@ from torch.autograd.profiler import record_function
 from profkit.annotation import own_kind
 from profkit.capture.patches import Function, call_between, patch
 
-
-class RangeListener(Protocol):
-    """Sees the script's ranges on the thread on which they open and close."""
-
-    def script_opening(self, name: Callable[[], str]) -> None:
-        """A range of the script's, called what ``name`` returns, is about to open."""
-
-    def closing(self) -> None:
-        """The script's innermost range is about to close."""
-
-    def script_closed(self) -> None:
-        """It has closed."""
+Opening = Callable[[Callable[[], str]], None]
+"""Is called before a range of the script's opens, with what returns its name."""
 
 
-def watch_script_ranges(listener: RangeListener) -> None:
-    """Begin to watch; the ranges that profkit itself opens keep the methods of now."""
+def watch_script_ranges(opening: Opening, closing: Callable[[], None], closed: Callable[[], None]) -> None:
+    """Call these around each range of the script's, on the thread on which it opens and closes.
+
+    The ranges that profkit itself opens keep the methods of now.
+    """
     for kind in (nvtx.annotate, record_function):
         own_kind(kind)
-    closes = call_between(listener.closing, listener.script_closed)
-    patch("nvtx.annotate.__enter__", partial(_opens, listener, _name_of_marker))
+    closes = call_between(closing, closed)
+    patch("nvtx.annotate.__enter__", partial(_opens, opening, _name_of_marker))
     patch("nvtx.annotate.__exit__", closes)
-    patch("nvtx.annotate.__call__", partial(_decorates, listener))
-    patch("nvtx.push_range", partial(_opens, listener, _name_given))
+    patch("nvtx.annotate.__call__", partial(_decorates, opening, closing, closed))
+    patch("nvtx.push_range", partial(_opens, opening, _name_given))
     patch("nvtx.pop_range", closes)
-    patch("torch.cuda.nvtx.range_push", partial(_opens, listener, _name_given))
+    patch("torch.cuda.nvtx.range_push", partial(_opens, opening, _name_given))
     patch("torch.cuda.nvtx.range_pop", closes)
-    opens_record = partial(_opens, listener, _name_of_record)
+    opens_record = partial(_opens, opening, _name_of_record)
     patch("torch.autograd.profiler.record_function.__enter__", partial(_unless_torchs, opens_record))
     patch("torch.autograd.profiler.record_function.__exit__", partial(_unless_torchs, closes))
 
 
-def _opens(listener: RangeListener, name: Callable[..., str], plain: Function) -> Function:
+def _opens(opening: Opening, name: Callable[..., str], plain: Function) -> Function:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        listener.script_opening(partial(name, *args, **kwargs))
+        opening(partial(name, *args, **kwargs))
         return plain(*args, **kwargs)
 
     return watched
@@ -84,18 +77,20 @@ def _unless_torchs(wrap: Callable[[Function], Function], plain: Function) -> Fun
     return called
 
 
-def _decorates(listener: RangeListener, decorate: Function) -> Function:
+def _decorates(
+    opening: Opening, closing: Callable[[], None], closed: Callable[[], None], decorate: Function
+) -> Function:
     def decorated(marker: Any, function: Any) -> Any:
         annotated = decorate(marker, function)
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            listener.script_opening(partial(_name_of_marker, marker))
+            opening(partial(_name_of_marker, marker))
             try:
                 return annotated(*args, **kwargs)
             finally:
-                listener.closing()
-                listener.script_closed()
+                closing()
+                closed()
 
         return watched
 
