@@ -9,34 +9,27 @@
 
 Communication and copies that run while something computes are *overlapped*: they cost no time of their own.
 
-While a GPU is idle, the threads that launch its work decide what the host was doing. A thread is *synchronising* during
-a call that waits for the GPU (``cudaDeviceSynchronize``, ``cudaStreamSynchronize``, ``cudaEventSynchronize``, their
-driver counterparts, copies that are not asynchronous). It is *launching* during any other CUDA call, and between two of
-its calls that lie at most `LONGEST_PAUSE_NS` apart: it is on its way through the framework from one launch to the next.
-At all other times it is *outside CUDA*: in Python, in the data loader, waiting for another thread. If several threads
-launch work, launching goes before synchronising, and synchronising before outside.
+While a GPU is idle, the threads that launch its work decide what the host was doing: *synchronising* during a call that
+waits for the GPU; *launching* during any other CUDA call, and between two that lie at most `LONGEST_PAUSE_NS` apart; at
+all other times *outside CUDA*. Of several threads launching goes first, then synchronising.
 
-A range's kernels may run long after the range has closed, so its time on the host is not its time on the GPU. The
-*window* of one range on one GPU begins when the range opens; if the GPU is then still busy with earlier work, when that
-ends; but never after the range's own first kernel or copy. It ends when the range closes or its last kernel ends,
-whichever is later; a GPU that is done before the others of the range stays idle until they are, or until it begins
-other work. Idle time before a range's first kernel is therefore the range's own unless the GPU had other work,
-and the windows of ranges that follow one another on a stream do not overlap.
+The *window* of a range on a GPU begins when the range opens, or when the GPU has ended earlier work, but never after
+the range's own first kernel or copy. It ends when the range closes or its last kernel ends, whichever is later; a GPU
+that is done before the others of the range stays idle until they are, or until it begins other work. So the windows of
+ranges that follow one another on a stream do not overlap.
 
 The program *waits for data* in ranges named ``data`` (profkit opens them around every batch of a DataLoader), and in
-those with ``DataLoader`` or ``data loading`` in their names (torch itself opens ``enumerate(DataLoader)#…``). Only
-threads that launch work count: workers load while the GPU computes. Whatever the host does within such a range, an idle
-GPU waits for data then: a short wait between two CUDA calls too, which otherwise counts as launching. *Input copies* go
-from the host to the GPU, and were launched where the program gets its batch: after the phase before and before the next
-one (forward, loss, backward, optimizer), where there is also a wait for data. They cost what they run alone; what
-something else hides costs nothing.
+those with ``DataLoader`` or ``data loading`` in their names, on threads that launch work. Whatever the host does within
+such a range, an idle GPU waits for data then. *Input copies* go from the host to the GPU between two phases that also
+have a wait for data between them; they cost what they run alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -218,34 +211,28 @@ def find_windows(attribution: Attribution, members: Ints, times: dict[int, GpuTi
 
 
 def sum_parts(
-    trace_times: dict[int, GpuTime], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints
+    times: dict[int, GpuTime], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints
 ) -> dict[int, GpuParts]:
     """Return the parts of each group of windows; windows of one group that overlap on a device count once."""
+    measures = {number: time.parts_within for number, time in times.items()}
+    totals = _sum_windows(measures, group, Windows(group, device, start_ns, end_ns))
+    return {key: GpuParts(*total.tolist()) for key, total in totals.items()}
+
+
+def _sum_windows(
+    measures: Mapping[int, Callable[[Ints, Ints], Ints]], group: Ints, windows: Windows
+) -> dict[int, Ints]:
+    """Return the sums of each group; ``measures`` return, of each device, columns for windows that do not overlap."""
     totals: dict[int, Ints] = {}
-    for number, time in trace_times.items():
-        mine = device == number
-        groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
-        _add_by_group(totals, groups, time.parts_within(starts, ends))
-    return {key: GpuParts(*map(int, total)) for key, total in totals.items()}
-
-
-def sum_within(sets: dict[int, Stretches], group: Ints, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
-    """Return how much of each group of windows lies in the set of its device, in ns; see `sum_parts`."""
-    totals: dict[int, Ints] = {}
-    for number, stretches in sets.items():
-        mine = device == number
-        groups, starts, ends = disjoint_pieces(group[mine], start_ns[mine], end_ns[mine])
-        _add_by_group(totals, groups, stretches.within(starts, ends)[:, None])
-    return {key: int(total[0]) for key, total in totals.items()}
-
-
-def _add_by_group(totals: dict[int, Ints], groups: Ints, values: Ints) -> None:
-    """Add the rows of ``values`` to the sums of their groups; ``groups`` are sorted."""
-    if not len(groups):
-        return
-    first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
-    for key, total in zip(groups[first].tolist(), np.add.reduceat(values, first, axis=0), strict=True):
-        totals[key] = totals[key] + total if key in totals else total
+    for number, measure in measures.items():
+        mine = windows.device == number
+        groups, starts, ends = disjoint_pieces(group[mine], windows.start_ns[mine], windows.end_ns[mine])
+        if len(groups):
+            first = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+            sums = np.add.reduceat(measure(starts, ends), first, axis=0)
+            for key, total in zip(groups[first].tolist(), sums, strict=True):
+                totals[key] = totals[key] + total if key in totals else total
+    return totals
 
 
 def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTime:
@@ -351,9 +338,8 @@ class DataWaits:
 
     def sum_by_group(self, group: Ints, windows: Windows) -> dict[int, DataWait]:
         """Return what waiting for data took of each group of windows; those of one group may overlap."""
-        edges = (group, windows.device, windows.start_ns, windows.end_ns)
-        sums = [sum_within(part, *edges) for part in self.by_part]
-        return {key: DataWait(*(part.get(key, 0) for part in sums)) for key in {key for part in sums for key in part}}
+        totals = _sum_windows({at: partial(self.parts_within, at) for at in self.by_part[0]}, group, windows)
+        return {key: DataWait(*total.tolist()) for key, total in totals.items()}
 
 
 def is_data_wait(trace: Trace) -> Bools:
