@@ -62,10 +62,6 @@ _TF32 = ("high", "medium", True, "tf32")
 """What torch's settings of fp32 products are where they allow TF32."""
 
 
-_SCRUBBED = ("(scrubbed)",)
-"""The command in a copy that an earlier profkit made to share."""
-
-
 def summarize_capture(capture: OpenedCapture) -> Summary:
     """Return what a run, a trace or a snapshot says.
 
@@ -106,7 +102,7 @@ def _missing(capture: OpenedCapture) -> Iterator[str]:
     """Yield what recording a run's command again would add to its steps."""
     if capture.run is None or capture.trace is None or not len(capture.trace.account.steps):
         return
-    if capture.run.manifest.argv in ((), _SCRUBBED):
+    if not capture.run.manifest.argv:
         return
     if capture.run.lines() is None:
         yield "lines of source"
@@ -276,7 +272,6 @@ def _work(
 
 
 def _by_category(attribution: Attribution, rows: Bools) -> dict[str, int]:
-    """Return category → time of these rows of work, the longest first."""
     trace = attribution.trace
     totals: dict[str, int] = {}
     sums = np.zeros(len(trace.names), dtype=np.int64)

@@ -151,7 +151,6 @@ def latest_trials(calls: Iterable[Trials]) -> dict[tuple[str, ...], Trial]:
 
 
 def _timed(processes: Iterable[TrialProcess]) -> dict[int, Measured]:
-    """Return what was measured in each turn in which the steps were timed."""
     return {
         process.turn: process.measured
         for process in processes

@@ -13,8 +13,6 @@ from profkit.report.commands.copies import build_scrub_document
 from profkit.report.document import Format
 from profkit.sharing import share
 
-_REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
-
 
 @click.command()
 @click.argument("source", type=FILE)
@@ -31,7 +29,7 @@ def scrub(source: Path, output: Path, force: bool, keep_frames: bool, rename_ran
     line. The copy of a run directory is a directory too; with -o NAME.sqlite it is the nsys export alone. The command
     prints the names that stay: look whether you wrote into one what nobody should read.
     """
-    if source.suffix in _REPORTS:
+    if source.suffix == ".nsys-rep":
         raise UsageError(
             f"{source}: a report cannot be scrubbed, only its export: run `nsys export --type=sqlite {source}`,"
             " scrub the export, and do not share the report"

@@ -171,7 +171,6 @@ def _record(argv: tuple[str, ...], directory: Path | None) -> Path:
 
 
 def _find_tries(run: Path) -> tuple[str, ...]:
-    """Return the edits that the summary proposes and that can be tried."""
     from profkit.analysis.causes.advice import find_advice
     from profkit.analysis.summarize import summarize_capture
 

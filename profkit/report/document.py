@@ -318,7 +318,6 @@ def _rest_cells(rest: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def _cells(table: Table) -> list[list[str]]:
-    """Return the cells of a document: no room is lacking there."""
     rows = [[_cell(column, row.get(column.key)) for column in table.columns] for row in table.rows]
     return [*rows, _rest_cells(table.rest, table.columns)] if table.rest is not None else rows
 

@@ -124,7 +124,6 @@ def _changed_words(before: Sequence[str], after: Sequence[str]) -> Iterator[str]
 
 
 def _head(result: CaptureComparison) -> Iterator[str]:
-    """Yield how long a step takes now, what is compared, what differs in its origin, and what is unknown about that."""
     yield from map(describe_headline, result.headlines)
     names = [PurePath(path).name for path in (result.before, result.after)]
     names = [result.before, result.after] if names[0] == names[1] else names
@@ -159,7 +158,6 @@ def describe_headline(headline: Headline) -> str:
 
 
 def _sums(time: TimeComparison) -> Iterator[str]:
-    """Yield what a change is per, what the lines sum to, what was left out, and what the intervals mean."""
     whole, unit = time.kernel_time, time.unit
     noun = _noun(time)
     within = "" if time.range is None else f" under {time.range!r}"

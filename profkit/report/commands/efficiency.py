@@ -105,7 +105,6 @@ def build_efficiency_document(
 
 
 def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
-    """Return the columns; a screen shows rates if the work is known, and launches if not."""
     known = result.work_source is not None
     depth = min((len(split_path(row.path)) - 1 for row in result.ranges), default=0)
     return (

@@ -140,7 +140,6 @@ def _head(result: KernelsResult, steps: int | None) -> list[str]:
 
 
 def _books(result: KernelsResult, steps: int | None) -> list[str]:
-    """Return the lines that close the books: what 100 % is, how the work was placed, what is not counted."""
     evidence, ledger, noun = result.range_evidence, result.ledger, _noun(result)
     lines = [f"100 % = {format_ns(result.total_ns)} of {noun}s {_whole(result)}"]
     lines[0] += f" in {format_count(result.steps, 'step')}" if result.steps is not None else ""
@@ -312,7 +311,6 @@ def _source_line(result: KernelsResult, source: KernelSource, each: Callable[[An
 
 
 def _some(texts: Sequence[str], most: int) -> str:
-    """Return the first texts, and how many more there are."""
     more = [f"{len(texts) - most} more"] if len(texts) > most else []
     return ", ".join([*texts[:most], *more])
 

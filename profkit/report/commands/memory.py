@@ -247,7 +247,6 @@ def _leak_table(check: LeakCheck) -> Table:
 
 
 def _leak_lines(check: LeakCheck) -> Iterator[str]:
-    """Return which lines may leak, that none does, or that there are too few steps."""
     if len(check.steps) < 2:
         yield "Leaks: unknown, the history has fewer than three whole steps"
     elif not check.suspects:

@@ -72,7 +72,6 @@ def build_answer(run: Results) -> dict[str, Any]:
 
 
 def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]]:
-    """Yield the figures of the run that are known, each with what it is."""
     if summary.step_ns is not None:
         is_unprofiled = any(step.unprofiled_ns is not None for step in summary.steps)
         yield format_ns(summary.step_ns), "a step, unprofiled" if is_unprofiled else "a step, as recorded"

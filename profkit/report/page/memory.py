@@ -52,7 +52,6 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
 
 
 def _table_by(result: MemoryResult, by: By) -> Table:
-    """Return the whole table that ``profkit memory --by`` prints."""
     document = build_memory_document(
         result, by=by, top=len(result.composition.by_stack) + len(result.composition.by_module)
     )

@@ -267,7 +267,6 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
 
 
 def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
-    """Return, for each module, its bytes by line and by category."""
     if run.capture.snapshot is None or run.memory is None:
         return None
     composition = run.memory.composition

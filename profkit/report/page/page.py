@@ -161,7 +161,6 @@ def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def _facts(run: Results) -> Iterator[tuple[str, str]]:
-    """Yield what is known of the run."""
     head = run.summary.head
     known = {
         "GPU": f"{max(head.gpu_count, 1)} × {head.gpu}" if head.gpu else "",
