@@ -29,7 +29,7 @@ def scrub(source: Path, output: Path, force: bool, keep_frames: bool, rename_ran
     line. The copy of a run directory is a directory too; with -o NAME.sqlite it is the nsys export alone. The command
     prints the names that stay: look whether you wrote into one what nobody should read.
     """
-    if source.suffix == ".nsys-rep":
+    if source.suffix in (".nsys-rep", ".qdstrm"):
         raise UsageError(
             f"{source}: a report cannot be scrubbed, only its export: run `nsys export --type=sqlite {source}`,"
             " scrub the export, and do not share the report"
