@@ -172,7 +172,7 @@ _BREAK = GraphBreak("1-3", 1, "0/0", "Tensor.item()", None, None, ("model.py:9 f
 
 
 def _findings(tmp_path: Path, *records: Compilation | GraphBreak) -> tuple[Finding, ...]:
-    process = Process(process="1", pid=1, rank=None, local_rank=None, state=COMPLETE)
+    process = Process(process="1", pid=1, rank=None, state=COMPLETE)
     write_manifest(tmp_path / MANIFEST, Manifest(processes=(process,)))
     append_records(tmp_path / COMPILED, records)
     return find_compilations(Run(tmp_path))

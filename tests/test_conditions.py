@@ -15,13 +15,13 @@ from profkit.run import manifest
 from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
 from tests.forked_scripts import Forks
 
-IDLE = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, (), {}, 0, 0)
+IDLE = Gpu(0, "GPU-1", "NVIDIA H200", (), {}, 0, 0)
 OTHER = replace(IDLE, index=1, uuid="GPU-2", process_count=1)
 
 
 def test_the_gpus_are_kept_as_they_were_before_and_after() -> None:
-    gpus = describe_gpus(GpuState((IDLE,)), GpuState((replace(IDLE, temperature_c=61),)))
-    assert [state[0].temperature_c for state in (gpus.before, gpus.after)] == [34, 61]
+    gpus = describe_gpus(GpuState((IDLE,)), GpuState((replace(IDLE, process_count=3),)))
+    assert [state[0].process_count for state in (gpus.before, gpus.after)] == [0, 3]
     assert gpus.reason is None
     assert describe_gpus(GpuState(reason="no driver"), GpuState()) == Gpus((), (), "no driver")
 
@@ -60,7 +60,7 @@ def test_the_times_of_either_kind_of_run_are_judged() -> None:
 MS = 1_000_000
 GIB = 1024**3
 
-QUIET = Gpu(0, "GPU-1", "NVIDIA H200", "P0", 1980, 3201, 34, 0, ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
+QUIET = Gpu(0, "GPU-1", "NVIDIA H200", ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
 
 
 def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:

@@ -15,11 +15,6 @@ FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1
 H200: dict[str, Any] = {
     "UUID": FIRST,
     "Name": b"NVIDIA H200",  # older versions of the library return bytes
-    "PowerState": 0,
-    "Clock 1": 1980,
-    "Clock 2": 3201,
-    "Temperature": 34,
-    "MemoryInfo": SimpleNamespace(used=523 * 1024**2),
     "CurrentClocksEventReasons": 0x4,
     "field 74": 91_403_239_999,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=2048), SimpleNamespace(usedGpuMemory=514)],
@@ -27,8 +22,6 @@ H200: dict[str, Any] = {
 BARE: dict[str, Any] = {
     "UUID": SECOND,
     "Name": "NVIDIA GB10",
-    "PowerState": 8,
-    "Clock 1": 208,
     "ComputeRunningProcesses": [SimpleNamespace(usedGpuMemory=None)],
 }
 
@@ -39,7 +32,6 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     NVML_FI_DEV_PERF_POLICY_POWER = 74
     NVML_FI_DEV_NVLINK_GET_SPEED, NVML_NVLINK_MAX_LINKS = 164, 36
 
@@ -58,12 +50,6 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
         return self.gpus[index]
-
-    def nvmlDeviceGetClockInfo(self, gpu: dict[str, Any], clock: int) -> int:
-        return int(self._tell(gpu, f"Clock {clock}"))
-
-    def nvmlDeviceGetTemperature(self, gpu: dict[str, Any], _sensor: int) -> int:
-        return int(self._tell(gpu, "Temperature"))
 
     def nvmlDeviceGetFieldValues(self, gpu: dict[str, Any], fields: list[Any]) -> list[Any]:
         found = [gpu.get(f"field {field}") for field in fields]
@@ -109,11 +95,6 @@ def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
         index=0,
         uuid=FIRST,
         name="NVIDIA H200",
-        power_state="P0",
-        sm_clock_mhz=1980,
-        memory_clock_mhz=3201,
-        temperature_c=34,
-        memory_used_bytes=523 * 1024**2,
         throttle_reasons=("sw_power_cap",),
         throttled_us={"sw_power_cap": 91_403_239},
         process_count=2,
@@ -124,10 +105,8 @@ def test_a_gpu_that_tells_everything_is_described_in_full() -> None:
 
 def test_a_figure_that_a_gpu_does_not_report_is_none() -> None:
     (gpu,) = read_gpu_state(FakeNvml(BARE)).gpus
-    assert (gpu.memory_clock_mhz, gpu.temperature_c, gpu.memory_used_bytes) == (None, None, None)
     assert (gpu.throttle_reasons, gpu.throttled_us) == (None, {})
     assert (gpu.process_count, gpu.process_bytes) == (1, None)
-    assert (gpu.sm_clock_mhz, gpu.power_state) == (208, "P8")
 
 
 @pytest.mark.parametrize(

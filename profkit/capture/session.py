@@ -487,7 +487,6 @@ class Session:
             process=self._name if is_rank else f"{self._pid}",
             pid=os.getpid(),
             rank=self._rank,
-            local_rank=local_rank_number(os.environ),
             state=state,
             is_recorded=self._is_chosen,
             failure=self._failure,

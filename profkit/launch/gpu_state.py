@@ -93,18 +93,11 @@ class _Device:
 
     def describe(self, index: int) -> Gpu:
         nvml, ask = self._nvml, self._ask
-        power_state = ask(nvml.nvmlDeviceGetPowerState)
-        memory = ask(nvml.nvmlDeviceGetMemoryInfo)
         processes = ask(nvml.nvmlDeviceGetComputeRunningProcesses)
         return Gpu(
             index=index,
             uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
             name=_text(ask(nvml.nvmlDeviceGetName)),
-            power_state=None if power_state is None else f"P{power_state}",
-            sm_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            temperature_c=ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-            memory_used_bytes=None if memory is None else memory.used,
             throttle_reasons=self._throttle_reasons(),
             throttled_us=self._throttled_us(),
             process_count=None if processes is None else len(processes),

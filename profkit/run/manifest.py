@@ -234,16 +234,13 @@ class ProcessMemory:
 class Loading:
     """The data loaders with workers of a process when its recording began, and what was done about their queues.
 
-    ``ready_before`` and ``ready_after`` are the batches that were ready before the recorder was started and after that,
-    of at most ``queue_batches``; None if unknown. It took ``start_ns``. Until the queue was as usual again
+    A queue holds at most ``queue_batches``. Starting the recorder took ``start_ns``. Until the queue was as usual again
     ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason, and
     ``first_step`` is the number of the first that does.
     """
 
     workers: int = 0
     queue_batches: int = 0
-    ready_before: int | None = None
-    ready_after: int | None = None
     batches_per_step: float = 0.0
     start_ns: int = 0
     needed_steps: int = 0
@@ -272,7 +269,6 @@ class Process:
     process: str = ""
     pid: int | None = None
     rank: int | None = None
-    local_rank: int | None = None
     state: State = "complete"
     is_recorded: bool = True
     """False of a rank that ``--ranks`` leaves out: it has its light record alone."""
@@ -334,11 +330,6 @@ class Gpu:
     index: int | None = None
     uuid: Message | None = None
     name: GpuName | None = None
-    power_state: Word | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    temperature_c: int | None = None
-    memory_used_bytes: int | None = None
     throttle_reasons: tuple[Word, ...] | None = None
     throttled_us: dict[Word, int] = field(default_factory=dict)
     process_count: int | None = None

@@ -8,8 +8,7 @@ A function that is compiled by itself may call a model, or be given a module, an
 phase of these calls is opened around the code. One graph serves all modules of one shape. Which of them runs stands in
 the variables of the function's frame, and a backward pass is known by the parameters that the forward pass was given.
 
-A launch's range names its modules (`profkit.run.compiled_code`), and they become instances of the account of work by
-the rule of a trace's reader (`analysis.placing.compiled_ranges`).
+A launch's range names its modules (`profkit.run.compiled_code`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from profkit.capture.hooks.module_names import plain_name, unwrap
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.patches import Function, outside_dynamo, patch
 from profkit.capture.steps.variable_names import variable_of
-from profkit.capture.work.account import Instance, WorkAccount
 from profkit.names import OPTIMIZER, LaunchPlace
 
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^'.]+)'\)")
@@ -429,31 +427,3 @@ def _outermost(traced: TracedGraph, given_with: ref[nn.Module] | None) -> list[n
     root = None if traced.root is None else traced.root()
     models = [module for known in called if known is not None and (module := known.module()) is not None]
     return list(dict.fromkeys(given if given is not None and model is root else model for model in models))
-
-
-class CompiledInstances:
-    """The instances of modules that stand for launches, on each thread."""
-
-    def __init__(self, account: WorkAccount) -> None:
-        self._account = account
-        self._last: dict[int, tuple[Instance, list[tuple[str, Instance]]]] = {}
-
-    def enter(self, thread: int, place: LaunchPlace, around: Instance) -> Instance:
-        """Return the innermost instance for a launch within the instance ``around``."""
-        names = place.below(around.path)
-        before, open_there = self._last.get(thread, (around, []))
-        joined: list[tuple[str, Instance]] = []
-        for name, (was, instance) in zip(names, open_there if before is around else [], strict=False):
-            if name != was:
-                break
-            joined.append((was, instance))
-        innermost = joined[-1][1] if joined else around
-        for name in names[len(joined) :]:
-            innermost = self._account.open(name, innermost)
-            joined.append((name, innermost))
-        self._last[thread] = around, joined
-        return innermost
-
-    def interrupt(self, thread: int) -> None:
-        """Note that another range begins or ends on the thread: the next launch opens instances of its own."""
-        self._last.pop(thread, None)

@@ -215,8 +215,6 @@ class QueueDrain:
             self._found = Loading(
                 workers=after.workers,
                 queue_batches=after.capacity,
-                ready_before=self._before.ready,
-                ready_after=after.ready,
                 batches_per_step=per_step,
                 start_ns=start_ns,
                 needed_steps=needed,

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import has_compiled
-from profkit.capture.compiled.places import CompiledInstances
 from profkit.capture.compiled.watch import launch_at, loaded
 from profkit.capture.errors import describe_error
 from profkit.capture.work.account import Instance, WorkAccount, summarize_work
@@ -54,6 +53,37 @@ class _Launch:
         self.record = record
         self.is_known = record is not None and record.flops is not None
         self.has_products = False
+
+
+class CompiledInstances:
+    """The instances of modules that stand for launches of compiled code, on each thread.
+
+    They follow from the ranges' names by the rule of a trace's reader (`analysis.placing.compiled_ranges`).
+    """
+
+    def __init__(self, account: WorkAccount) -> None:
+        self._account = account
+        self._last: dict[int, tuple[Instance, list[tuple[str, Instance]]]] = {}
+
+    def enter(self, thread: int, place: LaunchPlace, around: Instance) -> Instance:
+        """Return the innermost instance for a launch within the instance ``around``."""
+        names = place.below(around.path)
+        before, open_there = self._last.get(thread, (around, []))
+        joined: list[tuple[str, Instance]] = []
+        for name, (was, instance) in zip(names, open_there if before is around else [], strict=False):
+            if name != was:
+                break
+            joined.append((was, instance))
+        innermost = joined[-1][1] if joined else around
+        for name in names[len(joined) :]:
+            innermost = self._account.open(name, innermost)
+            joined.append((name, innermost))
+        self._last[thread] = around, joined
+        return innermost
+
+    def interrupt(self, thread: int) -> None:
+        """Note that another range begins or ends on the thread: the next launch opens instances of its own."""
+        self._last.pop(thread, None)
 
 
 class WorkCounter(OperatorMode, RangeObserver):
