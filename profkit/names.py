@@ -210,6 +210,19 @@ def _encoded(name: str) -> str:
     return _SPECIAL.sub(lambda special: quote(special[0], safe=""), name)
 
 
+C10_DTYPES = {
+    **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
+    **{"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool"},
+    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
+}
+"""What torch's C++ calls types, and what Python does; the rest differ in capital letters alone."""
+
+
+def name_dtype(name: str) -> str:
+    """Return Python's name of a type by that of torch's C++."""
+    return C10_DTYPES.get(name, name.lower())
+
+
 @lru_cache(1024)
 def kind_of_collective(name: str) -> str | None:
     """Return which kind of collective a name of torch or NCCL means; None for anything else.

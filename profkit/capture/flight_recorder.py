@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from profkit.files import collector_off
-from profkit.names import kind_of_collective
+from profkit.names import C10_DTYPES, kind_of_collective, name_dtype
 from profkit.run.light_record import Group
 from profkit.run.range_log import LoggedCollective
 
@@ -35,13 +35,7 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 _RENAMED = (2, 9)
 
-_DTYPES = {
-    **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
-    **{"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool"},
-    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
-}
-"""What the flight recorder calls types, and what Python does; the rest differ in capital letters alone."""
-_TORCHS_NAMES = {plain: name for name, plain in _DTYPES.items()}
+_TORCHS_NAMES = {plain: name for name, plain in C10_DTYPES.items()}
 _COUNT = "In msg nelems", "Out msg nelems"
 
 _LARGER_OUTPUT = ("all_gather", "gather")
@@ -189,7 +183,7 @@ class FlightRecorder:
                 group=name,
                 sequence=entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
                 kind=kind,
-                dtype=_plain_dtype(dtypes[0]) if dtypes else None,
+                dtype=name_dtype(dtypes[0]) if dtypes else None,
                 bytes=None if None in sizes else max(filter(None, sizes), default=0),
                 called_ns=entry["time_created_ns"],
                 duration_ns=None if duration_ms is None else round(duration_ms * 1_000_000),
@@ -224,13 +218,9 @@ def _dumps() -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield name, cast("Mapping[str, Any]", pickle.loads(content))
 
 
-def _plain_dtype(name: str) -> str:
-    return _DTYPES.get(name, name.lower())
-
-
 @functools.cache
 def _item_bytes(name: str) -> int | None:
-    dtype = getattr(torch, _plain_dtype(name), None)
+    dtype = getattr(torch, name_dtype(name), None)
     return dtype.itemsize if isinstance(dtype, torch.dtype) else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.names import kind_of_collective
+from profkit.names import kind_of_collective, name_dtype
 from profkit.trace.columns import NO_LAUNCH, Bools, CollectiveCall, Copies, Ints, Syncs, Work, number_in_graph
 from profkit.trace.kineto_events import (
     Event,
@@ -31,10 +31,6 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Float", "Int"), 4),
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
-}
-_DTYPES = {
-    **{"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Double": "float64"},
-    **{"Int": "int32", "Long": "int64", "Byte": "uint8", "Char": "int8", "Bool": "bool", "Short": "int16"},
 }
 _LONGEST_NUMBER = 6
 _MOST_RANKS = 2**16
@@ -74,7 +70,7 @@ class CollectiveArguments:
             group=None if group is None else str(group),
             ranks=_ranks(arguments.get("Process Group Ranks")) or self._groups.get(str(group), ()),
             dimension=mesh and mesh[1],  # as a device mesh describes the groups of its dimensions
-            dtype=_DTYPES.get(dtype, dtype.lower()) if isinstance(dtype, str) else None,
+            dtype=name_dtype(dtype) if isinstance(dtype, str) else None,
             byte_count=max(known) * size if known and size is not None else None,
             sequence=parse_integer(arguments.get("Seq")),
         )
