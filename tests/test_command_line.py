@@ -140,7 +140,7 @@ def test_a_result_never_replaces_what_is_read(profkit: Run, trace: Path, tmp_pat
 
 
 def test_a_plot_or_timeline_that_would_replace_the_input_is_refused(profkit: Run, trace: Path, tmp_path: Path) -> None:
-    for command, option, name in (("efficiency", "--plot", "c.png"), ("memory", "--timeline", "c.html")):
+    for command, option, name in (("kernels", "--plot", "c.png"), ("memory", "--timeline", "c.html")):
         capture = _copy(trace, tmp_path, name)
         assert profkit(command, capture, option, capture).returncode == 2
         assert capture.read_bytes() == trace.read_bytes()
@@ -161,7 +161,7 @@ def test_a_result_never_replaces_a_file_of_the_run(profkit: Run, trace: Path, tm
 
 
 def test_two_results_do_not_go_to_one_file(profkit: Run, trace: Path, tmp_path: Path) -> None:
-    done = profkit("efficiency", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
+    done = profkit("kernels", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
 
 

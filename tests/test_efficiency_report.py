@@ -26,7 +26,7 @@ from profkit.analysis.tree.range_tree import build_nodes
 from profkit.errors import TraceError
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import FORMATS, Lines
-from profkit.report.plots import plot_roofline, rate_of
+from profkit.report.roofline import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder

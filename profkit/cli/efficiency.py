@@ -90,7 +90,7 @@ def efficiency(
             answer=answer,
         )
         if plot is not None:
-            from profkit.report.plots import plot_roofline
+            from profkit.report.roofline import plot_roofline
 
             # A picture with a point for each layer and step would be unreadable.
             folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result

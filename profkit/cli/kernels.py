@@ -15,6 +15,7 @@ from profkit.cli.options import (
     POSITIVE,
     capture_argument,
     obey_strict,
+    plot_option,
     range_option,
     rank_option,
     trace_options,
@@ -23,6 +24,7 @@ from profkit.cli.outputs import (
     Output,
     output_options,
     refuse_overwriting,
+    require_png,
     shown_after_a_second,
     write_warnings,
 )
@@ -54,6 +56,7 @@ _DEFAULT_TOP = 20
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
 @click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
 @click.option("--explain", is_flag=True, help="Show the rule behind each category, and what compiled kernels compute.")
+@plot_option("Draw the table as a bar chart.")
 @trace_options
 @output_options
 def kernels(
@@ -71,6 +74,7 @@ def kernels(
     explain: bool,
     thread_only: bool,
     totals: bool,
+    plot: Path | None,
     strict: bool,
     output: Output,
 ) -> None:
@@ -85,7 +89,8 @@ def kernels(
     """
     if explain and by != "kernel":
         raise UsageError(f"--explain: rules are for kernels, not --by {by}")
-    refuse_overwriting([trace], [output.path])
+    require_png(plot)
+    refuse_overwriting([trace], [output.path, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         result = opened.kernels(
@@ -119,6 +124,11 @@ def kernels(
         from profkit.report.commands.steps import clean_times_parts
 
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
+    if plot is not None:
+        from profkit.report.plots import plot_kernels
+
+        with shown_after_a_second(f"drawing {plot.name}"):
+            plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)
     if output.style == "csv" and not per_instance and top is not None and top < len(result.kernels):
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     output.print(document)

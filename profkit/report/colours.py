@@ -25,6 +25,7 @@ KERNELS = {
     "graph": "#333333",
     "other": "#CCCCCC",
 }
+REST_OF_KERNELS = "#EEEEEE"
 
 STEP = {
     "matmul": KERNELS["gemm"],

@@ -1,4 +1,4 @@
-"""Pictures in PNG files, fit for a report: ranges on a roofline, a step's lanes before and after, memory over time.
+"""Pictures in PNG files, fit for a report: kernels as bars, a step's lanes before and after, memory over time.
 
 Names stand in them as they are, and a file is written whole or not at all.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,29 +20,26 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
-from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.efficiency.work import Peaks
+from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
+from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.step_replay.limits import Limit
-from profkit.analysis.tree.selection import split_path
-from profkit.errors import TraceError
 from profkit.files import write_whole
-from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report import colours
 from profkit.report.colours import LIMITS, STEP
 from profkit.report.commands.answer import NAMES
-from profkit.report.commands.step_replay import LIMITS as LIMIT_WORDS
+from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.document import UNTRUSTED
-from profkit.report.text import make_visible, shorten
-from profkit.report.units import format_bytes, format_ns, four_digits
-from profkit.run.directory import find_run
+from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
+from profkit.report.units import format_bytes, format_ns, format_share, ns_over
+from profkit.trace.columns import distinct_values
 
 _DPI = 150
 
@@ -64,6 +63,147 @@ def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, 
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=_DPI, metadata={"Software": "profkit"})
     write_whole(path, picture.getvalue())
+
+
+MOST_BARS = 60
+"""More would be a picture that nobody reads, and that no page holds."""
+
+_LABEL_WIDTH = 58
+_TITLE_WIDTH = 110
+_BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
+_TRIES = 2
+_WAITING = "////"
+
+
+def plot_kernels(
+    opened: OpenedTrace, result: KernelsResult, path: Path, *, top: int, sort: str = "total", totals: bool = False
+) -> None:
+    """Write the first ``top`` lines of the table (`MOST_BARS` at most), and all others as one bar, to a PNG file.
+
+    Bars are averages per step where the steps are known, or sums with ``totals``. What a collective waited for other
+    ranks is the hatched part of its bar.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    steps = None if totals else result.steps
+    bars = _list_bars(result, min(top, MOST_BARS), sort)
+    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
+        texts = _draw_bars(axes, bars, result.total_ns, steps)
+        what = "self time" if result.measure == "cpu-operator" else "kernel time"
+        axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
+        failed = [UNTRUSTED] if opened.self_check.failed else []
+        title = figure.suptitle(
+            "\n".join([*failed, *_kernels_title(opened, result, steps)]), fontsize=10, x=0.01, ha="left"
+        )
+        if failed:
+            title.set_color("#B00020")
+        if result.by in ("kernel", "category"):
+            _add_legend(figure, bars)
+        _make_room(figure, axes, texts)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A line of the table; what is left of all others has no category."""
+
+    label: str
+    category: str | None
+    time_ns: int
+    waiting_ns: int
+
+    @property
+    def colour(self) -> str:
+        return (
+            colours.REST_OF_KERNELS
+            if self.category is None
+            else colours.KERNELS.get(self.category, colours.KERNELS["gemm"])
+        )
+
+
+def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
+    ordered = sort_rows(result.kernels, sort)
+    rows, rest = ordered[:top], ordered[top:]
+    labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
+    bars = [
+        _Bar(label, row.category, row.total_ns, row.waiting_ns or 0) for label, row in zip(labels, rows, strict=True)
+    ]
+    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest), 0)] if rest else bars
+
+
+def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
+    """Draw the bars, each with its waiting part hatched, and return the figures that stand behind them."""
+    places, unit = range(len(bars)), 1e6 * (steps or 1)
+    working = [(bar.time_ns - bar.waiting_ns) / unit for bar in bars]
+    waiting = [bar.waiting_ns / unit for bar in bars]
+    colours = [bar.colour for bar in bars]
+    axes.barh(places, working, color=colours, height=_BAR_HEIGHT)
+    if any(waiting):
+        axes.barh(
+            places, waiting, left=working, height=_BAR_HEIGHT, facecolor="white", edgecolor=colours, hatch=_WAITING
+        )
+    axes.set_yticks(places, [bar.label for bar in bars], fontsize=8, fontfamily="monospace")
+    axes.invert_yaxis()
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return [
+        axes.annotate(
+            _figures(bar, whole_ns, steps),
+            (bar.time_ns / unit, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        for place, bar in enumerate(bars)
+    ]
+
+
+def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
+    each = ns_over(steps).show
+    share = format_share(bar.time_ns / whole_ns if whole_ns else 0.0)
+    return f"{share}  {each(bar.time_ns)}" + (f" ({each(bar.waiting_ns)} waiting)" if bar.waiting_ns else "")
+
+
+def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
+    """Widen the axis until every text to the right of a bar lies within the axes."""
+    axes.set_xlim(left=0)
+    for _ in range(_TRIES):  # other ticks may change the width of the axes a little
+        figure.draw_without_rendering()
+        whole = axes.get_window_extent()
+        needs = [(text.xy[0], text.get_window_extent().x1 - axes.transData.transform(text.xy)[0]) for text in texts]
+        right = max((x * whole.width / (whole.width - beside) for x, beside in needs if x), default=0.0)
+        if right:
+            axes.set_xlim(right=1.01 * right)
+
+
+def _label(result: KernelsResult, row: KernelRow) -> str:
+    simple = result.by == "kernel" and result.measure == "gpu-kernel"
+    return make_visible(simplify_name(row.name) if simple else row.name)
+
+
+def _kernels_title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> list[str]:
+    name = opened.run.path.name if opened.run is not None else Path(result.trace).name
+    counted = f"{subject(result)}: {count_line(result, steps)}, {ns_over(steps).show(result.total_ns)}"
+    work, known = opened.trace.work, opened.trace.gpus
+    used = [known[device] for device in distinct_values(work.device).tolist() if 0 <= device < len(known)]
+    gpus = " and ".join(f"{count} × {gpu}" for gpu, count in Counter(used).items())
+    return [shorten(make_visible(text), _TITLE_WIDTH) for text in (" · ".join(filter(None, (name, gpus))), counted)]
+
+
+def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
+    categories = {bar.category for bar in bars}
+    present = [category for category in colours.KERNELS if category in categories]
+    if len(present) < 2:
+        return
+    handles = [Patch(color=colours.KERNELS[category], label=category) for category in present]
+    if any(bar.waiting_ns for bar in bars):
+        colour = colours.KERNELS["communication"]
+        handles.append(Patch(facecolor="white", edgecolor=colour, hatch=_WAITING, label="waiting for another rank"))
+    columns = min(len(handles), 7)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
@@ -203,173 +343,3 @@ def _memory_title(result: MemoryResult) -> str:
         f"{make_visible(PurePath(result.snapshot).name)}, device {totals.device}: allocated peak "
         f"{format_bytes(totals.allocated_peak_bytes)} ({totals.allocated_peak_bytes:,} B, {proof})"
     )
-
-
-_LABEL_WIDTH = 34
-_CLOSE = 1.4
-_MARGIN = 4.0
-"""How far, on a logarithmic axis, the picture reaches beyond its outermost points."""
-
-# Okabe and Ito's colours, which colour-blind people can distinguish.
-_VERDICT_COLOURS = {
-    "compute-bound": "#0072B2",
-    "memory-bound": "#E69F00",
-    "launch-bound": "#D55E00",
-    "communication-bound": "#CC79A7",
-    "host-bound": "#009E73",
-    None: "#777777",
-}
-_MARKERS = {FORWARD: "o", BACKWARD: "v", RECOMPUTE: "P", OPTIMIZER: "D"}
-_OTHER_MARKER = "s"
-_LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
-"""Areas of points, in square points: that of the longest range, and the smallest that can be seen."""
-_MOST_NAMED = 24
-
-
-def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
-    """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
-
-    A point's height is all operations per second of GPU busy, its area the time of GPU busy, its shape the phase, its
-    colour what limits the range. A solid roof was measured by `profkit ceilings` on such a
-    GPU; a dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
-
-    Raises:
-        TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
-        OSError: the file cannot be written.
-    """
-    points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
-    points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
-    if not points or result.peaks is None:
-        if not points:
-            lacking = "FLOPs and least bytes of its ranges"
-            cure = result.uncounted or "record it with `profkit run --flops`"
-        else:
-            lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
-        raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
-    with draw_png(path, 9.5, 6) as (figure, axes):
-        _draw_points(axes, result, result.peaks, points)
-        if untrusted:
-            figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
-        _name_points(axes, points)
-
-
-def rate_of(row: EfficiencyRow) -> float:
-    """Return all operations of a row per second of GPU busy: its height."""
-    return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
-
-
-def _draw_points(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
-    _draw_roofs(axes, result, peaks, points)
-    longest = max(row.busy_ns for row in points)
-    for word, phase in dict.fromkeys((row.verdict, _phase_of(row)) for row in points):
-        mine = [row for row in points if (row.verdict, _phase_of(row)) == (word, phase)]
-        axes.scatter(
-            [row.intensity or 0 for row in mine],
-            [rate_of(row) / 1e12 for row in mine],
-            s=[max(_LARGEST_AREA * row.busy_ns / longest, _LEAST_AREA) for row in mine],
-            color=_VERDICT_COLOURS[word],
-            marker=_MARKERS.get(phase, _OTHER_MARKER),
-            alpha=0.85,
-            zorder=3,
-        )
-    axes.set_xlabel("operations per least byte")
-    axes.set_ylabel("TFLOP/s while the GPU is busy")
-    axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
-    axes.set_title(make_visible(_roofline_title(result)), fontsize=10, loc="left")
-
-
-def _phase_of(row: EfficiencyRow) -> str:
-    names = (phase_of(part) or part for part in reversed(split_path(row.path)))
-    return next((name for name in names if name in _MARKERS), "")
-
-
-def _legend(points: list[EfficiencyRow]) -> list[Artist]:
-    handles: list[Artist] = []
-    for word in dict.fromkeys(row.verdict for row in points):
-        label = "limit unknown" if word is None else f"limited by {LIMIT_WORDS[word]}"
-        handles.append(Patch(color=_VERDICT_COLOURS[word], label=label))
-    for phase in dict.fromkeys(map(_phase_of, points)):
-        shape = _MARKERS.get(phase, _OTHER_MARKER)
-        handles.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))
-    label = f"area: GPU time, the largest {format_ns(max(row.busy_ns for row in points))}"
-    return [*handles, Line2D([], [], linestyle="", label=label)]
-
-
-def _roofline_title(result: EfficiencyResult) -> str:
-    gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
-    path = Path(result.trace)
-    # Every run's trace file has the same name; the run directory's name says more.
-    run = find_run(path)
-    name = path.name if run is None else run.path.name
-    return f"{shorten(name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
-
-
-def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
-    """Draw one roof per dtype; that of the run's products is the bold one."""
-    intensities = [row.intensity or 1.0 for row in points]
-    ridge = max(peaks.flops_per_s.values()) / peaks.bytes_per_s
-    low, high = min(*intensities, ridge) / _MARGIN, max(*intensities, ridge) * _MARGIN
-    style = "-" if peaks.source == "measured" else "--"
-    for dtype, peak in peaks.flops_per_s.items():
-        own = dtype == result.dtype
-        colour = "#222222" if own else "#AAAAAA"
-        corner = peak / peaks.bytes_per_s
-        roof = [low * peaks.bytes_per_s / 1e12, peak / 1e12, peak / 1e12]
-        axes.plot([low, corner, high], roof, style, color=colour, linewidth=1.8 if own else 1.0, zorder=2)
-    for named in _close_dtypes(peaks):
-        axes.annotate(
-            ", ".join(f"{dtype} {four_digits(peaks.flops_per_s[dtype] / 1e12)}" for dtype in named) + " TFLOP/s",
-            (high, peaks.flops_per_s[named[0]] / 1e12),
-            xytext=(-2, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color="#222222" if result.dtype in named else "#888888",
-        )
-    source = "measured" if peaks.source == "measured" else "from the datasheet"
-    axes.annotate(
-        f"memory {four_digits(peaks.bytes_per_s / 1e9)} GB/s; peaks {source}",
-        (0.01, 0.985),
-        xycoords="axes fraction",
-        va="top",
-        fontsize=9,
-        color="#222222",
-    )
-    axes.set_xlim(low, high)
-    rates = [rate_of(row) / 1e12 for row in points]
-    axes.set_ylim(min(rates) / _MARGIN, max(*rates, *(peak / 1e12 for peak in peaks.flops_per_s.values())) * 2)
-
-
-def _close_dtypes(peaks: Peaks) -> list[list[str]]:
-    """Return the dtypes, the fastest first; those whose roofs are too close for separate labels form one group."""
-    groups: list[list[str]] = []
-    for dtype in sorted(peaks.flops_per_s, key=lambda dtype: -peaks.flops_per_s[dtype]):
-        if groups and peaks.flops_per_s[groups[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
-            groups[-1].append(dtype)
-        else:
-            groups.append([dtype])
-    return groups
-
-
-def _name_points(axes: Axes, points: list[EfficiencyRow]) -> None:
-    """Number the points with the most kernel time, and list their names beside the picture."""
-    named = sorted(points, key=lambda row: -row.kernel_time_ns)[:_MOST_NAMED]
-    names = []
-    for number, row in enumerate(named, 1):
-        names.append(f"{number}  {shorten(make_visible(row.name), _LABEL_WIDTH)}")
-        axes.annotate(
-            str(number),
-            (row.intensity or 0.0, rate_of(row) / 1e12),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=9,
-            zorder=4,
-        )
-    names += [f"{len(points) - len(named)} more without a number"] if len(points) > len(named) else []
-    axes.text(1.02, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.kernels.categories import categorize
@@ -62,7 +61,7 @@ def build_kernels_document(
         phases: the phases to show first, by the title of their table (`OpenedTrace.phases`).
         compared: its ranks side by side, for which of them is late.
     """
-    rows = sorted(result.kernels, key=attrgetter(_SORTS[sort]), reverse=sort != "name")
+    rows = sort_rows(result.kernels, sort)
     shown, others = rows[:top], rows[top:] if top is not None else []
     rest = _sum_rows(result, others) if others else None
     steps = None if totals else result.steps
@@ -84,7 +83,14 @@ def build_kernels_document(
     return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
 
 
-def _subject(result: KernelsResult) -> str:
+def sort_rows(rows: Sequence[KernelRow], sort: str) -> list[KernelRow]:
+    """Return the rows by one column, the largest first; names from A to Z."""
+    field = _SORTS[sort]
+    return sorted(rows, key=lambda row: getattr(row, field), reverse=sort != "name")
+
+
+def subject(result: KernelsResult) -> str:
+    """Return what the table is about: the capture or a range, and the filters that leave a part of it."""
     of_rank = "" if result.filters.rank is None else f" of rank {result.filters.rank}"
     if result.range is not None:
         what = f"range {result.range!r}{of_rank}, open {format_count(result.instances or 0, 'time')}"
@@ -93,7 +99,8 @@ def _subject(result: KernelsResult) -> str:
     return ", ".join([what, *_filter_words(result)])
 
 
-def _count_line(result: KernelsResult, steps: int | None) -> str:
+def count_line(result: KernelsResult, steps: int | None = None) -> str:
+    """Return how many kernels (or operators) and graphs the table counts, per step if ``steps`` is given."""
     if steps is None:
         count = format_count(result.kernel_count, _noun(result))
         return count + (f" and {format_count(result.graph_count, 'CUDA graph')}" if result.graph_count else "")
@@ -126,7 +133,7 @@ def _head(result: KernelsResult, steps: int | None) -> list[str]:
     if result.measure == "cpu-operator":
         times[1] = ("busy", result.busy_ns)
     lines = [
-        f"{_subject(result)}: {_count_line(result, steps)}",
+        f"{subject(result)}: {count_line(result, steps)}",
         "   ".join(f"{name} {UNKNOWN if value is None else each(value)}" for name, value in times),
     ]
     if result.shared is not None:
