@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import gpu_state, manifest, nsys, nsys_session
+from profkit.launch import gpu_state, manifest, nsys_session
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import (
     Nsys,
     build_nsys_argv,
     find_importer,
     find_nsys,
-    missing_libraries,
 )
 from profkit.launch.nsys_session import export_report, import_raw
 from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
@@ -164,23 +164,12 @@ class TestImporter:
         beside = _program(nsys.parent.parent / "linux-desktop-glibc_2_11_3-x64/QdstrmImporter", "")
         assert find_importer(nsys, tmp_path) == beside
 
-    def test_missing_libraries_in_the_loaders_words(self) -> None:
-        listing = (
-            "\tlinux-vdso.so.1 (0x1)\n\tlibdw.so.1 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x2)\n"
-            "\tlibelf.so.1 => not found\n\tlibdw.so.1 => not found\n"
-        )
-        assert missing_libraries(listing, is_here=lambda library: False) == ["libdw.so.1", "libelf.so.1"]
-
-    @pytest.mark.parametrize(("is_here", "missing"), [(False, ["libdw.so.1", "libelf.so.1"]), (True, ["libdw.so.1"])])
-    def test_a_missing_library_is_reported_with_the_libraries_it_needs(self, is_here: bool, missing: list[str]) -> None:
-        assert missing_libraries("\tlibdw.so.1 => not found\n", lambda library: is_here) == missing
-
     def test_missing_libraries_are_named_with_their_packages(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n\tlibdw.so.1 => not found\n"
         _program(tmp_path / "host-linux-x64" / "QdstrmImporter", "exit 127")
-        listing = "\tlibdw.so.1 => not found\n\tlibelf.so.1 => not found\n"
-        monkeypatch.setattr(nsys, "_loader_listing", lambda program: listing)
+        monkeypatch.setattr("profkit.launch.nsys.subprocess.run", lambda *_, **__: SimpleNamespace(stdout=listing))
         raw = tmp_path / "trace.qdstrm"
         raw.touch()
         with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError) as error:

@@ -18,6 +18,11 @@ import torch
 Function = Callable[..., Any]
 Result = TypeVar("Result")
 
+_OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW"),
+    *("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+
 REASONS = {
     "nvtx.annotate.__call__": "functions that the script decorates with NVTX's ranges",
     "nvtx.annotate.__enter__": "the script's own ranges open, in whose order profkit's must nest",
@@ -54,18 +59,7 @@ REASONS = {
     "torch.nn.Module.__call__": "calls of modules begin and end",
     "torch.nn.Module.__init_subclass__": "classes that can generate are made",
     "torch.nn.Module.zero_grad": "a trial sets gradients to None",
-    "torch.optim.ASGD.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Adadelta.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Adafactor.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Adagrad.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Adam.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.AdamW.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Adamax.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.NAdam.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.RAdam.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.RMSprop.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.Rprop.__init__": "a trial adds a keyword to the optimizer",
-    "torch.optim.SGD.__init__": "a trial adds a keyword to the optimizer",
+    **{f"torch.optim.{name}.__init__": "a trial adds a keyword to the optimizer" for name in _OPTIMIZERS},
     "torch.optim.optimizer.Optimizer.profile_hook_step": "optimizers' steps begin and end",
     "torch.optim.optimizer.Optimizer.zero_grad": "a trial sets gradients to None",
     "torch.utils.checkpoint.CheckpointFunction.forward": "checkpoints compute again, reentrant ones",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -201,7 +200,6 @@ _HOST_FOLDERS = (
 
 # Debian's names of the packages with the libraries that a bare machine lacks.
 _PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "libssh-4", "libpfm.so.4": "libpfm4"}
-_NEEDED_BY = {"libdw.so.1": ("libelf.so.1",)}
 
 
 def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
@@ -212,35 +210,14 @@ def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
     return next((path for path in near + far if os.access(path, os.X_OK)), None)
 
 
-def lacking_libraries(importer: Path) -> list[str]:
-    return missing_libraries(_loader_listing(importer), _is_here)
+def lacking_libraries(program: Path) -> list[str]:
+    """Return the libraries that the dynamic loader does not find for a program; what these need it cannot say."""
+    environment = {**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)))
 
 
 def how_to_install(missing: Sequence[str]) -> str:
     """Return which packages to install for missing libraries, as far as their names are known."""
     packages = [_PACKAGES[library] for library in missing if library in _PACKAGES]
     return f"install {' '.join(packages)}" if packages else "install them"
-
-
-def missing_libraries(listing: str, is_here: Callable[[str], bool]) -> list[str]:
-    """Return the libraries that the dynamic loader's listing (what ldd prints) says it did not find.
-
-    The loader cannot look into a library that is missing; what that one needs and lacks is added.
-    """
-    missing = list(dict.fromkeys(re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)))
-    needed = [inner for library in missing for inner in _NEEDED_BY.get(library, ()) if inner not in missing]
-    return missing + [inner for inner in needed if not is_here(inner)]
-
-
-def _is_here(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-def _loader_listing(program: Path) -> str:
-    environment = {**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout
