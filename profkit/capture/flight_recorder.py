@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import distributed
 
+from profkit.capture.patches import Function, patch
 from profkit.files import collector_off
 from profkit.names import C10_DTYPES, kind_of_collective, name_dtype
 from profkit.run.light_record import Group
@@ -91,18 +92,17 @@ class FlightRecorder:
 
     def watch_meshes(self) -> None:
         """Note each device mesh that is made: it names groups by their dimension."""
-        with suppress(ImportError, AttributeError):
-            from torch.distributed.device_mesh import DeviceMesh
+        meshes = self._meshes
 
-            made, meshes = DeviceMesh.__init__, self._meshes
-
-            @functools.wraps(made)
+        def wrap(made: Function) -> Function:
             def noted(mesh: Any, *args: Any, **kwargs: Any) -> None:
                 made(mesh, *args, **kwargs)
                 with suppress(Exception):
                     meshes.add(mesh)
 
-            DeviceMesh.__init__ = noted
+            return noted
+
+        patch("torch.distributed.device_mesh.DeviceMesh.__init__", wrap, stays=True)
 
     def look(self) -> None:
         unsettled = next(

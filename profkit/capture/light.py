@@ -11,7 +11,6 @@ backward pass waited for them at its end is known from its own events, and is no
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch import distributed
 
 from profkit.capture.errors import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
+from profkit.capture.patches import Function, patch
 from profkit.capture.steps.conditions import GpuClock
 from profkit.capture.steps.times import Mark, Span, give_back, mark_on_gpu
 from profkit.names import step_range
@@ -293,17 +293,16 @@ class LightRecorder:
 
     def _settle_before_groups_end(self) -> None:
         """Write before the script destroys its process groups: with them torch forgets what it has not seen yet."""
-        destroy = distributed.destroy_process_group if distributed.is_available() else None
-        if destroy is None:
-            return
 
-        @functools.wraps(destroy)
-        def destroyed(*args: Any, **kwargs: Any) -> Any:
-            is_all = (args[0] if args else kwargs.get("group")) is None
-            self._harmless(self._settle if is_all else self._flight.note_groups)
-            return destroy(*args, **kwargs)
+        def wrap(destroy: Function) -> Function:
+            def destroyed(*args: Any, **kwargs: Any) -> Any:
+                is_all = (args[0] if args else kwargs.get("group")) is None
+                self._harmless(self._settle if is_all else self._flight.note_groups)
+                return destroy(*args, **kwargs)
 
-        distributed.destroy_process_group = destroyed
+            return destroyed
+
+        patch("torch.distributed.destroy_process_group", wrap, stays=True)
 
     def _write(self, *, is_last: bool, of: _Step | None = None) -> int:
         """Append the steps of which all is known, or will not be known better; return the collectives of one step."""
