@@ -220,7 +220,8 @@ def test_a_shorter_loop_yields_what_it_has_and_says_so(
             run.kernels()
     else:
         assert run.kernels("optimizer").instances == steps - 4 if steps < 6 else 2
-        assert lacks is None or lacks in " ".join(str(run.summary()).split())
+        said = " ".join(str(run.summary()).split())
+        assert lacks is None or lacks.removesuffix(" ones") in said, "its end may be left to --all"
     assert (run.step_times() is None) == (steps == 0)
     assert ("A step takes " in str(run.summary())) == (steps != 0)
 

@@ -129,9 +129,9 @@ def test_a_path_chooses_the_phases_of_one_context(contexts_run: tuple[Path, str]
 
 def test_the_manifest_and_the_work_of_several_contexts_keep_them_apart(contexts_run: tuple[Path, str]) -> None:
     where, said = contexts_run
-    tables = run_command("kernels", where).stdout
+    tables, summary = run_command("kernels", where).stdout, run_command("summary", where, "--all").stdout
     for context in (8, 32):
-        assert f"context {context}: " in said, "the step time"
+        assert f"context {context}: " in summary, "the step time"
         assert f"context {context}, per step" in tables, "the phases"
         assert f"\ncontext {context}\n" in tables, "the times without a profiler"
     assert "  profkit kernels run --range 'context 32/step */forward'\n" in said

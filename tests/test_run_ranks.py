@@ -66,7 +66,7 @@ def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, forks: Forks)
     assert done.returncode == 0, done.stderr
     assert "profkit ranks run" in done.stdout
     processes = _manifest(tmp_path)["processes"]
-    assert [(one["process"], one["rank"], one["local_rank"]) for one in processes] == [("rank0", 0, 0), ("rank1", 1, 1)]
+    assert [(one["process"], one["rank"]) for one in processes] == [("rank0", 0), ("rank1", 1)]
     opened = read_trace(tmp_path / "run")
     assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
     whole = opened.kernels("backward")
