@@ -62,7 +62,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     Of several settings that change nothing people read one line; CSV and JSON hold all.
     """
     today = result.cases[0]
-    shown = changed_cases(result)
+    shown = _changed_cases(result)
     hidden = [case for case in result.cases if case not in shown]
     is_same = all(case.requested_peak_bytes == today.requested_peak_bytes for case in result.cases)
     columns = [
@@ -78,7 +78,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     parts: list[Table | Lines] = [
         Lines(_head(result), "head"),
         Table(columns, [_row(case, today) for case in shown]),
-        *edited_parts(result),
+        *_edited_parts(result),
         Lines(_notes(result, hidden)),
     ]
     data = {
@@ -101,7 +101,7 @@ def build_whatif_document(result: WhatIf) -> Document:
     return Document("whatif", body, parts, exact, [] if result.identity.exact else [wrong], schema=_SCHEMA)
 
 
-def changed_cases(result: WhatIf) -> list[Case]:
+def _changed_cases(result: WhatIf) -> list[Case]:
     """Return today's case and those that differ from it; one that does not is no reason for a line of its own."""
     today, *others = result.cases
     unchanged = [case for case in others if _compared(case) == _compared(today)]
@@ -124,7 +124,7 @@ def _row(case: Case, today: Case) -> Row:
     return {
         **asdict(case),
         "edits": " ".join(case.edits),
-        "name": name_case(case) if case is not today else f"today: {name_case(case)}",
+        "name": _name_case(case) if case is not today else f"today: {_name_case(case)}",
         "requested": _peak(case.requested_range_bytes, case.exact or not case.edits),
         "allocated": _peak(case.allocated_range_bytes, case.exact),
         "reserved": _peak(case.reserved_range_bytes, case.exact),
@@ -134,8 +134,7 @@ def _row(case: Case, today: Case) -> Row:
     }
 
 
-def name_case(case: Case) -> str:
-    """Return what people read for the settings of a case."""
+def _name_case(case: Case) -> str:
     if case.edits:
         return ", ".join(filter(None, ["edited", case.allocator]))
     return case.allocator or "default settings"
@@ -170,7 +169,7 @@ def _head(result: WhatIf) -> Iterator[str]:
 def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
     today, *cases = result.cases
     if hidden:
-        yield f"No change: {', '.join(map(name_case, hidden))}"
+        yield f"No change: {', '.join(map(_name_case, hidden))}"
     if any(case.reserved_peak_bytes is not None for case in cases):
         yield "change: of the reserved peak; unused: its part that nothing used at the allocated peak"
     if any(case.allocated_peak_bytes is not None and not case.exact for case in cases):
@@ -183,9 +182,9 @@ def _notes(result: WhatIf, hidden: list[Case]) -> Iterator[str]:
     elif today.fits is False:
         yield "fits: unknown, because the program had a limit of its own; name it with --capacity"
     failed: dict[int, list[str]] = {}
-    for case in changed_cases(result):
+    for case in _changed_cases(result):
         if case.failed_request_bytes is not None:
-            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else name_case(case))
+            failed.setdefault(case.failed_request_bytes, []).append("today" if case is today else _name_case(case))
     for size, names in failed.items():
         yield f"A request for {format_exactly(size)} fails: {', '.join(names)}"
     best = min(cases, key=_highest, default=today)
@@ -202,8 +201,7 @@ def _highest(case: Case) -> float:
 _TOP_MODULES = 8
 
 
-def edited_parts(result: WhatIf) -> Iterator[Table | Lines]:
-    """Yield the lines and tables of an edited program."""
+def _edited_parts(result: WhatIf) -> Iterator[Table | Lines]:
     if result.search is not None:
         yield Lines([_describe_search(result)])
     if result.edited is None:
