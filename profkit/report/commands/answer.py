@@ -52,7 +52,6 @@ _MOST = 0.5
 _SMALL_PHASE = 0.005
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
-_NOTHING = "Nothing was recorded."
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
 
 
@@ -132,7 +131,7 @@ def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool 
     place, effects = name_place(advice), list(describe_effects(advice))
     costs = f"costs {advice.costs}" if advice.costs is not None else ""
     whole = join_parts(f"{number} {advice.cause}", place, advice.change, *effects, costs)
-    if room is None:
+    if room is None or len(whole) <= room:
         return whole
     short = join_parts(f"{number} {advice.short_cause}", place, advice.change, *effects)
     line = "" if advice.line is None else f"{Path(advice.line.file).name}:{advice.line.line}"
@@ -143,8 +142,7 @@ def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool 
         cause = len(advice.short_cause) - over + len(advice.change) - change
         cut = f"{advice.change[: change - 1].rstrip()}…"
         return join_parts(f"{number} {shorten(advice.short_cause, cause)}", line, cut, *effects)
-    if over > 0 and room <= ROOM:
-        return short if len(short) <= TWO_LINES else least
+    room = room if over <= 0 else TWO_LINES
     return next((text for text in (whole, join_parts(short, costs), short) if len(text) <= room), least)
 
 
@@ -179,7 +177,9 @@ def _describe_without_step(summary: Summary) -> str:
     memory = "" if summary.memory is None else f"Memory peaks at {_describe_peak(summary.memory)}."
     if not summary.has_trace:
         verdict = describe_ranks(summary)
-        return memory or (f"{verdict}." if verdict else "No trace was recorded." if summary.lines else _NOTHING)
+        return memory or (
+            f"{verdict}." if verdict else "No trace was recorded." if summary.lines else "Nothing was recorded."
+        )
     return " ".join(filter(None, ["No step is known: times are of the whole recording.", memory]))
 
 

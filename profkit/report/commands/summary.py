@@ -58,8 +58,6 @@ _ATTEMPTS = (
 )
 """The attempts to fit a screen: the least share of a part of the step that has a row, and what else is left out."""
 
-_TRY = "profkit try"
-
 _MOST_TRIALS = 3
 """The trials of other edits than the Tries that have a line."""
 
@@ -207,8 +205,8 @@ def _tries(summary: Summary, result: AdviceResult, left_out: Collection[str]) ->
         room = ROOM if number > 1 or "costs" in left_out else TWO_LINES
         yield "Try", describe_try(number, advice, room, is_cut=number > 1 and "ends" in left_out)
     together = "" if "together" in left_out else describe_together(summary, result)
-    can_be_tried = any(advice.proof.startswith(_TRY) for advice in result.tries)
-    measured = f"{_TRY} {shlex.quote(summary.run)} measures {'them' if len(result.tries) > 1 else 'it'}"
+    can_be_tried = any(advice.proof.startswith("profkit try") for advice in result.tries)
+    measured = f"profkit try {shlex.quote(summary.run)} measures {'them' if len(result.tries) > 1 else 'it'}"
     yield "Try", join_parts(together, measured if can_be_tried and "command" not in left_out else "")
 
 
