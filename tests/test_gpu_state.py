@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from profkit.launch.gpu_state import GpuState, read_gpu_state, used_gpus
+from profkit.report.commands.machine import describe_link
 from profkit.run.manifest import Gpu
 
 FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1a2e-0000-9e3d8d2b8a77"
@@ -147,7 +148,7 @@ def test_the_gpus_of_a_run_are_those_that_its_processes_name(reported: list[str 
 
 
 def _linked(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    return [str(link) for link in read_gpu_state(FakeNvml(H200 | first, BARE | second)).links]
+    return [describe_link(link) for link in read_gpu_state(FakeNvml(H200 | first, BARE | second)).links]
 
 
 NOWHERE = b"FFFFFFFF:FF:FF.0"

@@ -12,8 +12,9 @@ import pytest
 
 from profkit.analysis.ranks.groups import bus_factor
 from profkit.joining import read_ranks
+from profkit.report.commands.machine import describe_links
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from profkit.run.manifest import GpuLink, describe_links
+from profkit.run.manifest import GpuLink
 from tests.rank_builder import (
     BYTES,
     MS,

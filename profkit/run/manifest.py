@@ -6,7 +6,7 @@ older versions wrote lack some keys, and are read as far as they go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,15 +32,6 @@ _CONTEXT = "context"
 
 Way = Literal["nvlink", "board", "switch", "switches", "bridge", "node", "system"]
 
-_WAYS: dict[Way, str] = {
-    "board": "PCIe on one board",
-    "switch": "one PCIe switch",
-    "switches": "several PCIe switches",
-    "bridge": "the PCIe host bridge of one CPU",
-    "node": "several PCIe host bridges of one CPU",
-    "system": "PCIe and the link between two CPUs",
-}
-
 
 @dataclass(frozen=True)
 class GpuLink:
@@ -56,29 +47,6 @@ class GpuLink:
     version: int | None = None
     bytes_per_s: int | None = None
 
-    @property
-    def is_nvlink(self) -> bool:
-        """Whether this is NVLink."""
-        return self.way == "nvlink"
-
-    def __str__(self) -> str:
-        rate = "" if self.bytes_per_s is None else f" ({self.bytes_per_s / 1e9:.0f} GB/s each way)"
-        if self.is_nvlink:
-            name = "NVLink" if self.version is None else f"NVLink {self.version}"
-            return (name if self.count is None else f"{self.count} × {name}") + rate
-        lanes = "" if None in (self.version, self.count) else f", PCIe {self.version}.0 x{self.count}"
-        return f"{_WAYS[self.way]}{lanes}{rate}"
-
-
-def describe_links(links: Iterable[GpuLink]) -> str:
-    """Return what the links are, in words; where they differ, between which GPUs each kind is."""
-    pairs: dict[str, list[str]] = {}
-    for link in links:
-        pairs.setdefault(str(link), []).append("–".join(map(str, link.gpus)))
-    if len(pairs) <= 1:
-        return next(iter(pairs), "")
-    return "; ".join(f"{', '.join(gpus)}: {kind}" for kind, gpus in pairs.items())
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -87,9 +55,7 @@ class Samples:
     ``step_ns`` is from one step's end to the next one's, on the GPU's own clock where there is one, else by the host's;
     ``<phase>_event_ns`` what CUDA events around a phase say, and ``<phase>_host_ns`` how long the host was in it;
     ``<phase>_ns``, without a GPU, is by the host's clock. ``data_ns`` is the host's with a GPU too: how long the step
-    waited for batches. In a run over several context lengths ``context`` is the step's. (profkit of before 2027 waited
-    for the device at each step's end, or after each phase of a built-in model, and so wrote ``<phase>_ns`` beside
-    ``<phase>_event_ns``.)
+    waited for batches. In a run over several context lengths ``context`` is the step's.
 
     ``during`` counts what happened within them that makes a step slow: compiled graphs, allocator retries,
     out-of-memory errors, full collections of garbage.
@@ -299,7 +265,6 @@ class MemoryPass:
 
     stacks: Word | None = None
     max_entries: int | None = None
-    saved: bool | None = None
     steps: tuple[dict[Word, int], ...] = ()
     processes: tuple[Process, ...] = ()
 

@@ -11,6 +11,7 @@ from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankS
 from profkit.analysis.ranks.culprit import Culprit, Doubt
 from profkit.analysis.ranks.groups import GroupRow, Pipeline
 from profkit.findings import Finding
+from profkit.report.commands.machine import describe_links
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
     BYTES,
@@ -28,7 +29,6 @@ from profkit.report.units import (
     ns_over,
 )
 from profkit.run.light_record import P2P
-from profkit.run.manifest import describe_links
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
