@@ -1,13 +1,19 @@
-"""The command line called in this process: what a process of its own costs is left out, what it starts is real."""
+"""The command line called in this process, and what its runs leave.
+
+What a process of its own costs is left out; what it starts is real.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import gzip
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from profkit.cli import main
@@ -49,6 +55,23 @@ def run_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
             file.seek(0)
             said.append(file.read())
     return subprocess.CompletedProcess(argv, status, *said)
+
+
+def manifest_of(run: Path) -> dict[str, Any]:
+    """Return the manifest of a run directory as JSON has it."""
+    manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
+    return manifest
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of what lies in a folder, in order."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def range_names(trace: Path) -> list[str]:
+    """Return the names of the ranges that a trace of torch.profiler holds, in its order."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
 def _status_of(arguments: tuple[str, ...]) -> int:

@@ -11,6 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+
 LAUNCHER = """
 import os, signal, subprocess, sys
 from pathlib import Path

@@ -36,6 +36,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.in_process import manifest_of  # noqa: E402
 from tests.late_program import MARKS  # noqa: E402
 from tests.launched import first_line, is_alive, processes_in, started  # noqa: E402
 
@@ -493,7 +494,7 @@ def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path)
     assert run.returncode == 130, said + errors
     assert not any(map(is_alive, programs))
     assert processes_in(folder) == []
-    manifest = json.loads((folder / "run" / "manifest.json").read_text())
+    manifest = manifest_of(folder / "run")
     assert manifest["reason"] == "interrupted"
     for rank in range(2):
         rows = _document("ranges" if IS_ON_CPU else "kernels", folder / "run", "--rank", str(rank))

@@ -19,7 +19,7 @@ from profkit.capture.steps import times  # noqa: E402
 from profkit.capture.steps.data_loading import DataLoading  # noqa: E402
 from profkit.capture.steps.times import PhaseClock  # noqa: E402
 from tests.forked_scripts import Forks  # noqa: E402
-from tests.in_process import run_command  # noqa: E402
+from tests.in_process import manifest_of, run_command  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,7 +126,7 @@ def test_each_recorded_step_begins_with_its_wait_for_data(forks: Forks, tmp_path
         forward = next(span for span in spans["forward"] if begins <= span[0] <= ends)
         assert len(inside) == 1, name
         assert inside[0][1] <= forward[0]
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     assert len(manifest["processes"]) == 1, "a worker trains nothing"
     for part in ("attached", "profiled"):
         for step in manifest[part]["steps"]:

@@ -28,7 +28,7 @@ from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import FORMATS, Lines
 from profkit.report.roofline import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
-from tests.in_process import run_command
+from tests.in_process import manifest_of, run_command
 from tests.nsys_builder import NsysBuilder
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -160,7 +160,7 @@ def test_where_no_step_was_counted_the_table_and_the_summary_say_why(tmp_path: P
         SMALL.with_name("small-train.kineto.json.gz"), run / "trace.json.gz"
     )  # whose ranges have no payload
     reason = "compiled code needs --flops"
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest = manifest_of(run)
     (run / "manifest.json").write_text(json.dumps(manifest | {"processes": [{"uncounted": reason}]}))
     assert f"FLOPs and % of peak are unknown: {reason}." in " ".join(run_command("efficiency", run).stdout.split())
     assert f"of kernel time (% of peak: {reason})" in " ".join(run_command("summary", run).stdout.split())

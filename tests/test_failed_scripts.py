@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of
 
 TRAIN = """
 import os
@@ -62,7 +62,7 @@ def test_the_scripts_own_error_is_the_last_line_but_one(
     assert [own] == (error or [""])
     assert all(not line.startswith("profkit") for line in above)
     assert done.stdout == "", "profkit's line is the last one"
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     assert manifest["status"] == "failed"
     assert (tmp_path / "run" / "trace.json.gz").exists() == (kept != NOTHING)
     if how == "raise":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit import read_trace
+from tests.in_process import manifest_of
 
 pytestmark = pytest.mark.frameworks
 
@@ -136,7 +136,7 @@ def test_accelerates_ranks_under_torchs_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ACCELERATE)
     done = _run(_profkit("--nproc-per-node", "2", "--", sys.executable, "train.py"), tmp_path)
     assert done.returncode == 0, done.stderr
-    processes = json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"]
+    processes = manifest_of(tmp_path / "run")["processes"]
     assert [one["rank"] for one in processes] == [0, 1]
     assert [row.instances for row in read_trace(tmp_path / "run").kernels("backward").ranks] == [2, 2]
 

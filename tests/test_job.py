@@ -20,7 +20,7 @@ from profkit.errors import RunError, UsageError
 from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
-from tests.in_process import run_command
+from tests.in_process import manifest_of, run_command
 from tests.launched import started
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def test_what_a_rank_starts_does_not_take_its_place(tmp_path: Path, forks: Forks
     rank = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
     said = forks.run_profkit("run", *words, cwd=tmp_path, **rank).stderr
     assert "runs again" not in said  # as a script without steps would
-    processes = json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"]
+    processes = manifest_of(tmp_path / "run")["processes"]
     assert [(process["rank"], len(process["profiled"])) for process in processes] == [(1, 2)], said
 
 
@@ -265,16 +265,14 @@ def test_of_runs_that_begin_at_once_in_one_directory_one_has_it(tmp_path: Path) 
         thread.start()
     for thread in threads:
         thread.join()
-    assert [json.loads((tmp_path / "manifest.json").read_text())["target"]] == said
+    assert [manifest_of(tmp_path)["target"]] == said
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -> None:
     runs = runs_of_job(two_machines)
     assert [path.name for path in runs] == ["node0", "node1"]
-    found = {
-        process["rank"] for path in runs for process in json.loads((path / "manifest.json").read_text())["processes"]
-    }
+    found = {process["rank"] for path in runs for process in manifest_of(path)["processes"]}
     assert found == {0, 1}
     assert {path.name for run in runs for path in run.glob("light*")} == {"light.jsonl", "light.rank1.jsonl"}
 

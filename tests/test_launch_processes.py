@@ -17,7 +17,7 @@ import pytest
 from profkit.errors import ToolError
 from profkit.launch import processes
 from profkit.launch.processes import run_child, run_tool
-from tests.launched import LAUNCHER, is_alive, start_launcher, wait_until
+from tests.launched import LAUNCHER, NEEDS_PROC, is_alive, start_launcher, wait_until
 
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
@@ -29,7 +29,6 @@ try:
 except KeyboardInterrupt:
     open({pids!r} + '.saved', 'w').write('saved')
 """
-NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7)])

@@ -43,7 +43,7 @@ from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, read_run_lines, write_lines
 from tests.forked_scripts import Forks
-from tests.in_process import run_command, run_profkit
+from tests.in_process import manifest_of, run_command, run_profkit
 from tests.test_step_times import manifest
 
 
@@ -641,7 +641,7 @@ def test_a_run_without_lines_says_how_to_record_them(run_with_lines: Path) -> No
 
 
 def test_lines_that_no_unprofiled_step_is_near_to_say_so(run_with_lines: Path) -> None:
-    content = json.loads((run_with_lines / "manifest.json").read_text())
+    content = manifest_of(run_with_lines)
     content["clean"] = {"steps": [{"step_ns": 9_000_000}] * 3}
     (run_with_lines / "manifest.json").write_text(json.dumps(content))
     shown = run_command("efficiency", run_with_lines, "--by", "line").stdout
@@ -734,7 +734,7 @@ def test_spawned_workers_show_their_lines_train_nothing_and_leave_no_file(tmp_pa
     assert done.returncode == 0, done.stderr
     lines = find_lines(Run(tmp_path / "run")).lines
     assert {line.function for line in lines if line.thread == "worker"} == {"Numbers.__getitem__"}
-    (process,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"]
+    (process,) = manifest_of(tmp_path / "run")["processes"]
     assert next(iter(process["profiled"][0])) == "data_ns", "a step begins with its wait for data"
     assert not list((tmp_path / "run").glob("partial.*"))
 

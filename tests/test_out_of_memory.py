@@ -5,7 +5,6 @@ What only a GPU can show is in tests/test_run_script_gpu.py.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from profkit.run.manifest import Process, ProcessMemory
 from profkit.run.owners import read_owners
 from profkit.run.recording import Failure, MemoryOptions, Order
 from tests.forked_scripts import Forks
-from tests.in_process import run_profkit
+from tests.in_process import manifest_of, names_in, run_profkit
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,10 +71,6 @@ def recorded(tmp_path: Path, forks: Forks) -> Recorded:
     return call
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run").iterdir())
-
-
 @pytest.mark.parametrize("option", ["--oom", "--memory-only"])
 def test_a_command_that_dies_after_the_recorded_steps_is_explained(
     tmp_path: Path, recorded: Recorded, option: str
@@ -88,12 +83,12 @@ def test_a_command_that_dies_after_the_recorded_steps_is_explained(
     last = done.stderr.splitlines()[-2:]
     assert last[0].startswith("torch.OutOfMemoryError: CUDA out of memory.")
     assert last[1].endswith("failed with exit status 1; what was recorded up to then is kept: profkit memory run")
-    assert _files(tmp_path) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert names_in(tmp_path / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
     ledger = read_owners(tmp_path / "run" / "ledger.jsonl")
     roles = {one.role for one in ledger.owned if one.time_us > ledger.figures[-2].time_us}
     assert roles >= ({"parameter", "gradient", "optimizer_state"} if option == "--oom" else {"gradient"})
     assert ledger.figures[-1].moment == "out of memory"
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["profiler"]) == ("failed", None)
     assert manifest["memory"]["processes"][0]["memory"]["failed_allocations"] == 1
 
@@ -105,7 +100,7 @@ def test_a_command_that_never_runs_out_leaves_the_manifest_alone(
     done = recorded("--oom")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == plain.stdout, "the losses are the same to the bit"
-    assert _files(tmp_path) == ["manifest.json"]
+    assert names_in(tmp_path / "run") == ["manifest.json"]
 
 
 def test_a_failed_allocation_that_the_command_survives_is_said_in_one_line(tmp_path: Path, recorded: Recorded) -> None:

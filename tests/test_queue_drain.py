@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from profkit.run.manifest import Loading  # noqa: E402
 from profkit.run.recording import Order, take_processes  # noqa: E402
 from profkit.trace.parts import begin_at  # noqa: E402
 from tests.forked_scripts import Forks  # noqa: E402
-from tests.in_process import run_command  # noqa: E402
+from tests.in_process import manifest_of, run_command  # noqa: E402
 from tests.nsys_builder import NsysBuilder  # noqa: E402
 
 # The recorder takes as long to start as the workers need to fill their queue.
@@ -287,7 +286,7 @@ def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, forks: Forks, leng
     words = ("--warmup", "5", "--steps", "3", "--", sys.executable, "train.py", str(length))
     done = forks.run_profkit("run", "-o", "run", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     loading = manifest["processes"][0]["loading"]
     assert (loading["workers"], loading["queue_batches"]) == (2, 4)
     is_drained = length == 30

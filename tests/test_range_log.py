@@ -28,6 +28,7 @@ from profkit.run.range_log import (
     read_range_log,
     write_range_log,
 )
+from tests.in_process import names_in
 
 PROCESS, MAIN, AUTOGRAD = 4000, 4000, 4011
 BASE_NS = 1_700_000_000_000_000_000
@@ -232,7 +233,7 @@ def test_what_a_process_leaves_becomes_its_trace(tmp_path: Path) -> None:
     assert read_range_log(log_beside(paths[0])) == _log()
     refused = finish_traces(tmp_path)
     assert list(refused) == ["trace.rank1.json.gz"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "trace.json.gz"]
+    assert names_in(tmp_path) == ["log.txt", "trace.json.gz"]
     assert (tmp_path / "log.txt").read_text().endswith("0 of 10 calls lie across a range's edge\n")
     assert read_trace(paths[0]).kernels().kernel_count == 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from profkit.joining import read_ranks
 from profkit.run.job import RankChoice
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of
 
 SCRIPT = """
 import os, sys, time
@@ -62,7 +62,7 @@ def _record(forks: Forks, place: Path, ranks: str, count: int) -> tuple[Any, dic
     (place / "train.py").write_text(SCRIPT)
     steps = ("--warmup", "5", "--steps", "2", "--nproc-per-node", str(count), "--ranks", ranks)
     done = forks.run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=place)
-    manifest = json.loads((place / "run" / "manifest.json").read_text())
+    manifest = manifest_of(place / "run")
     return done, manifest, {path.name for path in (place / "run").iterdir()}
 
 

@@ -16,7 +16,7 @@ from profkit.joining import read_ranks
 from profkit.report.commands.ranks import describe_ranks
 from profkit.report.units import format_gigabytes
 from profkit.run.light_record import Group, LightRecord
-from tests.in_process import run_command
+from tests.in_process import names_in, run_command
 from tests.kineto_builder import row
 from tests.rank_builder import (
     MS,
@@ -183,7 +183,7 @@ def test_gather_refuses_to_copy_a_run_into_itself_and_what_is_no_directory(tmp_p
         return str(CliRunner().invoke(cli, ["gather", str(source), "-o", str(output)]).exception)
 
     assert refusal(run, run / "all").startswith(f"{run / 'all'}: lies within {run}, ")
-    assert sorted(path.name for path in run.iterdir()) == ["light.jsonl", "light.rank1.jsonl", "manifest.json"]
+    assert names_in(run) == ["light.jsonl", "light.rank1.jsonl", "manifest.json"]
     assert "no such directory" in refusal(tmp_path / "nowhere", tmp_path / "all")
     assert "a file; name the directory of a run" in refusal(run / "light.jsonl", tmp_path / "all")
 

@@ -26,6 +26,7 @@ from profkit.launch.passes import Pass, Target
 from profkit.launch.record import Recorded, record_run
 from profkit.run.manifest import Conditions, Process, Workload
 from profkit.run.recording import Order
+from tests.in_process import manifest_of, names_in
 
 PROCESS = Process("7", pid=7, steps_seen=1, device="cpu", torch="2.4.0", conditions=Conditions("highest"))
 
@@ -115,15 +116,6 @@ def start(tmp_path: Path) -> Callable[..., Recorded]:
     return start
 
 
-def _manifest(tmp_path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    return manifest
-
-
-def _names(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "run").iterdir())
-
-
 def test_a_run_holds_the_report_its_export_and_the_log(
     tmp_path: Path,
     start: Callable[..., Recorded],
@@ -143,9 +135,9 @@ def test_a_run_holds_the_report_its_export_and_the_log(
     assert (recorded.run, recorded.exit_status, recorded.reason) == (tmp_path / "run", 0, None)
     assert (recorded.has_trace, recorded.has_kernels, len(recorded.process.profiled)) == (True, False, 1)
     assert (tmp_path / "run" / "trace.sqlite").read_text() == "report"
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     assert list(temporary.iterdir()) == []
-    manifest = _manifest(tmp_path)
+    manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["versions"]["nsys"]) == ("complete", "1.0")
     assert manifest["clean"]["steps"] == manifest["profiled"]["steps"] == [{"forward_ns": 1, "step_ns": 1}]
     out = capfd.readouterr().out
@@ -161,7 +153,7 @@ def test_the_targets_status_is_the_runs_and_lost_events_are_warned_of(
     assert recorded.exit_status == 5
     (warning,) = recorded.warnings
     assert "lossy" in warning
-    manifest = _manifest(tmp_path)
+    manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["exit_status"], manifest["warnings"]) == ("failed", 5, [warning])
 
 
@@ -169,7 +161,9 @@ def test_on_a_gpu_there_are_kernels_and_a_report_may_go(start: Callable[..., Rec
     assert start(device="cuda").has_kernels
     shutil.rmtree(tmp_path / "run")
     assert start(device="cuda", options=NsysOptions(keep_report=False)).has_kernels
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.sqlite"], "the report goes once it is exported"
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.sqlite"], (
+        "the report goes once it is exported"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,16 +180,19 @@ def test_a_failure_of_nsys_fails_the_run_and_keeps_the_report(
 ) -> None:
     with pytest.raises(ToolError, match=message) as error:
         start(options=NsysOptions(keep_report=False), **failing)
-    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["reason"]) == ("failed", str(error.value))
+    assert (manifest_of(tmp_path / "run")["status"], manifest_of(tmp_path / "run")["reason"]) == (
+        "failed",
+        str(error.value),
+    )
     report = ["trace.nsys-rep"] * ("leave" not in failing)
-    assert _names(tmp_path) == ["log.txt", "manifest.json", *report]
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", *report]
 
 
 @pytest.mark.parametrize("left", [BARE, f"{BARE}; {WHOLE}"], ids=["alone", "beside a report"])
 def test_a_bare_qdstrm_is_imported_and_exported(tmp_path: Path, start: Callable[..., Recorded], left: str) -> None:
     _program(tmp_path / "host-linux-x64" / "QdstrmImporter", IMPORTER)
     assert start(left).exit_status == 0
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     assert (tmp_path / "run" / "trace.nsys-rep").read_text() == "imported raw"
 
 
@@ -232,14 +229,14 @@ def test_an_importer_that_lacks_a_library_names_it_and_its_package(
     assert str(error.value).startswith(f"{importer} lacks {lacking_library}")
     assert f"install {_PACKAGES[lacking_library]}" in str(error.value)
     assert str(error.value).endswith(f"the raw capture is {tmp_path / 'run' / 'trace.qdstrm'}")
-    assert _names(tmp_path) == ["log.txt", "manifest.json", "trace.qdstrm"]
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.qdstrm"]
 
 
 def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Recorded]) -> None:
     with pytest.raises(ToolError, match=r"nsys was killed \(SIGKILL\): its child processes were ended") as error:
         start("import os; os.kill(os.getpid(), 9)")
-    assert _manifest(tmp_path)["reason"] == str(error.value)
-    assert _names(tmp_path) == ["log.txt", "manifest.json"]
+    assert manifest_of(tmp_path / "run")["reason"] == str(error.value)
+    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json"]
 
 
 def test_an_nsys_that_does_not_understand_its_flags_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
@@ -259,7 +256,7 @@ def test_an_nsys_that_ends_before_the_target_begins_is_started_again(
 def test_an_nsys_that_never_starts_the_target_is_quoted(tmp_path: Path, start: Callable[..., Recorded]) -> None:
     with pytest.raises(ToolError, match=r"nsys did not start the target: Connection to Agent lost\.; its output is in"):
         start(failures=3)
-    assert _manifest(tmp_path)["status"] == "failed"
+    assert manifest_of(tmp_path / "run")["status"] == "failed"
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -285,4 +282,4 @@ def test_a_disk_that_fills_up_meanwhile_fails_the_run(
     monkeypatch.setattr(nsys_session, "_FULL_BYTES", 2**80)
     with pytest.raises(ToolError, match=f"run: the disk is full.*{said}"):
         start(leave)
-    assert "trace.sqlite" not in _names(tmp_path)
+    assert "trace.sqlite" not in names_in(tmp_path / "run")

@@ -35,6 +35,7 @@ from profkit.run.range_log import (  # noqa: E402
     read_range_log,
 )
 from profkit.run.recording import LocalRanks, Order  # noqa: E402
+from tests.in_process import names_in  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -85,7 +86,7 @@ def test_ranks_that_write_their_traces_at_the_same_time_keep_out_of_each_others_
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export_while_another_rank_does)
     with recorded_by_kineto(tmp_path / "trace.json.gz", CPU):
         torch.ones(2).sum()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.gz", "trace.rank1.json.gz"]
+    assert names_in(tmp_path) == ["trace.json.gz", "trace.rank1.json.gz"]
 
 
 def test_a_profiler_that_warmed_up_keeps_what_ran_after_its_start_alone(tmp_path: Path) -> None:

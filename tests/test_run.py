@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -21,8 +20,8 @@ from profkit.models.options import PRESETS, forward_flops
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
-from tests.in_process import run_command, run_profkit
-from tests.launched import started, wait_until
+from tests.in_process import manifest_of, names_in, range_names, run_command, run_profkit
+from tests.launched import NEEDS_PROC, started, wait_until
 
 pytest.importorskip("torch")
 
@@ -31,16 +30,6 @@ FAST = ("model.tiny", "--batch", "2", "--context", "32", "--device", "cpu")
 
 def _profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return run_profkit("run", *arguments, cwd=cwd, **variables)
-
-
-def _manifest(run: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
-    return manifest
-
-
-def _ranges(run: Path) -> list[str]:
-    events = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +43,19 @@ def kineto_run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[
 
 def test_a_run_holds_trace_work_and_manifest_and_no_more(kineto_run: tuple[Path, Any]) -> None:
     run, _ = kineto_run
-    assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "trace.json.gz", "work.json"]
+    assert names_in(run) == ["manifest.json", "trace.json.gz", "work.json"]
     work = read_work(run / "work.json")
     assert (work.source, work.missing) == ("counted", ())
     ffn = work.find(("forward", "layer 1", "ffn"))
     assert ffn is not None
     assert ffn.flops_by_dtype == {"fp32": 6 * 2 * 32 * 128 * 512}
-    names = _ranges(run)
+    names = range_names(run / "trace.json.gz")
     assert {"step 0", "step 1", "forward", "loss", "backward", "optimizer", "layer 1", "final matmul"} <= set(names)
     assert names.count("layer 1") == 4, "twice forward, twice backward"
 
 
 def test_the_manifest_says_what_was_run_and_how_long_it_took(kineto_run: tuple[Path, Any]) -> None:
-    manifest = _manifest(kineto_run[0])
+    manifest = manifest_of(kineto_run[0])
     assert (manifest["status"], manifest["exit_status"], manifest["device"]) == ("complete", 0, "cpu")
     assert manifest["target"] == "model.tiny"
     assert manifest["command"][:3] == ["profkit", "run", "model.tiny"]
@@ -135,7 +124,7 @@ def test_the_manifest_and_the_work_of_several_contexts_keep_them_apart(contexts_
         assert f"context {context}, per step" in tables, "the phases"
         assert f"\ncontext {context}\n" in tables, "the times without a profiler"
     assert "  profkit kernels run --range 'context 32/step */forward'\n" in said
-    manifest = _manifest(where)
+    manifest = manifest_of(where)
     assert (manifest["workload"]["context"], manifest["workload"]["contexts"]) == (32, [8, 32])
     assert [step["context"] for step in manifest["profiled"]["steps"]] == [8, 8, 32, 32]
     assert [step["context"] for step in manifest["clean"]["steps"][:4]] == [8, 8, 32, 32]
@@ -226,10 +215,10 @@ def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp
     assert done.returncode == 2
     assert "sees no CUDA GPU" in done.stderr
     assert "failed with exit status 2; nothing was recorded; see run" in done.stderr
-    manifest = _manifest(tmp_path / "run")
+    manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 2)
     assert "sees no CUDA GPU" in manifest["reason"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json"]
+    assert names_in(tmp_path / "run") == ["manifest.json"]
 
 
 def _commands_with(marker: str, variable: str = "") -> list[str]:
@@ -257,17 +246,14 @@ def _interrupt_once_it_runs(run: Path, awaited: str, *options: str) -> None:
     words = [sys.executable, "-c", start, *arguments]
     with started(words, stdout=None) as process:
         wait_until(lambda: any(awaited in command for command in _commands_with(str(run))))
-        assert _manifest(run)["status"] == "incomplete"
+        assert manifest_of(run)["status"] == "incomplete"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
     assert process.returncode == 130
     assert errors.strip() == f"profkit: interrupted; {run} is marked failed and keeps no capture"
     assert not [path.name for path in run.iterdir() if path.name.startswith(("trace", "partial", "attached"))]
     assert _commands_with(str(run)) == []
-    assert (_manifest(run)["status"], _manifest(run)["reason"]) == ("failed", "interrupted")
-
-
-NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+    assert (manifest_of(run)["status"], manifest_of(run)["reason"]) == ("failed", "interrupted")
 
 
 @NEEDS_PROC
@@ -349,7 +335,7 @@ class TestNsys:
         assert "profkit kernels" not in done.stdout
 
     def test_the_manifest_names_the_version(self, nsys_run: tuple[Path, Any]) -> None:
-        manifest = _manifest(nsys_run[0])
+        manifest = manifest_of(nsys_run[0])
         assert (manifest["profiler"], manifest["status"]) == ("nsys", "complete")
         assert manifest["versions"]["nsys"][0].isdigit()
 
@@ -375,7 +361,7 @@ class TestNsys:
         assert (process.returncode, errors.count("\n")) == (1, 1)
         assert "nsys was killed (SIGKILL): its child processes were ended, and the capture is lost" in errors
         assert _commands_with(str(run)) == []
-        assert _manifest(run)["status"] == "failed"
+        assert manifest_of(run)["status"] == "failed"
 
     @NEEDS_PROC
     def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:

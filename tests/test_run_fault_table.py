@@ -16,18 +16,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
-from tests.in_process import run_command
-from tests.launched import is_alive, processes_in, start_launcher, wait_until
+from tests.in_process import manifest_of, names_in, run_command
+from tests.launched import NEEDS_PROC, is_alive, processes_in, start_launcher, wait_until
 
 ROOT = Path(__file__).parent.parent
-NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
 STEPS = """
 import torch
@@ -59,15 +57,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
-def _files(place: Path) -> list[str]:
-    return sorted(path.name for path in (place / "run").iterdir())
-
-
 # Streams: what the shell does with them, the script, its status, what the run keeps, and what is said.
 
 STREAMS = {
@@ -89,10 +78,10 @@ def test_a_stream_that_cannot_be_used_changes_no_status(tmp_path: Path, row: str
         ["bash", "-c", line], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == status
-    assert _files(tmp_path) == kept
+    assert names_in(tmp_path / "run") == kept
     assert said in done.stderr
     assert "Traceback" not in done.stderr or "Errno 28" in said
-    assert (_manifest(tmp_path)["status"], _manifest(tmp_path)["exit_status"]) == (
+    assert (manifest_of(tmp_path / "run")["status"], manifest_of(tmp_path / "run")["exit_status"]) == (
         "failed" if status else "complete",
         status,
     )
@@ -126,7 +115,7 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
     assert plain.returncode == 0, plain.stderr
     expected = (tmp_path / "losses").read_text()
     done = forks.run_profkit("run", "-o", "run", *SHORT, "--", *words, cwd=tmp_path)
-    assert _manifest(tmp_path)["exit_status"] == 0, done.stderr
+    assert manifest_of(tmp_path / "run")["exit_status"] == 0, done.stderr
     assert (tmp_path / "losses").read_text() == expected
     assert not any(line.startswith("Traceback") for line in done.stderr.splitlines())
     if row in LOST:
@@ -135,7 +124,7 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
     else:
         assert done.returncode == 0, done.stderr
         # Where Python does not come to its end, the lines of the steps until then are lost.
-        assert _files(tmp_path) == (COUNTED if row.startswith("ends") else ALL)
+        assert names_in(tmp_path / "run") == (COUNTED if row.startswith("ends") else ALL)
 
 
 FORKS = """
@@ -159,7 +148,7 @@ def test_a_fork_of_the_script_ends_with_its_own_status_while_it_is_recorded_and_
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("5\n5\n")
-    assert _files(tmp_path) == ALL
+    assert names_in(tmp_path / "run") == ALL
 
 
 # Paths: a run's directory with any name is whole, and the command that is printed reads it; or it is refused at once.
@@ -218,13 +207,13 @@ def test_a_directory_that_cannot_be_used_is_refused_before_the_script_starts(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "manifest.json").write_text("{}")
     (tmp_path / "train.py").write_text("open('started', 'w')")
-    before = sorted(path.name for path in tmp_path.iterdir())
+    before = names_in(tmp_path)
     name, said = REFUSED[row]
     done = forks.run_profkit("run", "-o", name, "--", sys.executable, "train.py", cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert said in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert names_in(tmp_path) == before
 
 
 # Disks: what happens to the disk with the run's directory, at which step of the script.
@@ -255,7 +244,7 @@ def test_a_disk_that_fills_up_stops_no_script(
     done = forks.run_profkit("run", "-o", str(small_disk / "run"), *SHORT, "--", *words, cwd=tmp_path)
     assert len([line for line in done.stdout.splitlines() if line.startswith("-0x")]) == 10
     assert "Traceback" not in done.stderr
-    assert _files(small_disk) == kept
+    assert names_in(small_disk / "run") == kept
     assert done.returncode == 0
     assert ("No space left on device" in done.stderr) == (kept is NOTHING)
     assert "training step" not in done.stderr
@@ -333,8 +322,8 @@ def test_a_signal_at_any_moment_leaves_no_process_and_says_what_is_kept(
     how = "interrupted" if number == "SIGINT" else f"ended by {number}"
     assert returned == status
     assert errors[-1] == f"profkit: {how}; run is marked failed and {said}"
-    assert _files(tmp_path) == kept
-    manifest = _manifest(tmp_path)
+    assert names_in(tmp_path / "run") == kept
+    manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", how, status)
     assert not processes_in(tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ pytest.importorskip("torch")
 from profkit.launch.passes import why_no_process
 from profkit.run.recording import Attached, leave_attached, leave_ended, leave_unsaved, take_attached
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of
 
 TRAIN = """
 import os, shutil, signal, sys
@@ -61,7 +61,7 @@ def test_the_reason_is_how_the_process_ended(
         cwd=place,
     )
     assert done.returncode == status
-    manifest = json.loads((place / "run" / "manifest.json").read_text())
+    manifest = manifest_of(place / "run")
     assert manifest["reason"].startswith(reason)
     assert (place / "run" / "trace.json.gz").exists() == (steps == 12)
     assert not list((place / "run").glob("partial.*"))
@@ -201,7 +201,7 @@ BREAKABLE = [
     ("session", "Session._describe"),
     ("session", "Session.end"),
     ("session", "read_conditions"),
-    ("recorders.kineto", "_export"),
+    ("kineto", "_export"),
 ]
 
 
@@ -223,7 +223,7 @@ def test_what_fails_in_profkit_never_reaches_the_script(
     (tmp_path / "train.py").write_text(BREAKING)
     words = [sys.executable, str(tmp_path / "train.py"), where, name, str(after)]
     done = forks.run_profkit("run", "-o", "run", "--warmup", "2", "--steps", "3", "--", *words, cwd=tmp_path)
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     assert manifest["exit_status"] == 0, done.stderr
     assert done.stdout.startswith(unbroken)
     assert "Traceback" not in done.stderr

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.forked_scripts import Forks
-from tests.in_process import run_profkit
+from tests.in_process import manifest_of, run_profkit
 
 pytest.importorskip("torch")
 
@@ -54,18 +52,13 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
 def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
     options = ("-o", "run", "--nproc-per-node", "2", "--warmup", "1", "--steps", "2")
     done = forks.run_profkit("run", *options, "--", sys.executable, "ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "profkit ranks run" in done.stdout
-    processes = _manifest(tmp_path)["processes"]
+    processes = manifest_of(tmp_path / "run")["processes"]
     assert [(one["process"], one["rank"]) for one in processes] == [("rank0", 0), ("rank1", 1)]
     opened = read_trace(tmp_path / "run")
     assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
@@ -86,7 +79,7 @@ def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: P
     done = forks.run_profkit("run", *options, "--", sys.executable, "fails.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "(rank 1: ValueError: the data of this rank are bad" in done.stderr.splitlines()[-1]
-    manifest = _manifest(tmp_path)
+    manifest = manifest_of(tmp_path / "run")
     assert "rank 1 failed: ValueError: the data of this rank are bad" in manifest["warnings"]
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(("failed", "partial"))]
@@ -97,14 +90,14 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, run: Run) -> None:
     done = run("--warmup", "1", "--steps", "9", "--", sys.executable, "killed.py")
     assert done.returncode == 1
     assert "(rank 1: ended by SIGKILL, perhaps because the memory was full" in done.stderr.splitlines()[-1]
-    assert any(line.startswith("rank 1 failed: ended by SIGKILL") for line in _manifest(tmp_path)["warnings"])
+    assert any(line.startswith("rank 1 failed: ended by SIGKILL") for line in manifest_of(tmp_path / "run")["warnings"])
 
 
 def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> None:
     options = ("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu")
     done = forks.run_profkit("run", "-o", "run", "--nproc-per-node", "2", *options, "model.tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    manifest = _manifest(tmp_path)
+    manifest = manifest_of(tmp_path / "run")
     ranks = manifest["processes"]
     assert [one["rank"] for one in ranks] == [0, 1]
     assert {"trace.json.gz", "trace.rank1.json.gz"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -5,7 +5,6 @@ Where a process's start is not what a test is about, the script runs as a fork o
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
-from tests.in_process import run_command, run_profkit
+from tests.in_process import manifest_of, names_in, range_names, run_command, run_profkit
 from tests.launched import processes_in
 
 torch = pytest.importorskip("torch")
@@ -181,16 +179,6 @@ def run(place: Path, forks: Forks) -> Start:
     return call
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
-def _ranges(trace: Path) -> list[str]:
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
-
-
 @pytest.mark.parametrize(
     ("compiles_at", "imports_dynamo_first"),
     [pytest.param("0", False, marks=pytest.mark.slow), ("2", True)],
@@ -206,7 +194,7 @@ def test_nothing_is_compiled_again_for_the_recording(
     done = (run if imports_dynamo_first else start)("--warmup", "3", "--steps", "2", "--", *script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "one graph before, in and after the recording"
-    assert _manifest(place)["processes"][0]["uncounted"] == "compiled code needs --flops"
+    assert manifest_of(place / "run")["processes"][0]["uncounted"] == "compiled code needs --flops"
 
 
 @pytest.fixture(scope="module")
@@ -226,13 +214,13 @@ def unedited(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Pa
 
 def test_an_unedited_script_is_recorded_between_its_steps(unedited: tuple[Path, str]) -> None:
     place, said = unedited
-    names = sorted(path.name for path in (place / "run").iterdir())
+    names = names_in(place / "run")
     assert names == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
-    ranges = _ranges(place / "run" / "trace.json.gz")
+    ranges = range_names(place / "run" / "trace.json.gz")
     assert [name for name in ranges if name.startswith("step ")] == ["step 3", "step 4"]
     for name, count in {"forward": 2, "backward": 2, "optimizer": 2, "model": 4, "0": 4, "2": 4}.items():
         assert ranges.count(name) == count, name
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert (manifest["status"], manifest["exit_status"], manifest["device"]) == ("complete", 0, "cpu")
     assert manifest["argv"] == [sys.executable, "train.py", "0.1", "7"]
     assert len(manifest["attached"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
@@ -250,13 +238,13 @@ def test_an_unedited_script_is_recorded_between_its_steps(unedited: tuple[Path, 
 def test_the_first_three_of_many_warm_up_steps_are_not_timed(place: Path, run: Start, warmup: int, timed: int) -> None:
     done = run("--warmup", str(warmup), "--steps", "1", "--", sys.executable, "train.py", "0.1", "20")
     assert done.returncode == 0, done.stderr
-    assert len(_manifest(place)["attached"]["steps"]) == timed
+    assert len(manifest_of(place / "run")["attached"]["steps"]) == timed
 
 
 def test_a_run_with_the_defaults_is_judged_against_a_baseline(place: Path, run: Start) -> None:
     done = run("--", sys.executable, "train.py", "0.1", "17")
     assert done.returncode == 0, done.stderr
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert [len(manifest[part]["steps"]) for part in ("attached", "profiled")] == [11, 3]
     judged = run_command("check", place / "run", "--baseline", place / "run", "--format", "json")
     assert [line["judged"] for line in json.loads(judged.stdout)["lines"]] == [True]
@@ -266,7 +254,7 @@ def test_precision_autocast_and_a_backward_within_the_optimizer(place: Path, run
     (place / "tf32.py").write_text(TF32)
     done = run("--warmup", "2", "--steps", "1", "--", sys.executable, "tf32.py")
     assert done.returncode == 0, done.stderr
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert manifest["conditions"]["autocast_dtypes"] == ["bfloat16"]
     assert manifest["conditions"]["anomaly_detection"] is True, "it was on while the model ran"
     assert manifest["conditions"]["cpu_count"] >= 1
@@ -338,7 +326,7 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
     (place / "annotated.py").write_text(ANNOTATED)
     done = run("--warmup", "2", "--steps", "2", "--", sys.executable, "annotated.py")
     assert done.returncode == 0, done.stderr
-    assert len(_manifest(place)["profiled"]["steps"]) == 2
+    assert len(manifest_of(place / "run")["profiled"]["steps"]) == 2
     ranges = json.loads(run_command("ranges", place / "run", "--format", "json").stdout)["ranges"]
     steps = [(one["path"], one["instances"]) for one in ranges if "/" not in one["path"]]
     assert steps == [("step 2", 1), ("step 3", 1)]
@@ -347,7 +335,7 @@ def test_one_step_is_counted_of_a_script_that_annotates_its_optimizer(place: Pat
 
 
 def test_the_step_after_the_recorded_ones_is_counted(unedited: tuple[Path, str]) -> None:
-    assert _manifest(unedited[0])["processes"][0]["uncounted"] is None
+    assert manifest_of(unedited[0] / "run")["processes"][0]["uncounted"] is None
     work = read_work(unedited[0] / "run" / "work.json")
     assert (work.source, work.dtype, work.missing) == ("counted", "fp32", ())
     first, last = 2 * 4 * 8 * 8, 2 * 4 * 8
@@ -383,12 +371,12 @@ def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start
 def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None:
     target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "4")
     assert run("--depth", "0", *target).returncode == 0
-    ranges = _ranges(place / "run" / "trace.json.gz")
+    ranges = range_names(place / "run" / "trace.json.gz")
     assert ranges.count("model") == 2
     assert "0" not in ranges
     shutil.rmtree(place / "run")
     assert run("--no-annotate", *target).returncode == 0
-    assert {name.partition("#")[0] for name in _ranges(place / "run" / "trace.json.gz")} <= {
+    assert {name.partition("#")[0] for name in range_names(place / "run" / "trace.json.gz")} <= {
         "Optimizer.step",
         "Optimizer.zero_grad",
     }
@@ -404,11 +392,11 @@ def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
 def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Start) -> None:
     done = run("--warmup", "4", "--steps", "2", "--", sys.executable, "infer.py")
     assert done.returncode == 0, done.stderr
-    ranges = _ranges(place / "run" / "trace.json.gz")
+    ranges = range_names(place / "run" / "trace.json.gz")
     assert [name for name in ranges if name.startswith("step ")] == ["step 4", "step 5"]
     assert "forward" not in ranges, "nothing is trained"
     assert ranges.count("model") == 2
-    assert _manifest(place)["processes"][0]["state"] == "complete"
+    assert manifest_of(place / "run")["processes"][0]["state"] == "complete"
 
 
 @pytest.mark.parametrize("profiler", ["--kineto", pytest.param("--nsys", marks=pytest.mark.nsys)])
@@ -479,7 +467,7 @@ def test_a_file_that_may_not_grow_does_not_stop_the_script(
     assert "Traceback" not in done.stderr
     assert said in done.stderr
     assert done.returncode == 0
-    assert _manifest(place)["exit_status"] == 0
+    assert manifest_of(place / "run")["exit_status"] == 0
 
 
 def test_an_optimizer_that_never_stepped_is_named(run: Start) -> None:
@@ -495,7 +483,7 @@ def test_where_nothing_is_recorded_the_status_stays_the_scripts(place: Path, sta
     assert done.returncode == 0
     assert "profkit got into no Python process that imports torch" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert _manifest(place)["status"] == "failed"
+    assert manifest_of(place / "run")["status"] == "failed"
     assert done.stdout == "[]\n", "a script without torch loads nothing of profkit's"
 
 
@@ -517,7 +505,7 @@ def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: 
     assert plain.returncode == 0, plain.stderr
     done = run("--flops", "--warmup", "1", "--steps", "2", "--", *target)
     assert done.returncode == 0, done.stderr
-    names = sorted(path.name for path in (place / "run").iterdir())
+    names = names_in(place / "run")
     assert names == [
         "light.jsonl",
         "light.rank1.jsonl",
@@ -526,12 +514,12 @@ def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: 
         "trace.rank1.json.gz",
         "work.json",
     ]
-    assert [one["process"] for one in _manifest(place)["processes"]] == ["rank0", "rank1"]
+    assert [one["process"] for one in manifest_of(place / "run")["processes"]] == ["rank0", "rank1"]
     losses = plain.stdout.splitlines()
     assert len(losses) == 4
     assert done.stdout.splitlines()[:4] == losses
     for name in ("trace.json.gz", "trace.rank1.json.gz"):
-        ranges = _ranges(place / "run" / name)
+        ranges = range_names(place / "run" / name)
         assert [ranges.count(part) for part in ("model", "0", "2", "backward")] == [4, 4, 4, 2]
         assert not any(part.startswith("module") for part in ranges)
 
@@ -545,7 +533,7 @@ def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: F
     assert done.returncode == 130
     assert "KeyboardInterrupt" in said, "Ctrl-C reaches the script as Ctrl-C"
     assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps trace.json.gz"
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
     assert [one["state"] for one in manifest["processes"]] == ["complete" if recorded else "cut short"]
     left = ["manifest.json", "trace.json.gz", *(["lines.jsonl", "work.json"] if recorded else [])]
@@ -573,5 +561,5 @@ def test_under_nsys_a_failed_script_keeps_its_status_and_its_trace(place: Path, 
     done = start("--nsys", "--warmup", "1", "--steps", "9", "--", sys.executable, "train.py", "0.1", "9", "raise", "2")
     assert done.returncode == 1
     assert "ValueError: the data are bad" in done.stderr
-    assert _manifest(place)["status"] == "failed"
+    assert manifest_of(place / "run")["status"] == "failed"
     assert "step 2" in _nvtx_texts(place / "run" / "trace.sqlite")

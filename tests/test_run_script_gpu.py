@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ import torch
 from profkit import read_snapshot
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
 from profkit.analysis.memory.places import NO_MODULE_KNOWN
+from tests.in_process import manifest_of
 
 pytestmark = pytest.mark.gpu
 
@@ -158,11 +158,6 @@ def _profkit(*options: str) -> tuple[str, ...]:
     return ("-P", "-m", "profkit", "run", "-o", "run", "--warmup", "1", "--steps", "3", *options, "--", sys.executable)
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
 def _open(place: Path, rank: int | None = None) -> tuple[OpenedSnapshot, MemoryResult]:
     opened = read_snapshot(place / "run", rank=rank)
     return opened, opened.memory()
@@ -251,7 +246,7 @@ def test_out_of_memory_in_the_third_step(place: Path, run: Run) -> None:
     assert done.returncode == 1
     assert "OutOfMemoryError" in done.stderr
     assert "what was recorded up to then is kept" in done.stderr
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert not list((place / "run").glob("trace*")), "the second pass was not made"
     _, result = _open(place)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ pytest.importorskip("torch")
 
 from profkit.run.owners import Owners, read_owners
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of, names_in, run_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,15 +115,6 @@ def recorded(run: Run) -> Run:
     return call
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
-def _files(place: Path) -> list[str]:
-    return sorted(path.name for path in (place / "run").iterdir())
-
-
 def _ledger(place: Path) -> Owners:
     return read_owners(place / "run" / "ledger.jsonl")
 
@@ -135,7 +126,7 @@ def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_st
     done = recorded("calls")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(plain.stdout), "the losses are the same to the bit"
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
     calls = json.loads(done.stdout.splitlines()[5].replace("'", '"'))
     assert calls[:2] == ["init", "record all"]
     assert calls[-1] == "snapshot", "and goes on: an allocation may fail later"
@@ -148,11 +139,12 @@ def test_a_script_is_recorded_from_the_first_use_of_cuda_to_its_last_measured_st
     assert sorted(by_role["gradient"]) == sorted((name, step) for name in names for step in range(3))
     assert {name for name, _ in by_role["optimizer_state"]} >= {"0.weight.exp_avg", "2.bias.exp_avg_sq"}
     assert [step for _, step in by_role["input"]] == [0, 1, 2]
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert (manifest["status"], manifest["exit_status"], manifest["profiler"]) == ("complete", 0, None)
     assert len(manifest["memory"]["steps"]) == 2
     assert manifest["attached"] is None
-    assert "PyTorch's own peaks, recorded by the run, agree to the byte" in " ".join(done.stdout.split())
+    shown = run_command("memory", place / "run").stdout
+    assert "PyTorch's own peaks, recorded by the run, agree to the byte" in " ".join(shown.split())
     assert done.stdout.rstrip().endswith("profkit memory run --timeline memory.html")
 
 
@@ -163,7 +155,7 @@ def _roles(ledger: Owners) -> set[str]:
 def test_options_reach_the_recording(place: Path, recorded: Run) -> None:
     done = recorded("--memory-only", "--memory-stacks", "all", "--memory-entries", "7", "--")
     assert done.returncode == 0, done.stderr
-    memory = _manifest(place)["memory"]
+    memory = manifest_of(place / "run")["memory"]
     assert (memory["stacks"], memory["max_entries"]) == ("all", 7)
     assert "saved" in _roles(_ledger(place))
 
@@ -179,7 +171,7 @@ def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: 
     done = recorded("--memory", "--")
     assert done.returncode == 0, done.stderr
     assert (place / "times_run").read_text() == "xx"
-    assert _files(place) == [
+    assert names_in(place / "run") == [
         "ledger.jsonl",
         "lines.jsonl",
         "manifest.json",
@@ -191,7 +183,7 @@ def test_with_a_trace_the_command_runs_twice_and_says_so(place: Path, recorded: 
         "profkit: the command runs twice, because recording the allocator slows steps: first for the allocator, "
         "then for torch.profiler (--memory-only: only the first)"
     )
-    manifest = _manifest(place)
+    manifest = manifest_of(place / "run")
     assert len(manifest["memory"]["steps"]) == len(manifest["profiled"]["steps"]) == 2
     assert manifest["profiler"] == "torch.profiler"
     for said in ("\nSTEP ", "\nMEMORY  peak ", "profkit ranges run", "profkit memory run"):
@@ -205,8 +197,8 @@ def test_out_of_memory_keeps_status_and_snapshot_and_ends_it(place: Path, run: R
     assert "torch.OutOfMemoryError" in done.stderr
     assert "what was recorded up to then is kept" in done.stderr
     assert (place / "times_run").read_text() == "x", "not run for the trace"
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
-    manifest = _manifest(place)
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    manifest = manifest_of(place / "run")
     assert (manifest["status"], manifest["exit_status"]) == ("failed", 1)
     assert manifest["reason"].startswith("OutOfMemoryError: CUDA out of memory.")
     ledger = _ledger(place)
@@ -225,7 +217,7 @@ def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Ru
     assert done.stdout.startswith(plain.stdout)
     assert "smaller" in plain.stdout
     assert [one.moment for one in _ledger(place).figures][-3:] == ["out of memory", "step 2", "dump"]
-    assert _manifest(place)["status"] == "complete"
+    assert manifest_of(place / "run")["status"] == "complete"
 
 
 def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, recorded: Run) -> None:
@@ -234,7 +226,7 @@ def test_a_recording_that_fails_leaves_the_script_alone(place: Path, run: Run, r
     assert done.stdout == plain.stdout
     assert done.returncode == 0
     assert done.stderr == "profkit: no memory was recorded: No space left on device\n"
-    assert _files(place) == ["manifest.json"]
+    assert names_in(place / "run") == ["manifest.json"]
 
 
 def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, recorded: Run) -> None:
@@ -242,7 +234,7 @@ def test_a_ledger_that_finds_no_room_leaves_the_script_alone(place: Path, record
     assert done.stdout.count("0x") == 5, "to its end"
     assert done.returncode == 0
     assert done.stderr == "profkit: no memory was recorded: File too large\n"
-    assert _files(place) == ["manifest.json"]
+    assert names_in(place / "run") == ["manifest.json"]
 
 
 @pytest.mark.parametrize("option", ["--memory", "--memory-only"])
@@ -253,12 +245,12 @@ def test_a_script_without_cuda_has_its_trace_and_no_snapshot(place: Path, record
     assert done.stderr.count("\n") == (2 if option == "--memory" else 1)
     if option == "--memory":
         assert done.returncode == 0
-        assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
+        assert names_in(place / "run") == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
         assert "\nSTEP " in done.stdout
     else:
         assert done.returncode == 0
-        assert _files(place) == ["manifest.json"]
-        assert _manifest(place)["reason"].startswith(why)
+        assert names_in(place / "run") == ["manifest.json"]
+        assert manifest_of(place / "run")["reason"].startswith(why)
 
 
 @pytest.mark.parametrize("option", [(), ("--oom",)])
@@ -270,7 +262,7 @@ def test_on_a_machine_without_a_gpu_the_command_runs_once_for_its_trace(
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("profkit: no memory was recorded: no GPU was found here")
     assert (place / "times_run").read_text() == "x"
-    assert _files(place) == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
+    assert names_in(place / "run") == ["lines.jsonl", "manifest.json", "trace.json.gz", "work.json"]
 
 
 def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: Run) -> None:
@@ -278,14 +270,14 @@ def test_steps_out_of_reach_are_found_out_the_first_time(place: Path, recorded: 
     assert done.returncode == 0, done.stderr
     assert "it made 5 steps, too few for --warmup 9; it runs again with --warmup 2 --steps 2" in done.stderr
     assert (place / "times_run").read_text() == "xx", "once for the allocator, once for the trace"
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz", "work.json"]
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle", "trace.json.gz", "work.json"]
     assert "profkit memory run" in done.stdout
 
 
 def test_a_script_without_a_step_is_recorded_to_its_end(place: Path, recorded: Run) -> None:
     done = recorded("alone")
     assert done.returncode == 0, done.stderr
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
 
 
 def test_a_reset_of_the_peaks_by_the_script_is_made_up_for(place: Path, recorded: Run) -> None:
@@ -295,7 +287,8 @@ def test_a_reset_of_the_peaks_by_the_script_is_made_up_for(place: Path, recorded
     figures = _ledger(place).figures
     assert "before the script reset the peaks" in [one.moment for one in figures]
     assert figures[-1].allocated_peak_bytes < figures[0].allocated_peak_bytes
-    assert "PyTorch's own peaks, recorded by the run, agree to the byte" in " ".join(done.stdout.split())
+    shown = run_command("memory", place / "run").stdout
+    assert "PyTorch's own peaks, recorded by the run, agree to the byte" in " ".join(shown.split())
 
 
 def test_a_script_that_records_the_allocator_itself_keeps_its_recording(recorded: Run) -> None:
@@ -308,8 +301,8 @@ def test_a_script_that_records_the_allocator_itself_keeps_its_recording(recorded
 def test_a_forked_child_leaves_the_files_alone(place: Path, recorded: Run) -> None:
     done = recorded("--memory-only", "--steps", "9", "--", "fork")
     assert done.returncode == 0, done.stderr
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
-    assert len(_manifest(place)["memory"]["processes"]) == 1
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert len(manifest_of(place / "run")["memory"]["processes"]) == 1
 
 
 def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
@@ -317,7 +310,7 @@ def test_ranks_have_a_snapshot_each(place: Path, run: Run) -> None:
     done = run(*_command("--memory-only", "--", sys.executable, *target))
     assert done.returncode == 0, done.stderr
     ranked = ["ledger.jsonl", "ledger.rank1.jsonl", "manifest.json", "snapshot.pickle", "snapshot.rank1.pickle"]
-    assert _files(place) == ranked
+    assert names_in(place / "run") == ranked
     highest = run(sys.executable, "-m", "profkit", "memory", "run")
     assert highest.stdout.startswith("snapshot.rank1.pickle, device 0")
     assert "rank 1 of 2, the one with the highest peak; --rank for another" in highest.stderr
@@ -335,4 +328,4 @@ def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path, forks: Forks) ->
     assert done.returncode == 130
     last = "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
     assert done.stderr.splitlines()[-1] == last
-    assert _files(place) == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]

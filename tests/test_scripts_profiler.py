@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of
 
 SCRIPT = """
 import sys
@@ -81,7 +81,7 @@ def test_a_scripts_own_profiler_keeps_its_events(
 
 
 def _recorded_steps(place: Path) -> int:
-    return len(json.loads((place / "run" / "manifest.json").read_text())["profiled"]["steps"])
+    return len(manifest_of(place / "run")["profiled"]["steps"])
 
 
 def test_lines_of_the_scripts_own_profiler_are_printed_as_without_profkit(tmp_path: Path) -> None:

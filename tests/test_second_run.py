@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("torch")
 from profkit.launch import another_try
 from profkit.launch.another_try import why_not_twice
 from tests.forked_scripts import Forks
+from tests.in_process import manifest_of
 
 MODEL = """
 import torch
@@ -55,7 +55,7 @@ def test_a_short_script_that_wrote_a_file_is_not_run_again_by_itself(forks: Fork
         "profkit: nothing was recorded: it made 3 steps, too few for --warmup 4; it was not run again by itself, "
         f"because it wrote {os.path.relpath(written, tmp_path / 'here')}: run it with --warmup 2 --steps 1"
     )
-    manifest = json.loads((tmp_path / "here" / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "here" / "run")
     assert f"profkit: {manifest['reason']}" == line
 
 
@@ -64,7 +64,7 @@ def test_a_recording_is_kept_where_another_would_be_better_and_might_do_harm(for
     assert done.returncode == 0, done.stderr
     assert "because it wrote out.csv: run it with --step-on optimizer" in done.stderr
     assert (tmp_path / "out.csv").read_text() == "a line"
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "run")
     assert manifest["processes"][0]["step"] == "call"
 
 

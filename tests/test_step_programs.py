@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.manifest import Process
 from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order, describe_step
 from tests.forked_scripts import Forks
-from tests.in_process import run_profkit
+from tests.in_process import manifest_of, run_profkit
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,11 +131,6 @@ def record(tmp_path: Path, forks: Forks) -> Record:
     return call
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((place / "run" / "manifest.json").read_text())
-    return manifest
-
-
 def _paths(place: Path) -> dict[str, int]:
     """Return how often each range of profkit's was open in the recorded steps, by path."""
     opened = read_trace(place / "run")
@@ -150,7 +144,7 @@ def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path, r
     assert done.returncode == 0, done.stderr
     assert "A step is one backward pass" in done.stdout
     assert _paths(tmp_path) == {"step *": 2, "step */backward": 2}
-    process = _manifest(tmp_path)["processes"][0]
+    process = manifest_of(tmp_path / "run")["processes"][0]
     assert (process["step"], process["step_names"], process["seen"]) == ("backward", [], {"backward": 4})
 
 
@@ -173,7 +167,7 @@ def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path, recor
     assert "A step is the whole program" in done.stdout
     opened = read_trace(tmp_path / "run")
     assert {row.name: row.count for row in opened.kernels("step *").kernels}["aten::mm"] == 6
-    workload = _manifest(tmp_path)["workload"]
+    workload = manifest_of(tmp_path / "run")["workload"]
     assert (workload["step_on"], workload["warmup_steps"], workload["steps"]) == ("whole", 0, 1)
 
 
@@ -190,7 +184,7 @@ def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_pat
     assert "it runs again" in done.stderr
     paths = _paths(tmp_path)
     assert paths["step */optimizer"] == paths["step */forward"] == paths["step */inference"] == 2
-    assert _manifest(tmp_path)["processes"][0]["step"] == "optimizer"
+    assert manifest_of(tmp_path / "run")["processes"][0]["step"] == "optimizer"
 
 
 def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path, record: Record) -> None:

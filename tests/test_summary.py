@@ -25,7 +25,7 @@ from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
-from tests.in_process import run_command
+from tests.in_process import manifest_of, run_command
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
 
@@ -46,7 +46,7 @@ def _json(*words: str | Path) -> dict[str, Any]:
 def _run_of(folder: Path, **facts: object) -> Path:
     """Make a run of two steps, whose manifest also holds these."""
     run = make_timed_run(folder)
-    manifest = json.loads((run / "manifest.json").read_text())
+    manifest = manifest_of(run)
     (run / "manifest.json").write_text(json.dumps(manifest | facts))
     return run
 
@@ -345,6 +345,6 @@ def test_an_older_run_says_what_it_lacks_and_the_command_that_records_it(
     assert _lines(_summary(run), monkeypatch, 120)["Lacks"] == said
     looked = ({"step_ns": 1_000_000},) * 3
     write_lines(run / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
-    manifest = json.loads((run / "manifest.json").read_text()) | {"clean": {"steps": list(looked)}}
+    manifest = manifest_of(run) | {"clean": {"steps": list(looked)}}
     (run / "manifest.json").write_text(json.dumps(manifest))
     assert "Lacks" not in _lines(_summary(run), monkeypatch, 120)

@@ -19,6 +19,7 @@ from profkit.cli.try_ import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
 from tests.forked_scripts import Forks
+from tests.in_process import names_in
 
 SCRIPT = """
 import json, sys, torch
@@ -228,7 +229,7 @@ def test_a_run_is_tried_again_by_its_own_command_and_calls_add_up(forks: Forks, 
     assert again.returncode == 0, again.stderr
     assert "optimizer:foreach" in again.stdout
     assert [len(call.processes) for call in Run(tmp_path / "run").trials.calls] == [2, 2]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", TRIALS]
+    assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
 
 
 def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +300,7 @@ def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_
     assert foreach["loss"]["share"] == 0.0
     (call,) = Run(tmp_path / "run").trials.calls
     assert all(process.measured is not None and process.measured.rank in (0, 1) for process in call.processes)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", TRIALS]
+    assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
 
 
 def test_without_an_edit_a_script_is_recorded_first_and_its_tries_are_taken(forks: Forks, tmp_path: Path) -> None:

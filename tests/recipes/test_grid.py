@@ -21,6 +21,7 @@ from recipes.common.command import exit_with, write_results
 from recipes.common.recipe import Recipe, Together
 from recipes.common.store import open_store
 from tests.conftest import ROOT
+from tests.in_process import manifest_of
 from tests.launched import started, wait_until
 from tests.recipes.counting import RECIPE, main
 from tests.recipes.test_store import MACHINE
@@ -62,14 +63,14 @@ def test_a_run_interrupted_in_a_cell_keeps_the_others_and_goes_on_from_there(rec
     )
     assert "Traceback" not in said
     assert [(row["square"], row["status"]) for row in _rows(tmp_path)] == [("1", "ok"), ("4", "ok"), ("", "not run")]
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "out")
     assert [run["state"] for run in manifest["runs"]] == ["interrupted"]
 
     done = recipe("--how", "well,slow", "--budget-s", "1")
     assert done.return_value == 0
     assert "2 of 3 cells were measured before" in done.stderr
     assert [row["status"] for row in _rows(tmp_path)] == ["ok", "ok", "not run"]
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "out")
     assert [run["state"] for run in manifest["runs"]] == ["interrupted", "time over"]
     # In the cell's process torch is there, and nothing measured twice but what was not there.
     assert _measured(tmp_path)[:3] == ["1 well True", "2 well True", "3 slow True"]
@@ -98,7 +99,7 @@ def test_a_cell_that_fails_shows_why(recipe: Run, tmp_path: Path, how: str, stat
         assert "predicted 1.000 TiB" not in done.stderr
         assert "predicted 1,048,576 TiB, free " in done.stderr
         # No time would make it fit.
-        assert json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"][-1]["state"] == "complete"
+        assert manifest_of(tmp_path / "out")["runs"][-1]["state"] == "complete"
         assert not (tmp_path / "log").exists()
 
 

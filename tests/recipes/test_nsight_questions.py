@@ -24,6 +24,7 @@ from recipes.nsight.pictures import draw_ratios, rank_categories
 from recipes.nsight.report import change_shares, report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
+from tests.in_process import names_in
 
 TINY_NSYS = ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"
 MS = 1_000_000
@@ -366,7 +367,7 @@ def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path) -> N
     text = (tmp_path / "out" / "nsight_questions.md").read_text()
     assert "Recorded on a CPU: kernels are operators here" in text
     assert f"| tiny | 8 | {first[0]['top_kernel']} |" in text
-    captures = sorted(path.name for path in (tmp_path / "out" / "captures").iterdir())
+    captures = names_in(tmp_path / "out" / "captures")
     assert captures == ["tiny-forward-kineto-2x8-16-2steps", "tiny-train-kineto-2x8-16-2steps"]
     again = _run(tmp_path / "out", "--context", "8,12,16")
     assert [row for row in again if row["context"] != "12"] == first

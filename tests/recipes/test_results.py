@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.common.recipe import NOT_RUN
+from tests.in_process import manifest_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PREDICTIONS = RECIPES / "results" / "predictions"
@@ -29,7 +30,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
 def test_a_manifest_names_the_machine_and_every_command(folder: Path) -> None:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    manifest: dict[str, Any] = manifest_of(folder)
     assert manifest["recipe"] == folder.name
     machine = manifest["machine"]
     for fact in ("gpu", "driver", "torch", "cuda", "float32_matmul_precision", "cudnn_allow_tf32"):
