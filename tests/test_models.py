@@ -34,6 +34,7 @@ def _on_meta(preset: Preset, context: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
+        ("tiny", 3_084_928),
         ("small", 128_625_408),
         ("medium", 423_183_360),
         ("large", 969_411_840),
@@ -45,14 +46,6 @@ def test_parameter_counts(name: str, count: int) -> None:
     model = _on_meta(PRESETS[name], 8)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert PRESETS[name].parameter_count == count
-
-
-def test_formula_of_parameter_count_holds_for_tiny() -> None:
-    assert sum(p.numel() for p in _on_meta(TINY, 8).parameters()) == TINY.parameter_count
-
-
-def test_no_matrix_has_a_bias() -> None:
-    assert not [name for name, _ in _on_meta(TINY, 8).named_parameters() if "bias" in name]
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
@@ -161,27 +154,6 @@ def test_heads_are_split_and_joined_in_order() -> None:
         turned = attention.rotate(query[:, None])[:, 0], attention.rotate(key[:, None])[:, 0]
         one_by_one.append(torch.nn.functional.scaled_dot_product_attention(*turned, value, is_causal=True))
     torch.testing.assert_close(attention(hidden, mask), attention.output(torch.cat(one_by_one, -1)))
-
-
-def test_ranges_of_a_forward_pass() -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    model = TransformerLM(TINY, 8)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(torch.zeros(1, 8, dtype=torch.long))
-    names = Counter(event.name for event in profiler.events() if event.is_user_annotation)
-    assert names == {
-        "embedding": 1,
-        "layer 0": 1,
-        "layer 1": 1,
-        "attention": 2,
-        "scaled dot product attention": 2,
-        "computing attention scores": 2,
-        "computing softmax": 2,
-        "final matmul": 2,
-        "ffn": 2,
-        "head": 1,
-    }
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

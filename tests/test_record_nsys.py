@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -21,7 +19,7 @@ import pytest
 
 from profkit.errors import ToolError
 from profkit.launch import nsys_session
-from profkit.launch.nsys import _PACKAGES, Nsys, NsysOptions, lacking_libraries
+from profkit.launch.nsys import Nsys, NsysOptions
 from profkit.launch.passes import Pass, Target
 from profkit.launch.record import Recorded, record_run
 from profkit.run.manifest import Conditions, Process, Workload
@@ -194,42 +192,6 @@ def test_a_bare_qdstrm_is_imported_and_exported(tmp_path: Path, start: Callable[
     assert start(left).exit_status == 0
     assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.nsys-rep", "trace.sqlite"]
     assert (tmp_path / "run" / "trace.nsys-rep").read_text() == "imported raw"
-
-
-@pytest.fixture
-def lacking_library() -> str:
-    for library in _PACKAGES:
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            return library
-    pytest.skip("all libraries that an importer may lack are here")
-
-
-def _program_that_lacks(library: str, path: Path) -> Path:
-    """Make a real program that needs ``library``: a shell in which the name of another library is written over."""
-    content = Path("/bin/bash").resolve().read_bytes()
-    needed = next((word for word in re.findall(rb"lib[\w+-]+\.so\.\d+", content) if len(word) >= len(library)), None)
-    if needed is None:
-        pytest.skip("no program here needs a library with so long a name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.replace(needed, library.encode().ljust(len(needed), b"\0")))
-    path.chmod(0o755)
-    if lacking_libraries(path) == []:
-        pytest.skip("this loader does not list what it does not find")
-    return path
-
-
-def test_an_importer_that_lacks_a_library_names_it_and_its_package(
-    tmp_path: Path, start: Callable[..., Recorded], lacking_library: str
-) -> None:
-    importer = _program_that_lacks(lacking_library, tmp_path / "host-linux-x64" / "QdstrmImporter")
-    with pytest.raises(ToolError) as error:
-        start(BARE)
-    assert str(error.value).startswith(f"{importer} lacks {lacking_library}")
-    assert f"install {_PACKAGES[lacking_library]}" in str(error.value)
-    assert str(error.value).endswith(f"the raw capture is {tmp_path / 'run' / 'trace.qdstrm'}")
-    assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.qdstrm"]
 
 
 def test_a_killed_nsys_fails_the_run(tmp_path: Path, start: Callable[..., Recorded]) -> None:

@@ -22,86 +22,48 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> PhaseClock:
     return PhaseClock()
 
 
-def _run(clock: PhaseClock, *phases: str) -> None:
-    for phase in phases:
-        clock.begin(phase)
-        clock.end()
+def _run(clock: PhaseClock, *words: str) -> None:
+    """Run a phase for each name; ``name(`` begins one, ``)`` ends the innermost, and the other words are the clock's."""
+    for word in words:
+        if word in ("start", "stop", "pause", "resume", "take"):
+            getattr(clock, word)()
+        elif word == ")":
+            clock.end()
+        else:
+            clock.begin(word.removesuffix("("))
+            if not word.endswith("("):
+                clock.end()
 
 
-def test_a_clock_that_was_not_started_or_was_stopped_times_nothing(clock: PhaseClock) -> None:
-    _run(clock, "backward")
-    assert sum_times(clock.take()) == {}
-    clock.start()
-    clock.stop()
-    _run(clock, "backward")
-    assert sum_times(clock.take()) == {}
+CLOSURE = "pause forward backward resume"
 
 
-def test_repeated_phases_are_summed_until_they_are_taken(clock: PhaseClock) -> None:
-    clock.start()
-    _run(clock, "backward", "backward")
-    assert sum_times(clock.take()) == {"backward_ns": 10}
-    assert sum_times(clock.take()) == {}
-
-
-def test_work_inside_a_phase_counts_as_that_phase(clock: PhaseClock) -> None:
-    clock.start()
-    clock.begin("optimizer")
-    _run(clock, "forward", "backward")
-    clock.end()
-    assert sum_times(clock.take()) == {"optimizer_ns": 5}
-
-
-def test_a_phase_that_is_left_for_others_is_timed_without_them(clock: PhaseClock) -> None:
-    clock.start()
-    clock.begin("optimizer")
-    for _ in range(2):  # as LBFGS calls its closure
-        clock.pause()
-        _run(clock, "forward", "backward")
-        clock.resume()
-    clock.pause()
-    clock.end()
-    assert sum_times(clock.take()) == {"optimizer_ns": 15, "forward_ns": 10, "loss_ns": 10, "backward_ns": 10}
-
-
-def test_a_phase_within_another_one_is_not_left(clock: PhaseClock) -> None:
-    clock.start()
-    clock.begin("training")
-    clock.begin("optimizer")
-    clock.pause()
-    _run(clock, "forward")
-    clock.resume()
-    clock.end()
-    clock.end()
-    assert sum_times(clock.take()) == {"training_ns": 5}
-
-
-def test_the_loss_is_what_runs_between_forward_and_backward(clock: PhaseClock) -> None:
-    clock.start()
-    _run(clock, "forward", "backward", "optimizer")
-    assert sum_times(clock.take()) == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5, "optimizer_ns": 5}
-
-
-def test_a_loss_with_a_phase_of_its_own_is_that_phase(clock: PhaseClock) -> None:
-    clock.start()
-    _run(clock, "forward", "loss", "backward")
-    assert sum_times(clock.take()) == {"forward_ns": 5, "loss_ns": 5, "backward_ns": 5}
-
-
-def test_a_forward_pass_of_the_step_before_makes_no_loss(clock: PhaseClock) -> None:
-    clock.start()
-    _run(clock, "forward")
-    clock.take()
-    _run(clock, "backward")
-    assert sum_times(clock.take()) == {"backward_ns": 5}
-
-
-def test_a_phase_that_is_open_at_the_end_of_the_step_ends_there(clock: PhaseClock) -> None:
-    clock.start()
-    clock.begin("optimizer")
-    assert sum_times(clock.take()) == {"optimizer_ns": 5}
-    clock.end()
-    assert sum_times(clock.take()) == {}
+@pytest.mark.parametrize(
+    ("program", "times"),
+    [
+        ("backward", {}),
+        ("start stop backward", {}),
+        ("start backward backward", {"backward": 10}),
+        ("start backward take", {}),
+        # Work within a phase counts as that phase, unless it is left for others, as LBFGS leaves it for its closure.
+        ("start optimizer( forward backward )", {"optimizer": 5}),
+        (
+            f"start optimizer( {CLOSURE} {CLOSURE} pause )",
+            {"optimizer": 15, "forward": 10, "loss": 10, "backward": 10},
+        ),
+        ("start training( optimizer( pause forward resume ) )", {"training": 5}),
+        # The loss is what runs between forward and backward of one step, unless it has a phase of its own.
+        ("start forward backward optimizer", {"forward": 5, "loss": 5, "backward": 5, "optimizer": 5}),
+        ("start forward loss backward", {"forward": 5, "loss": 5, "backward": 5}),
+        ("start forward take backward", {"backward": 5}),
+        # A phase that is open at the end of a step ends there.
+        ("start optimizer(", {"optimizer": 5}),
+        ("start optimizer( take )", {}),
+    ],
+)
+def test_phases_are_timed_apart(clock: PhaseClock, program: str, times: dict[str, int]) -> None:
+    _run(clock, *program.split())
+    assert sum_times(clock.take()) == {f"{phase}_ns": time_ns for phase, time_ns in times.items()}
 
 
 def test_other_threads_are_not_timed(clock: PhaseClock) -> None:
