@@ -1,8 +1,9 @@
-"""What a file that Inductor generated does, read from its text: launches, and who holds which memory at each line."""
+"""What a file that Inductor generated does, read from its text: launches, who holds which memory, and its stacks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from torch import nn
 from profkit.capture.compiled.generated_file import GeneratedFile, describe_memory, read_generated_file
 from profkit.run.compiled_code import Allocation, CompiledGraph, Holder, Launch
 from tests.empty_kernels import empty_kernels
+
+pytest.importorskip("torch")
+
+from torch import Tensor
+from torch._inductor import config
+
+from profkit.analysis.memory.stacks import StackFacts
 
 TRITON = """\
 import torch
@@ -178,3 +186,40 @@ def test_every_buffer_of_code_that_torch_generates_has_a_launch_that_writes_it(
         launches = {launch.line for launch in code.calls}
         assert all(holder.launch in launches for one in described for holder in one.holders)
     assert any(len(one.holders) > 1 for code in codes for one in code.memory), "Inductor reuses memory"
+
+
+pytestmark = pytest.mark.slow
+
+STACKS: list[StackFacts] = []
+
+
+def noted(x: Tensor) -> Tensor:
+    """Note the stack as the allocator's history does, without the frames within this operation."""
+    taken = torch._C._profiler.gather_traceback(True, False, False)
+    (frames,) = torch._C._profiler.symbolize_tracebacks([taken])
+    stack = tuple((frame["name"], frame["filename"], frame["line"]) for frame in frames)
+    generated = [index for index, (_, file, _) in enumerate(stack) if "torchinductor" in file]
+    STACKS.append(StackFacts(stack[generated[0] :] if generated else stack))
+    return x.clone()
+
+
+class Block(nn.Module):
+    def __init__(self, operation: Any) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.operation(torch.relu(x))
+
+
+def test_compiled_code_bears_the_line_that_inductor_recorded_forward_and_backward() -> None:
+    operation = torch.library.custom_op("profkit_test::noted", noted, mutates_args=())
+    operation.register_fake(torch.empty_like)
+    operation.register_autograd(lambda _context, gradient: operation(gradient))
+    with config.patch(force_disable_caches=True), empty_kernels():
+        torch.compile(Block(operation))(torch.ones(4, requires_grad=True)).sum().backward()
+    line = Block.forward.__code__.co_firstlineno + 1
+    forward, backward = STACKS
+    for stack in (forward, backward):
+        assert stack.is_compiled
+        assert stack.label.startswith(f"{Path(__file__).name}:{line} forward (compiled code)")

@@ -1,4 +1,4 @@
-"""The wrapper around every call of a module: whom it shows a call, and what a script sees of it."""
+"""The wrapper around every call of a module: whom it shows a call, what a script sees, and how deep ranges reach."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from profkit.annotation import RangeObserver  # noqa: E402
-from profkit.capture.hooks import module_calls  # noqa: E402
-from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges  # noqa: E402
-from profkit.capture.patches import restore  # noqa: E402
+from profkit.annotation import RangeObserver
+from profkit.capture.hooks import module_calls
+from profkit.capture.hooks.module_names import reach_by_tree
+from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
+from profkit.capture.patches import restore
 
 
 class Observer:
@@ -88,3 +90,70 @@ def test_a_traceback_shows_profkit_once_at_most(observer: Observer, is_recording
     assert sum(file.endswith("container.py") for file in frames) == 3
     assert frames[-1] == __file__
     assert observer.left == [None] * len(observer.entered)
+
+
+class Calls(nn.Module):
+    """A module with parts that somebody calls."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self) -> None:
+        """Never called here."""
+
+
+class Block(Calls):
+    """A transformer's layer: its attention is four levels deep."""
+
+    def __init__(self) -> None:
+        inner = Calls(heads=Calls(rotary=nn.Identity()))
+        super().__init__(
+            ln_1=nn.LayerNorm(4), attn=Calls(c_attn=nn.Linear(4, 4), inner=inner), mlp=Calls(fc=nn.Linear(4, 4))
+        )
+
+
+def test_containers_that_are_never_called_are_no_level() -> None:
+    parts = {"wte": nn.Embedding(4, 4), "h": nn.ModuleList(Block() for _ in range(3))}
+    reach = reach_by_tree(Calls(transformer=nn.ModuleDict(parts), lm_head=nn.Linear(4, 4)))
+    assert {
+        "transformer.h.2",
+        "transformer.h.2.attn",
+        "transformer.h.2.attn.inner",
+        "transformer.h.2.mlp.fc",
+    } <= reach.paths
+    assert "transformer.h.2.attn.inner.heads" not in reach.paths
+    assert {"transformer.wte", "lm_head"} <= reach.paths
+    assert reach.left_out is None
+
+
+def test_a_deeper_block_reaches_deeper() -> None:
+    model = Calls(model=Calls(decoder=Calls(layers=nn.ModuleList(Block() for _ in range(2)))))
+    reach = reach_by_tree(model)
+    assert "model.decoder.layers.1.attn.inner" in reach.paths
+    assert "model.decoder.layers.1.attn.inner.heads" not in reach.paths
+
+
+def test_numbered_stages_are_blocks_as_well() -> None:
+    stages = {f"layer{number}": nn.Sequential(Block(), Block()) for number in range(1, 5)}
+    reach = reach_by_tree(Calls(conv1=nn.Conv2d(3, 4, 1), **stages))
+    assert "layer4.1.attn" in reach.paths
+    assert "layer4.1.attn.c_attn" not in reach.paths
+
+
+def test_a_small_model_shows_three_levels() -> None:
+    model = Calls(a=Calls(b=Calls(c=Calls(d=nn.Identity()))))
+    assert reach_by_tree(model).paths == {"a", "a.b", "a.b.c"}
+
+
+def test_a_level_with_too_many_modules_is_left_out_as_a_whole() -> None:
+    def layer() -> nn.Module:
+        experts = nn.ModuleList(Calls(up=nn.Linear(1, 1)) for _ in range(100))
+        return Calls(attn=Calls(q=nn.Linear(1, 1)), mlp=Calls(gate=nn.Linear(1, 1), experts=experts))
+
+    reach = reach_by_tree(Calls(layers=nn.ModuleList(layer() for _ in range(12))))
+    assert {"layers.11.attn", "layers.11.mlp"} <= reach.paths
+    assert not {"layers.11.attn.q", "layers.0.mlp.experts.0"} & reach.paths
+    assert reach.left_out is not None
+    assert (reach.left_out.modules, reach.left_out.depth) == (12 * 102, 5)

@@ -1,4 +1,4 @@
-"""What torch's checkpoints show of themselves: their first pass, and what they compute again."""
+"""Which nodes of a graph belong to no module, and what checkpoints compute first and again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.utils import checkpoint  # noqa: E402
+import torch
+from torch import nn
+from torch.utils import checkpoint
 
-from profkit.capture.hooks.open_ranges import Call, NoCall  # noqa: E402
-from profkit.capture.hooks.recompute import is_first_pass, is_recomputing, watch_recompute  # noqa: E402
+from profkit.capture.hooks import backward_nodes
+from profkit.capture.hooks.backward_nodes import Carrier, OutsideNodes, is_marked, mark_node
+from profkit.capture.hooks.open_ranges import Call, NoCall
+from profkit.capture.hooks.recompute import is_first_pass, is_recomputing, watch_recompute
 
 CALL = NoCall(None)  # type: ignore[arg-type]
 
@@ -84,3 +87,94 @@ def test_inference_through_a_checkpoint_is_no_first_pass_of_training(listener: L
         checkpoint.checkpoint(probe, torch.ones(3), use_reentrant=reentrant)
     assert probe.passes == [(False, False)]
     assert listener.told == []
+
+
+CARRIER = Carrier()
+
+
+def _mark(node: Any, _call: Any) -> None:
+    mark_node(node, lambda _: None, CARRIER)
+
+
+def _graph(tensor: Any) -> list[Any]:
+    """Return the nodes behind a tensor, without its leaves'."""
+    found, waiting = [], [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and "AccumulateGrad" not in node.name():
+            found.append(node)
+            waiting += [behind for behind, _ in node.next_functions]
+    return found
+
+
+def _call(outside: OutsideNodes, module: nn.Module, x: Any) -> Any:
+    outside.call_begins(CARRIER)
+    result = module(x)
+    outside.call_ended()
+    return result
+
+
+def test_nodes_made_between_calls_are_marked_and_those_in_a_call_are_not() -> None:
+    outside, linear = OutsideNodes(), nn.Linear(4, 4)
+    outputs = [_call(outside, linear, torch.randn(2, 4)) for _ in range(2)]
+    loss = outputs[0].exp().mean() + outputs[1].mean() * 2
+    outside.backward_begins("key", (loss,), _mark)
+    inside = [node for output in outputs for node in _graph(output)]
+    assert [is_marked(node) for node in inside] == [False] * len(inside)
+    between = [node for node in _graph(loss) if node not in inside]
+    assert {node.name() for node in between} == {"AddBackward0", "MulBackward0", "MeanBackward0", "ExpBackward0"}
+    assert all(map(is_marked, between))
+
+
+def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU another thread makes and numbers them: the numbers may be those of a call's."""
+    outside = OutsideNodes()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
+    x = torch.randn(2, 4, requires_grad=True)
+    outside.call_begins(CARRIER)
+    y = model(x).sum()
+    first = _graph(y)
+    monkeypatch.setattr(backward_nodes, "is_creating_graph", lambda: True)
+    outside.backward_begins("key", ((y,),), _mark)
+    gradients = torch.autograd.grad(y, x, create_graph=True)
+    outside.call_ended()  # so that the call's numbers hold those of the second derivative
+    outside.backward_ended("key", gradients, _mark)
+    second = [node for node in _graph(gradients[0]) if node not in first]
+    assert second
+    assert all(map(is_marked, second))
+    assert not any(map(is_marked, first))
+
+
+def test_gradients_that_were_asked_for_without_a_graph_mark_nothing() -> None:
+    outside = OutsideNodes()
+    x = torch.randn(2, 4, requires_grad=True)
+    y = _call(outside, nn.Linear(4, 4), x)
+    outside.backward_begins("key", (y.sum(),), _mark)
+    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), _mark)
+    assert not any(map(is_marked, _graph(y)))
+
+
+def test_what_a_module_computes_and_does_not_pass_on_is_marked_as_its_own() -> None:
+    outside, inner = OutsideNodes(), nn.Linear(4, 4)
+    model: Any = object()
+
+    def passes(call: Any, *values: Any) -> None:
+        outside.passes(values, lambda _: None, call, CARRIER)
+
+    x = torch.randn(2, 4, requires_grad=True)
+    outside.call_begins(CARRIER)
+    gate = x.exp().sin()
+    passes(model, x)
+    y = inner(x)
+    passes(None, y)
+    passed = y.cos()
+    passes(model, passed)
+    z = inner(passed)
+    passes(None, z)
+    total = z + gate
+    passes(model, {"total": total})
+    outside.call_ended()
+    marked: dict[Any, Any] = {}
+    outside.backward_begins("key", (total.sum(),), lambda node, call: marked.update({node: call}))
+    found = {node.name(): call for node, call in marked.items() if call is not None}
+    assert found == {"ExpBackward0": model, "SinBackward0": model}

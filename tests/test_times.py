@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> PhaseClock:
 
 
 def _run(clock: PhaseClock, *words: str) -> None:
-    """Run a phase for each name; ``name(`` begins one, ``)`` ends the innermost, and the other words are the clock's."""
+    """Run a phase for each name; ``name(`` begins one and ``)`` ends it; the other words are methods of the clock."""
     for word in words:
         if word in ("start", "stop", "pause", "resume", "take"):
             getattr(clock, word)()
