@@ -188,8 +188,6 @@ def test_every_buffer_of_code_that_torch_generates_has_a_launch_that_writes_it(
     assert any(len(one.holders) > 1 for code in codes for one in code.memory), "Inductor reuses memory"
 
 
-pytestmark = pytest.mark.slow
-
 STACKS: list[StackFacts] = []
 
 
@@ -212,6 +210,7 @@ class Block(nn.Module):
         return x + self.operation(torch.relu(x))
 
 
+@pytest.mark.slow
 def test_compiled_code_bears_the_line_that_inductor_recorded_forward_and_backward() -> None:
     operation = torch.library.custom_op("profkit_test::noted", noted, mutates_args=())
     operation.register_fake(torch.empty_like)
