@@ -200,7 +200,7 @@ def test_a_run_is_read_from_the_step_to_what_to_try(
     assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
     assert lines["MODULE"].startswith("layer */ffn 4.702 ms of 29.66 ms")
     assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
-    assert lines["Try"].startswith("All three: 105.8 ms → ")
+    assert lines["Try"].startswith("1 a norm is written out: ")
 
 
 def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None:

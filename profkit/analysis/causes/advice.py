@@ -244,16 +244,19 @@ def _memory_share(evidence: Evidence, cause: Cause) -> float:
 def _holds(evidence: Evidence, cause: Cause) -> bool:
     """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said.
 
-    What may well save nothing is no advice: the interval, without what another process of the program may differ by in
-    any case, reaches beyond the step as it is by a small part at most.
+    What may well save nothing is no advice. The interval, without what another process of the program may differ by in
+    any case, reaches beyond the step as it is by a small part of the expected saving at most; with that, by no more
+    than the saving.
     """
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
     answer = evidence.predict(cause.changes)
-    if answer.expected_ns is None or answer.now_ns is None or answer.high_here_ns is None:
+    now_ns, high_ns, high_here_ns = answer.now_ns, answer.high_ns, answer.high_here_ns
+    if answer.expected_ns is None or now_ns is None or high_ns is None or high_here_ns is None:
         return False
-    over_ns, saved_ns = answer.high_here_ns - answer.now_ns, answer.now_ns - answer.expected_ns
-    return saved_ns > max(WORTH * answer.now_ns, evidence.spread_ns) and over_ns <= _SURE * saved_ns
+    saved_ns = now_ns - answer.expected_ns
+    is_sure = high_here_ns - now_ns <= _SURE * saved_ns and high_ns - now_ns <= saved_ns
+    return is_sure and saved_ns > max(WORTH * now_ns, evidence.spread_ns)
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:
