@@ -481,7 +481,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, ticks: list[int]) -> list[Event]:
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(light, "mark_on_gpu", lambda: Mark(ticks[0], Event(ticks[0])))
     monkeypatch.setattr(light, "give_back", lambda _device, events: unused.extend(events))
-    monkeypatch.setattr(light, "_read_allocator", lambda: (2000, 3000))
+    monkeypatch.setattr(light, "read_allocator", lambda: (2000, 3000))
     monkeypatch.setattr(light, "_PATIENCE_S", 0.0)
     return unused
 

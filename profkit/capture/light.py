@@ -25,7 +25,7 @@ from torch import distributed
 from profkit.capture.errors import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
 from profkit.capture.patches import Function, patch
-from profkit.capture.steps.conditions import GpuClock
+from profkit.capture.steps.conditions import GpuClock, read_allocator
 from profkit.capture.steps.times import Mark, Span, give_back, mark_on_gpu
 from profkit.names import step_range
 from profkit.run.directory import LIGHT, name_of_rank
@@ -219,7 +219,7 @@ class LightRecorder:
             self._read_passed()
 
     def _look(self, now_ns: int) -> None:
-        self._looked_ns, self._memory, self._clock = now_ns, _read_allocator(), self._gpu_clock.look()
+        self._looked_ns, self._memory, self._clock = now_ns, read_allocator(), self._gpu_clock.look()
 
     def _read_passed(self, *, is_last: bool = False) -> None:
         """Turn the marks of steps that the GPU has done into times: of many at once, which is faster.
@@ -447,9 +447,3 @@ def _spacing(number: int) -> int:
 
 def _between(first: Any, last: Any) -> int:
     return round(first.elapsed_time(last) * 1_000_000)
-
-
-def _read_allocator() -> tuple[int, int]:
-    """Return the most that was ever allocated, and what PyTorch holds from CUDA now, in bytes."""
-    stats = torch.cuda.memory_stats_as_nested_dict()
-    return stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["current"]
