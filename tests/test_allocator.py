@@ -304,6 +304,7 @@ def test_a_pool_restored_to_a_checkpoint_splits_exactly() -> None:
     [
         (0, 1, 512),
         (0, 513, 1024),
+        (2, 4 * MIB + 1, 6 * MIB),
         (4, 1200, 1536),
         (4, 2049, 2560),
         (4, 4096, 4096),

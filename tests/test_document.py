@@ -215,6 +215,7 @@ def test_json_of_half_a_pair_is_still_unicode() -> None:
     ("name", "simple"),
     [
         ("void at::native::f<(int)4, float>(int, T2)", "f<float>"),
+        ("void scan<scan<float>, (int)4, float>(float*)", "scan<float>"),
         ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
         (
             "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0",
