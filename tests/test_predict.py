@@ -386,13 +386,23 @@ def test_a_line_that_does_not_wait_or_is_not_known_is_refused() -> None:
 
 def test_a_bound_has_no_expected_time_and_says_why() -> None:
     replay = with_kernels(dict.fromkeys(range(60), "cudnn_convolution"))
-    for edit in ("compile", "compile:default", "cudnn-benchmark"):
-        answer = predict_time(replay, parse_edits([edit]), ProgramFacts())
-        assert (answer.refusal, answer.expected_ns, answer.limited_by) == (None, None, None)
-        assert answer.low_ns is not None
-        assert answer.now_ns is not None
-        assert answer.low_ns < answer.now_ns
-        assert edit.partition(":")[0] in answer.assumptions[0]
+    answer = predict_time(replay, parse_edits(["cudnn-benchmark"]), ProgramFacts())
+    assert (answer.refusal, answer.expected_ns, answer.limited_by) == (None, None, None)
+    assert answer.low_ns is not None
+    assert answer.now_ns is not None
+    assert answer.low_ns < answer.now_ns
+    assert "cudnn-benchmark" in answer.assumptions[0]
+
+
+def test_compiling_fuses_small_kernels_and_its_graphs_replay_each_pass() -> None:
+    plain, default, graphs = (predicted(PROGRAM, *edits) for edits in ((), ("compile",), ("compile:reduce-overhead",)))
+    assert predicted(PROGRAM, "compile:default").expected_ns == default.expected_ns
+    assert plain.now_ns is not None
+    assert default.expected_ns is not None
+    assert graphs.expected_ns is not None
+    assert graphs.expected_ns < default.expected_ns <= plain.now_ns
+    assert predicted(WAITING, "compile").refusal is None
+    assert "no graph can hold" in (predicted(WAITING, "compile:reduce-overhead").refusal or "")
 
 
 def test_the_order_of_edits_does_not_matter() -> None:

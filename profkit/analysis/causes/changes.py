@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay.columns import HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
-    CannotPredictError,
     Setting,
     World,
     drop_calls,
@@ -22,10 +21,7 @@ from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, scale_batch
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
-
-COMPILED_PHASES = (FORWARD, BACKWARD)
-"""What compiling a model compiles; a loss outside of it and the optimizer stay as they are."""
+from profkit.names import DATA, OPTIMIZER
 
 By = Mapping[World, float]
 """A number for each world."""
@@ -33,10 +29,6 @@ By = Mapping[World, float]
 Choose = Callable[[ReplayedStep], Collection[int]]
 """Chooses operations or calls of a recorded step."""
 
-_FUSED: By = {"least": 0.45, "expected": 0.65, "most": 0.9}
-"""What is left of the time of small kernels when a compiler has fused them."""
-_REPLAY_NS: By = {"least": 80_000, "expected": 180_000, "most": 400_000}
-"""Python's time in a phase of compiled code before its graph is launched: guards, copies of inputs."""
 _LAUNCH_NS: By = {"least": 2_500, "expected": 4_000, "most": 7_000}
 _LATENCY_NS: By = {"least": 2_000, "expected": 4_000, "most": 7_000}
 """How long a launch takes that does not wait, and from its end to the kernel's start."""
@@ -188,31 +180,3 @@ def without_calls(name: str, choose: Choose) -> StepChange:
 def stop_chosen_waits(name: str, choose: Choose) -> StepChange:
     """Return the change after which some calls do not wait."""
     return StepChange(name, lambda columns, setting: stop_waiting(columns, choose(setting.step), setting.constants))
-
-
-def compile_step(choose: Choose, *, replays: bool) -> StepChange:
-    """Return the change that compiles the model: chosen kernels are fused, and graphs are replayed if ``replays``."""
-
-    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        calls = setting.calls_in(COMPILED_PHASES)
-        inside = set(calls)
-        rows = {row for row in choose(setting.step) if columns.launcher[row] in inside}
-        share = _FUSED[setting.world]
-        durations = [round(time * share) if row in rows else time for row, time in enumerate(columns.duration_ns)]
-        columns = replace(columns, duration_ns=durations)
-        return _replay_phases(columns, setting) if replays else columns
-
-    return StepChange("compile", apply, "which kernels a compiler fuses")
-
-
-def _replay_phases(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Return the step in which one call launches each pass of a phase."""
-    calls = setting.calls_in(COMPILED_PHASES)
-    if any(columns.kind[call] in (WAIT, COPY) for call in calls):
-        raise CannotPredictError("the host waits for the GPU within a pass, which no graph can hold")
-    columns = drop_calls(columns, calls)
-    own, phases = list(columns.own_ns), setting.step.phase
-    for call in calls:
-        if call == 0 or phases[call - 1] != phases[call]:
-            own[call] = round(_REPLAY_NS[setting.world])
-    return replace(columns, own_ns=own)

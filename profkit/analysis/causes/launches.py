@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from profkit.analysis.causes.changes import COMPILED_PHASES, compile_step, stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, source_line
+from profkit.analysis.causes.changes import stop_chosen_waits
+from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
+from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.analysis.summary import SMALL
 from profkit.names import FORWARD, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _COPIES = (".to", ".cuda")
 _TRAINING = (".step", ".backward")
-_FUSABLE = tuple(category for category in SMALL if category not in ("embedding/index", "random", "other"))
-"""Small kernels of which a compiler makes fewer: gathering and scattering take as long in compiled code."""
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
 _MANY = 4
@@ -112,18 +110,12 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
     is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
-    has_modules = any(one.module is not None for one in operations)
-
-    def is_fused(one: Operation) -> bool:
-        """Return whether the model itself runs a small kernel; a loss outside of it runs as before."""
-        return one.category in _FUSABLE and (one.module is not None or not has_modules)
-
-    small = [one for one in operations if is_fused(one)]
+    fusable = set(find_fusable(step))
+    small = [one for one in operations if one.at in fusable]
     mode = "reduce-overhead" if is_late else None
     waiting = _waiting_line(evidence) if is_late and _find_waits(step) else None
-    changes = [compile_step(evidence.choose(is_fused), replays=is_late)]
-    if waiting is not None:
-        changes = [stop_chosen_waits("no-wait", _find_waits), *changes]
+    edit = f"compile:{mode}" if mode else "compile"
+    no_waits = [] if waiting is None else [stop_chosen_waits("no-wait", _find_waits)]
     yield Cause(
         code="launches" if is_late else "compile",
         cause="the GPU waits for Python" if is_late else "small kernels read and write memory",
@@ -137,8 +129,8 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
             else ""
         )
         + (f'model.compile(mode="{mode}")' if mode else "model.compile()"),
-        changes=changes,
-        edit=f"compile:{mode}" if mode else "compile",
+        changes=[*no_waits, *edits(edit)],
+        edit=edit,
         costs="compiling at the start; constant shapes" + (", memory of its own" if is_late else ""),
         evidence={
             "launches": len(operations),

@@ -87,7 +87,6 @@ CHANGES: dict[str, Change] = {
 """What each edit whose effect is known does to a step."""
 
 BOUNDS = {
-    "compile": "compile is a bound: at best no Python between launches is left and all small kernels are fused away",
     "cudnn-benchmark": "cudnn-benchmark is a bound: which kernel is fastest only a run shows",
 }
 """Edits whose effect unseen kernels decide: what the bound is."""
@@ -103,6 +102,7 @@ ASSUMPTIONS = {
     "channels-last": "how fast convolutions and norms are in the other layout",
     "workers": "how much longer a worker takes for a batch than the thread that trains",
     "pin-memory": "how fast copies from pinned memory are",
+    "compile": "which kernels a compiler fuses",
     "graphs": "what launching a graph takes for each kernel",
     "links": "all memory copies pass a link",
     "batch": "how fast kernels are on another batch",
