@@ -308,6 +308,19 @@ def test_replicas_lie_in_the_call_of_the_model_that_waits_for_them(
         assert paths == {"forward": 84, "forward/model": 4, "forward/layer": 80}
 
 
+def test_work_of_an_adopted_range_has_its_host_where_a_range_that_ends_elsewhere_is_innermost(tmp_path: Path) -> None:
+    """Without it two threads may have waited at that moment, and the child would hold more than its parent."""
+    builder = NsysBuilder()
+    builder.name_thread("pt_autograd_0", AUTOGRAD)
+    builder.range("a", 0, 70)
+    builder.range("b", 50, 70, tid=AUTOGRAD)
+    builder.range("x", 60, 70, tid=AUTOGRAD, end_tid=OTHER)
+    for thread, launch, duration in ((MAIN, 0, 1), (AUTOGRAD, 62, 10), (OTHER, 0, 1)):
+        builder.kernel(launch, duration, tid=thread)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    assert {row.path: row.kernel_time_ns for row in opened.ranges().ranges} == {"a": 11, "a/b": 10, "x": 10}
+
+
 def test_work_never_lies_under_a_range_of_another_process(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.name_thread("pt_autograd_0", AUTOGRAD)

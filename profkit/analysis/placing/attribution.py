@@ -15,7 +15,7 @@ integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +33,19 @@ from profkit.analysis.placing.other_threads import (
 )
 from profkit.errors import TraceError
 from profkit.findings import Finding
-from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Ranges, Trace, Work, empty_ints, rows_by_value
+from profkit.trace.columns import (
+    NO_LAUNCH,
+    Bools,
+    Copies,
+    Ints,
+    Ranges,
+    Trace,
+    Work,
+    distinct_values,
+    empty_ints,
+    rows_by_value,
+    take_rows,
+)
 from profkit.trace.nesting import NO_RANGE, ThreadTimeline, build_timelines, innermost_at_launch
 
 DIRECT, INFERRED, SEQUENCE = range(3)
@@ -292,8 +304,9 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
             timelines, parent = build_timelines(trace.ranges)
             waiting = WaitingThreads(trace, timelines)
         _adopt_top_ranges(trace, timelines, parent, adopter, waiting)
-    own, hosts = _place(trace.work, timelines, adopter, waiting)
-    own_copies, copy_hosts = _place(trace.copies, timelines, adopter, waiting)
+    adopted = _timelines_of_adopted(trace.ranges, timelines, adopter)
+    own, hosts = _place(trace.work, timelines, adopter, adopted, waiting)
+    own_copies, copy_hosts = _place(trace.copies, timelines, adopter, adopted, waiting)
     mirrors = NO_MIRRORS
     if not thread_only and trace.origins is not None:
         around = np.where(own != NO_RANGE, own, np.maximum(hosts.range, NO_RANGE))
@@ -305,7 +318,11 @@ def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
 
 
 def _place(
-    rows: Work | Copies, timelines: dict[int, ThreadTimeline], adopter: Ints, waiting: WaitingThreads | None
+    rows: Work | Copies,
+    timelines: dict[int, ThreadTimeline],
+    adopter: Ints,
+    adopted: dict[int, ThreadTimeline],
+    waiting: WaitingThreads | None,
 ) -> tuple[Ints, Hosts]:
     """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
     own = innermost_at_launch(rows, timelines)
@@ -320,7 +337,8 @@ def _place(
             hosts = waiting.find_hosts(thread, int(rows.process[asking[0]]), times)
             host[asking], host_thread[asking] = hosts.range, hosts.thread
             # What was launched in an adopted range has that range's host, so that it lies under the range's parent too.
-            for other, inside in rows_by_value(adopter[own[asking]]).items():
+            around = adopted[thread].innermost_at(times) if thread in adopted else np.full(len(asking), NO_RANGE)
+            for other, inside in rows_by_value(adopter[around]).items():
                 if other != NO_RANGE:
                     host[asking[inside]] = timelines[other].innermost_at(times[inside])
                     host_thread[asking[inside]] = other
@@ -347,6 +365,22 @@ def _adopt_top_ranges(
             for index in mine[np.lexsort((-ranges.end_ns[mine], ranges.start_ns[mine]))].tolist():
                 if adopter[index] == NO_RANGE and parent[index] != NO_RANGE:
                     adopter[index] = adopter[parent[index]]
+
+
+def _timelines_of_adopted(
+    ranges: Ranges, timelines: dict[int, ThreadTimeline], adopter: Ints
+) -> dict[int, ThreadTimeline]:
+    """Return the timeline of each thread's adopted ranges alone: one that crosses them or ends elsewhere hides none."""
+    is_adopted = adopter[:-1] != NO_RANGE
+    found = {}
+    for thread in distinct_values(ranges.thread[is_adopted]).tolist():
+        mine = np.flatnonzero(is_adopted & (ranges.thread == thread))
+        if len(mine) == np.count_nonzero((ranges.thread == thread) | (ranges.end_thread == thread)):
+            found[thread] = timelines[thread]
+        else:
+            timeline = build_timelines(take_rows(ranges, mine))[0][thread]
+            found[thread] = replace(timeline, innermost=np.append(mine, NO_RANGE)[timeline.innermost])
+    return found
 
 
 def _enclosing(ranges: Ranges, parent: Ints, candidate: Ints, members: Ints) -> Ints:
