@@ -195,7 +195,7 @@ def test_every_limit_has_a_colour_and_a_name() -> None:
 
 def test_without_a_prediction_there_are_no_lanes() -> None:
     opened = read_trace(SMALL)
-    for edit in ("compile", "gradients:bf16", "no-wait:train.py:7"):
+    for edit in ("cudnn-benchmark", "gradients:bf16", "no-wait:train.py:7"):
         assert opened.step_lanes(parse_edits([edit])) is None
 
 
@@ -203,7 +203,7 @@ def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None
     path = tmp_path / "lanes.png"
     assert run_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path).returncode == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    refused = run_command("whatif", SMALL, "--edit", "compile", "--plot", tmp_path / "none.png")
+    refused = run_command("whatif", SMALL, "--edit", "cudnn-benchmark", "--plot", tmp_path / "none.png")
     assert refused.returncode == 2
     assert "its time is not predicted" in refused.stderr
 

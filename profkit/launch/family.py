@@ -36,14 +36,18 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Family:
-    """The child ``pid`` (None: its start was interrupted), which leads a session, and what carries ``mark``."""
+    """The child ``pid`` (None: its start was interrupted), which leads a session, and what has the mark.
+
+    That is the value of ``variable`` in the environment.
+    """
 
     mark: str
     pid: int | None
+    variable: str = MARK
 
     def members(self) -> set[int]:
         parents, members = {}, set()
-        wanted = f"{MARK}={self.mark}".encode()
+        wanted = f"{self.variable}={self.mark}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 # The name may hold spaces and parentheses; then state, parent, group, session.
