@@ -95,7 +95,7 @@ def test_light_records_alone_name_the_same_rank_and_phase(recorded: Path, tmp_pa
 @pytest.mark.slow
 def test_the_summary_has_the_verdict_of_ranks(recorded: Path) -> None:
     said = " ".join(CliRunner().invoke(cli, ["summary", str(recorded)]).stdout.split())
-    assert "Rank 2 is late" in said
+    assert "rank 2 is late" in said
     assert sum(one.waiting_ns for one in read_ranks(recorded).ranks) > 0
 
 
