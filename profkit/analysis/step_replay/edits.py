@@ -60,7 +60,9 @@ _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 _WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
 """Of the Python of a module's forward pass, what checkpointing it adds there: its generators' states, its hooks."""
 _FEWEST_ZEROED = 4
+"""Fewer fills one after another are no gradients'."""
 _SUM_TO_FILL = 3
+"""How many times the bytes of a fill a sum moves."""
 _MOST_NAMED = 3
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
@@ -302,9 +304,8 @@ def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns
     zeroed = find_zeroed_gradients(setting.step)
     if not zeroed:
         raise CannotPredictError("no kernel that sets gradients to zero was recorded")
-    gone = [*zeroed, *({} if setting.world == "most" else _find_sums(setting.step, zeroed))]
-    alone = {columns.launcher[at] for at in gone}
-    return drop_operations(drop_calls(columns, alone), gone)
+    gone = zeroed if setting.world == "most" else [*zeroed, *_find_sums(setting.step, zeroed)]
+    return drop_operations(drop_calls(columns, {columns.launcher[at] for at in gone}), gone)
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
