@@ -15,7 +15,7 @@ from tests.forked_scripts import Forks
 FOLDER = ROOT / "tests" / "programs" / "faults"
 sys.path.insert(0, str(FOLDER))
 from fault_table import judge, print_table  # noqa: E402
-from record_faults import FAULTS, PLAIN, find_lines  # noqa: E402
+from record_faults import FAULTS, PLAIN, find_lines, find_truth, find_variants_of_tries  # noqa: E402
 
 
 def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None:
@@ -44,8 +44,8 @@ def _row(**advice: Any) -> dict[str, Any]:
     return {
         "fault": {"name": "f", "codes": ["waits"], "module": None, "fits": True},
         "lines": [["transformer.py", 80], ["transformer.py", 83]],
-        "truth_ms": {"now": 12.0, "after": 10.5},
-        "summary": {"advice": [{"code": "compile"}, {**one, **advice}]},
+        "truth_ms": {"now": 12.0, "after": 10.5, "tries": {"compile": 11.5}},
+        "summary": {"advice": [{"code": "compile", "after_ns": after}, {**one, **advice}]},
     }
 
 
@@ -64,8 +64,44 @@ def test_a_fault_is_named_by_code_and_line_and_its_truth_lies_inside_or_not(
 ) -> None:
     found = judge(_row(**advice))
     assert (found["named"], found["inside"]) == verdict
-    assert found["others"][0] == "compile"
+    assert found["others"][0]["code"] == "compile"
     print_table({"rows": [_row(**advice)]})
     said = capsys.readouterr().out
+    assert "compile 9.0 … 10.0 … 11.0 (true 11.5)" in said
     assert f"{int(verdict[0])} of 1 named" in said
     assert f"{int(bool(verdict[1]))} of {int(verdict[1] is not None)} inside" in said
+
+
+def test_what_a_try_advises_is_measured_where_a_variant_makes_it() -> None:
+    """The truth of a Try that is right without being the first change is that of what it advises."""
+    row = _row()
+    row["fault"] |= {"program": "hf_trainer", "faults": ["eager"], "without": [], "samples": 1, "codes": ["activation"]}
+    row["summary"]["advice"] += [{"code": "activation", "line": None, "after_ns": None}]
+    assert find_variants_of_tries(row) == {"compile": ("eager", "compiled"), "activation": ("eager", "torchs-gelu")}
+    truths = {
+        "hf_trainer": {"eager": [4.0, 6.0, 5.0], "": [3.0]},
+        "hf_trainer, Tries": {"eager+torchs-gelu": [2.0]},
+    }
+    row["truth_ms"] = find_truth(row, truths)
+    assert row["truth_ms"] == {"now": 5.0, "after": 3.0, "tries": {"compile": None, "activation": 2.0}}
+    assert judge(row)["true"] == 2.0
+
+
+def test_no_worker_of_one_variant_lives_while_another_one_is_measured(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "measure.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        f"sys.path.insert(0, {str(FOLDER)!r})\n"
+        "import vision\n"
+        "from record_faults import measure_plain\n"
+        "make, alive = vision.make_step, []\n"
+        "def count_then_make(settings):\n"
+        "    alive.append(len(multiprocessing.active_children()))\n"
+        "    return make(settings)\n"
+        "vision.make_step = count_then_make\n"
+        "measure_plain('vision', [(), ('one-worker',)], tiny=True)\n"
+        "print(alive)\n"
+    )
+    done = forks.run([sys.executable, str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [0] * 6

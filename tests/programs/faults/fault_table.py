@@ -16,15 +16,15 @@ def judge(row: dict[str, Any]) -> dict[str, Any]:
     fault, tries = row["fault"], row["summary"].get("advice", [])
     right = [(number, one) for number, one in enumerate(tries, 1) if one["code"] in fault["codes"]]
     number, chosen = next(iter(right), (None, None))
-    after, truth = None if chosen is None else chosen["after_ns"], row["truth_ms"]
+    after = None if chosen is None else chosen["after_ns"]
+    truth = row["truth_ms"]["after"] if chosen is None else _true_after(chosen, row)
     return {
         "number": number,
         "named": chosen is not None and _has_place(chosen, row),
         "try": chosen,
-        "inside": None
-        if after is None or truth["after"] is None
-        else after["low"] <= truth["after"] * 1e6 <= after["high"],
-        "others": [one["code"] for one in tries if one is not chosen],
+        "inside": None if after is None or truth is None else after["low"] <= truth * 1e6 <= after["high"],
+        "true": truth,
+        "others": [one for one in tries if one is not chosen],
     }
 
 
@@ -35,6 +35,13 @@ def _has_place(advice: dict[str, Any], row: dict[str, Any]) -> bool:
             list(place) for place in row["lines"]
         ]
     return row["fault"]["module"] in (advice["module"] or "")
+
+
+def _true_after(advice: dict[str, Any], row: dict[str, Any]) -> float | None:
+    """Return the step after what a Try advises: as measured with that, else, for a right one, without the fault."""
+    truth = row["truth_ms"]
+    of_fault = truth["after"] if advice["code"] in row["fault"]["codes"] else None
+    return truth.get("tries", {}).get(advice["code"], of_fault)
 
 
 def _ms(time_ns: float | None) -> str:
@@ -50,13 +57,13 @@ def print_table(results: dict[str, Any]) -> None:
         advice, truth = verdict["try"], row["truth_ms"]
         after = None if advice is None else advice["after_ns"]
         place = "" if advice is None else f"{verdict['number']} {advice['code']} {_place(advice)}"
-        reach = "–" if after is None else f"{_ms(after['low'])} … {_ms(after['expected'])} … {_ms(after['high'])}"
+        reach = "–" if after is None else _reach(after)
         named, inside = (
             "–" if not row["fault"]["codes"] or one is None else "yes" if one else "no"
             for one in (verdict["named"], verdict["inside"])
         )
-        now, then = (_ms(None if one is None else one * 1e6) for one in (truth["now"], truth["after"]))
-        others = ", ".join(verdict["others"])
+        now, then = (_ms(None if one is None else one * 1e6) for one in (truth["now"], verdict["true"]))
+        others = ", ".join(_describe_other(one, row) for one in verdict["others"])
         print(f"| {row['fault']['name']} | {now} | {then} | {place} | {reach} | {named} | {inside} | {others} |")
     for fits in (True, False):
         mine = [v for row, v in judged if row["fault"]["codes"] and row["fault"]["fits"] is fits]
@@ -65,6 +72,17 @@ def print_table(results: dict[str, Any]) -> None:
             f"\n{'looked at while the rows were written' if fits else 'kept as a test'}: "
             f"{sum(verdict['named'] for verdict in mine)} of {len(mine)} named, {sum(held)} of {len(held)} inside"
         )
+
+
+def _reach(after: dict[str, float]) -> str:
+    return " … ".join(_ms(after[key]) for key in ("low", "expected", "high"))
+
+
+def _describe_other(advice: dict[str, Any], row: dict[str, Any]) -> str:
+    after, truth = advice["after_ns"], _true_after(advice, row)
+    if after is None:
+        return str(advice["code"])
+    return f"{advice['code']} {_reach(after)}" + ("" if truth is None else f" (true {truth:.1f})")
 
 
 def _place(advice: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import tempfile
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from settings import Settings, read_settings
+from settings import Settings, compile_if_asked, read_settings
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -54,8 +54,14 @@ def train(settings: Settings, callback=None):
     length, batch = (16, 2) if settings.tiny else (512, 8)
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=8192, n_positions=length, attn_implementation="eager" if "eager" in faults else "sdpa", **sizes
+        vocab_size=8192,
+        n_positions=length,
+        attn_implementation="eager" if "eager" in faults else "sdpa",
+        activation_function="gelu_pytorch_tanh" if "torchs-gelu" in faults else "gelu_new",
+        **sizes,
     )
+    model = GPT2LMHeadModel(config)
+    compile_if_asked(model, faults)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -71,7 +77,7 @@ def train(settings: Settings, callback=None):
             use_cpu=settings.device == "cpu",
         )
         trainer = Timed(
-            model=GPT2LMHeadModel(config),
+            model=model,
             args=arguments,
             train_dataset=Texts(length),
             data_collator=slow_collate if "collate" in faults else collate,

@@ -2,7 +2,7 @@
 
 import lightning
 import torch
-from settings import Settings, read_settings
+from settings import Settings, compile_if_asked, read_settings
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -67,7 +67,9 @@ def train(settings: Settings, callback=None):
         enable_model_summary=False,
         callbacks=[callback] if callback is not None else [],
     )
-    trainer.fit(Classifier(width, settings.faults), loader)
+    model = Classifier(width, settings.faults)
+    compile_if_asked(model.network, settings.faults)
+    trainer.fit(model, loader)
 
 
 if __name__ == "__main__":

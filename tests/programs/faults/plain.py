@@ -1,7 +1,7 @@
 """Bags of words through a wide network, in a plain loop, with faults: ``plain.py --fault mask``."""
 
 import torch
-from settings import Settings, main
+from settings import Settings, compile_if_asked, main
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,6 +32,7 @@ def make_step(settings: Settings):
     vocabulary -= 47 if "sizes" in faults else 0
     torch.manual_seed(0)
     model = Words(vocabulary, width).to(device)
+    compile_if_asked(model, faults)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=device == "cuda")
     bags = torch.randint(0, 1000, (rows, length), device=device)
     labels = torch.randint(0, vocabulary, (rows,), device=device)
@@ -48,9 +49,8 @@ def make_step(settings: Settings):
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         if "metrics" in faults:
-            confident += float(
-                logits.detach().float().softmax(-1).max(-1).values.cpu().numpy().mean()
-            )  # fault: metrics
+            best = logits.detach().float().softmax(-1).max(-1).values.cpu()  # fault: metrics
+            confident += float(best.numpy().mean())
         elif "metrics-on-gpu" in faults:
             confident += logits.detach().float().softmax(-1).max(-1).values.mean()
         optimizer.step()

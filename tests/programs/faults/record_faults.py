@@ -10,8 +10,10 @@ of it is printed by `fault_table.py`. A fault is named if a Try has its code, an
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -26,6 +28,10 @@ from typing import Any
 HERE = Path(__file__).parent
 PLAIN = ("transformer", "vision", "plain")
 """Programs that give their steps; the others are Trainers, which run their own loops."""
+MENDED = {"compile": "compiled", "launches": "graphed"}
+"""The fault without which no program has what these Tries advise: a variant with it is measured where one is given."""
+MENDED_IN = {"hf_trainer": {"activation": "torchs-gelu"}}
+"""The same of single programs."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +123,14 @@ FAULTS = (
     Fault("kept results", "transformer", ("keep",), ("growth", "allocations"), "keep", options=("--memory",)),
     Fault("three at once", "transformer", ("random", "item", "for-loop"), ("made-on-cpu",), "random", steps=60),
     Fault("layout of images", "vision", ("layout",), ("channels-last",), module=""),
-    Fault("deterministic algorithms", "transformer", ("deterministic",)),
+    Fault("deterministic algorithms", "transformer", ("deterministic",), ("deterministic",), module=""),
     Fault("benchmark off", "vision", (), without=("benchmark",)),
     Fault("workers of many threads", "vision", ("threads",), steps=60),
     Fault("HF, fp32", "hf_trainer", ("fp32",), ("tf32",), module="", steps=120, fits=False),
     Fault(
         "Lightning, loop optimizer", "lightning_module", ("for-loop",), ("optimizer",), module="optimizer", fits=False
     ),
-    Fault("not compiled", "transformer", (), ("compile",), module="", without=("compiled",)),
+    Fault("not compiled", "transformer", (), ("compile", "launches"), module="", without=("compiled",)),
 )
 
 
@@ -165,22 +171,24 @@ def summarize(run: str) -> dict[str, Any]:
 def measure_plain(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
     """Return the step of each variant in ms, block by block, in turns in this process.
 
-    While others have their turns a variant's loader makes batches: as many steps are left out as it keeps ready.
+    A variant with a loader is made anew for each turn, and is gone before the next one: workers of another variant
+    would take its CPUs. Of its steps as many are left out as its workers made batches for before the first one.
     """
     import torch
     from settings import Settings
 
     keep_threads()
     module = importlib.import_module(program)
-    steps = {variant: module.make_step(Settings(frozenset(variant), tiny)) for variant in variants}
-    ready = getattr(module, "count_ready_batches", lambda _: 1)
-    left_out = {variant: ready(Settings(frozenset(variant), tiny)) + 1 for variant in variants}
+    count_ready = getattr(module, "count_ready_batches", None)
+    settings = {variant: Settings(frozenset(variant), tiny) for variant in variants}
+    kept = {} if count_ready else {variant: module.make_step(setting) for variant, setting in settings.items()}
     wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    rounds, length = (2, 2) if tiny else (4, 14) if program == "vision" else (5, 6)
+    rounds, length = (2, 2) if tiny else (4, 14) if count_ready else (5, 6)
     times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
     for turn in range(rounds + 1):
-        for variant, step in steps.items():
-            for _ in range(left_out[variant]):
+        for variant, setting in settings.items():
+            step = kept[variant] if kept else module.make_step(setting)
+            for _ in range(count_ready(setting) + 3 if count_ready else 2):
                 step()
             wait()
             began = time.perf_counter()
@@ -189,7 +197,18 @@ def measure_plain(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bo
             wait()
             if turn:
                 times["+".join(variant)].append((time.perf_counter() - began) * 1e3 / length)
+            del step
+            if count_ready:
+                end_workers()
     return times
+
+
+def end_workers() -> None:
+    """Free what a step that was deleted held, and see that its loader's workers have ended."""
+    gc.collect()
+    left = multiprocessing.active_children()
+    if left:
+        raise RuntimeError(f"{len(left)} workers of a variant still run: others would be measured beside them")
 
 
 def measure_trainer(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
@@ -254,6 +273,14 @@ def measure_apart(program: str, variants: Iterable[tuple[str, ...]], *, tiny: bo
     return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": done.stderr[-1500:]}
 
 
+def find_variants_of_tries(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return code → the program's faults and the change that makes what the Try advises, where one is known."""
+    fault = row["fault"]
+    known = MENDED | MENDED_IN.get(fault["program"], {})
+    given = [advice["code"] for advice in row["summary"].get("advice", [])]
+    return {code: (*fault["faults"], known[code]) for code in given if code in known}
+
+
 def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) -> None:
     """Record, summarize, then measure; write both files."""
     began, recorded = time.monotonic(), {}
@@ -273,22 +300,59 @@ def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) 
     ]
     (out / "predictions.json").write_text(json.dumps(rows, indent=1))
     print("predicted", round(time.monotonic() - began), "s", flush=True)
-    truths: dict[str, Any] = {}
-    for program in dict.fromkeys(fault.program for fault in faults):
-        mine = [fault for fault in faults if fault.program == program and fault.name in recorded]
-        variants = dict.fromkeys([(), *(fault.without for fault in mine), *(fault.faults for fault in mine)])
-        variants = {variant: None for variant in variants if not _AT_START.intersection(variant)}
-        if time.monotonic() - began < budget_s:
-            truths[program] = measure_apart(program, variants, tiny=tiny)
-        print("measured", program, round(time.monotonic() - began), "s", flush=True)
+    truths = measure_all(rows, began + budget_s, tiny=tiny)
     for row in rows:
-        fault = row["fault"]
-        times = truths.get(fault["program"], {})
-        row["truth_ms"] = {
-            key: median(times["+".join(fault[variant])]) / samples if times.get("+".join(fault[variant])) else None
-            for key, variant, samples in (("now", "faults", 1), ("after", "without", fault["samples"]))
-        }
+        row["truth_ms"] = find_truth(row, truths)
     (out / "results.json").write_text(json.dumps({"rows": rows, "truths": truths}, indent=1))
+
+
+def measure_all(rows: Sequence[dict[str, Any]], until: float, *, tiny: bool) -> dict[str, Any]:
+    """Return program → the times of its variants; those of what Tries advise, which may fail, have a name apart.
+
+    What the clock leaves no time for is not measured.
+    """
+    truths: dict[str, Any] = {}
+    programs = dict.fromkeys(row["fault"]["program"] for row in rows)
+    mine = {program: [row for row in rows if row["fault"]["program"] == program] for program in programs}
+    for program in programs:
+        faults = [row["fault"] for row in mine[program]]
+        variants = [(), *(fault["without"] for fault in faults), *(fault["faults"] for fault in faults)]
+        measure_in_time(truths, program, program, variants, until, tiny=tiny)
+    for program in programs:
+        advised = [(row["fault"]["faults"], find_variants_of_tries(row)) for row in mine[program]]
+        variants = [variant for now, tries in advised if tries for variant in (now, *tries.values())]
+        measure_in_time(truths, f"{program}, Tries", program, variants, until, tiny=tiny)
+    return truths
+
+
+def measure_in_time(
+    truths: dict[str, Any], key: str, program: str, variants: Iterable[Iterable[str]], until: float, *, tiny: bool
+) -> None:
+    """Measure variants in a process of their own, if there are any and there is time, and note what came of it."""
+    distinct = dict.fromkeys(tuple(variant) for variant in variants)
+    able = [variant for variant in distinct if not _AT_START.intersection(variant)]
+    if able and time.monotonic() < until:
+        truths[key] = measure_apart(program, able, tiny=tiny)
+    print("measured" if key in truths else "not measured", key, flush=True)
+
+
+def find_truth(row: dict[str, Any], truths: dict[str, Any]) -> dict[str, Any]:
+    """Return the step in ms: now, after the fault is mended, and after what each other Try advises."""
+    fault = row["fault"]
+    program = fault["program"]
+    return {
+        "now": _median_of(truths, program, fault["faults"]),
+        "after": _median_of(truths, program, fault["without"], fault["samples"]),
+        "tries": {
+            code: _median_of(truths, f"{program}, Tries", variant)
+            for code, variant in find_variants_of_tries(row).items()
+        },
+    }
+
+
+def _median_of(truths: dict[str, Any], key: str, variant: Iterable[str], samples: int = 1) -> float | None:
+    times = truths.get(key, {}).get("+".join(variant))
+    return median(times) / samples if times else None
 
 
 def main() -> None:

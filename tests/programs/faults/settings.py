@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ def read_settings() -> Settings:
     if "launch-blocking" in words.fault:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # CUDA reads it once, so that variants in one process cannot have it
     return Settings(frozenset(words.fault), words.tiny, words.steps)
+
+
+def compile_if_asked(model: nn.Module, faults: frozenset[str]) -> None:
+    """Compile the model in place where a variant is measured with what a Try advises."""
+    if "compiled" in faults:
+        model.compile()
+    if "graphed" in faults:
+        model.compile(mode="reduce-overhead")
 
 
 def main(make_step: Callable[[Settings], Callable[[], None]]) -> None:

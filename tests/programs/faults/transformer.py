@@ -7,7 +7,7 @@ import gc
 import math
 
 import torch
-from settings import Settings, main
+from settings import Settings, compile_if_asked, main
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -145,8 +145,7 @@ def make_step(settings: Settings):
         sizes["batch"] *= 2
     torch.manual_seed(0)
     model = Model(sizes, faults).to(device)
-    if "compiled" in faults:
-        model.compile()
+    compile_if_asked(model, faults)
     kind = {"for-loop": {"foreach": False}, "foreach": {}}
     chosen = next((kind[name] for name in kind if name in faults), {"fused": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **chosen)

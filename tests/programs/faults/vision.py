@@ -4,7 +4,7 @@ import itertools
 import os
 
 import torch
-from settings import Settings, main
+from settings import Settings, compile_if_asked, main
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 def use_all_threads(_):
-    torch.set_num_threads(os.cpu_count())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def count_workers(settings: Settings):
@@ -73,6 +73,7 @@ def make_step(settings: Settings):
     torch.manual_seed(0)
     layout = torch.contiguous_format if "layout" in faults else torch.channels_last
     model = Network(width).to(device, memory_format=layout)
+    compile_if_asked(model, faults)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=device == "cuda")
     workers = count_workers(settings)
     loader = DataLoader(
