@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 OTHER_HOST = (0.78, 1.25)
 """The host's time in another process of one program on one machine, of its time in this one: on H200s 0.82 to 1.38."""
 
-GPU_SPREAD = 0.02
-"""By how much the GPU's speed is taken to differ between two processes of one program."""
+OTHER_GPU = (0.985, 1.03)
+"""The same of a step that the GPU limits: under a load that lasts its clock is often lower than in a short run."""
 
 _JOINT = math.sqrt(2)
 """Two assumptions that are each at the end of their range by chance are seldom both there at once."""
@@ -325,7 +325,8 @@ def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: i
     """Return the reach of a step in another process, on whose host it takes longer or shorter, and on whose GPU."""
     usual_ns = max(replay.run(changed).step_ns, 1)
     others_ns = [expected_ns * replay.run(slow_host(changed, by)).step_ns / usual_ns for by in OTHER_HOST]
-    return _Reach.together([_Reach.around(expected_ns, others_ns), _Reach.of_error(GPU_SPREAD * expected_ns)])
+    gpus_ns = [expected_ns * by for by in OTHER_GPU]
+    return _Reach.together([_Reach.around(expected_ns, others_ns), _Reach.around(expected_ns, gpus_ns)])
 
 
 _SPEED, _OPEN = "how fast Python is without the profiler", "what the edit leaves open"
@@ -375,8 +376,8 @@ def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting
 
 
 def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[str]:
-    least, most = OTHER_HOST
-    yield f"in another process Python takes {least} to {most} times as long, and the GPU is up to {GPU_SPREAD:.0%} off"
+    (least, most), (fast, slow) = OTHER_HOST, OTHER_GPU
+    yield f"in another process Python takes {least} to {most} times as long, and the GPU {fast} to {slow} times"
     if replay.unprofiled_ns is None:
         yield "no unprofiled step was timed: the step is as recorded, and the profiler may have slowed Python"
     elif not replay.fit.is_identified:
