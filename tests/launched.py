@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,6 @@ def start_launcher(
     words = [sys.executable, "-c", launcher, code, *arguments]
     environment = os.environ | ({} if waits is None else {"SAYS_THAT_IT_WAITS": str(waits)})
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-Started = AbstractContextManager[subprocess.Popen[str]]
 
 
 @contextmanager

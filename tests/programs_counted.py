@@ -20,7 +20,7 @@ class Program:
     ``steps`` is how many of the two that are asked for there are: a program without any is one. ``phases`` are all
     ranges that lie directly in a step; ``paths`` are some of those below them, each the only one of
     its name there. ``linked`` is False where torch.profiler's links cannot say which module a backward operator
-    belongs to.
+    belongs to. ``step`` is what the run's end says that a step is, or "" where others show it.
     """
 
     script: str
@@ -30,6 +30,7 @@ class Program:
     steps: int = 2
     ranks: int = 1
     linked: bool = True
+    step: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ PROGRAMS: dict[str, Program] = {
         {"forward": 3, "backward": 3, "optimizer": 1},
         _both_ways("model/0", "model/1", "model/2", "model/3", times=3),
     ),
-    "attention without module and optimizer": Program("attention_benchmark", {"backward": 1}),
+    "attention without module and optimizer": Program("attention_benchmark", {"backward": 1}, step="one backward pass"),
     "products of matrices alone": Program("matrix_products", {}, steps=1),
     "GAN": Program(
         "gan",
@@ -67,6 +68,7 @@ PROGRAMS: dict[str, Program] = {
         _both_ways(*(f"Discriminator/main/main.{number}" for number in range(3)), times=3)
         | _both_ways(*(f"Generator/main/main.{number}" for number in range(3)))
         | {"optimizer/Adam": 1, "optimizer/SGD": 1},
+        step="one step each of the optimizers Adam and SGD",
     ),
     "Muon and AdamW": Program(
         "muon",
@@ -86,6 +88,7 @@ PROGRAMS: dict[str, Program] = {
         _both_ways(*(f"critic/{number}" for number in range(3)), times=3)
         | _both_ways(*(f"generator/{number}" for number in range(3)))
         | {"optimizer/optimizer_c": 1, "optimizer/optimizer_g": 1},
+        step="one step each of the optimizers optimizer_c and optimizer_g",
     ),
     **{
         f"checkpointed, {how}": Program(
@@ -137,6 +140,7 @@ PROGRAMS: dict[str, Program] = {
             for phase, times in (("prefill", 1), ("decode", 3))
             for module in ("embed", "qkv", "lm_head")
         },
+        step="one call of",
     ),
     "DDP": Program(
         "ddp",

@@ -25,8 +25,6 @@ from profkit.run.recording import Failure, MemoryOptions, Order
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in, run_profkit
 
-ROOT = Path(__file__).parent.parent
-
 # The recorded steps are 1 and 2; memory runs out in step 4, when nothing is recorded any more.
 TRAIN = """
 import sys

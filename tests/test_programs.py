@@ -53,6 +53,7 @@ def test_steps_and_phases_are_as_counted_by_hand(name: str, recording: Recording
     assert [times.pop("") for times in found] == [1] * PROGRAMS[name].steps
     phases = [{path: times for path, times in step.items() if "/" not in path} for step in found]
     assert phases == [PROGRAMS[name].phases] * PROGRAMS[name].steps
+    assert f"A step is {PROGRAMS[name].step}" in recording.said
 
 
 def test_modules_are_where_they_ran_as_often_as_they_ran(name: str, recording: Recording) -> None:

@@ -95,12 +95,13 @@ OWN_STREAMS = {
     "sys.stderr = types.SimpleNamespace(flush=list)\n"
     "sys.stdout.buffer.write(b'\\xff\\xfe\\x1b[2J')\nsys.stdout.flush()",
     "lets no file grow": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))",
+    "lets files grow to less than a trace": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2)",
     "opens no more files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))",
     "goes elsewhere, where new files are unreadable, with odd numbers of ranks": "import os\nos.chdir('/')\n"
     "os.umask(0o777)\nos.environ.update(RANK='x', LOCAL_RANK='-1', LOCAL_WORLD_SIZE='0')",
     "ends without Python's own end": "import atexit, os\natexit.register(os._exit, 0)",
 }
-LOST = {"lets no file grow", "opens no more files"}
+LOST = {"lets no file grow", "lets files grow to less than a trace", "opens no more files"}
 
 
 @pytest.mark.parametrize("row", OWN_STREAMS)
@@ -295,6 +296,7 @@ ENDS = [
     ("while workers load data", "SIGINT", 130, "keeps trace.json.gz", TRACE),
     ("while workers load data", "SIGTERM", 143, "keeps no capture", NOTHING),
     ("after the recording", "SIGTERM", 143, "keeps trace.json.gz", COUNTED),
+    ("after the recording", "SIGINT", 130, "keeps trace.json.gz", ALL),
     ("in the second run", "SIGINT", 130, "keeps trace.json.gz", TRACE),
 ]
 
@@ -323,6 +325,7 @@ def test_a_signal_at_any_moment_leaves_no_process_and_says_what_is_kept(
     how = "interrupted" if number == "SIGINT" else f"ended by {number}"
     assert returned == status
     assert errors[-1] == f"profkit: {how}; run is marked failed and {said}"
+    assert ("KeyboardInterrupt" in errors) == (number == "SIGINT"), "Ctrl-C reaches the script as Ctrl-C"
     assert names_in(tmp_path / "run") == kept
     manifest = manifest_of(tmp_path / "run")
     assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", how, status)
@@ -355,7 +358,6 @@ def test_after_a_kill_of_profkit_the_script_ends_and_the_next_command_says_what_
 
 # Children: what a script may start, each of which leaves its pid; and what ends the launcher.
 
-WAITS = "import signal\nwhile True: signal.pause()"
 CHILDREN = {
     "workers of a pool": "import multiprocessing\n"
     "[multiprocessing.get_context('fork').Process(target=wait).start() for _ in range(2)]",

@@ -13,17 +13,37 @@ import pytest
 from profkit.joining import read_ranks
 from profkit.run.job import RankChoice
 from tests.forked_scripts import Forks
-from tests.in_process import manifest_of, run_profkit
+from tests.in_process import manifest_of, names_in, range_names, run_profkit
 
 pytest.importorskip("torch")
 
 from profkit import read_trace
 from profkit.analysis.ranks.members import PROVED
-from tests.test_run_script import DDP
 
 ROOT = Path(__file__).parent.parent
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DDP = """
+import os
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+torch.manual_seed(distributed.get_rank())
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if distributed.get_rank() == 0:
+        print(loss.item().hex(), flush=True)
+del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
+distributed.destroy_process_group()
+"""
 
 FAILS = """
 import os, sys
@@ -55,11 +75,20 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def test_a_script_is_started_as_ranks_and_compared(tmp_path: Path, forks: Forks) -> None:
+def test_a_script_is_started_as_ranks_and_compared_and_keeps_its_losses(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
-    options = ("-o", "run", "--nproc-per-node", "2", "--warmup", "1", "--steps", "2")
+    plain = forks.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "ddp.py"], tmp_path)
+    options = ("-o", "run", "--nproc-per-node", "2", "--flops", "--warmup", "1", "--steps", "2")
     done = forks.run_profkit("run", *options, "--", sys.executable, "ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(plain.stdout)
+    assert plain.stdout.count("0x") == 4
+    light, traces = ["light.jsonl", "light.rank1.jsonl"], ["trace.json.gz", "trace.rank1.json.gz"]
+    assert names_in(tmp_path / "run") == [*light, "manifest.json", *traces, "work.json"]
+    for trace in traces:
+        ranges = range_names(tmp_path / "run" / trace)
+        assert [ranges.count(part) for part in ("model", "0", "2", "backward")] == [4, 4, 4, 2]
+        assert not any(part.startswith("module") for part in ranges)
     assert "profkit ranks run" in done.stdout
     processes = manifest_of(tmp_path / "run")["processes"]
     assert [(one["process"], one["rank"]) for one in processes] == [("rank0", 0), ("rank1", 1)]

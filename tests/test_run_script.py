@@ -22,7 +22,6 @@ from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in, range_names, run_command, run_profkit
-from tests.launched import processes_in
 
 torch = pytest.importorskip("torch")
 
@@ -44,33 +43,9 @@ for number in range(int(sys.argv[2])):
     print(number, loss.item().hex(), flush=True)
     if sys.argv[3:] == ["raise", str(number)]:
         raise ValueError("the data are bad")
-    if sys.argv[3:] == ["interrupt", str(number)]:
-        import os, signal
-        os.kill(os.getppid(), signal.SIGINT)
-        signal.pause()
 sys.stderr.write("the script's own last word\\n")
 """
 
-DDP = """
-import os
-import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-
-distributed.init_process_group("gloo")
-torch.manual_seed(distributed.get_rank())
-model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(4, 8)).square().mean()
-    loss.backward()
-    optimizer.step()
-    if distributed.get_rank() == 0:
-        print(loss.item().hex(), flush=True)
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-distributed.destroy_process_group()
-"""
 
 TF32 = """
 import torch
@@ -93,16 +68,6 @@ def closure():
 
 for _ in range(4):
     optimizer.step(closure)
-"""
-
-INFER = """
-import torch
-from torch import nn
-
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).eval()
-with torch.no_grad():
-    for number in range(6):
-        print(model(torch.ones(2, 8)).sum().item().hex())
 """
 
 
@@ -151,7 +116,6 @@ def _command(*arguments: str) -> list[str]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "infer.py").write_text(INFER)
     return tmp_path
 
 
@@ -360,14 +324,6 @@ def test_the_step_after_the_recorded_ones_is_counted(unedited: tuple[Path, str])
     assert optimizer.least_bytes == 3 * 4 * (8 * 8 + 8 + 8 + 1), "parameters and gradients are read, parameters written"
 
 
-def test_an_error_in_the_counted_step_is_the_scripts_own(place: Path, run: Start) -> None:
-    done = run("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "9", "raise", "1")
-    assert done.returncode == 1
-    assert not (place / "run" / "work.json").exists()
-    assert done.stderr.count("Traceback") == 1
-    assert "ValueError: the data are bad" in done.stderr
-
-
 def test_depth_and_no_annotate_leave_ranges_out(place: Path, run: Start) -> None:
     target = ("--warmup", "1", "--steps", "1", "--", sys.executable, "train.py", "0.1", "4")
     assert run("--depth", "0", *target).returncode == 0
@@ -387,16 +343,6 @@ def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
     done = run("--warmup", "1", "--steps", "1", "--stop", "--no-lines", "--", sys.executable, "train.py", "0.1", "500")
     assert done.returncode == 0, done.stderr
     assert "\n4 0x" not in done.stdout
-
-
-def test_without_an_optimizer_outermost_calls_are_the_steps(place: Path, run: Start) -> None:
-    done = run("--warmup", "4", "--steps", "2", "--", sys.executable, "infer.py")
-    assert done.returncode == 0, done.stderr
-    ranges = range_names(place / "run" / "trace.json.gz")
-    assert [name for name in ranges if name.startswith("step ")] == ["step 4", "step 5"]
-    assert "forward" not in ranges, "nothing is trained"
-    assert ranges.count("model") == 2
-    assert manifest_of(place / "run")["processes"][0]["state"] == "complete"
 
 
 @pytest.mark.parametrize("profiler", ["--kineto", pytest.param("--nsys", marks=pytest.mark.nsys)])
@@ -451,33 +397,6 @@ def test_the_end_names_what_the_self_check_warns_of(place: Path, run: Start) -> 
     assert "per instance" in care
 
 
-@pytest.mark.parametrize(
-    ("limit_bytes", "said"),
-    [
-        (50_000, "nothing was recorded: File too large"),
-        (500, "the recording could not be saved:"),
-    ],
-)
-def test_a_file_that_may_not_grow_does_not_stop_the_script(
-    place: Path, run: Start, limit_bytes: int, said: str
-) -> None:
-    limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))\n"
-    (place / "limited.py").write_text(limit + TRAIN)
-    done = run("--warmup", "5", "--", sys.executable, "limited.py", "0.1", "12")
-    assert done.stdout.splitlines()[11].startswith("11 0x"), "it trains to its end"
-    assert "Traceback" not in done.stderr
-    assert said in done.stderr
-    assert done.returncode == 0
-    assert manifest_of(place / "run")["exit_status"] == 0
-
-
-def test_an_optimizer_that_never_stepped_is_named(run: Start) -> None:
-    done = run("--step-on", "AdamWx", "--", sys.executable, "train.py", "0.1", "9")
-    assert done.returncode == 0
-    assert "no optimizer of class AdamWx made a step" in done.stderr
-    assert "--warmup" not in done.stderr
-
-
 def test_where_nothing_is_recorded_the_status_stays_the_scripts(place: Path, start: Start) -> None:
     (place / "no_torch.py").write_text("import sys\nprint(sorted(m for m in sys.modules if 'profkit' in m))")
     done = start("--", sys.executable, "no_torch.py")
@@ -497,49 +416,6 @@ def test_another_sitecustomize_still_runs(place: Path, start: Start) -> None:
     )
     done = start("--", sys.executable, "show.py", PYTHONPATH=f"{place / 'site'}{os.pathsep}{ROOT}")
     assert done.stdout.splitlines() == [f"True {place / 'site' / 'sitecustomize.py'}", "False"]
-
-
-def test_ranks_under_torchrun_have_a_trace_each_and_ddp_keeps_its_losses(place: Path, forks: Forks, run: Start) -> None:
-    (place / "ddp.py").write_text(DDP)
-    target = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
-    plain = forks.run(target, place)
-    assert plain.returncode == 0, plain.stderr
-    done = run("--flops", "--warmup", "1", "--steps", "2", "--", *target)
-    assert done.returncode == 0, done.stderr
-    names = names_in(place / "run")
-    assert names == [
-        "light.jsonl",
-        "light.rank1.jsonl",
-        "manifest.json",
-        "trace.json.gz",
-        "trace.rank1.json.gz",
-        "work.json",
-    ]
-    assert [one["process"] for one in manifest_of(place / "run")["processes"]] == ["rank0", "rank1"]
-    losses = plain.stdout.splitlines()
-    assert len(losses) == 4
-    assert done.stdout.splitlines()[:4] == losses
-    for name in ("trace.json.gz", "trace.rank1.json.gz"):
-        ranges = range_names(place / "run" / name)
-        assert [ranges.count(part) for part in ("model", "0", "2", "backward")] == [4, 4, 4, 2]
-        assert not any(part.startswith("module") for part in ranges)
-
-
-@pytest.mark.parametrize("recorded", [True, False], ids=["after the recording", "within it"])
-def test_ctrl_c_leaves_no_process_and_nothing_half_written(place: Path, forks: Forks, recorded: bool) -> None:
-    steps = "1" if recorded else "9"
-    script = [sys.executable, "train.py", "0.1", "20", "interrupt", "3"]
-    done = forks.run(_command("--warmup", "1", "--steps", steps, "--", *script), place)
-    said = done.stderr
-    assert done.returncode == 130
-    assert "KeyboardInterrupt" in said, "Ctrl-C reaches the script as Ctrl-C"
-    assert said.splitlines()[-1] == "profkit: interrupted; run is marked failed and keeps trace.json.gz"
-    manifest = manifest_of(place / "run")
-    assert (manifest["status"], manifest["reason"], manifest["exit_status"]) == ("failed", "interrupted", 130)
-    assert [one["state"] for one in manifest["processes"]] == ["complete" if recorded else "cut short"]
-    left = ["manifest.json", "trace.json.gz", *(["lines.jsonl", "work.json"] if recorded else [])]
-    assert {path.name for path in (place / "run").iterdir()} == set(left)
-    assert not processes_in(place)
 
 
 def _nvtx_texts(export: Path) -> list[str]:

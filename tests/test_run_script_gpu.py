@@ -163,10 +163,6 @@ def _open(place: Path, rank: int | None = None) -> tuple[OpenedSnapshot, MemoryR
     return opened, opened.memory()
 
 
-def _owners(result: MemoryResult) -> set[str]:
-    return {row.owner for row in result.composition.largest if row.owner}
-
-
 def _assert_exact(result: MemoryResult) -> None:
     assert result.totals.exact, result.warnings
     assert result.history.complete, "recorded from the very first allocation"

@@ -25,47 +25,6 @@ from tests.in_process import manifest_of, run_profkit
 
 ROOT = Path(__file__).parent.parent
 
-ATTENTION = """
-import math
-import torch
-
-def attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v
-
-q, k, v = (torch.randn(2, 8, 4, requires_grad=True) for _ in range(3))
-for _ in range(3):
-    attention(q, k, v)
-for _ in range(5):
-    attention(q, k, v).sum().backward()
-    q.grad = k.grad = v.grad = None
-"""
-
-GAN = """
-import torch
-from torch import nn
-
-class Generator(nn.Linear):
-    pass
-
-class Discriminator(nn.Linear):
-    pass
-
-def main():
-    net_g, net_d = Generator(2, 4), Discriminator(4, 1)
-    criterion = nn.BCEWithLogitsLoss()
-    opt_g, opt_d = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (net_g, net_d))
-    for _ in range(5):
-        fake = net_g(torch.randn(3, 2))
-        criterion(net_d(torch.randn(3, 4)), torch.ones(3, 1)).backward()
-        criterion(net_d(fake.detach()), torch.zeros(3, 1)).backward()
-        opt_d.step()
-        opt_d.zero_grad()
-        criterion(net_d(fake), torch.ones(3, 1)).backward()
-        opt_g.step()
-        opt_g.zero_grad()
-
-main()
-"""
 
 PLAIN = """
 import torch
@@ -91,31 +50,6 @@ for _ in range(5):
         model(torch.ones(2, 4))
 """
 
-GENERATE = """
-import torch
-from torch import nn
-
-class GenerationMixin:
-    @torch.no_grad()
-    def generate(self, tokens, count):
-        for _ in range(count):
-            tokens = torch.cat([tokens, self(tokens).argmax(-1)[:, -1:]], 1)
-        return tokens
-
-class Model(nn.Module, GenerationMixin):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, tokens):
-        return self.head(self.embedding(tokens))
-
-model = Model()
-for _ in range(4):
-    model.generate(torch.zeros(1, 3, dtype=torch.long), 5)
-"""
-
 
 Record = Callable[..., CompletedProcess[str]]
 
@@ -139,27 +73,6 @@ def _paths(place: Path) -> dict[str, int]:
     return {re.sub(r"^step \d+", "step *", row.path): row.instances for row in rows if "Optimizer." not in row.path}
 
 
-def test_a_benchmark_of_attention_has_backward_passes_as_steps(tmp_path: Path, record: Record) -> None:
-    done = record(ATTENTION, "--warmup", "2", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    assert "A step is one backward pass" in done.stdout
-    assert _paths(tmp_path) == {"step *": 2, "step */backward": 2}
-    process = manifest_of(tmp_path / "run")["processes"][0]
-    assert (process["step"], process["step_names"], process["seen"]) == ("backward", [], {"backward": 4})
-
-
-def test_the_two_optimizers_and_models_of_a_gan_have_names_of_their_own(tmp_path: Path, record: Record) -> None:
-    done = record(GAN, "--warmup", "2", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    assert "A step is one step each of the optimizers opt_d and opt_g" in done.stdout
-    paths = _paths(tmp_path)
-    assert paths["step */forward/Discriminator"] == 6
-    assert paths["step */forward/Generator"] == 2
-    assert paths["step */optimizer/opt_d"] == paths["step */optimizer/opt_g"] == 2
-    assert paths["step *"] == 2
-    assert not any("model" in path for path in paths)
-
-
 def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path, record: Record) -> None:
     done = record(PLAIN)
     assert done.returncode == 0, done.stderr
@@ -172,10 +85,10 @@ def test_a_program_without_any_step_is_recorded_as_a_whole(tmp_path: Path, recor
 
 
 def test_a_program_that_is_chosen_as_a_whole_runs_once(tmp_path: Path, record: Record) -> None:
-    done = record(ATTENTION, "--step-on", "whole")
+    done = record(PLAIN, "--step-on", "whole")
     assert done.returncode == 0, done.stderr
     assert "again" not in done.stderr
-    assert _paths(tmp_path) == {"step *": 1, "step */backward": 5}
+    assert _paths(tmp_path) == {"step *": 1}
 
 
 def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_path: Path, record: Record) -> None:
@@ -185,19 +98,6 @@ def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_pat
     paths = _paths(tmp_path)
     assert paths["step */optimizer"] == paths["step */forward"] == paths["step */inference"] == 2
     assert manifest_of(tmp_path / "run")["processes"][0]["step"] == "optimizer"
-
-
-def test_generate_is_a_step_of_a_prefill_and_decodes(tmp_path: Path, record: Record) -> None:
-    done = record(GENERATE, "--warmup", "2", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    assert "A step is one call of Model.generate" in done.stdout
-    paths = _paths(tmp_path)
-    assert {path: paths[path] for path in ("step *", "step */prefill", "step */decode", "step */decode/model")} == {
-        "step *": 2,
-        "step */prefill": 2,
-        "step */decode": 8,
-        "step */decode/model": 8,
-    }
 
 
 @pytest.mark.parametrize(
