@@ -96,8 +96,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
         raise UsageError(
             f"{path}: holds runs of different jobs: {' and '.join(jobs)}; compare them: profkit compare {names}"
         )
-    links = next((run.manifest.gpus.links for run in runs if run.manifest.gpus and run.manifest.gpus.links), ())
-    return join_ranks(reads, links)
+    return join_ranks(reads)
 
 
 def find_sources(path: Path) -> list[RankSource]:

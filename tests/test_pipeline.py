@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +11,7 @@ import pytest
 
 from profkit.analysis.ranks.groups import bus_factor
 from profkit.joining import read_ranks
-from profkit.report.commands.machine import describe_links
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from profkit.run.manifest import GpuLink
 from tests.rank_builder import (
     BYTES,
     MS,
@@ -190,19 +187,6 @@ def test_the_highest_peak_is_held_against_that_of_the_median_rank(tmp_path: Path
     assert read_ranks(run, workers=1).peaks is None, "all need the same"
 
 
-NVLINK = GpuLink((0, 1), "nvlink", 18, 4, 478_116_000_000)
-
-
-def test_links_of_one_kind_are_said_once_and_others_with_their_gpus() -> None:
-    far = GpuLink((0, 2), "system", 16, 5, 63_015_384_616)
-    assert describe_links([NVLINK, replace(NVLINK, gpus=(2, 3))]) == "18 × NVLink 4 (478 GB/s each way)"
-    assert describe_links([NVLINK, far]) == (
-        "0–1: 18 × NVLink 4 (478 GB/s each way);"
-        " 0–2: PCIe and the link between two CPUs, PCIe 5.0 x16 (63 GB/s each way)"
-    )
-    assert describe_links([]) == ""
-
-
 def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
     factors = [
         bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -261,10 +245,3 @@ def test_where_one_rank_was_recorded_in_full_only_what_the_others_sent_in_its_st
     full, light = (_sending(rank, 2, WIRE_NS) for rank in range(2))
     full = replace(full, source="kineto", steps=full.steps[1:2])
     assert {row.kind: row.count for row in compare_records([full, light]).groups} == {"send": 4, "recv": 4}
-
-
-def test_the_links_stand_under_the_bandwidths_that_they_carry(tmp_path: Path) -> None:
-    run = write_light_run(tmp_path / "run", light_records(simulate(2, 3)))
-    link = {"gpus": [0, 1], "way": "nvlink", "count": 18, "version": 4, "bytes_per_s": 478_116_000_000}
-    (run / "manifest.json").write_text(json.dumps({"status": "complete", "gpus": {"links": [link]}}))
-    assert "the GPUs are linked by 18 × NVLink 4 (478 GB/s each way)" in said("ranks", run)

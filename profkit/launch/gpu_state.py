@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
 from profkit.launch.processes import run_child
-from profkit.run.manifest import THROTTLE_REASONS, Gpu, GpuLink, Gpus, Process, Way
+from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
 from profkit.run.records import decode
 from profkit.run.work import VERSION, Ceilings
 
@@ -33,23 +32,13 @@ _SLOWDOWNS = frozenset(
     {"sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
 
-# nvml.h, nvmlGpuTopologyLevel_t: where the PCIe paths of two GPUs meet.
-_LEVELS: dict[int, Way] = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "system"}
-# nvml.h: what nvmlDeviceGetNvLinkVersion returns, as a whole number; 3 is 2.2 and 5 is 3.1.
-_NVLINK_VERSIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
-# nvml.h, nvmlIntNvLinkDeviceType_t: what is at the other end of an NVLink.
-_SWITCH = 2
-# PCIe generation → bytes a second of one lane each way: 8, 16 and 32 GT/s, of which 128 bits in 130 are data.
-_LANE_RATES = {3: 984_615_385, 4: 1_969_230_769, 5: 3_938_461_538}
-
 
 @dataclass(frozen=True)
 class GpuState:
-    """All GPUs of this machine, and the links between each two of them; ``reason`` says why there are none."""
+    """All GPUs of this machine; ``reason`` says why there are none."""
 
     gpus: tuple[Gpu, ...] = ()
     reason: str | None = None
-    links: tuple[GpuLink, ...] = ()
 
 
 def read_gpu_state(nvml: Any = None) -> GpuState:
@@ -70,18 +59,12 @@ def read_gpu_state(nvml: Any = None) -> GpuState:
         return GpuState(reason=f"NVML cannot be loaded: {error}")
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        devices = [_Device(nvml, handle) for handle in handles]
-        gpus = tuple(device.describe(index) for index, device in enumerate(devices))
-        links = tuple(
-            link
-            for first, second in combinations(range(len(devices)), 2)
-            if (link := _link(devices, first, second)) is not None
-        )
+        gpus = tuple(_Device(nvml, handle).describe(index) for index, handle in enumerate(handles))
     except nvml.NVMLError as error:
         return GpuState(reason=f"NVML failed: {error}")
     finally:
         nvml.nvmlShutdown()
-    return GpuState(gpus, links=links)
+    return GpuState(gpus)
 
 
 class _Device:
@@ -104,46 +87,6 @@ class _Device:
             process_bytes=None if processes is None else _sum_if_known(process.usedGpuMemory for process in processes),
         )
 
-    def nvlinks_to(self, other: _Device) -> tuple[int, ...]:
-        """Return the NVLinks of this GPU that lead to another one: straight, or through a switch that both are at."""
-        switched = bool(other._nvlinks(lambda link: other._remote_type(link) == _SWITCH))
-        bus_id = other._bus_id(self._nvml.nvmlDeviceGetPciInfo) or "unknown"
-
-        def leads_there(link: int) -> bool:
-            if self._remote_type(link) == _SWITCH:
-                return switched
-            return self._bus_id(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo, link) == bus_id
-
-        return self._nvlinks(leads_there)
-
-    def nvlink_facts(self, link: int) -> tuple[int | None, int | None]:
-        """Return the version of NVLink, and what one link carries each way in bytes a second."""
-        version = self._ask(self._nvml.nvmlDeviceGetNvLinkVersion, link)
-        field = getattr(self._nvml, "NVML_FI_DEV_NVLINK_GET_SPEED", None)
-        values = None if field is None else self._ask(self._nvml.nvmlDeviceGetFieldValues, [(field, link)])
-        speed = values[0].value.uiVal if values and values[0].nvmlReturn == 0 else 0
-        return _NVLINK_VERSIONS.get(version or 0), speed * 1_000_000 or None
-
-    def _nvlinks(self, wanted: Callable[[int], bool]) -> tuple[int, ...]:
-        ask, state = self._ask, self._nvml.nvmlDeviceGetNvLinkState
-        return tuple(link for link in range(self._nvml.NVML_NVLINK_MAX_LINKS) if ask(state, link) == 1 and wanted(link))
-
-    def _remote_type(self, link: int) -> int | None:
-        ask = getattr(self._nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", None)
-        return None if ask is None else self._ask(ask, link)
-
-    def _bus_id(self, function: Callable[..., Any], *link: int) -> str | None:
-        return _text(getattr(self._ask(function, *link), "busId", None))
-
-    def level_to(self, other: _Device) -> int:
-        level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, other._handle)
-        return -1 if level is None else int(level)
-
-    def pcie(self) -> tuple[int | None, int | None]:
-        """Return the generation of PCIe that GPU and slot allow (an idle GPU uses a lower one), and its lanes."""
-        nvml = self._nvml
-        return self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration), self._ask(nvml.nvmlDeviceGetCurrPcieLinkWidth)
-
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
         try:
             return function(self._handle, *more)
@@ -162,22 +105,6 @@ class _Device:
         values = self._ask(self._nvml.nvmlDeviceGetFieldValues, list(fields.values())) or []
         counted = zip(fields, values, strict=False)
         return {name: value.value.ullVal // 1000 for name, value in counted if value.nvmlReturn == 0}
-
-
-def _link(devices: list[_Device], index: int, other_index: int) -> GpuLink | None:
-    first, second = devices[index], devices[other_index]
-    links = first.nvlinks_to(second)
-    if links:
-        count = min(len(links), len(second.nvlinks_to(first)) or len(links))
-        version, rate = first.nvlink_facts(links[0])
-        return GpuLink((index, other_index), "nvlink", count, version, None if rate is None else rate * count)
-    way = _LEVELS.get(first.level_to(second))
-    if way is None:
-        return None
-    slots = first.pcie(), second.pcie()
-    generation, lanes = (None if None in values else min(filter(None, values)) for values in zip(*slots, strict=True))
-    rate = _LANE_RATES.get(generation or 0)
-    return GpuLink((index, other_index), way, lanes, generation, rate * lanes if rate and lanes else None)
 
 
 def used_gpus(state: GpuState, uuids: Iterable[str | None]) -> tuple[Gpu, ...]:
@@ -225,7 +152,7 @@ def _warn_of_clocks(first: Gpu, last: Gpu) -> str | None:
 
 
 def describe_gpus(before: GpuState, after: GpuState) -> Gpus:
-    return Gpus(before.gpus, after.gpus, before.reason or after.reason, before.links)
+    return Gpus(before.gpus, after.gpus, before.reason or after.reason)
 
 
 def warn_of_used_gpus(before: GpuState, after: GpuState, processes: Iterable[Process]) -> list[str]:

@@ -30,24 +30,6 @@ _SUFFIX: dict[Clock, str] = {"wall": "_ns", "cuda-events": "_event_ns", "host": 
 _CONTEXT = "context"
 
 
-Way = Literal["nvlink", "board", "switch", "switches", "bridge", "node", "system"]
-
-
-@dataclass(frozen=True)
-class GpuLink:
-    """How two GPUs reach each other: by NVLink, else where their PCIe paths meet (NVML's levels of topology).
-
-    ``gpus`` are their numbers in NVML. ``count`` NVLinks of ``version`` carry ``bytes_per_s`` each way together; of a
-    PCIe path ``version`` is the generation, ``count`` the lanes. None for what NVML does not say.
-    """
-
-    gpus: tuple[int, ...]
-    way: Way
-    count: int | None = None
-    version: int | None = None
-    bytes_per_s: int | None = None
-
-
 @dataclass(frozen=True)
 class Samples:
     """The steps of one pass, each an object of nanoseconds.
@@ -303,12 +285,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The machine's GPUs before and after the run, and their links; ``reason`` says why there are none to tell of."""
+    """The machine's GPUs before and after the run; ``reason`` says why there are none to tell of."""
 
     before: tuple[Gpu, ...] = ()
     after: tuple[Gpu, ...] = ()
     reason: str | None = None
-    links: tuple[GpuLink, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Cause, LightRecord
-from profkit.run.manifest import GpuLink
 from profkit.trace.columns import Ints
 from profkit.trace.nsys_collectives import COMMUNICATOR
 
@@ -83,8 +82,6 @@ class RanksResult(NotebookResult):
     step_count: int
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
     recorded_step_count: int = 0
-    links: tuple[GpuLink, ...] = ()
-    """What the links between the GPUs of the first machine are."""
     pipelines: tuple[Pipeline, ...] = ()
     peaks: PeakDifference | None = None
     """None where all ranks need the same memory, or peaks are unknown."""
@@ -155,7 +152,6 @@ class RanksResult(NotebookResult):
 def compare_ranks(
     ranks: Iterable[ReducedRank],
     lost: Mapping[int, str] | None = None,
-    links: tuple[GpuLink, ...] = (),
     written: Iterable[ReducedRank] = (),
     recorded_step_ns: int | None = None,
 ) -> RanksResult:
@@ -164,7 +160,6 @@ def compare_ranks(
     Args:
         ranks: what each rank handed over.
         lost: the ranks of which nothing can be read, each with the reason.
-        links: what the links between the GPUs of the first machine are.
         written: the light records of ranks that also left a full trace.
         recorded_step_ns: what a step takes by the time account of their traces; None without traces.
 
@@ -223,13 +218,12 @@ def compare_ranks(
         pipelines=tuple(
             find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
         ),
-        links=links,
         recorded_step_ns=recorded_step_ns,
     )
 
 
-def join_ranks(reads: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> RanksResult:
-    """Return the comparison of all ranks that were read; ``links`` are those between the GPUs of the first machine.
+def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:
+    """Return the comparison of all ranks that were read.
 
     Raises:
         CaptureError: a trace cannot be read, and nobody knows of which rank it is.
@@ -244,7 +238,7 @@ def join_ranks(reads: Sequence[ReadRanks], links: tuple[GpuLink, ...] = ()) -> R
     # The n-th steps of all traces are one, which takes as long as the longest.
     recorded_ns = [read.recorded_ns for read in reads if read.recorded_ns]
     longest = [max(together) for together in zip(*recorded_ns, strict=False)]
-    return compare_ranks(ranks, reasons, links, written, round(sum(longest) / len(longest)) if longest else None)
+    return compare_ranks(ranks, reasons, written, round(sum(longest) / len(longest)) if longest else None)
 
 
 @collector_off()
@@ -259,8 +253,7 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
     if len(light) < 2 and (opened is None or len(opened.ranks.members) < 2):
         return None
     read = read_and_reduce(light, None if opened is None else lambda: opened)
-    gpus = None if run is None else run.manifest.gpus
-    return join_ranks([read], () if gpus is None else gpus.links) if len(read.ranks) > 1 else None
+    return join_ranks([read]) if len(read.ranks) > 1 else None
 
 
 def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:

@@ -62,7 +62,6 @@ def build_efficiency_document(
     result: EfficiencyResult,
     self_check: Sequence[Finding],
     *,
-    explain: bool = False,
     totals: bool = False,
     compared: RanksResult | None = None,
     limits: StepLimits | None = None,
@@ -73,7 +72,6 @@ def build_efficiency_document(
     Args:
         result: what was measured; people read averages per step if its steps are known.
         self_check: the findings on the capture.
-        explain: show the numbers behind each verdict.
         totals: show sums over the recorded steps instead of averages.
         compared: the ranks side by side, for which of them is late.
         limits: what limits the step.
@@ -95,12 +93,6 @@ def build_efficiency_document(
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
     parts.append(Lines(_notes(result, steps, words)))
-    if explain:
-        parts.append(Lines(["Below: sums over the recording, in nanoseconds."]))
-        for row in result.ranges:
-            limit = "limit unknown" if row.verdict is None else f"limited by {limit_words(row)}"
-            lines = [row.rule, *_time_sums(row), *_work_rates(row)]
-            parts.append(Lines(lines, title=f"{row.path}: {limit}"))
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
@@ -307,34 +299,6 @@ def _cost_words(step: PhaseTimes) -> str:
     unprofiled, profiled = (format_ns(time_ns or 0) for time_ns in (step.clean_ns, step.profiled_ns))
     cost = "" if step.cost is None else f" ({format_change(step.cost)})"
     return f"step time{where}: {unprofiled} unprofiled, {profiled} with the profiler{cost}"
-
-
-def _time_sums(row: EfficiencyRow) -> Iterator[str]:
-    if row.gpu is not None:
-        gpu = row.gpu
-        yield (
-            f"on the GPU {gpu.span_ns:,} = computing {gpu.computing_ns:,} + communicating"
-            f" {gpu.exposed_communication_ns:,} + copying {gpu.exposed_copy_ns:,} + idle {gpu.idle_ns:,}"
-        )
-        yield (
-            f"idle {gpu.idle_ns:,} = preparing kernels {gpu.launching_ns:,} + waiting for the GPU"
-            f" {gpu.synchronising_ns:,} + without CUDA calls {gpu.outside_cuda_ns:,}"
-        )
-    if row.launch_count:
-        each = row.busy_ns // row.launch_count
-        yield f"{row.launch_count:,} launches, GPU busy for {row.busy_ns:,}: {each:,} per launch"
-
-
-def _work_rates(row: EfficiencyRow) -> Iterator[str]:
-    if row.flops is not None and row.flops_per_s is not None:
-        share = row.ceiling_share
-        peak = "" if share is None else f"; at the peak they take {round(share * row.busy_ns):,}"
-        yield f"{row.flops:,} FLOPs / {row.busy_ns:,} = {four_digits(row.flops_per_s / 1e12)} TFLOP/s{peak}"
-    if row.least_bytes is not None and row.bytes_per_s is not None:
-        yield f"at least {row.least_bytes:,} B / {row.busy_ns:,} = {four_digits(row.bytes_per_s / 1e9)} GB/s"
-    if row.intensity is not None:
-        operations = (row.flops or 0) + (row.other_flops or 0)
-        yield f"{operations:,} operations / {row.least_bytes:,} B = {four_digits(row.intensity)} FLOP/B"
 
 
 def build_ranges_document(

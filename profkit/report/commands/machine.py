@@ -1,15 +1,14 @@
-"""What a machine is, in words: the documents of ``profkit doctor`` and ``ceilings``, and the links between its GPUs."""
+"""What a machine is, in words: the documents of ``profkit doctor`` and ``ceilings``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, Protocol
 
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.text import screen_width
 from profkit.report.units import SHARE, TEXT, Unit, four_digits
-from profkit.run.manifest import GpuLink, Way
 from profkit.run.work import Ceilings
 
 if TYPE_CHECKING:
@@ -136,32 +135,3 @@ def _notes(ceilings: Ceilings, sheet: Datasheet | None) -> list[str]:
     elif ceilings.driver is not None:
         lines.append("profkit has no datasheet of this GPU")
     return lines
-
-
-_WAYS: dict[Way, str] = {
-    "board": "PCIe on one board",
-    "switch": "one PCIe switch",
-    "switches": "several PCIe switches",
-    "bridge": "the PCIe host bridge of one CPU",
-    "node": "several PCIe host bridges of one CPU",
-    "system": "PCIe and the link between two CPUs",
-}
-
-
-def describe_links(links: Iterable[GpuLink]) -> str:
-    """Return what the links are, in words; where they differ, between which GPUs each kind is."""
-    pairs: dict[str, list[str]] = {}
-    for link in links:
-        pairs.setdefault(describe_link(link), []).append("–".join(map(str, link.gpus)))
-    if len(pairs) <= 1:
-        return next(iter(pairs), "")
-    return "; ".join(f"{', '.join(gpus)}: {kind}" for kind, gpus in pairs.items())
-
-
-def describe_link(link: GpuLink) -> str:
-    rate = "" if link.bytes_per_s is None else f" ({link.bytes_per_s / 1e9:.0f} GB/s each way)"
-    if link.way == "nvlink":
-        name = "NVLink" if link.version is None else f"NVLink {link.version}"
-        return (name if link.count is None else f"{link.count} × {name}") + rate
-    lanes = "" if None in (link.version, link.count) else f", PCIe {link.version}.0 x{link.count}"
-    return f"{_WAYS[link.way]}{lanes}{rate}"

@@ -11,7 +11,6 @@ from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankS
 from profkit.analysis.ranks.culprit import Culprit, Doubt
 from profkit.analysis.ranks.groups import GroupRow, Pipeline
 from profkit.findings import Finding
-from profkit.report.commands.machine import describe_links
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
     BYTES,
@@ -83,12 +82,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
-        Lines(
-            [
-                *([f"the GPUs are linked by {describe_links(result.links)}"] if result.links else []),
-                *(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
-            ]
-        ),
+        Lines(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
         *([] if result.verdict.most_rank is None else [_wait_table(result)]),
         ranks,
         Lines(_notes(result)),
@@ -117,7 +111,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(rank) for rank in result.ranks],
         "waits": result.waits_ns.tolist(),
-        "links": {"links": [asdict(link) for link in result.links]},
         "pipelines": [
             {
                 "group": {
