@@ -15,7 +15,6 @@ from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun
 from profkit.analysis.self_check import SelfCheck, check_capture
 from profkit.analysis.time_account.steps import find_warmup
-from profkit.analysis.tree.range_tree import RangesResult, summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
     from profkit.analysis.time_account.account import TimeAccount
+    from profkit.analysis.tree.range_tree import RangesResult
     from profkit.run.edits import Edit
     from profkit.run.manifest import Manifest
 
@@ -269,6 +269,8 @@ class OpenedTrace:
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
+        from profkit.analysis.tree.range_tree import summarize_ranges
+
         return replace(summarize_ranges(self.attribution, numbered=numbered), rank=self.rank)
 
 

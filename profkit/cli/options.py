@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,8 @@ from profkit.report.text import make_visible
 from profkit.run.directory import find_newest_run
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from profkit.analysis.self_check import SelfCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -96,6 +97,12 @@ def peak_options(command: Command) -> Command:
     return command
 
 
+def _exact(number: str) -> Fraction:
+    from fractions import Fraction  # few commands read numbers
+
+    return Fraction(number.strip())
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean: MiB is 2²⁰, MB is 10⁶, and a bare M is 2²⁰.
 
@@ -105,7 +112,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512, 10MiB or 1.5GB")
-    unit, number = match["unit"].lower(), Fraction(match["number"])
+    unit, number = match["unit"].lower(), _exact(match["number"])
     if unit in ("", "b"):
         if number.denominator != 1:
             raise ValueError(f"{text!r} is not a size: a byte cannot be divided")
@@ -136,11 +143,11 @@ def parse_percent(text: str) -> float:
         ValueError: it is not a percentage from 0 to 100.
     """
     match = _PERCENT.fullmatch(text.strip())
-    if match is None or Fraction(match["number"]) > 100:
+    if match is None or _exact(match["number"]) > 100:
         raise ValueError(f"{text!r} is not a percentage from 0% to 100%, such as 10%")
-    if not match["sign"] and 0 < Fraction(match["number"]) < 1:
+    if not match["sign"] and 0 < _exact(match["number"]) < 1:
         raise ValueError(f"{text!r} is ambiguous; write {match['number']}% or {100 * float(match['number']):g}%")
-    return float(Fraction(match["number"]) / 100)
+    return float(_exact(match["number"]) / 100)
 
 
 def parse_milliseconds(text: str) -> int:
@@ -149,7 +156,7 @@ def parse_milliseconds(text: str) -> int:
     Raises:
         ValueError: it is no positive number.
     """
-    number = Fraction(text.strip()) if _NUMBER.fullmatch(text.strip()) else Fraction(0)
+    number = _exact(text) if _NUMBER.fullmatch(text.strip()) else 0
     if number <= 0:
         raise ValueError(f"{text!r} is not a number of milliseconds above 0, such as 120 or 0.5")
     return round(number * 1_000_000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +21,6 @@ from profkit.analysis.placing.attribution import (
 )
 from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
-from profkit.analysis.tree.modules import modules_of_ranges
-from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import TraceError, UsageError
 from profkit.findings import Finding
@@ -380,7 +378,7 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
         # Below the ranges' own numbers, one for each reason why work has none.
         place = np.where(innermost >= 0, innermost, -1 - placed.verdict[chosen])
         ids, inverse = np.unique(place, return_inverse=True)
-        kinds = kind_paths(attribution) if by == "range" else modules_of_ranges(attribution)
+        kinds = _kinds_of_ranges(attribution, by)
         paths = [kinds[i] if i >= 0 else _PLACELESS[-1 - i] for i in ids.tolist()]
         distinct = sorted(set(paths))
         number = {path: at for at, path in enumerate(distinct)}
@@ -395,6 +393,16 @@ def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[C
     ids, inverse = np.unique(name, return_inverse=True)
     index = np.array([position[i] for i in ids.tolist()], dtype=np.int64)
     return lambda key: (distinct[key], distinct[key]), index[inverse]
+
+
+def _kinds_of_ranges(attribution: Attribution, by: Grouping) -> Sequence[str]:
+    if by == "range":
+        from profkit.analysis.tree.range_tree import kind_paths
+
+        return kind_paths(attribution)
+    from profkit.analysis.tree.modules import modules_of_ranges
+
+    return modules_of_ranges(attribution)
 
 
 def _launching_operator(trace: Trace) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from profkit.trace.nesting import NO_RANGE, mark_nested
 _STEP = re.compile(rf"{STEP}( (\d{{1,18}}|\*))?", re.I)
 _CONTEXT = re.compile(rf"{CONTEXT} (\d{{1,18}})")
 
+# Many questions of one command begin with the steps.
+_MEASURED: WeakKeyDictionary[Attribution, dict[str, Ints]] = WeakKeyDictionary()
+_STEP_AROUND: WeakKeyDictionary[Attribution, Ints] = WeakKeyDictionary()
+
 
 def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     """Return the ranges that are steps, forward passes, …, by label: those that ended, outside ``warmup``.
@@ -22,6 +27,12 @@ def measured_ranges(attribution: Attribution) -> dict[str, Ints]:
     A step within another step, as where a program and a recorder each open one, is part of the outer one. A step in
     which the program ended is none.
     """
+    if attribution not in _MEASURED:
+        _MEASURED[attribution] = _find_measured(attribution)
+    return _MEASURED[attribution]
+
+
+def _find_measured(attribution: Attribution) -> dict[str, Ints]:
     trace = attribution.trace
     names = {i: trace.names[i] for i in distinct_values(trace.ranges.name).tolist()}
     label_of = {i: kind for i, name in names.items() if (kind := STEP if is_step(name) else phase_of(name))}
@@ -80,6 +91,12 @@ def mark_work_of_steps(attribution: Attribution) -> Bools:
 
 def find_steps(attribution: Attribution) -> Ints:
     """Return for each range the measured step that it is or lies in, `NO_RANGE` for none."""
+    if attribution not in _STEP_AROUND:
+        _STEP_AROUND[attribution] = _find_step_around(attribution)
+    return _STEP_AROUND[attribution]
+
+
+def _find_step_around(attribution: Attribution) -> Ints:
     step, above = np.full(len(attribution.parent), NO_RANGE, dtype=np.int64), attribution.parent
     measured = measured_ranges(attribution).get(STEP, empty_ints())
     step[measured] = measured

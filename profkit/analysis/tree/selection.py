@@ -9,7 +9,6 @@ open: only a path that starts above them selects them (``backward/layer 3``).
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
@@ -129,6 +128,8 @@ def _match_names(names: list[str], used: list[int], pattern: str) -> list[int]:
 
 def find_near_names(name: str, known: Sequence[str]) -> list[str]:
     """Return up to three of ``known`` that are spelled much as ``name``, or else hold it."""
+    import difflib  # few names are unknown
+
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return near + [other for other in known if name.lower() in other.lower() and other not in near][: 3 - len(near)]
 
