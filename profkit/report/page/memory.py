@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
-from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
@@ -30,9 +30,9 @@ _SHAPE_NUMBERS = ("bytes", "requested_bytes", "first", "end", "born_us", "freed_
 _SHAPE_TEXTS = ("category", "owner", "module", "label")
 
 
-def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> dict[str, Any]:
-    """Return what the section shows of a device and its account; allocations that are not ``wanted`` are one in it."""
-    bins = bin_history(memory, wanted)
+def build_memory(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]:
+    """Return what the section shows of a device and its account."""
+    bins = bin_history(memory)
     document = build_memory_document(result, by="category", leaks=True)
     head, *others = [part for part in document.parts if isinstance(part, Lines)]
     return {
