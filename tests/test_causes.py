@@ -386,6 +386,41 @@ def test_fp32_products_are_named_with_their_module(tmp_path: Path) -> None:
     assert low < 4 * MS / 7.4 < expected < high < 1.6 * MS
 
 
+def _write_work(folder: Path, flops: dict[str, float], least_bytes: int = 1_000) -> None:
+    """Write what ranges of a step's forward pass do, as they lie in one another."""
+    names = {path: ["forward", "model", *([path] if path else [])] for path in flops}
+    usual = {"other_flops": 0, "needed_flops": 0, "instances": 1, "varies": False, "least_bytes": least_bytes}
+    counted = {path: {"flops": round(count), "flops_by_dtype": {"bf16": round(count)}} for path, count in flops.items()}
+    ranges = [{"path": names[path], **usual, **counted[path]} for path in flops]
+    content = {"version": 1, "source": "counted", "dtype": "bf16", "ranges": ranges, "model_flops": 0, "missing": []}
+    folder.mkdir()
+    (folder / "work.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "least_bytes", "expected_ns"),
+    [
+        (ALIGNED, 1_000, 800_000),  # 400 GFLOP at the neighbour's 500 TFLOP/s
+        (ALIGNED, 4 * 10**9, 1_042_000),  # at 0.8 of the H200's 4.8 TB/s
+        (MISALIGNED, 1_000, 674_000),  # no neighbour shows a rate: 0.6 of the peak
+        (FLASH, 1_000, 674_000),  # the neighbour's FLOPs are not all products'
+    ],
+)
+def test_padded_products_are_as_fast_as_their_neighbours(
+    tmp_path: Path, neighbour: str, least_bytes: int, expected_ns: int
+) -> None:
+    head = within("forward/model/head", launch(MISALIGNED, 2 * MS, 2))
+    body = within("forward/model/body", launch(NVJET, MS), launch(neighbour, MS))
+    folder = tmp_path / "run"
+    _write_work(folder, {"": 1_400e9, "head": 400e9, "body": 1_000e9}, least_bytes)
+    program = equal_steps(head, body, wait)
+    advice = by_code(program.write(folder, gpu="NVIDIA H200"))["sizes"]
+    body_ns = round(0.45 * MS) if neighbour == MISALIGNED else MS
+    low, expected, high = after(advice)
+    assert low < expected < high
+    assert expected == pytest.approx(MS + body_ns + expected_ns, rel=0.02)
+
+
 def test_attention_that_is_written_out_is_named(tmp_path: Path) -> None:
     written = [(NVJET, 100_000), (ADD, 100_000), (SOFTMAX, 100_000), (NVJET, 100_000)]
     advice = by_code(blocks("attn", *written).write(tmp_path))["attention"]

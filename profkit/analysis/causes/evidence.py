@@ -14,6 +14,7 @@ import numpy as np
 
 from profkit.analysis.intervals import unite
 from profkit.analysis.step_replay.edits import ProgramFacts
+from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.predict import (
     StepChange,
     TimeAnswer,
@@ -24,12 +25,14 @@ from profkit.analysis.step_replay.predict import (
 )
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import Summary
-from profkit.names import BACKWARD, OPTIMIZER
+from profkit.analysis.tree.modules import read_place
+from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest, find_condition
 
 if TYPE_CHECKING:
+    from profkit.analysis.efficiency.work import Peaks
     from profkit.analysis.opened import OpenedCapture, OpenedTrace
 
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")
@@ -98,6 +101,19 @@ class Operation(NamedTuple):
     is_alone: bool
 
 
+Place = tuple[str, str | None]
+"""A phase, and the innermost module there."""
+
+
+@dataclass
+class PlaceWork:
+    """What a step's ranges of one place do themselves: products of ``dtype``, and the least bytes to move."""
+
+    dtype: str
+    flops: int = 0
+    least_bytes: int = 0
+
+
 class Evidence:
     """A capture and its summary, with what several rows ask of them."""
 
@@ -135,6 +151,27 @@ class Evidence:
     def facts(self) -> ProgramFacts:
         """What is known of the program besides its trace."""
         return ProgramFacts() if self.trace is None else self.trace.program_facts
+
+    @cached_property
+    def peaks(self) -> Peaks | None:
+        """What the GPU can do at most, None if that is not known."""
+        return None if self.summary.work is None else self.summary.work.peaks
+
+    @cached_property
+    def work_by_place(self) -> dict[Place, PlaceWork]:
+        """What the ranges of each place do in a step without the ranges in them; empty where none was counted."""
+        run = self.capture.run
+        ranges = () if run is None or run.work is None else run.work.ranges
+        found: dict[Place, PlaceWork] = {}
+        for work in ranges:
+            flops, dtypes = work.flops_of(work.instances), work.flops_by_dtype
+            dtype = max(dtypes, key=lambda name: dtypes[name], default="")
+            for path, sign in ((work.path, 1), (work.path[:-1], -1)):
+                own = found.setdefault(_find_place(path), PlaceWork(dtype))
+                own.dtype = own.dtype or dtype
+                own.flops += sign * sum(flops.values())
+                own.least_bytes += sign * work.least_bytes * work.instances
+        return found
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
         """Return the step after some changes, predicted once; there must be a replay."""
@@ -288,6 +325,11 @@ def _communication_ns(replay: StepReplay) -> int:
         return 0
     rows = zip(step.columns.row.tolist(), step.columns.duration_ns, strict=True)
     return sum(time_ns for row, time_ns in rows if step.categories[row] == "communication")
+
+
+def _find_place(path: Sequence[str]) -> Place:
+    place = read_place([(name, "") for name in path])
+    return place.phase or OUTSIDE, kind_of(place.modules[-1]) if place.modules else None
 
 
 def source_line(line: LineTime) -> SourceLine:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, source_line
+from profkit.analysis.causes.evidence import (
+    Cause,
+    Evidence,
+    Operation,
+    Place,
+    PlaceWork,
+    SourceLine,
+    edits,
+    source_line,
+)
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution
@@ -17,7 +26,13 @@ from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
 
-_ALIGNED: By = {"least": 0.2, "expected": 0.45, "most": 0.8}
+_ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
+"""What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
+_OF_PEAK: By = {"least": 0.9, "expected": 0.6, "most": 0.35}
+"""Which share of the peak rate they reach, where no aligned product of their type shows it."""
+_OF_NEIGHBOURS = 0.65
+"""At least this share of the rate of the step's best aligned products."""
+_OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
 _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
@@ -72,16 +87,73 @@ def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
         return
     products = [one for one in evidence.operations(evidence.step) if _is_misaligned(one)]
     if products:
-        choose = evidence.choose(_is_misaligned)
         yield Cause(
             code="sizes",
             cause=f"{len(products)} matrix products have sizes that tensor cores do not fit",
             module=_busiest(products),
             change="pad the size to a multiple of 64",
-            changes=[scale_operations("sizes", choose, _ALIGNED, "how much faster products of other sizes are")],
+            changes=[
+                scale_operations("sizes", _choose_misaligned(evidence, place), factor, "how fast padded products are")
+                for place, factor in _price_aligned(evidence, products).items()
+            ],
             costs="a few more numbers",
             evidence={"product_ns": sum(one.duration_ns for one in products), "kernel": products[0].name},
         )
+
+
+def _choose_misaligned(evidence: Evidence, place: Place) -> Callable[[ReplayedStep], list[int]]:
+    return evidence.choose(lambda one: _is_misaligned(one) and (one.phase, one.module) == place)
+
+
+def _price_aligned(evidence: Evidence, products: Sequence[Operation]) -> dict[Place, By]:
+    """Return place → what its misaligned products would take of their time if tensor cores fitted them.
+
+    A place with products of both kinds shows no rate, and its FLOPs are not known apart.
+    """
+    works, peaks, others = evidence.work_by_place, evidence.peaks, _time_aligned(evidence)
+    misaligned: Counter[Place] = Counter()
+    for one in products:
+        misaligned[one.phase, one.module] += one.duration_ns
+    factors = dict.fromkeys(misaligned, _ALIGNED)
+    for place, time_ns in misaligned.items():
+        work = works.get(place)
+        if work is None or peaks is None or work.dtype not in peaks.flops_per_s or work.flops <= 0 or place in others:
+            continue
+        alike = [other for other in others if other not in misaligned and works[other].dtype == work.dtype]
+        known = [1e9 * works[other].flops / others[other] for other in alike]
+        factors[place] = {
+            world: min(1.0, _least_time(work, rate, _OF_BANDWIDTH[world] * peaks.bytes_per_s) / time_ns)
+            for world, rate in _rates_of_aligned(peaks.flops_per_s[work.dtype], known).items()
+        }
+    return factors
+
+
+def _time_aligned(evidence: Evidence) -> dict[Place, int]:
+    """Return place → how long its aligned products take, where no kernels of other kinds do FLOPs that count."""
+    assert evidence.step is not None
+    times: Counter[Place] = Counter()
+    others: set[Place] = set()
+    for one in evidence.operations(evidence.step):
+        if one.category == "attention" or is_convolution(one.name):
+            others.add((one.phase, one.module))
+        elif one.category == "gemm" and not _is_misaligned(one):
+            times[one.phase, one.module] += one.duration_ns
+    works = evidence.work_by_place
+    known = [place for place in times if place not in others and place in works and works[place].flops > 0]
+    return {place: times[place] for place in known}
+
+
+def _rates_of_aligned(peak: float, known: Sequence[float]) -> By:
+    """Return how fast padded products may be: as the step's best aligned ones of their type, if it has any."""
+    rates = {world: share * peak for world, share in _OF_PEAK.items()}
+    if known:
+        rates["expected"] = min(max(known), rates["least"])
+        rates["most"] = _OF_NEIGHBOURS * rates["expected"]
+    return rates
+
+
+def _least_time(work: PlaceWork, flops_per_s: float, bytes_per_s: float) -> float:
+    return 1e9 * max(work.flops / flops_per_s, work.least_bytes / bytes_per_s)
 
 
 def _is_misaligned(operation: Operation) -> bool:
