@@ -477,6 +477,29 @@ def test_conversions_zeroed_gradients_and_allocations_are_named_by_kernels_and_c
     assert equal_steps(*convolutions(NVJET, ADD)).write(tmp_path / "none").tries == ()
 
 
+@pytest.mark.parametrize(
+    ("conditions", "fills", "is_named"),
+    [
+        ({"deterministic_algorithms": True}, 100, True),
+        ({"deterministic_algorithms": True, "fills_uninitialized_memory": True}, 100, True),
+        ({"deterministic_algorithms": True, "fills_uninitialized_memory": False}, 100, False),
+        ({"deterministic_algorithms": False, "fills_uninitialized_memory": True}, 100, False),
+        ({"deterministic_algorithms": True}, 4, False),
+    ],
+)
+def test_memory_that_deterministic_algorithms_fill_is_a_cause_where_its_fills_take_long(
+    tmp_path: Path, conditions: dict[str, bool], fills: int, *, is_named: bool
+) -> None:
+    fill = launch("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", 4_000)
+    program = equal_steps(within("forward", launch(NVJET, MS, 4), *[fill, launch(NVJET, 10_000)] * fills), wait)
+    advice = by_code(program.write(tmp_path, conditions=conditions))
+    assert ("deterministic" in advice) == is_named
+    if is_named:
+        assert (advice["deterministic"].edit, advice["deterministic"].evidence["launches"]) == (None, fills)
+        low, expected, high = after(advice["deterministic"])
+        assert low < program.lengths[0] - fills * 5_000 < expected < high < program.lengths[0]
+
+
 @pytest.mark.parametrize(("fills", "has_sums", "is_named"), [(6, True, True), (6, False, False), (3, True, False)])
 def test_gradients_filled_one_by_one_are_those_that_backward_adds_to(
     tmp_path: Path, fills: int, *, has_sums: bool, is_named: bool

@@ -190,6 +190,17 @@ print(counted_since(before)["full_collections"], read_conditions().launch_blocki
     assert printed(code) == ["0 False", "1 True"]
 
 
+def test_deterministic_algorithms_and_whether_they_fill_memory_are_known(printed: Printed) -> None:
+    code = """
+import torch
+torch.use_deterministic_algorithms(True)
+for fills in (True, False):
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    print(read_conditions().deterministic_algorithms, read_conditions().fills_uninitialized_memory)
+"""
+    assert printed(code) == ["True True", "True False"]
+
+
 def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces(printed: Printed) -> None:
     code = """
 print(sorted(autocast_dtypes()))

@@ -142,6 +142,7 @@ class Conditions:
 
     ``reserved_peak_bytes`` is the most that PyTorch held of the GPU's ``gpu_memory_bytes``. ``cpu_count`` is how many
     CPUs the process may use. ``launch_blocking``: each launch waits until its kernel has run (CUDA_LAUNCH_BLOCKING).
+    ``fills_uninitialized_memory``: deterministic algorithms fill each tensor that torch allocates.
     """
 
     float32_matmul_precision: Word | None = None
@@ -161,6 +162,7 @@ class Conditions:
     reserved_peak_bytes: int | None = None
     gpu_memory_bytes: int | None = None
     launch_blocking: bool | None = None
+    fills_uninitialized_memory: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,24 @@ def _between(columns: StepColumns, rows: Iterable[int]) -> list[int]:
     return sorted(chosen)
 
 
+def drop_some_launches(name: str, choose: Choose, share: By, of_python: By, assumption: str) -> StepChange:
+    """Return the change that drops a share of some operations, evenly, with a share of the Python before each launch.
+
+    Of each chosen operation the call must launch nothing else.
+    """
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        chosen, part, python = choose(setting.step), share[setting.world], of_python[setting.world]
+        rows = [row for at, row in enumerate(chosen) if int((at + 1) * part) > int(at * part)]
+        gap, own = list(columns.gap_ns), list(columns.own_ns)
+        for call in (columns.launcher[row] for row in rows):
+            gap[call] -= round(python * max(0, gap[call]))
+            own[call] = 0
+        return drop_operations(replace(columns, gap_ns=gap, own_ns=own), rows)
+
+    return StepChange(name, apply, assumption)
+
+
 def without_copies(name: str, choose: Choose) -> StepChange:
     """Return the change after which some copies are not made, and the host does not wait for them."""
 

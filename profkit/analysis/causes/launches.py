@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from profkit.analysis.causes.changes import stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, edits, source_line
+from profkit.analysis.causes.changes import By, drop_some_launches, stop_chosen_waits
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
@@ -20,6 +20,10 @@ _COPIES = (".to", ".cuda")
 _TRAINING = (".step", ".backward")
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
+_TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
+"""Which share of fills is torch's own, in a program that lets it fill what it allocates."""
+_FILLS_PYTHON: By = {"least": 1.0, "expected": 0.5, "most": 0.0}
+"""Which share of Python before the launch of a fill goes with it; the rest is that of the operation that allocates."""
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
 
@@ -99,6 +103,36 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
+def _filled_memory(evidence: Evidence) -> Iterator[Cause]:
+    """Deterministic algorithms fill each tensor that torch allocates, so that nothing reads what nobody wrote.
+
+    Where a program fills tensors itself, too, its fills follow on torch's: they are not known apart.
+    """
+    is_on = evidence.condition("deterministic_algorithms") is True
+    fills = evidence.condition("fills_uninitialized_memory") is not False
+    if evidence.step is None or not (is_on and fills):
+        return
+    filling = [one for one in evidence.operations(evidence.step) if _is_fill(one)]
+    if filling:
+        choose = evidence.choose(_is_fill)
+        yield Cause(
+            code="deterministic",
+            cause="deterministic algorithms fill all memory that torch allocates",
+            detail=f", {len(filling):,} launches a step",
+            change="torch.utils.deterministic.fill_uninitialized_memory = False, "
+            "or torch.use_deterministic_algorithms(False)",
+            changes=[
+                drop_some_launches("deterministic", choose, _TORCHS_FILLS, _FILLS_PYTHON, "which fills torch adds")
+            ],
+            costs="results may differ from run to run: with the first, only where memory is read that nothing wrote",
+            evidence={"launches": len(filling), "fill_ns": sum(one.duration_ns for one in filling)},
+        )
+
+
+def _is_fill(operation: Operation) -> bool:
+    return "FillFunctor" in operation.name and operation.phase != OPTIMIZER and operation.is_alone
+
+
 def _compile(evidence: Evidence) -> Iterator[Cause]:
     """A model that is not compiled: where launches limit the step, graphs replay them; else small kernels are fused."""
     summary, step, limits = evidence.summary, evidence.step, evidence.summary.limits
@@ -164,4 +198,4 @@ def _waiting_line(evidence: Evidence) -> LineTime | None:
     return max(lines, key=lambda line: line.waits, default=None)
 
 
-LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _compile)
+LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _filled_memory, _compile)

@@ -48,6 +48,7 @@ def read_conditions(
         cudnn_conv_fp32_precision=_read(lambda: torch.backends.cudnn.conv.fp32_precision),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        fills_uninitialized_memory=_read(lambda: torch.utils.deterministic.fill_uninitialized_memory),
         cpu_threads=torch.get_num_threads(),
         autocast_dtypes=tuple(sorted(autocast_dtypes)),
         compiled=_compiled(),
