@@ -144,7 +144,6 @@ def test_the_tree_sums_up_to_the_step(path: Path) -> None:
 def test_the_parts_come_from_the_replay_if_it_takes_as_long_as_the_measured_step(tmp_path: Path) -> None:
     account = open_capture(make_timed_run(tmp_path)).trace.account  # type: ignore[union-attr]
     near = divide_step(account, _limits(800, 750), (), 800)
-    assert near is not None
     assert near.basis == "replay"
     assert [(part.kind, part.time_ns) for part in near.parts] == [
         (Limit.COMPUTING, 400),
@@ -154,7 +153,6 @@ def test_the_parts_come_from_the_replay_if_it_takes_as_long_as_the_measured_step
     ]
     assert [part.line and part.line.line for part in near.parts] == [None, None, 30, None]
     far = divide_step(account, _limits(800, 400), (), 800)
-    assert far is not None
     assert far.basis == "gpu"
     assert sum(part.time_ns for part in far.parts) == 800
 
@@ -244,7 +242,6 @@ def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> 
     account = open_capture(tmp_path).trace.account  # type: ignore[union-attr]
     line = LineTime("/me/train.py", 30, "main", "torch.randn", None, "main", 90, 150, 0, 0.0)
     tree = divide_step(account, None, (line, replace(line, phase="backward", called="….backward")), 1_000)
-    assert tree is not None
     assert [(*part.phases, part.time_ns, part.line and part.line.line) for part in tree.parts] == [
         ("backward", 500, None),
         ("forward", 300, None),

@@ -65,7 +65,6 @@ def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(
     layer, mirror = opened.kernels("layer 0"), opened.kernels(f"{names[1]}/layer 0")
     assert (layer.kernel_count, layer.kernel_time_ns) == (1, 1000)
     assert (mirror.kernel_count, mirror.kernel_time_ns, mirror.wall_ns) == (1, 100_000, 0)
-    assert mirror.range_evidence is not None
     assert (mirror.range_evidence.direct_ns, mirror.range_evidence.sequence_ns) == (0, 100_000)
     assert opened.kernels(names[0]).kernel_time_ns == 2000
     assert opened.kernels(names[1]).kernel_time_ns == 150_000
@@ -104,7 +103,6 @@ def test_evidence_sums_to_the_range_and_the_ledger_to_the_capture(tmp_path: Path
     for name in ("layer *", "backward/layer *", "*/layer 1", "step 0", "backward"):
         result = opened.kernels(name)
         evidence = result.range_evidence
-        assert evidence is not None
         assert evidence.direct_ns + evidence.inferred_ns + evidence.sequence_ns == result.total_ns
     ledger = opened.attribution.ledger
     assert (ledger.direct_ns, ledger.inferred_ns, ledger.total_ns) == (2000, 150_000, 152_000)
@@ -147,7 +145,6 @@ def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Pat
 def test_work_with_ranges_of_its_own_inside_backward_keeps_them(tmp_path: Path) -> None:
     opened = opened_with(tmp_path, [*model(), span("layer 0", 695, 720, AUTOGRAD)])
     result = opened.kernels("backward/layer 0")
-    assert result.range_evidence is not None
     assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
 
 

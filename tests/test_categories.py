@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-import profkit
 from profkit.analysis.kernels.categories import (
     CATEGORIES,
     LONGEST_NAME,
     OTHER,
     _compiled_rules,
-    _plain_part,
     categorize,
     read_rules,
 )
@@ -29,7 +23,6 @@ from profkit.report.text import simplify_name
 from profkit.trace.kineto import read_kineto
 from tests.captures import capture
 from tests.child import run_in_child
-from tests.linear_patterns import explain_not_linear
 
 RULES = [(measure, rule) for measure, rules in read_rules().items() for rule in rules]
 
@@ -112,23 +105,6 @@ def test_each_rule_has_its_own_name_and_a_known_category() -> None:
         assert rule["examples"], rule["rule"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "part"),
-    [
-        (r"\bflash::", "flash::"),
-        (r"flash_?(?:attn|mla)", "flash"),
-        (r"(?:roll|flip)\w{0,60}kernel", "kernel"),
-        (r"^triton_\w*softmax", "triton_"),
-        (r"unpack|pack_kernel", ""),
-        (r"(?:max|avg)(?:_a|b)?", ""),
-        (r"ab{0,3}c(?!de)", "a"),
-        (r"[gemm]+\(gemv\)x", "gemv"),
-    ],
-)
-def test_the_plain_part_of_a_pattern_is_in_every_match(pattern: str, part: str) -> None:
-    assert _plain_part(pattern) == part
-
-
 def test_every_rule_finds_its_examples_without_the_plain_part_too() -> None:
     for measure, rules in read_rules().items():
         for rule in _compiled_rules(measure):
@@ -142,86 +118,11 @@ def test_every_rule_finds_its_examples_without_the_plain_part_too() -> None:
 # -- no name takes more time than in proportion to its length --------------------------------------------------------
 
 
-# What a user types is read by patterns of its own; these rooms read what a file holds.
-ROOMS = ("trace", "snapshot", "allocator", "analysis", "report", "run", "names")
-TYPED_BY_THE_USER = {
-    "profkit.allocator.rules._DIVISION",
-    "profkit.analysis.whatif.checkpoint._FORM",
-    "profkit.run.edits._FACTOR",
-    "profkit.analysis.memory.opened_snapshot._TIME",
-}
-# Matched where a value ends or an item begins, not searched for.
-MATCHED_AT_A_PLACE = {
-    "profkit.allocator.rules._ITEM",
-    "profkit.snapshot.shared_copy._MADE_LINE",
-    "profkit.trace.json_stream._COMMA",
-}
-# These read the patterns of our own rules.
-READ_OUR_RULES = {"profkit.analysis.kernels.categories._NOT_PLAIN", "profkit.analysis.kernels.categories._PERHAPS"}
-
 PATTERNS = [
     (rule["rule"], pattern) for rules in read_rules().values() for rule in rules for pattern in rule["patterns"]
 ]
 WORDS = sorted({word for _, pattern in PATTERNS for word in re.findall(r"[A-Za-z_]{3,}", re.sub(r"\\.", "", pattern))})
 BEGINNINGS = ("", "triton_red_fused", "triton_poi_fused", "triton_", "void multi_tensor_apply_kernel<", "cpp_fused")
-
-
-def modules() -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(profkit.__path__, "profkit."):
-        if found.name.split(".")[1] in ROOMS:
-            yield importlib.import_module(found.name)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        (r"^(?:a|b)*c", None),
-        (r"^(?:ab|a)*c", "several lengths"),
-        (r"^(?:_(?:t|t_copy|copy))+$", "several lengths"),
-        (r"^\w*(?:\w+_)?x", "2 unbounded"),
-        (r"^\w*x", None),
-        (r"\w*x", "anywhere"),
-        (r"a\w*x", "anywhere"),
-        (r"\ba\w*x", None),
-        (r"\ba.*x", "anywhere"),
-        (r"::\w+$", None),
-        (r"a:\w+$", None),
-        (r"(?<!\d)\d+$", None),
-        (r"\d+$", "anywhere"),
-        (r"\w{0,60}x", None),
-        (r"\w{0,60}a\w{0,60}x", "multiply to 3600"),
-        (r"^(?=\w*a)(?=\w*b)", None),
-        (r"^\w*(?=\w*b)", "2 unbounded"),
-        (r"a\d++x", None),
-        (r"\d++x", "anywhere"),
-    ],
-)
-def test_the_judge_knows_what_is_linear(pattern: str, reason: str | None) -> None:
-    found = explain_not_linear(pattern)
-    assert found is None if reason is None else found is not None and reason in found
-
-
-def test_every_pattern_of_a_category_is_linear() -> None:
-    assert [rule for rule, pattern in PATTERNS if explain_not_linear(pattern) is not None] == []
-
-
-def test_every_other_pattern_that_reads_a_file_is_linear() -> None:
-    patterns = {
-        f"{module.__name__}.{name}": value
-        for module in modules()
-        for name, value in vars(module).items()
-        if isinstance(value, re.Pattern) and isinstance(value.pattern, str)
-    }
-    assert len(patterns) > 20
-    reasons = {
-        name: explain_not_linear(pattern.pattern, pattern.flags & ~re.UNICODE) for name, pattern in patterns.items()
-    }
-    slow = {
-        name: reason
-        for name, reason in reasons.items()
-        if reason is not None and name not in TYPED_BY_THE_USER | MATCHED_AT_A_PLACE | READ_OUR_RULES
-    }
-    assert slow == {}
 
 
 def test_names_made_of_every_rules_own_words_are_soon_judged() -> None:

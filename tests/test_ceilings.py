@@ -49,7 +49,6 @@ def _write(path: Path, content: Any) -> Path:
 )
 def test_the_datasheet_of_a_gpu_by_its_whole_name(gpu: str, dtype: str, peak: float) -> None:
     sheet = find_datasheet(gpu)
-    assert sheet is not None
     assert sheet.flops_per_s[dtype] == pytest.approx(peak)
 
 
@@ -60,7 +59,6 @@ def test_an_unknown_gpu_has_no_datasheet(gpu: str | None) -> None:
 
 def test_a_type_that_a_gpu_lacks_is_left_out() -> None:
     sheet = find_datasheet("Tesla T4")
-    assert sheet is not None
     assert set(sheet.flops_per_s) == {"fp32", "fp16"}
 
 

@@ -334,7 +334,6 @@ def _compare_traced(name: str, folder: Path) -> Verdict:
 def test_a_profiler_is_not_blamed_for_what_a_host_does_without_it_too(name: str, phase: str, tmp_path: Path) -> None:
     """The other host takes as long in all, since it is held up elsewhere."""
     found = _compare_traced(name, tmp_path).culprit
-    assert found is not None
     assert (found.rank, found.cause, found.phase) == (1, "python", phase)
     assert found.extra_ns == pytest.approx(30 * MS, rel=0.1)
     assert found.gain_ns <= found.extra_ns

@@ -14,10 +14,8 @@ from profkit.analysis.placing.expanded_ranges import nest_compiled_launches, pla
 from profkit.analysis.tree.range_tree import summarize_ranges
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.names import LaunchPlace, graph_range, launch_range
-from profkit.reading import open_trace
 from profkit.report.commands.efficiency import build_ranges_document
-from profkit.run.compiled_code import CapturedGraph, NodeRun, append_records
-from profkit.sharing import share
+from profkit.run.compiled_code import CapturedGraph, NodeRun
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests.captures import capture
@@ -241,7 +239,6 @@ def test_the_nodes_of_a_real_capture_are_numbered_from_0_each_once_in_the_order_
     trace = read_nsys(capture("graph_nodes.nsys2023.sqlite"))
     launches: dict[int, list[tuple[int, int]]] = {}
     for rows in (trace.work, trace.copies):
-        assert rows.graph_node is not None
         of_graphs = np.flatnonzero(rows.graph_node >= 0)
         columns = (rows.launch_ns[of_graphs], rows.start_ns[of_graphs], rows.graph_node[of_graphs])
         for launch_ns, start_ns, node in zip(*(column.tolist() for column in columns), strict=True):
@@ -251,15 +248,3 @@ def test_the_nodes_of_a_real_capture_are_numbered_from_0_each_once_in_the_order_
     assert all(nodes == sorted(set(nodes)) for nodes in ran)
     # Nodes that do nothing leave no row.
     assert sum(nodes == list(range(len(nodes))) for nodes in ran) > 200
-
-
-def test_a_scrubbed_run_keeps_the_modules_of_its_graphs(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "manifest.json").write_text('{"schema": 1, "status": "complete", "command": ["python"], "argv": []}')
-    two_steps().write(run / "trace.sqlite")
-    append_records(run / "compiled.jsonl", [GRAPH])
-    share(run, tmp_path / "scrubbed")
-    before, after = (tree(open_trace(folder).trace) for folder in (run, tmp_path / "scrubbed"))
-    assert after == before
-    assert after["step 1/backward/model/h.1"] == (1, 50)

@@ -203,7 +203,6 @@ def test_what_hosts_do_in_steps_that_no_profiler_recorded_tells_whether_it_slowe
     write_nsys(run / NSYS_EXPORT, [line.part(8, 17) for line in simulate(2, 20, slow)])
     verdict = read_ranks(run).verdict
     if is_late_without_it or not on_gpu:
-        assert verdict.culprit is not None
         assert (verdict.culprit.rank, verdict.culprit.cause, verdict.culprit.phase) == (1, "python", "forward")
     else:
         assert (verdict.culprit, verdict.doubt) == (None, "profiler")

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import bin_history
@@ -242,28 +239,3 @@ def test_the_json_has_all_documented_keys(opened: OpenedSnapshot) -> None:
     assert set(data["peak"]["largest"][0]) >= {"bytes", "requested_bytes", "phase", "owner", "stack"}
     assert sum(row["bytes"] for row in data["peak"]["by_stack"]) == data["allocated"]["peak_bytes"]
     assert data["peak"]["by_stack"][0]["stack"][0].startswith("train.py")  # the user's own lines first
-
-
-JUNK = st.sampled_from([None, -1, 7, 2**40, "x", [], ["x"], [{}], {}, (1,), 1.5, True])
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), JUNK), min_size=1, max_size=4))
-@settings(max_examples=250, deadline=None)
-def test_a_damaged_value_never_ends_in_a_traceback(damages: list[Any]) -> None:
-    """Every value of a snapshot may be anything: it is read, or refused in one line."""
-    data = Training().snapshot()
-    places: list[tuple[Any, Any]] = []
-    todo: list[Any] = [data]
-    while todo:
-        holder = todo.pop()
-        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-        places += [(holder, key) for key in keys]
-        todo += [holder[key] for key in keys if isinstance(holder[key], dict | list)]
-    for place, _, junk in damages:
-        holder, key = places[place % len(places)]
-        holder[key] = junk
-    with suppress(SnapshotError):
-        opened = OpenedSnapshot(build_snapshot(Path("damaged.pickle"), pickle.loads(pickle.dumps(data))))
-        opened.memory()
-        for device in opened.devices.values():
-            bin_history(device)

@@ -252,7 +252,6 @@ def test_recorded_owners_name_the_allocations_and_the_allocators_peaks_agree(tmp
     rows = {row.category: row for row in result.composition.by_category}
     assert set(rows["parameters"].evidence) == set(rows["gradients"].evidence) == {"identity"}
     assert "w1" in {row.owner for row in result.composition.largest}
-    assert result.allocator_check is not None
     assert result.allocator_check.agrees
     assert result.allocator_check.unmatched_entries == 0
 
@@ -264,7 +263,6 @@ def test_the_run_records_the_earlier_peak_and_the_capacity(tmp_path: Path) -> No
     training.ledger.append({**training.figures(), "moment": "start", "allocated_peak_bytes": 777})
     opened = read_snapshot(training.write_run(tmp_path))
     check = opened.memory().allocator_check
-    assert check is not None
     assert check.agrees
     assert check.earlier_peak_bytes == 777
     shown = render(build_memory_document(opened.memory()), "table")
@@ -284,7 +282,6 @@ def test_a_peak_from_before_the_recording_proves_only_that_none_was_higher(
     training.ledger.append({**figures, "moment": "start"})
     monkeypatch.setattr(training, "figures", lambda: figures)
     result = read_snapshot(training.write_run(tmp_path)).memory()
-    assert result.allocator_check is not None
     assert (result.allocator_check.agrees, result.allocator_check.is_from_before) == (agrees, True)
     shown = render(build_memory_document(result), "table")
     assert "agree to the byte" not in shown
@@ -321,7 +318,6 @@ def test_peaks_that_differ_from_the_allocators_own_fail_the_account(tmp_path: Pa
     stray = {**json.loads(lines[1]), "address": 5}
     (run / OWNERS).write_text("\n".join([*lines[:-1], json.dumps(stray), json.dumps(figures)]))
     result = read_snapshot(run).memory()
-    assert result.allocator_check is not None
     assert result.allocator_check.allocated_difference_bytes == -512
     assert {"ledger-disagrees", "ledger-unmatched"} <= {warning.code for warning in result.warnings}
 
@@ -331,7 +327,6 @@ def test_an_entry_of_a_tensor_without_bytes_is_no_missing_allocation(tmp_path: P
     lines = (run / OWNERS).read_text().splitlines()
     (run / OWNERS).write_text("\n".join([*lines, json.dumps({**json.loads(lines[1]), "address": 0, "bytes": 0})]))
     check = read_snapshot(run).memory().allocator_check
-    assert check is not None
     assert check.unmatched_entries == 0
 
 

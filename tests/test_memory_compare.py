@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -217,14 +216,3 @@ def test_two_equal_peaks_are_one_line_without_tables(tmp_path: Path) -> None:
     assert lines[-1] == "no change in 12 allocations: both peaks consist of the same ones"
     for style, sign in (("markdown", "|"), ("latex", "tabular")):
         assert sign not in shown(snapshot, snapshot, style)
-
-
-def test_the_command_prints_the_two_peaks_and_the_parts(tmp_path: Path) -> None:
-    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
-    out = shown(before, after)
-    assert "the peak changed by +12.00 MiB (+12,582,912 B)" in out
-    assert max(map(len, out.splitlines())) <= 80
-    data = json.loads(shown(before, after, "json"))["memory"]
-    assert data["difference_bytes"] == 12 * MIB == sum(part["bytes"] for part in data["parts"])
-    for style in ("csv", "markdown", "latex"):
-        assert "larger" in shown(before, after, style)

@@ -115,7 +115,6 @@ def test_the_segment_that_was_needed_may_be_larger_than_the_request(allocator: R
 
 def test_a_real_dump_under_a_memory_fraction_is_limited() -> None:
     verdict = read_snapshot(capture("oom.pickle")).memory().oom
-    assert verdict is not None
     assert verdict.cause == "capacity"
     assert verdict.is_limited
     assert verdict.requested_bytes == 268_435_456

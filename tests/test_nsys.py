@@ -15,7 +15,6 @@ import pytest
 from profkit import read_trace
 from profkit.errors import TraceError
 from profkit.trace.nsys import read_nsys
-from profkit.trace.sqlite import ColumnRequest, SqliteFile
 from tests.nsys_builder import NsysBuilder, process_of
 
 # Calls (start, id, process), kernels (id, start, process), when each kernel was launched, and which calls have work.
@@ -91,7 +90,6 @@ def test_each_process_counts_the_gpus_that_it_sees_and_the_report_tells_which_th
             correlationId=builder.call(400, pid=pid, tid=pid, name="cudaStreamSynchronize"),
         )
     opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    assert opened.trace.syncs is not None
     assert sorted(opened.trace.syncs.device.tolist()) == [1, 3]
     assert opened.kernels().busy_ns == 50
     assert opened.trace.work.device.tolist() == opened.trace.copies.device.tolist() == [1, 3]
@@ -323,17 +321,6 @@ def test_reading_leaves_file_and_folder_as_they_were(tmp_path: Path) -> None:
     assert len(read_nsys(path).work) == 200
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_columns_keep_their_order_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.trace.sqlite._ROWS_AT_ONCE", 7)
-    path = tmp_path / "t.sqlite"
-    _good(path)
-    with SqliteFile(path) as file:
-        request = ColumnRequest("CUPTI_ACTIVITY_KIND_KERNEL", {"correlationId": -1, "start": 0}, "start > 0")
-        correlation, start = file.columns([request])[0]
-    assert start.tolist() == [10 * i + 10 for i in range(200)]
-    assert correlation.tolist() == list(range(1, 201))
 
 
 def test_rows_with_numbers_far_apart_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

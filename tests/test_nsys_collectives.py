@@ -80,7 +80,6 @@ def say(builder: NsysBuilder, name: str, start: int, data: bytes | None, *, pid:
 
 def _calls(trace: Trace) -> list[CollectiveCall | None]:
     """Return what is known of each kernel, in order of their starts."""
-    assert trace.work.collective is not None
     order = trace.work.start_ns.argsort()
     index = [int(trace.work.collective[row]) for row in order]
     return [None if at < 0 else trace.collectives[at] for at in index]

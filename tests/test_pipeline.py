@@ -175,7 +175,6 @@ def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path:
 def test_the_highest_peak_is_held_against_that_of_the_median_rank(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _pipeline([10 * MS] * 3, 2), [(0, 1, 2)])
     peaks = read_ranks(run, workers=1).peaks
-    assert peaks is not None
     assert (peaks.rank, peaks.median_rank) == (2, 1)
     assert (peaks.peak_bytes, peaks.median_bytes) == (3 << 30, 2 << 30)
     sentence = (

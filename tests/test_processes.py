@@ -76,7 +76,6 @@ def test_combined_times_are_on_one_clock_and_links_stay_within_a_process(tmp_pat
     assert (whole.ranges.start_ns - 100_000).tolist() == [0, 700_000]
     assert (whole.work.start_ns - whole.work.launch_ns).tolist() == [3000, 3000]
     assert sorted(whole.ranks.values()) == [0, 1]
-    assert whole.origins is not None
     assert whole.work.sequence is not None
     assert whole.origins.thread[whole.work.sequence].tolist() == whole.ranges.thread.tolist()
     assert (whole.origins.start_ns[whole.work.sequence] - 102_000).tolist() == [0, 700_000]
@@ -121,7 +120,6 @@ def trace_with_waits(folder: Path) -> Trace:
 
 
 def columns(syncs: Syncs | None) -> list[list[int]]:
-    assert syncs is not None
     return [
         column.tolist()
         for column in (syncs.call, syncs.device, syncs.stream, syncs.record, syncs.record_device, syncs.record_stream)

@@ -169,7 +169,6 @@ def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
     Training().write(run, SNAPSHOT)
     for path in (run, run / NSYS_EXPORT, run / SNAPSHOT):
         opened = open_capture(path)
-        assert opened.run is not None
         assert opened.run.manifest.driver == "580.1"
         assert (opened.trace is not None, opened.snapshot is not None) == (
             path.name != SNAPSHOT,
@@ -187,7 +186,6 @@ def test_a_recording_without_operators_is_compared_with_one_that_has_them(tmp_pa
     assert [change.fact for change in provenance.differences] == ["CPU operators"]
     assert provenance.disturbances == []
     said = provenance.recorder_effect
-    assert said is not None
     assert said.startswith("only the first capture has CPU operators")
     shown = run_command("compare", *map(str, captures)).stdout
     assert said in " ".join(shown.split())

@@ -327,7 +327,6 @@ def test_many_short_slices_are_merged_and_none_is_lost(tmp_path: Path) -> None:
         builder.kernel(1_000 * number + 1, 300, start=1_000 * number + 100)
     opened = open_trace(builder.write(tmp_path / "many.sqlite"))
     step = slice_median_step(opened.attribution, opened.efficiency().steps)
-    assert step is not None
     (lane,) = [one for one in step.lanes if one.kind == "kernels"]
     assert len(lane.row) <= MOST_SLICES
     assert int(lane.count.sum()) == 9_000
@@ -339,7 +338,6 @@ def test_of_an_even_number_of_steps_the_shorter_middle_one_is_shown(tmp_path: Pa
     opened = open_trace(write_two_steps(tmp_path / "two.sqlite"))
     steps = opened.efficiency().steps
     step = slice_median_step(opened.attribution, steps)
-    assert step is not None
     assert step.name == min(steps, key=lambda one: (one.gpu.span_ns, one.start_ns)).name
     assert slice_median_step(opened.attribution, ()) is None
 

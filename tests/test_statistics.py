@@ -66,8 +66,6 @@ SAMPLES = st.integers(FEWEST, 9).flatmap(lambda size: arrays(np.int64, (size, 2)
 def test_exchanging_the_sides_negates_the_interval(before: np.ndarray, after: np.ndarray) -> None:
     for interval in (interval_of_means, interval_of_step_times):
         there, back = interval(before, after), interval(after, before)
-        assert there is not None
-        assert back is not None
         assert np.all(there[0] == -back[1])
         assert np.all(there[1] == -back[0])
 

@@ -46,7 +46,6 @@ def _summarize(manifest: dict[str, Any]) -> StepTimes | None:
 
 def _phases(manifest: dict[str, Any]) -> dict[str, PhaseTimes]:
     times = _summarize(manifest)
-    assert times is not None
     return {one.phase: one for one in times.phases}
 
 
@@ -55,7 +54,6 @@ def test_phases_are_in_order_and_the_step_is_last() -> None:
     assert list(phases) == ["forward", "backward", "step"]
     step = phases["step"]
     assert (step.clock, step.clean.median, step.clean.count) == ("wall", 440, 3)
-    assert step.profiled is not None
     assert (step.profiled.median, step.profiled.count) == (500, 2)
     assert step.cost == pytest.approx(500 / 440 - 1)
 
@@ -75,7 +73,6 @@ def test_cuda_events_and_the_hosts_clock_are_both_read() -> None:
 def test_contexts_are_kept_apart() -> None:
     clean, profiled = ({"steps": _steps(8, context=4)["steps"] + _steps(80, context=40)["steps"]} for _ in "ab")
     times = _summarize({"clean": clean, "profiled": profiled})
-    assert times is not None
     assert [(one.context, one.phase, one.clean.median) for one in times.phases if one.phase != "backward"] == [
         (4, "forward", 2),
         (4, "step", 8),
@@ -93,7 +90,6 @@ def test_they_can_be_read_from_a_run_and_taken_to_pandas(tmp_path: Path) -> None
     manifest = {"clean": _steps(400, 440, 800), "profiled": _steps(500, 500)}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     times = read_step_times(tmp_path)
-    assert times is not None
     table = times.to_pandas().set_index("phase")
     assert table.loc["step", "clean_median"] == 440
     assert table.loc["forward", "profiled_p90"] == 125
@@ -134,7 +130,6 @@ def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_re
         "profiled": {"steps": [{"data_ns": 20, "step_ns": 41}, {"data_ns": 0, "step_ns": 21}]},
     }
     times = _summarize(manifest)
-    assert times is not None
     data, step = times.phases
     assert (data.phase, data.clean_ns, data.profiled_ns) == ("data", 30, 10)
     assert (step.phase, step.clean.median, step.clean_ns, step.profiled_ns) == ("step", 40, 42, 31)
@@ -143,7 +138,6 @@ def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_re
 
 def test_steps_that_wait_for_nothing_keep_their_median() -> None:
     times = _summarize({"attached": {"steps": [{"data_ns": 0, "step_ns": step} for step in (1, 2, 9)]}})
-    assert times is not None
     assert [(one.phase, one.clean_ns, one.clean_rate_ns) for one in times.phases] == [
         ("data", 0, None),
         ("step", 2, None),
@@ -157,7 +151,6 @@ def test_unprofiled_steps_take_their_own_waits_for_data_not_those_of_recorded_st
         "profiled": {"steps": [{"data_ns": wait, "step_ns": wait + 3} for wait in (92, 0)]},
     }
     times = _summarize(manifest)
-    assert times is not None
     assert [(one.phase, one.clean_ns, one.profiled_ns) for one in times.phases] == [("data", 0, 46), ("step", 2, 49)]
 
 
@@ -286,7 +279,6 @@ def test_each_context_is_compared_separately() -> None:
 def test_the_label_says_in_which_process_steps_were_timed() -> None:
     for source, label in (("clean", "own process"), ("attached", "same process")):
         steps = steps_of(manifest([300], source))
-        assert steps is not None
         assert (steps.label, list(steps.samples)) == (label, ["forward", "step"])
     assert steps_of({}) is steps_of({"clean": {"steps": []}}) is None
 

@@ -235,7 +235,6 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = _summary(make_timed_run(tmp_path))
-    assert summary.gpu is not None
     assert summary.gpu.idle.is_unprofiled
     assert summary.step_ns == 800
     assert summary.idle_ns == summary.gpu.idle.share * 800 == 240
@@ -248,7 +247,6 @@ def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
 def test_the_largest_share_of_the_work_is_never_left_out_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the verdict of `profkit ranks` in the line of ranks."""
     summary = _summary(capture("ddp.nsys2025.sqlite"))
-    assert summary.work is not None
     share = format_share(summary.work.communication_ns / summary.work.kernel_time_ns)
     said = " ".join(render(build_summary_document(summary, AdviceResult()), "table").split())
     assert f"per GPU · communication {share} ·" in said

@@ -201,7 +201,6 @@ def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path)
             builder.kernel(begin, 3 * MS, start=begin + 10_000, device=launch % 2, name=FOREACH)
     summary = _summarize(_open_run(tmp_path, builder))
     assert (summary.step_count, summary.program_steps) == (4, 2)
-    assert summary.optimizer is not None
     assert summary.optimizer.launch_count == 6 * summary.program_steps
 
 
@@ -221,7 +220,6 @@ def test_the_shares_of_work_are_one_partition(tmp_path: Path) -> None:
         at += 100 * MS
     run = _open_run(tmp_path, builder)
     work = _summarize(run).work
-    assert work is not None
     parts = (work.product_ns, work.small_ns, work.optimizer_ns, work.communication_ns, work.graph_ns)
     assert parts == (10 * MS, 20 * MS, 30 * MS, 20 * MS, 0)
     assert sum(parts) == work.kernel_time_ns
@@ -343,7 +341,6 @@ def _micro_batches(folder: Path, *, devices: int = 1, **clean_ns: int) -> dict[s
 
 def _idle_ns(row: EfficiencyRow) -> float:
     """Return the idle time a step without a profiler."""
-    assert row.gpu is not None
     assert row.idle_factor is not None
     return row.gpu.idle_ns * row.idle_factor / 2
 

@@ -104,7 +104,6 @@ def test_losses_depart_where_an_edits_precision_does_not_explain_it(
     edit: str, losses: tuple[float | None, ...], departs: bool, share: float
 ) -> None:
     loss = trials_of(process("", 1, 10.0), process(edit, 1, 9.0, losses))[edit,].loss
-    assert loss is not None
     assert (loss.departs, loss.steps) == (departs, 3)
     assert loss.share == pytest.approx(share, rel=1e-2)
 
@@ -112,7 +111,6 @@ def test_losses_depart_where_an_edits_precision_does_not_explain_it(
 def test_a_program_without_a_seed_has_no_losses_to_compare() -> None:
     processes = [process("", 1, 10.0), process("tf32", 1, 9.0, (7.0,)), process("", 2, 10.0, (5.0,))]
     loss = trials_of(*processes)["tf32",].loss
-    assert loss is not None
     assert (loss.is_comparable, loss.departs) == (False, False)
 
 

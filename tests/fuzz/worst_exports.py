@@ -40,23 +40,6 @@ def nest(builder: NsysBuilder, count: int, *, depth: int = 2_400, name: str = "r
 
 
 @_family
-def nested(builder: NsysBuilder, count: int) -> None:
-    nest(builder, count)
-
-
-@_family
-def nested_alike(builder: NsysBuilder, count: int) -> None:
-    """The same nest of ranges again and again."""
-    nest(builder, count, name="layer")
-
-
-@_family
-def nested_kernels(builder: NsysBuilder, count: int) -> None:
-    """One nest of ranges around all kernels."""
-    nest(builder, min(2_400, count), kernels=count // 2)
-
-
-@_family
 def nested_steps(builder: NsysBuilder, count: int) -> None:
     """One nest in a step, around kernels of the autograd thread, for which the main thread waits."""
     nest(builder, min(2_400, count))
@@ -66,11 +49,6 @@ def nested_steps(builder: NsysBuilder, count: int) -> None:
         builder.kernel(2_400 + n, 1, tid=101)
     for row in builder.rows["NVTX_EVENTS"]:
         row["end"] += 5 * count
-
-
-@_family
-def long_nested(builder: NsysBuilder, count: int) -> None:
-    nest(builder, min(2_400, count), name="{}" + "n" * (count // 80))
 
 
 @_family
@@ -84,28 +62,6 @@ def long_kernels(builder: NsysBuilder, count: int) -> None:
     """Kernels with distinct names of 4 kB."""
     for n in range(count // 100):
         builder.kernel(100 * n, 10, name=f"{n} " + "triton_red_fused_" + "_x<T>::" * 580)
-
-
-@_family
-def long_kernel_parts(builder: NsysBuilder, count: int) -> None:
-    """Kernels with distinct names of many words."""
-    for n in range(count // 100):
-        builder.kernel(100 * n, 10, name=f"void k{n}<" + "a::b<(int)1, c>, " * 240 + ">(int)")
-
-
-@_family
-def kernel_names(builder: NsysBuilder, count: int) -> None:
-    """Kernels each with a short name of its own."""
-    for n in range(count // 3):
-        builder.kernel(100 * n, 10, name=f"kernel_{n}")
-
-
-@_family
-def threads(builder: NsysBuilder, count: int) -> None:
-    """Threads that each open a range and launch a kernel."""
-    for n in range(count // 4):
-        builder.range("forward", 100 * n, 100 * n + 90, tid=100 + n % 2**14)
-        builder.kernel(100 * n + 5, 10, tid=100 + n % 2**14)
 
 
 @_family
@@ -127,24 +83,6 @@ def processes(builder: NsysBuilder, count: int) -> None:
 
 
 @_family
-def devices(builder: NsysBuilder, count: int) -> None:
-    """As many GPUs as are read, and ranges on one after the other."""
-    for n in range(count // 4):
-        builder.range("step 0", 100 * n, 100 * n + 90)
-        builder.kernel(100 * n + 5, 10, device=n % 256)
-
-
-@_family
-def devices_in_ranges(builder: NsysBuilder, count: int) -> None:
-    """Ranges that each work on many GPUs."""
-    nest(builder, min(2_400, count))
-    for row in builder.rows["NVTX_EVENTS"]:
-        row["end"] += count * 10
-    for n in range(count // 3):
-        builder.kernel(5_000 + n, 1, device=n % 256)
-
-
-@_family
 def steps(builder: NsysBuilder, count: int) -> None:
     """Steps of a forward, a backward and an optimizer range, with kernels here and there."""
     for n in range(count // 5):
@@ -155,15 +93,6 @@ def steps(builder: NsysBuilder, count: int) -> None:
         if n % 3:
             builder.range("optimizer", at + 610, at + 700, registered=True)
             builder.kernel(at + 20, 10)
-
-
-@_family
-def steps_of_names(builder: NsysBuilder, count: int) -> None:
-    """One step in which every phase and layer has a name of its own."""
-    builder.range("step 0", 0, 1000 * count)
-    for n in range(count // 4):
-        builder.range(f"layer{n}", 1000 * n, 1000 * n + 900, registered=True)
-        builder.kernel(1000 * n + 20, 10)
 
 
 @_family
@@ -195,15 +124,6 @@ def closed_elsewhere(builder: NsysBuilder, count: int) -> None:
 
 
 @_family
-def domains(builder: NsysBuilder, count: int) -> None:
-    """Ranges, each in a domain of its own."""
-    for n in range(count // 4):
-        builder.domain(n + 1, f"d{n}")
-        builder.range("r", 100 * n, 100 * n + 90, domain=n + 1)
-    builder.kernel(5, 10)
-
-
-@_family
 def stream_captures(builder: NsysBuilder, count: int) -> None:
     """Stream captures within captures, and launches without kernels in them."""
     for n in range(count // 5):
@@ -222,26 +142,6 @@ def waits(builder: NsysBuilder, count: int) -> None:
     for n in range(count // 4):
         builder.call(n, name="cudaDeviceSynchronize_v3020", duration=20 * count - 2 * n)
         builder.kernel(2 * count + 20 * n, 10)
-
-
-@_family
-def streams(builder: NsysBuilder, count: int) -> None:
-    """Kernels that all overlap, each on a stream of its own."""
-    builder.range("step 0", 0, 100 * count)
-    for n in range(count // 3):
-        builder.kernel(n, 50 * count - 2 * n)
-        builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["streamId"] = n
-
-
-@_family
-def empty_phases(builder: NsysBuilder, count: int) -> None:
-    """Phases without work among as many with it."""
-    for n in range(count // 6):
-        at = 100 * n
-        builder.range(f"step {n}", at, at + 99, registered=True)
-        builder.range("forward", at + 1, at + 50, registered=True)
-        if n % 2:
-            builder.kernel(at + 10, 5)
 
 
 @_family

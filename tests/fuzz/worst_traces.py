@@ -19,17 +19,6 @@ def _family(events: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[
 
 
 @_family
-def nested_annotations(count: int) -> Iterator[Any]:
-    """Annotations nested as deep as is read, each around kernels."""
-    depth = min(2_400, count)
-    for first in range(0, count // 2, depth):
-        at = 5_000 * (first // depth)
-        for level in range(depth):
-            yield row("user_annotation", f"a{first + level}", at + level, 4_900 - 2 * level)
-        yield from [launch(at + 2_401, first + 1), kernel("k", at + 2_402, 5, first + 1)]
-
-
-@_family
 def nested_operators(count: int) -> Iterator[Any]:
     """Operators within operators without end, and launches after all of them."""
     half = count // 3
@@ -37,18 +26,6 @@ def nested_operators(count: int) -> Iterator[Any]:
     for n in range(half // 2):
         at = 3 * count + n
         yield from [launch(at, n + 1), kernel("k", at + 1, 1, n + 1)]
-
-
-@_family
-def operator_threads(count: int) -> Iterator[Any]:
-    """Threads that each run an operator and launch a kernel."""
-    for n in range(count // 4):
-        yield from (
-            row("cpu_op", "aten::mm", 10 * n, 9, 200 + n % 2**14),
-            row("user_annotation", "forward", 10 * n, 9, 200 + n % 2**14),
-            launch(10 * n + 1, n + 1, 200 + n % 2**14),
-            kernel("k", 10 * n + 2, 5, n + 1),
-        )
 
 
 @_family
@@ -88,14 +65,6 @@ def linked_everywhere(count: int) -> Iterator[Any]:
 
 
 @_family
-def chrome_names(count: int) -> Iterator[Any]:
-    """Kernels and operators with distinct names of 4 kB."""
-    for n in range(count // 50):
-        name = f"{n} void " + "at::native::x<T, " * 220
-        yield from [launch(10 * n, n + 1), kernel(name, 10 * n + 2, 5, n + 1)]
-
-
-@_family
 def same_correlation(count: int) -> Iterator[Any]:
     """Calls of many processes that share one id with all kernels."""
     for n in range(count // 2):
@@ -111,34 +80,9 @@ def odd_times(count: int) -> Iterator[Any]:
 
 
 @_family
-def chrome_steps(count: int) -> Iterator[Any]:
-    """Steps of three phases each."""
-    for n in range(count // 5):
-        at = 100 * n
-        yield from (
-            row("user_annotation", f"step {n}", at, 99),
-            row("user_annotation", "forward", at + 1, 40),
-            row("user_annotation", "backward", at + 50, 20),
-            launch(at + 2, n + 1),
-            kernel("k", at + 5, 5, n + 1),
-        )
-
-
-@_family
 def empty_events(count: int) -> Iterator[Any]:
     """As many events as fit that say nothing."""
     return [{"ph": "M"}] * (count * 4)
-
-
-@_family
-def chrome_devices(count: int) -> Iterator[Any]:
-    """GPUs that each run one kernel."""
-    yield row("user_annotation", "step 0", 0, 100 * count)
-    for n in range(count // 2):
-        yield from (
-            launch(10 * n, n + 1),
-            kernel("k", 10 * n + 2, 5, n + 1) | {"args": {"device": n % 256, "stream": n, "correlation": n + 1}},
-        )
 
 
 def write_chrome(events: Iterator[Any], path: Path) -> Path:

@@ -69,7 +69,6 @@ def test_help_shows_the_question_and_loads_no_torch(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     question = ast.get_docstring(ast.parse(path.read_text()))
-    assert question is not None
     assert question.splitlines()[0].endswith("?")
     assert question.split()[0] in done.stdout
 
