@@ -7,14 +7,12 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from profkit.errors import ToolError
 from profkit.launch.doctor import (
     Check,
     Machine,
@@ -32,7 +30,6 @@ from profkit.launch.doctor import (
     installed_package,
 )
 from profkit.launch.nsys import Nsys, cupti_of
-from profkit.launch.nsys_session import open_session
 from profkit.report.commands.machine import build_doctor_document
 from profkit.report.document import render
 
@@ -282,28 +279,6 @@ profile) shift
 while [ "${1#-}" != "$1" ]; do shift; done
 "$@";; esac
 """
-
-
-@pytest.mark.parametrize("failures", [2, 3])
-def test_an_nsys_that_ends_before_its_program_has_begun_is_started_again(tmp_path: Path, failures: int) -> None:
-    ends = f'[ $1 != profile ] || {{ echo >> "$0.tries"; [ $(wc -l < "$0.tries") -gt {failures} ]; }} || exit 1'
-    nsys = Nsys(_file(tmp_path / "nsys", FAKE.replace("case", f"{ends}\ncase", 1), executable=True), "1.0")
-    with tempfile.TemporaryFile() as log, open_session(nsys, tmp_path / "trace.nsys-rep", log) as session:
-        if failures < 3:
-            assert session.start(["true"], os.environ) == 0
-        else:
-            with pytest.raises(ToolError, match="did not start the target: exit status 1"):
-                session.start(["true"], os.environ)
-
-
-def test_an_nsys_that_starts_nothing_is_quoted(tmp_path: Path) -> None:
-    nsys = Nsys(_file(tmp_path / "nsys", "#!/bin/sh\necho first\necho no way\nexit 4\n", executable=True), "1.0")
-    with (
-        tempfile.TemporaryFile() as log,
-        open_session(nsys, tmp_path / "trace.nsys-rep", log) as session,
-        pytest.raises(ToolError, match=f"{nsys.path} did not start the target: no way"),
-    ):
-        session.start(["true"], os.environ)
 
 
 class TestCommand:

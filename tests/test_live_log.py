@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from time import time_ns
 
@@ -53,32 +52,6 @@ def _entries(log: LiveLog) -> list[list[str]]:
         assert thread.entries[1::2] == sorted(thread.entries[1::2])
         assert all(time_ns <= content.ended_ns for time_ns in thread.entries[1::2])
     return named
-
-
-def test_ranges_are_logged_in_order_and_no_profiler_is_asked(log: LiveLog) -> None:
-    opened = OpenRanges(RangeObserver(), None, log)
-    with torch.profiler.profile() as profiler:
-        opened.open("outer", "forward")
-        opened.open("inner", "layer")
-        opened.close("outer")
-    assert _entries(log) == [["forward", "layer", "left", "left"]]
-    assert not {"forward", "layer"} & {event.name for event in profiler.events()}
-
-
-def test_each_thread_has_entries_of_its_own(log: LiveLog) -> None:
-    def work(name: str) -> None:
-        opened = OpenRanges(RangeObserver(), None, log)
-        opened.open(name, name)
-        opened.close(name)
-
-    work("here")
-    thread = threading.Thread(target=work, args=("there",))
-    thread.start()
-    thread.join()
-    assert _entries(log) == [["here", "left"], ["there", "left"]]
-    here, there = log.content().threads
-    assert (here.handle, here.number) == (threading.get_ident(), threading.get_native_id())
-    assert there.number != here.number
 
 
 def test_it_is_full_after_as_many_entries_as_it_may_hold(log: LiveLog) -> None:

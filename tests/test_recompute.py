@@ -114,18 +114,6 @@ def _call(outside: OutsideNodes, module: nn.Module, x: Any) -> Any:
     return result
 
 
-def test_nodes_made_between_calls_are_marked_and_those_in_a_call_are_not() -> None:
-    outside, linear = OutsideNodes(), nn.Linear(4, 4)
-    outputs = [_call(outside, linear, torch.randn(2, 4)) for _ in range(2)]
-    loss = outputs[0].exp().mean() + outputs[1].mean() * 2
-    outside.backward_begins("key", (loss,), _mark)
-    inside = [node for output in outputs for node in _graph(output)]
-    assert [is_marked(node) for node in inside] == [False] * len(inside)
-    between = [node for node in _graph(loss) if node not in inside]
-    assert {node.name() for node in between} == {"AddBackward0", "MulBackward0", "MeanBackward0", "ExpBackward0"}
-    assert all(map(is_marked, between))
-
-
 def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU another thread makes and numbers them: the numbers may be those of a call's."""
     outside = OutsideNodes()
@@ -152,29 +140,3 @@ def test_gradients_that_were_asked_for_without_a_graph_mark_nothing() -> None:
     outside.backward_begins("key", (y.sum(),), _mark)
     outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), _mark)
     assert not any(map(is_marked, _graph(y)))
-
-
-def test_what_a_module_computes_and_does_not_pass_on_is_marked_as_its_own() -> None:
-    outside, inner = OutsideNodes(), nn.Linear(4, 4)
-    model: Any = object()
-
-    def passes(call: Any, *values: Any) -> None:
-        outside.passes(values, lambda _: None, call, CARRIER)
-
-    x = torch.randn(2, 4, requires_grad=True)
-    outside.call_begins(CARRIER)
-    gate = x.exp().sin()
-    passes(model, x)
-    y = inner(x)
-    passes(None, y)
-    passed = y.cos()
-    passes(model, passed)
-    z = inner(passed)
-    passes(None, z)
-    total = z + gate
-    passes(model, {"total": total})
-    outside.call_ended()
-    marked: dict[Any, Any] = {}
-    outside.backward_begins("key", (total.sum(),), lambda node, call: marked.update({node: call}))
-    found = {node.name(): call for node, call in marked.items() if call is not None}
-    assert found == {"ExpBackward0": model, "SinBackward0": model}

@@ -20,6 +20,7 @@ from tests.recorded_programs import times_by_step
 LOOP = """
 import gc
 import json
+import os
 import sys
 import warnings
 import weakref
@@ -57,6 +58,7 @@ def places():
         "shown warnings": warnings._showwarnmsg,
         "finders": tuple(map(id, sys.meta_path)),
         "switch interval": sys.getswitchinterval(),
+        "variables": [name for name in os.environ if name.startswith("PROFKIT_")],
         "callbacks of Dynamo": len(torch._dynamo.callback.callback_handler.start_callbacks),
         "observers": len(profkit.annotation._observers) + len(profkit.annotation._others),
     }
@@ -391,17 +393,6 @@ tell(calls=chosen.kernels("forward").instances, whole=whole.kernels().instances)
         "profkit: nothing was recorded: no step ended in the block, which made call:Sequential; step_on= says which "
         "ends one\n"
     )
-
-
-def test_memory_without_a_gpu_is_not_recorded_and_the_rest_is(forks: Forks, tmp_path: Path) -> None:
-    code = """
-with profkit.record(steps=2, warmup=4, memory=True, path="run") as run:
-    loop(80)
-tell(steps=run.kernels("optimizer").instances)
-"""
-    found, said = run_block(forks, tmp_path, code)
-    assert found == NOTHING_LEFT | {"steps": 2}
-    assert said == ("profkit: no memory was recorded: no GPU was used (memory=True records the allocator of CUDA)\n")
 
 
 @pytest.mark.gpu

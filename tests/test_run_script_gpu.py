@@ -209,18 +209,6 @@ def test_memory_only_is_exact_and_changes_no_loss(place: Path, run: Run, how: st
     assert result.composition.evidence["none"] < 0.05 * result.totals.allocated_peak_bytes
 
 
-def test_backward_blocks_carry_their_modules(place: Path, run: Run) -> None:
-    assert run(*_profkit("--memory-only"), "train.py", "plain").returncode == 0
-    opened, result = _open(place)
-    _assert_exact(result)
-    _assert_modules_are_known(result)
-    raw = opened.device().device.events.raw
-    texts = {str(event.get("user_metadata")) for event in raw}
-    for name in ("head", "blocks.7.down", "blocks.0.up", "embed"):
-        assert any(name in text for text in texts), (name, sorted(texts)[:20])
-    assert result.composition.evidence["identity"] > 0.5 * result.totals.allocated_peak_bytes
-
-
 @pytest.mark.parametrize("recorder", ["--kineto", "--nsys"])
 def test_memory_and_a_trace_are_two_passes(place: Path, run: Run, recorder: str) -> None:
     plain = run("train.py", "plain")
@@ -253,26 +241,6 @@ def test_out_of_memory_in_the_third_step(place: Path, run: Run) -> None:
     told = run("-m", "profkit", "memory", "run")
     assert told.returncode == 0
     assert "Out of memory" in told.stdout
-
-
-@pytest.mark.parametrize("option", ["--oom", "--memory-only"])
-def test_out_of_memory_after_the_recorded_steps_is_explained(place: Path, run: Run, option: str) -> None:
-    done = run(*_profkit(option), "train.py", "exhaust", "late")
-    assert done.returncode == 1
-    assert "OutOfMemoryError" in done.stderr
-    assert "Out of memory" in done.stdout
-    assert "When the allocation failed" in done.stdout
-    _, result = _open(place)
-    _assert_exact(result)
-    assert result.oom is not None
-    assert "optimizer state" in {row.category for row in result.composition.by_category}
-
-
-def test_watching_for_failed_allocations_keeps_nothing_and_changes_no_loss(place: Path, run: Run) -> None:
-    plain = run("train.py", "plain")
-    done = run(*_profkit("--oom"), "train.py", "plain")
-    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
-    assert [path.name for path in (place / "run").iterdir()] == ["manifest.json"]
 
 
 def test_an_error_that_the_script_survives_disturbs_nothing(place: Path, run: Run) -> None:

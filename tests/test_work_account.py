@@ -20,34 +20,10 @@ def _whole(buffer: str, size: int = 100) -> Access:
     return Access(buffer, "whole", size, size)
 
 
-def test_a_tensor_made_and_used_up_inside_costs_no_bytes() -> None:
-    account = WorkAccount()
-    inner = account.open("inner", account.step)
-    account.move(inner, [_whole("x")], [_whole("temporary")])
-    account.move(inner, [_whole("temporary")], [_whole("y")])
-    account.move(account.step, [_whole("y")], [_whole("z")])
-    work = account.by_path(lambda key: key in {"x", "z"})
-    assert _bytes(work, "inner") == 200
-    assert _bytes(work) == 200
-
-
-def test_an_input_read_by_two_operators_counts_once() -> None:
-    account = WorkAccount()
-    account.move(account.step, [_whole("x")], [_whole("a")])
-    account.move(account.step, [_whole("x")], [_whole("b")])
-    assert _bytes(account.by_path({"x", "a"}.__contains__)) == 200
-
-
 def test_a_result_that_nobody_reads_and_that_is_gone_is_not_needed() -> None:
     account = WorkAccount()
     account.move(account.step, [_whole("x")], [_whole("y")])
     assert _bytes(account.by_path(lambda _key: False)) == 100
-
-
-def test_a_tensor_changed_in_place_is_read_and_written() -> None:
-    account = WorkAccount()
-    account.move(account.step, [_whole("x"), _whole("g")], [_whole("x")])
-    assert _bytes(account.by_path({"x", "g"}.__contains__)) == 300
 
 
 def test_parts_add_up_to_no_more_than_the_buffer() -> None:
