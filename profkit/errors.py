@@ -1,4 +1,4 @@
-"""Every error that profkit raises on purpose, and the exit code that the command line gives it.
+"""Every error that profkit raises on purpose, with its exit code, and `Finding`: what a result says against itself.
 
 ::
 
@@ -13,6 +13,11 @@
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["failed", "warning", "note"]
 
 
 class ProfkitError(Exception):
@@ -51,3 +56,16 @@ class CheckError(ProfkitError):
     """A self-check under ``--strict``, a check or a budget was not met."""
 
     exit_code = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know about a result: a stable ``code`` for programs, one sentence with its numbers for people.
+
+    ``failed``: the result must not be trusted as a whole. ``warning``: odd; a person should look. ``note``: normal for
+    captures of this kind; only JSON shows it.
+    """
+
+    code: str
+    message: str
+    verdict: Verdict = "warning"

@@ -17,7 +17,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineL
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
 from profkit.analysis.trials import Trial
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.joining import read_ranks
 from profkit.names import DATA
 from profkit.reading import open_capture

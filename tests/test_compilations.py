@@ -18,7 +18,7 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records, read_compiled_code
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest

@@ -297,7 +297,7 @@ class TestCommand:
 
     def test_nothing_can_be_recorded(self, profkit: Callable, tmp_path: Path) -> None:
         code = (
-            "import profkit.cli.doctor as d\nfrom profkit.cli import main\nfrom profkit.launch.doctor import Check\n"
+            "import profkit.cli.machine as d\nfrom profkit.cli import main\nfrom profkit.launch.doctor import Check\n"
             "d.examine = lambda machine, nsys: [Check('nsys', 'warning', 'x'), Check('torch', 'failed', 'x'),"
             " Check('working directory', 'ok', 'x'), Check('temporary directory', 'ok', 'x')]\n"
             "main(['doctor'])\n"

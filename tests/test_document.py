@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.cli.outputs import _colour, has_colours
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.reading import open_capture
 from profkit.report.commands.compare import build_check_document
 from profkit.report.document import (

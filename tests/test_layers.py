@@ -15,12 +15,11 @@ from profkit.cli import _COMMANDS
 PACKAGE = Path(__file__).parent.parent / "profkit"
 
 # Who may import whom; the design's arrows. Each layer may also import itself.
-BASE = {"errors", "files", "findings", "names", "run", "text_kinds", "version"}
+BASE = {"errors", "files", "names", "run", "text_kinds", "version"}
 ALLOWED = {
     "errors": set(),
     "version": set(),
     "names": set(),
-    "findings": set(),
     "files": set(),
     "annotation": set(),
     "guides": set(),

@@ -14,7 +14,7 @@ import numpy as np
 from profkit.analysis.kernels.categories import OTHER, categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import FORWARD, STEP
 from profkit.trace.columns import Bools, distinct_values, rows_by_value
 

@@ -19,7 +19,7 @@ from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, check_run
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.tree.selection import explain_no_ranges
-from profkit.findings import Finding, Verdict
+from profkit.errors import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 

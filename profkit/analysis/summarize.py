@@ -42,8 +42,7 @@ from profkit.analysis.time_account.step_times import (
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
 from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
 from profkit.analysis.tree.selection import split_path
-from profkit.errors import ProfkitError
-from profkit.findings import Finding
+from profkit.errors import Finding, ProfkitError
 from profkit.names import (
     BACKWARD,
     DATA,

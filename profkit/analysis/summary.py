@@ -21,7 +21,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit, StepL
 from profkit.analysis.time_account.account import IdleCauses, IdleTime, TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.tree.modules import ModuleTime
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import DATA, STEP
 from profkit.run.lines import LineTime
 

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from keyword import iskeyword
 from typing import Any, NoReturn
 
 import click
@@ -42,6 +41,21 @@ _COMMANDS = {
     "help": "Show a guide; `profkit help start` takes five minutes.",
 }
 
+_HOMES = {
+    "ceilings": "machine",
+    "check": "compare",
+    "doctor": "machine",
+    "export": "copies",
+    "gather": "copies",
+    "ranges": "efficiency",
+    "ranks": "run_views",
+    "report": "run_views",
+    "scrub": "copies",
+    "summary": "run_views",
+    "try": "try_",
+}
+"""The module of each command that has not one of its own name."""
+
 _KEPT_BYTES = 1 << 24
 
 
@@ -54,8 +68,8 @@ class _LazyGroup(click.Group):
             return None
         if cmd_name == "help":
             return help
-        name = f"{cmd_name}{'_' * iskeyword(cmd_name)}"
-        command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
+        home = import_module(f"{__name__}.{_HOMES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(home, "try_" if cmd_name == "try" else cmd_name)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

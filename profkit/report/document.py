@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.report.text import (
     WIDTH,
     csv_lines,

@@ -31,8 +31,7 @@ from profkit.analysis.time_account.step_times import (
     name_statistic,
     read_unprofiled_steps,
 )
-from profkit.errors import UsageError
-from profkit.findings import Finding
+from profkit.errors import Finding, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd

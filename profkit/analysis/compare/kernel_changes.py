@@ -44,7 +44,7 @@ from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.statistics import FEWEST, Verdict, interval_of_means, judge_change
 from profkit.analysis.tree.modules import ModuleTree, Place
 from profkit.analysis.tree.selection import join_path
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import COMPILING, is_shared, sharing_modules
 from profkit.trace.columns import Ints, Measure
 

@@ -44,8 +44,7 @@ from profkit.analysis.tree.range_tree import (
     work_by_node,
 )
 from profkit.analysis.tree.selection import split_path
-from profkit.errors import TraceError
-from profkit.findings import Finding
+from profkit.errors import Finding, TraceError
 from profkit.trace.columns import Ints, Trace, rows_by_value
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import context_of, is_step, is_warmup
 from profkit.analysis.tree.range_tree import RangeNodes
-from profkit.errors import UsageError
-from profkit.findings import Finding
+from profkit.errors import Finding, UsageError
 from profkit.names import BACKWARD, FORWARD
 from profkit.run.directory import Run
 from profkit.run.manifest import Loading, Manifest

@@ -9,7 +9,7 @@ import numpy as np
 
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.tree.range_tree import build_nodes
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import COMPILED_KERNEL, LaunchPlace, is_shared, kind_of, read_launch_range, sharing_modules
 from profkit.run.compiled_code import Compilation, CompiledGraph, GraphBreak, Launch
 from profkit.run.directory import Run

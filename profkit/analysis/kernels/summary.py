@@ -22,8 +22,7 @@ from profkit.analysis.placing.attribution import (
 from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
 from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
-from profkit.errors import TraceError, UsageError
-from profkit.findings import Finding
+from profkit.errors import Finding, TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 
 if TYPE_CHECKING:

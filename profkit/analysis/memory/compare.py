@@ -27,7 +27,7 @@ from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import read_metadata, read_text
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.findings import Finding
+from profkit.errors import Finding
 
 if TYPE_CHECKING:
     import pandas as pd

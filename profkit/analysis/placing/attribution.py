@@ -31,8 +31,7 @@ from profkit.analysis.placing.other_threads import (
     mirror_forward_ranges,
     name_replicas,
 )
-from profkit.errors import TraceError
-from profkit.findings import Finding
+from profkit.errors import Finding, TraceError
 from profkit.trace.columns import (
     NO_LAUNCH,
     Bools,

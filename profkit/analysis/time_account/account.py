@@ -32,7 +32,7 @@ from profkit.analysis.time_account.gpu_time import (
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes
 from profkit.analysis.time_account.steps import context_of, find_contexts, find_steps, is_step, measured_ranges
 from profkit.analysis.tree.range_tree import RangeNodes
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import DATA, STEP, phase_of
 from profkit.run.manifest import Loading
 from profkit.trace.columns import Bools, Ints, empty_ints, rows_by_value

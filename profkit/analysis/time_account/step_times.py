@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from profkit.analysis.notebook import NotebookResult
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import DATA, PHASES, STEP, context_range
 from profkit.run.directory import Run
 from profkit.run.manifest import Clock, Manifest, Samples, phase_order

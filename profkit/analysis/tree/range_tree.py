@@ -18,8 +18,7 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.selection import explain_no_ranges, join_path, outermost
-from profkit.errors import TraceError
-from profkit.findings import Finding
+from profkit.errors import Finding, TraceError
 from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, empty_ints, rows_by_value
 from profkit.trace.nesting import NO_RANGE

@@ -16,7 +16,7 @@ from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.step_times import PhaseTimes
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.tree.selection import join_path, split_path
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.names import STEP
 from profkit.report.commands.ranks import describe_verdict
 from profkit.report.commands.step_replay import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits

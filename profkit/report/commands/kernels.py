@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree.selection import split_path
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over

@@ -10,7 +10,7 @@ from profkit.analysis.ranks.chance import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.culprit import Culprit, Doubt
 from profkit.analysis.ranks.groups import GroupRow, Pipeline
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
     BYTES,

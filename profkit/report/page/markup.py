@@ -23,7 +23,7 @@ from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
-from profkit.findings import Finding
+from profkit.errors import Finding
 from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Row, Table
 from profkit.report.text import make_visible
 

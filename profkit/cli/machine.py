@@ -1,20 +1,43 @@
-"""``profkit ceilings``: the peaks of this machine's GPU."""
+"""``profkit doctor`` and ``profkit ceilings``: what this machine can record, and the peaks of its GPU."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from profkit.cli.options import FILE
 from profkit.cli.outputs import Output, format_option, shown_after_a_second
-from profkit.errors import RunError
+from profkit.errors import CheckError, RunError, ToolError
+from profkit.launch.doctor import Machine, can_record, examine
 from profkit.launch.gpu_state import measure_ceilings
+from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.record import require_torch
-from profkit.report.commands.machine import build_ceilings_document
+from profkit.report.commands.machine import build_ceilings_document, build_doctor_document
 from profkit.report.document import Format
 from profkit.run.directory import CEILINGS, Run
 from profkit.run.work import write_ceilings
+
+
+@click.command()
+@format_option
+def doctor(style: Format) -> None:
+    """Show what this machine can record, and one thing to do for each part that it cannot.
+
+    It looks at nsys, its version against the driver, its importer, nvtx, GPUs, torch and disk, and imports no torch. It
+    exits with 3 if nothing can be recorded: there is neither torch nor an nsys that starts, or no room on the disk.
+    """
+    try:
+        nsys: Nsys | str | None = find_nsys(os.environ)
+    except ToolError as error:
+        nsys = str(error)
+    with shown_after_a_second("looking at this machine"):
+        findings = examine(Machine(), nsys)
+    possible = can_record(findings)
+    Output(style).print(build_doctor_document(findings, can_record=possible, on_screen=style == "table"))
+    if not possible:
+        raise CheckError("nothing can be recorded here: profkit needs torch or a working nsys, and free disk space")
 
 
 @click.command()
