@@ -1,4 +1,4 @@
-"""What the ledger of owners says of tensors that share a storage."""
+"""What the memory recording writes down: the owners of tensors, and the text of the allocator's events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from profkit.capture import memory_history as recording
 from profkit.capture.hooks.module_names import ModuleNames, Roots
 from profkit.capture.owners import OwnerLedger
 from profkit.run.owners import Owned, read_owners
@@ -117,3 +118,34 @@ def test_a_wrapped_model_has_its_wrappers_name_and_only_the_wrapper_a_range() ->
     assert names.part(model) is names.part(wrapper) is of_wrapper
     assert id(model) not in names.parts
     assert names.parts[id(model[0])].range == "0"
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator of paper was told; the last is what it writes."""
+    told = [""]
+    monkeypatch.setattr(torch.cuda.memory, "_get_memory_metadata", lambda: told[-1])
+    monkeypatch.setattr(torch.cuda.memory, "_set_memory_metadata", told.append)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("phase", "module", "text"),
+    [
+        ("backward", "blocks.0", "profkit:backward:blocks.0"),
+        ("loss", None, "profkit:loss:"),
+        (None, "model", "profkit:forward:model"),
+        (None, None, ""),
+    ],
+)
+def test_the_text_names_phase_and_module(texts: list[str], phase: str | None, module: str | None, text: str) -> None:
+    recording.write_text("forward", "before")
+    recording.write_text(phase, module)
+    assert texts[-1] == text
+
+
+def test_a_text_of_the_scripts_own_stays(texts: list[str]) -> None:
+    texts.append("epoch 3")
+    recording.write_text("forward", "model")
+    recording.write_text(None, None)
+    assert texts[-1] == "epoch 3"

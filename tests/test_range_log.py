@@ -1,11 +1,13 @@
-"""The log of ranges and a trace of CUDA activities alone become one trace: clocks, threads, and what is refused."""
+"""The log of ranges: what threads write, when it is full, and how it and a trace of CUDA alone become one trace."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 import pytest
@@ -29,6 +31,14 @@ from profkit.run.range_log import (
     write_range_log,
 )
 from tests.in_process import names_in
+
+pytest.importorskip("torch")
+
+import torch
+
+from profkit.annotation import RangeObserver, annotate, ignore_ranges, observe_ranges
+from profkit.capture.hooks.open_ranges import OpenRanges
+from profkit.capture.hooks.range_log import LiveLog
 
 PROCESS, MAIN, AUTOGRAD = 4000, 4000, 4011
 BASE_NS = 1_700_000_000_000_000_000
@@ -261,3 +271,98 @@ def test_a_trace_without_operators_says_how_to_record_them(tmp_path: Path) -> No
     join_ranges(trace, _log())
     with pytest.raises(UsageError, match="record CPU operators too"):
         _read(tmp_path, trace).kernels(by="operator")
+
+
+class Observer(RangeObserver):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def opening(self, name: str) -> None:
+        self.seen.append(name)
+
+    def closed(self) -> None:
+        self.seen.append("closed")
+
+
+@pytest.fixture
+def observer() -> Iterator[Observer]:
+    observer = Observer()
+    observe_ranges(observer)
+    yield observer
+    ignore_ranges(observer)
+
+
+@pytest.fixture
+def live_log() -> LiveLog:
+    log = LiveLog(most_entries=8)
+    log.is_on = True
+    return log
+
+
+def _logged(live_log: LiveLog) -> list[list[str]]:
+    content = live_log.content()
+    named = [
+        ["left" if one == LEFT else content.names[one] for one in thread.entries[::2]] for thread in content.threads
+    ]
+    for thread in content.threads:
+        assert thread.entries[1::2] == sorted(thread.entries[1::2])
+        assert all(time_ns <= content.ended_ns for time_ns in thread.entries[1::2])
+    return named
+
+
+def test_it_is_full_after_as_many_entries_as_it_may_hold(live_log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    for _ in range(2):
+        assert not live_log.is_full
+        opened.open("key", "range")
+        opened.close("key")
+    assert live_log.is_full
+
+
+def test_a_range_that_began_before_the_log_is_not_left_in_it(live_log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    live_log.is_on = False
+    opened.open("before", "before")
+    live_log.is_on = True
+    opened.open("within", "within")
+    opened.close("before")
+    assert _logged(live_log) == [["within", "left"]]
+
+
+def test_other_observers_are_shown_what_is_logged(live_log: LiveLog, observer: Observer) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    opened.open("key", "range")
+    opened.close("key")
+    assert observer.seen == ["range", "closed"]
+    with annotate("the script's own"):
+        pass
+    assert observer.seen[2:] == ["the script's own", "closed"]
+
+
+def test_the_scripts_own_ranges_are_logged_under_their_names(live_log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    opened.note_opening(None, "epoch")
+    opened.note_opening(None)
+    opened.note_closed()
+    opened.note_closed()
+    assert _logged(live_log) == [["epoch", "left"]]
+    assert opened.scripts == 0
+
+
+def test_the_clock_is_read_around_waits_for_the_gpu(live_log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(time_ns()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    live_log.read_clock()
+    (readings,) = live_log.content().readings
+    assert all(one.before_ns <= wait <= one.after_ns for one, wait in zip(readings, waits, strict=True))
+    assert [thread.handle for thread in live_log.content().threads] == [readings[0].handle]
+
+
+def test_a_capture_into_a_cuda_graph_is_not_waited_for(live_log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    live_log.read_clock()
+    assert live_log.content().readings == []
