@@ -96,8 +96,7 @@ def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(
     assert plain.returncode == 0, plain.stderr
     before = _content(users)
     words = ("run", "--kineto", "--warmup", "2", "--steps", "2", "-o")
-    done = forks.run_profkit(*words, "own", "--", *command, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "home"))
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit(*words, "own", "--", *command, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "home"))
     assert (tmp_path / "home" / "profkit" / KNOWN_CODE / "inductor").is_dir()
     assert _content(users) == before
     shown = run_command("ranges", tmp_path / "own")
@@ -106,8 +105,7 @@ def test_a_program_whose_code_is_in_the_users_cache_gets_its_modules(
     for phase in ("forward", "backward"):
         assert any(f"{phase}/model/" in path for path in paths), paths
     chosen = {"TORCHINDUCTOR_CACHE_DIR": str(users), "XDG_CACHE_HOME": str(tmp_path / "other home")}
-    done = forks.run_profkit(*words, "chosen", "--", *command, cwd=tmp_path, **chosen)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit(*words, "chosen", "--", *command, cwd=tmp_path, **chosen)
     (process,) = read_manifest(tmp_path / "chosen" / "manifest.json").processes
     assert process.compiled_failure is not None
     assert "2 of 2 compiled graphs came from Inductor's cache" in process.compiled_failure

@@ -78,12 +78,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Pa
     folder = tmp_path_factory.mktemp("trees")
     (folder / "train.py").write_text(SCRIPT)
     for kind in ("eager", "compiled"):
-        done = forks.run_profkit(
+        forks.check_profkit(
             *("run", "--kineto", "--warmup", "2", "--steps", "2", "-o", kind, "--", sys.executable, "train.py", kind),
             cwd=folder,
             TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
         )
-        assert done.returncode == 0, done.stderr
     return {kind: folder / kind for kind in ("eager", "compiled")}
 
 

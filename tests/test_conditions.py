@@ -269,8 +269,7 @@ def printed(forks: Forks, tmp_path: Path) -> Printed:
     def run(code: str) -> list[str]:
         script = tmp_path / "script.py"
         script.write_text("import torch\nfrom profkit.capture.steps.conditions import *\n" + code)
-        done = forks.run([sys.executable, str(script)], tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = forks.check([sys.executable, str(script)], tmp_path)
         return done.stdout.splitlines()
 
     return run

@@ -20,7 +20,7 @@ from profkit.errors import RunError, UsageError
 from profkit.joining import gather
 from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
-from tests.in_process import manifest_of, run_command
+from tests.in_process import check_command, manifest_of, run_command
 from tests.launched import started
 
 if TYPE_CHECKING:
@@ -306,8 +306,7 @@ def test_one_nsys_around_srun_is_said_to_record_one_machine(
 
 
 def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
-    done = run_command("kernels", two_machines, "--rank", "1", "--format", "json")
-    assert done.returncode == 0, done.stderr
+    check_command("kernels", two_machines, "--rank", "1", "--format", "json")
     refused = run_command("kernels", two_machines)
     assert refused.returncode == 2
     assert "holds the runs of 2 machines: profkit ranks" in refused.stderr
@@ -318,8 +317,7 @@ def test_runs_from_several_disks_are_put_in_the_order_of_their_ranks(two_machine
     for host, run in zip("ab", reversed(runs_of_job(two_machines)), strict=True):
         shutil.copytree(run, tmp_path / host / "node0")
     by_rank = {light.name: light.parent for light in tmp_path.glob("*/node0/light*")}
-    done = run_command("gather", *sorted(by_rank.values()), "-o", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    done = check_command("gather", *sorted(by_rank.values()), "-o", tmp_path / "run")
     assert "holds 2 ranks of 2 machines." in done.stdout
     first, second = runs_of_job(tmp_path / "run")
     assert (first / "light.jsonl").read_text() == (by_rank["light.jsonl"] / "light.jsonl").read_text()
@@ -353,16 +351,14 @@ def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:
 
 
 def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Path) -> None:
-    done = run_command("scrub", two_machines / "node0", "-o", tmp_path / "copy")
-    assert done.returncode == 0, done.stderr
+    check_command("scrub", two_machines / "node0", "-o", tmp_path / "copy")
     assert "localhost" not in (tmp_path / "copy" / "manifest.json").read_text()
     (light,) = (two_machines / "node0").glob("light*")
     assert (tmp_path / "copy" / light.name).read_text() == light.read_text()
 
 
 def test_the_ranks_of_all_machines_are_compared(two_machines: Path) -> None:
-    done = run_command("ranks", two_machines, "--format", "json")
-    assert done.returncode == 0, done.stderr
+    done = check_command("ranks", two_machines, "--format", "json")
     found = json.loads(done.stdout)
     assert sorted(rank["node"] for rank in found["ranks"]) == [0, 1]
 

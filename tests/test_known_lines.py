@@ -27,8 +27,7 @@ def _marked(kind: str) -> int:
 
 def _lines(forks: Forks, place: Path, *words: str) -> tuple[LineTime, ...]:
     options = ("--warmup", "3", "--steps", "1", "-o", "run")
-    done = forks.run_profkit("run", *options, "--", sys.executable, *words, cwd=place)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit("run", *options, "--", sys.executable, *words, cwd=place)
     return find_lines(Run(place / "run")).lines
 
 

@@ -68,8 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     folder = tmp_path_factory.mktemp("light")
     (folder / "train.py").write_text(SCRIPT)
     steps = ("--warmup", "2", "--steps", "2", "--no-lines", "--nproc-per-node", str(RANKS))
-    done = forks.run_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder)
     return folder
 
 

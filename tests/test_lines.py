@@ -41,7 +41,7 @@ from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, write_lines
 from tests.forked_scripts import Forks
-from tests.in_process import manifest_of, run_command, run_profkit
+from tests.in_process import check_profkit, manifest_of, run_command
 from tests.test_step_times import manifest
 
 
@@ -641,8 +641,7 @@ SCRIPT = ("--", sys.executable, "train.py")
 
 def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "train.py").write_text(LOOPING.replace("STEPS", "45"))
-    done = forks.run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     result = find_lines(Run(tmp_path / "run"))
     longest = result.lines[0]
     assert (Path(longest.file or "").name, longest.function, longest.phase) == ("train.py", "make_batch", None)
@@ -694,8 +693,7 @@ if __name__ == "__main__":
 
 def test_spawned_workers_show_their_lines_train_nothing_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNING)
-    done = run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     lines = find_lines(Run(tmp_path / "run")).lines
     assert {line.function for line in lines if line.thread == "worker"} == {"Numbers.__getitem__"}
     (process,) = manifest_of(tmp_path / "run")["processes"]
@@ -706,8 +704,7 @@ def test_spawned_workers_show_their_lines_train_nothing_and_leave_no_file(tmp_pa
 def test_lines_that_fail_leave_the_recording(tmp_path: Path, forks: Forks) -> None:
     failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
     (tmp_path / "train.py").write_text(failing + LOOPING.replace("STEPS", "9"))
-    done = forks.run_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert "the lines could not be saved: KeyError" in done.stderr
     assert Run(tmp_path / "run").traces
 

@@ -95,8 +95,7 @@ def test_the_peak_is_the_allocators_own(name: str, forks: Forks, tmp_path: Path)
     peak = int((tmp_path / ".forked" / "peak.txt").read_text())
     # More steps than it makes: the history goes to its end.
     options = ("-o", "run", "--memory-only", "--warmup", "1", "--steps", "50")
-    done = forks.run_profkit("run", *options, "--", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit("run", *options, "--", *words, cwd=tmp_path)
     opened = read_snapshot(tmp_path / "run")
     result = opened.memory()
     assert result.totals.exact, result.warnings

@@ -284,8 +284,7 @@ def test_a_run_says_which_steps_it_leaves_out(tmp_path: Path, forks: Forks, leng
     """Of 30 steps 5 warm up, 4 empty the queue, 3 count; of 9 the 4 that would empty it are all that was recorded."""
     (tmp_path / "train.py").write_text(SLOW_START)
     words = ("--warmup", "5", "--steps", "3", "--", sys.executable, "train.py", str(length))
-    done = forks.run_profkit("run", "-o", "run", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit("run", "-o", "run", *words, cwd=tmp_path)
     manifest = manifest_of(tmp_path / "run")
     loading = manifest["processes"][0]["loading"]
     assert (loading["workers"], loading["queue_batches"]) == (2, 4)

@@ -80,8 +80,7 @@ def test_the_python_examples_run(page: str, forks: Forks, tmp_path: Path) -> Non
     assert examples
     (tmp_path / "traces").symlink_to(TRACES)
     (tmp_path / "examples.py").write_text(LOOP + "".join(examples))
-    done = forks.run([sys.executable, "examples.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check([sys.executable, "examples.py"], tmp_path)
     assert "35723791" in done.stdout
     assert "unprofiled (" in done.stdout, "the summary of what was recorded"
     assert (

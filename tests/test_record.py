@@ -86,8 +86,7 @@ def tell(**found):
 def run_block(forks: Forks, place: Path, code: str) -> tuple[dict[str, object], str]:
     """Run a script that ends by telling what it found; return that, and what profkit said."""
     (place / "train.py").write_text(LOOP + code)
-    done = forks.run([sys.executable, "train.py"], place)
-    assert done.returncode == 0, done.stderr
+    done = forks.check([sys.executable, "train.py"], place)
     said = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("USDT:")]  # torch's own
     return json.loads(done.stdout.splitlines()[-1]), "".join(said)
 
@@ -130,8 +129,7 @@ def test_a_block_has_the_same_steps_and_ranges_as_a_command(forks: Forks, tmp_pa
     run_block(forks, tmp_path, "with profkit.record(2, warmup=4, path='block'):\n    loop(12)\ntell()\n")
     (tmp_path / "plain.py").write_text(LOOP.replace("loop(1)\n", "") + "loop(12)\n")
     words = [sys.executable, "plain.py"]
-    done = forks.run_profkit("run", "--warmup", "4", "--steps", "2", "-o", "command", "--", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit("run", "--warmup", "4", "--steps", "2", "-o", "command", "--", *words, cwd=tmp_path)
     paths = [
         [(row.path, row.instances) for row in profkit.open(tmp_path / name).ranges().ranges if "#" not in row.path]
         for name in ("block", "command")
@@ -338,8 +336,7 @@ with open(f"told{rank}", "w") as told:
 """
     (tmp_path / "train.py").write_text(LOOP + code)
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    done = forks.run(words, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check(words, tmp_path)
     assert "profkit:" not in done.stderr
     (shared,) = (tmp_path / "runs").iterdir()
     for rank in (0, 1):

@@ -112,8 +112,7 @@ def test_what_a_script_does_to_its_own_process_is_as_without_profkit(forks: Fork
         "open(folder + '/losses', 'w').write(losses[-1][:8])"
     )
     words = [sys.executable, str(tmp_path / "train.py")]
-    plain = forks.run(words, tmp_path)
-    assert plain.returncode == 0, plain.stderr
+    forks.check(words, tmp_path)
     expected = (tmp_path / "losses").read_text()
     done = forks.run_profkit("run", "-o", "run", *SHORT, "--", *words, cwd=tmp_path)
     assert manifest_of(tmp_path / "run")["exit_status"] == 0, done.stderr
@@ -171,8 +170,7 @@ def test_a_run_in_a_directory_with_any_name_is_whole(forks: Forks, tmp_path: Pat
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "train.py").write_text(SAYS)
     words = [sys.executable, str(tmp_path / "train.py")]
-    done = forks.run_profkit("run", f"-o{NAMES[row]}", *SHORT, "--", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit("run", f"-o{NAMES[row]}", *SHORT, "--", *words, cwd=tmp_path)
     events = json.loads(gzip.decompress((tmp_path / NAMES[row] / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {"step 2", "step 3"} <= {event["name"] for event in events if event.get("cat") == "user_annotation"}
     typed = subprocess.run(

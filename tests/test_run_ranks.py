@@ -79,8 +79,7 @@ def test_a_script_is_started_as_ranks_and_compared_and_keeps_its_losses(tmp_path
     (tmp_path / "ddp.py").write_text(DDP)
     plain = forks.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "ddp.py"], tmp_path)
     options = ("-o", "run", "--nproc-per-node", "2", "--flops", "--warmup", "1", "--steps", "2")
-    done = forks.run_profkit("run", *options, "--", sys.executable, "ddp.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit("run", *options, "--", sys.executable, "ddp.py", cwd=tmp_path)
     assert done.stdout.startswith(plain.stdout)
     assert plain.stdout.count("0x") == 4
     light, traces = ["light.jsonl", "light.rank1.jsonl"], ["trace.json.gz", "trace.rank1.json.gz"]
@@ -127,8 +126,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, run: Run) -> None:
 
 def test_a_built_in_model_is_trained_by_ddp(tmp_path: Path, forks: Forks) -> None:
     options = ("--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "--device", "cpu")
-    done = forks.run_profkit("run", "-o", "run", "--nproc-per-node", "2", *options, "model.tiny", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit("run", "-o", "run", "--nproc-per-node", "2", *options, "model.tiny", cwd=tmp_path)
     manifest = manifest_of(tmp_path / "run")
     ranks = manifest["processes"]
     assert [one["rank"] for one in ranks] == [0, 1]
@@ -257,8 +255,7 @@ def test_ranks_that_a_program_starts_by_itself_have_a_trace_each(tmp_path: Path,
     script = tmp_path / "train.py"
     script.write_text(SPAWNED.replace("PLACE", str(tmp_path)[1:]))
     command = ("run", "-o", "run", "--warmup", "2", "--steps", "2", "--", sys.executable, str(script))
-    done = forks.run_profkit(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forks.check_profkit(*command, cwd=tmp_path)
     result = read_ranks(tmp_path / "run", workers=1)
     assert [(one.rank, one.source) for one in result.ranks] == [(0, "kineto"), (1, "kineto")]
     assert not result.lost

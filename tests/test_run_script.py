@@ -21,7 +21,7 @@ from profkit import read_trace
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
-from tests.in_process import manifest_of, names_in, range_names, run_command, run_profkit
+from tests.in_process import check_profkit, manifest_of, names_in, range_names, run_command, run_profkit
 
 torch = pytest.importorskip("torch")
 
@@ -169,8 +169,7 @@ def unedited(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Pa
     words = [sys.executable, "train.py", "0.1", "7"]
     plain = forks.run(words, place)
     recorder = ("run", "-o", "run", "--warmup", "3", "--steps", "2", "--", *words)
-    done = run_profkit(*recorder, cwd=place, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+    done = check_profkit(*recorder, cwd=place, PYTHONPATH=str(ROOT))
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
     return place, done.stdout

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -19,295 +18,177 @@ from profkit.capture.steps import variable_names
 from profkit.capture.steps.policy import StepPolicy
 
 
+class Graph:
+    """Stands for a ``torch.cuda.CUDAGraph``."""
+
+
 class Script:
     """Does what scripts do, and keeps the numbers of the steps that the policy makes of it."""
 
-    def __init__(self, step_on: str | None = None) -> None:
-        self.policy = StepPolicy(step_on)
+    def __init__(self, policy: StepPolicy) -> None:
+        self.policy = policy
         self.made: list[int] = []
         self.has_optimizer = False
+        self._things: dict[str, Any] = {}
+
+    def play(self, program: str, times: int = 1) -> None:
+        """Do what each word says, ``WHAT:NAME``; what stands between ``WHAT:NAME<`` and ``>WHAT:NAME`` is within it."""
+        for word in program.split() * times:
+            what, _, name = word.strip("<>").partition(":")
+            given = [name] if what == "function" else [self.thing(name)] if name else []
+            if not word.startswith(">"):
+                self._note(getattr(self.policy, f"{what}_begins")(*given))
+            if what == "optimizer":
+                self.policy.optimizer_left()
+            if not word.endswith("<"):
+                self._note(getattr(self.policy, f"{what}_ends")(*given[: what != "capture"]))
 
     def _note(self, number: int | None) -> None:
         if number is not None:
             self.made.append(number)
 
-    def call(self, *modules: nn.Module) -> None:
-        for module in modules:
-            self._note(self.policy.call_begins(module))
-            self._note(self.policy.call_ends(module))
+    def thing(self, name: str) -> Any:
+        """Return the model, optimizer or graph of this name, which begins with its class."""
+        kind = name.partition(".")[0]
+        if name not in self._things:
+            if kind == "Graph":
+                self._things[name] = Graph()
+            elif hasattr(nn, kind):
+                self._things[name] = getattr(nn, kind)(*{"Linear": (1, 1), "Bilinear": (1, 1, 1)}.get(kind, ()))
+            else:
+                self._things[name] = getattr(torch.optim, kind)(nn.Linear(1, 1).parameters(), lr=0.1)
+        return self._things[name]
 
-    def function(self, name: str) -> None:
-        self._note(self.policy.function_begins(name))
-        self._note(self.policy.function_ends(name))
-
-    @contextmanager
-    def generating(self, model: nn.Module) -> Iterator[None]:
-        self._note(self.policy.generate_begins(model))
-        yield
-        self._note(self.policy.generate_ends(model))
-
-    def backward(self) -> None:
-        self._note(self.policy.backward_begins())
-        self._note(self.policy.backward_ends())
-
-    def optimize(self, *optimizers: torch.optim.Optimizer) -> None:
-        for one in optimizers:
-            self._note(self.policy.optimizer_begins(one))
-            self.policy.optimizer_left()
-            self._note(self.policy.optimizer_ends(one))
-
-    @contextmanager
-    def capturing(self, graph: object) -> Iterator[None]:
-        self.policy.capture_begins(graph)
-        yield
-        self.policy.capture_ends()
-
-    def replay(self, *graphs: object) -> None:
-        for graph in graphs:
-            self._note(self.policy.replay_begins(graph))
-            self._note(self.policy.replay_ends(graph))
-
-    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
-        for _ in range(times):
-            self.call(model)
-            self.backward()
-            self.optimize(optimizer)
-
-
-class Graph:
-    """Stands for a ``torch.cuda.CUDAGraph``."""
+    def forget(self, *names: str) -> None:
+        """Let things go, as a script does that makes others in their place."""
+        for name in names:
+            del self._things[name]
 
 
 @pytest.fixture(autouse=True)
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """A script that has made no optimizer so far, whatever other tests have."""
-    script = Script()
+    script = Script(StepPolicy(None))
     monkeypatch.setattr(steps_module, "has_optimizer", lambda: script.has_optimizer)
     monkeypatch.setattr(variable_names, "_name_of_called", lambda: None)
     return script
 
 
-def _optimizer(kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.optim.Optimizer:
-    return kind(nn.Linear(1, 1).parameters(), lr=0.1)  # type: ignore[call-arg]
+TRAIN = "call:Linear backward optimizer:SGD"
+REPLAYED = "replay:Graph replay:Graph optimizer:SGD"
 
 
-def test_a_step_ends_with_the_optimizers(script: Script) -> None:
-    script.has_optimizer = True
-    script.train(nn.Linear(1, 1), _optimizer(), times=3)
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("optimizer", ("SGD",))
+@pytest.mark.parametrize(
+    ("program", "times", "made", "counts"),
+    [
+        (TRAIN, 3, 3, ("optimizer", ("SGD",))),
+        ("call:Linear backward call:Linear backward call:Linear backward optimizer:SGD", 2, 2, ("optimizer", ("SGD",))),
+        # Two optimizers end one step, the second one also if it makes a step now and then.
+        ("call:Linear backward optimizer:SGD optimizer:AdamW", 4, 4, ("optimizer", ("SGD", "AdamW"))),
+        ("optimizer:SGD optimizer:SGD optimizer:SGD optimizer:SGD.seldom", 2, 6, ("optimizer", ("SGD",))),
+        # A validation between steps is none.
+        (f"{TRAIN} {TRAIN} call:Linear call:Linear call:Linear {TRAIN}", 1, 3, ("optimizer", ("SGD",))),
+        # Captured gradients leave the step to the optimizer.
+        (f"capture:Graph< call:Linear backward >capture:Graph {REPLAYED} {REPLAYED}", 1, 2, ("optimizer", ("SGD",))),
+        # Without an optimizer a step ends with the backward pass, but with none within a module.
+        ("backward", 3, 3, ("backward", ())),
+        ("call:Linear< backward >call:Linear", 3, 3, ("call", ("Linear",))),
+        # Models that take turns make one step; one that is called once is no part of any.
+        ("call:Linear call:Bilinear", 3, 3, ("call", ("Linear", "Bilinear"))),
+        ("call:Bilinear call:Linear call:Linear call:Linear", 1, 3, ("call", ("Linear",))),
+        ("function:load function:solve", 3, 3, ("call", ("load", "solve"))),
+        ("generate:Linear< call:Linear call:Linear >generate:Linear", 3, 3, ("generate", ("Linear",))),
+        # Replays that take turns are one step, and one within a call is none.
+        ("replay:Graph call:Linear< replay:Graph.inner >call:Linear replay:Graph.other", 3, 3, None),
+    ],
+)
+def test_what_counts_as_a_step(script: Script, program: str, times: int, made: int, counts: object) -> None:
+    script.has_optimizer = "optimizer" in program
+    script.play(program, times)
+    assert script.made == list(range(made + 1))
+    assert counts is None or script.policy.what_counts() == counts
 
 
 def test_calls_are_counted_on_where_the_optimizer_ends_the_steps(script: Script) -> None:
     script.has_optimizer = True
-    model, optimizer = nn.Linear(1, 1), _optimizer()
-    script.train(model, optimizer, times=3)
-    script.call(nn.MSELoss(), nn.MSELoss(), nn.ReLU())
-    del model
-    script.train(nn.Linear(1, 1), optimizer, times=3)
-    with script.capturing(Graph()):
-        script.call(nn.ReLU())
+    script.play(TRAIN, 3)
+    script.play("call:MSELoss call:MSELoss.other call:ReLU")
+    script.forget("Linear")
+    script.play(TRAIN, 3)
+    script.play("capture:Graph< call:ReLU >capture:Graph")
     assert dict(script.policy.seen) == {"call:Linear": 6, "call:ReLU": 1, "backward": 6, "optimizer:SGD": 6}
     assert script.made == list(range(7))
 
 
-def test_accumulated_gradients_are_one_step(script: Script) -> None:
-    script.has_optimizer = True
-    model, optimizer = nn.Linear(1, 1), _optimizer()
-    for _ in range(2):
-        for _ in range(4):
-            script.call(model)
-            script.backward()
-        script.optimize(optimizer)
-    assert script.made == [0, 1, 2]
-
-
-def test_without_an_optimizer_a_step_ends_with_the_backward_pass(script: Script) -> None:
-    for _ in range(3):
-        script.backward()
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("backward", ())
-
-
-def test_a_backward_pass_within_a_module_ends_no_step(script: Script) -> None:
-    model = nn.Linear(1, 1)
-    for _ in range(3):
-        script._note(script.policy.call_begins(model))
-        script.backward()
-        script._note(script.policy.call_ends(model))
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("call", ("Linear",))
-
-
-def test_models_that_take_turns_make_one_step(script: Script) -> None:
-    encoder, decoder = nn.Linear(1, 1), nn.Bilinear(1, 1, 1)
-    for _ in range(3):
-        script.call(encoder, decoder)
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("call", ("Linear", "Bilinear"))
-
-
-def test_a_module_that_is_called_once_is_no_part_of_a_step(script: Script) -> None:
-    encoder, decoder = nn.Linear(1, 1), nn.Linear(1, 1)
-    script.call(encoder, decoder, decoder, decoder)
-    assert script.made == [0, 1, 2, 3]
-
-
 def test_modules_without_parameters_begin_no_step_where_there_is_a_model(script: Script) -> None:
-    transform, model = nn.Identity(), nn.Linear(1, 1)
-    for _ in range(3):
-        script.call(transform, transform, model)
+    script.play("call:Identity call:Identity call:Linear", 3)
     assert script.policy.what_counts() == ("call", ("Linear",))
     assert script.made[-3:] == [1, 2, 3]
 
 
-def test_decorated_functions_are_steps_where_no_module_is_called(script: Script) -> None:
-    for _ in range(3):
-        script.function("load")
-        script.function("solve")
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("call", ("load", "solve"))
-
-
-def test_generate_is_a_step_and_the_calls_in_it_are_none(script: Script) -> None:
-    model = nn.Linear(1, 1)
-    for _ in range(3):
-        with script.generating(model):
-            script.call(model, model)
-    assert script.made == [0, 1, 2, 3]
-    assert script.policy.what_counts() == ("generate", ("Linear",))
-
-
-def test_two_optimizers_end_one_step(script: Script) -> None:
-    script.has_optimizer = True
-    model, muon, adam = nn.Linear(1, 1), _optimizer(), _optimizer(torch.optim.AdamW)
-    for _ in range(4):
-        script.call(model)
-        script.backward()
-        script.optimize(muon, adam)
-    assert script.made == [0, 1, 2, 3, 4]
-    assert script.policy.what_counts() == ("optimizer", ("SGD", "AdamW"))
-
-
 def test_after_the_first_round_a_step_ends_with_the_last_optimizer(script: Script) -> None:
-    first, second = _optimizer(), _optimizer()
     ends = []
-    for _ in range(3):
-        for one in (first, second):
-            before = len(script.made)
-            script.optimize(one)
-            ends.append(len(script.made) > before)
+    for optimizer in ("SGD", "SGD.second") * 3:
+        before = len(script.made)
+        script.play(f"optimizer:{optimizer}")
+        ends.append(len(script.made) > before)
     assert ends == [True, False, False, True, False, True]
 
 
-def test_a_second_optimizer_that_steps_now_and_then_does_not_end_the_step(script: Script) -> None:
-    often, seldom = _optimizer(), _optimizer()
-    for number in range(6):
-        script.optimize(often)
-        if number % 3 == 2:
-            script.optimize(seldom)
-    assert script.made == [0, 1, 2, 3, 4, 5, 6]
-
-
 def test_an_epochs_new_optimizers_take_the_place_of_the_old_ones(script: Script) -> None:
-    kept = []
-    for _ in range(2):
-        first, second = _optimizer(), _optimizer()
-        kept += [first, second]
-        for _ in range(3):
-            script.optimize(first, second)
+    for epoch in range(2):
+        script.play(f"optimizer:SGD.{epoch} optimizer:AdamW.{epoch}", 3)
     assert script.made == [0, 1, 2, 3, 4, 5]
-    del first, second
-    kept.clear()
-    script.optimize(*[_optimizer()] * 2)
+    script.forget("SGD.0", "AdamW.0", "SGD.1", "AdamW.1")
+    script.play("optimizer:SGD optimizer:SGD")
     assert script.made[-2:] == [6, 7], "the old ones are gone: the first new one counts at once"
 
 
 def test_optimizers_that_step_in_a_backward_pass_end_the_step_with_it(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizers = [_optimizer() for _ in range(3)]
     for number in range(3):
-        script._note(script.policy.backward_begins())
+        monkeypatch.setattr(steps_module, "running_graph", lambda: -1)
+        script.play("backward<")
         monkeypatch.setattr(steps_module, "running_graph", lambda number=number: number)
-        script.optimize(*optimizers)
+        script.play("optimizer:SGD optimizer:SGD.second optimizer:SGD.third")
         assert script.made == [*range(number + 1)], "the backward pass still runs"
         monkeypatch.setattr(steps_module, "running_graph", lambda: -1)
-        script._note(script.policy.backward_ends())
+        script.play(">backward")
     assert script.made == [0, 1, 2, 3]
 
 
 def test_counting_begins_anew_when_an_evaluated_model_is_trained(script: Script) -> None:
-    model = nn.Linear(1, 1)
-    script.call(model, model, model)
+    script.play("call:Linear", 3)
     assert script.made == [0, 1, 2, 3]
     script.has_optimizer = True
-    script.train(model, _optimizer(), times=3)
+    script.play(TRAIN, 3)
     assert script.made[4:] == [1, 2, 3]
 
 
-def test_a_recording_that_has_begun_goes_on_and_says_that_steps_changed(script: Script) -> None:
-    model = nn.Linear(1, 1)
-    script.call(model, model, model)
+@pytest.mark.parametrize(
+    ("before", "made", "changed_to"), [("call:Linear " * 3, [0, 1, 2, 3, 4, 5], "optimizer"), ("", [0, 1, 2], None)]
+)
+def test_a_recording_that_has_begun_goes_on_and_says_that_steps_changed(
+    script: Script, before: str, made: list[int], changed_to: str | None
+) -> None:
+    script.play(before)
     script.policy.settle()
     script.has_optimizer = True
-    script.train(model, _optimizer(), times=2)
-    assert script.made == [0, 1, 2, 3, 4, 5]
-    assert script.policy.changed_to == "optimizer"
-
-
-def test_without_any_warmup_the_first_step_still_ends_with_the_optimizers(script: Script) -> None:
-    script.policy.settle()
-    script.has_optimizer = True
-    script.train(nn.Linear(1, 1), _optimizer(), times=2)
-    assert script.made == [0, 1, 2]
-    assert script.policy.changed_to is None
-
-
-def test_a_validation_between_steps_is_none(script: Script) -> None:
-    script.has_optimizer = True
-    model, optimizer = nn.Linear(1, 1), _optimizer()
-    script.train(model, optimizer, times=2)
-    script.call(model, model, model)
-    script.train(model, optimizer)
-    assert script.made == [0, 1, 2, 3]
+    script.play(TRAIN, 2)
+    assert script.made == made
+    assert script.policy.changed_to == changed_to
 
 
 def test_a_captured_step_gives_one_step_per_replay(script: Script) -> None:
     script.has_optimizer = True
-    model, optimizer, graph = nn.Linear(1, 1), _optimizer(), Graph()
-    script.train(model, optimizer, times=3)
+    script.play(TRAIN, 3)
     made = len(script.made)
-    with script.capturing(graph):
-        script.train(model, optimizer)
+    script.play(f"capture:Graph< {TRAIN} >capture:Graph")
     assert len(script.made) == made, "what is captured does not run"
-    for _ in range(3):
-        script.replay(graph)
+    script.play("replay:Graph", 3)
     assert script.made[made:] == [1, 2, 3], "counting begins anew: a replay is not a step by single calls"
     assert script.policy.what_counts() == ("replay", ())
-
-
-def test_captured_gradients_leave_the_step_to_the_optimizer(script: Script) -> None:
-    script.has_optimizer = True
-    model, optimizer, graph = nn.Linear(1, 1), _optimizer(), Graph()
-    with script.capturing(graph):
-        script.call(model)
-        script.backward()
-    for _ in range(2):
-        script.replay(graph, graph)
-        script.optimize(optimizer)
-    assert script.made == [0, 1, 2]
-
-
-def test_replays_that_take_turns_are_one_step_and_one_within_a_call_is_none(script: Script) -> None:
-    first, second, inner, model = Graph(), Graph(), Graph(), nn.Linear(1, 1)
-    for _ in range(3):
-        script.replay(first)
-        script._note(script.policy.call_begins(model))
-        script.replay(inner)
-        script._note(script.policy.call_ends(model))
-        script.replay(second)
-    assert script.made == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -321,26 +202,15 @@ def test_replays_that_take_turns_are_one_step_and_one_within_a_call_is_none(scri
         ("replay", [0]),
     ],
 )
-def test_a_person_may_say_what_a_step_is(step_on: str, made: list[int], script: Script) -> None:
-    chosen = Script(step_on)
-    own = _optimizer(torch.optim.AdamW)
-    other, first, second = _optimizer(), nn.Linear(1, 1), nn.Bilinear(1, 1, 1)
-    for _ in range(2):
-        chosen.call(first, second)
-        chosen.backward()
-        chosen.optimize(other)
-        chosen.backward()
-        chosen._note(chosen.policy.optimizer_begins(own))
-        own.step()
-        chosen.policy.optimizer_left()
-        chosen._note(chosen.policy.optimizer_ends(own))
+def test_a_person_may_say_what_a_step_is(step_on: str, made: list[int]) -> None:
+    chosen = Script(StepPolicy(step_on))
+    chosen.play("call:Linear call:Bilinear backward optimizer:SGD backward optimizer:AdamW", 2)
     assert chosen.made == made
 
 
 def test_nothing_counts_where_somebody_else_knows_the_steps() -> None:
-    script = Script()
-    script.policy = StepPolicy(counts=False)
-    script.train(nn.Linear(1, 1), _optimizer(), times=2)
+    script = Script(StepPolicy(counts=False))
+    script.play(TRAIN, 2)
     assert script.made == []
 
 

@@ -84,8 +84,7 @@ def try_edits(forks: Forks, place: Path, *edits: str, options: tuple[str, ...] =
     """Return the JSON of a trial of each edit, by the edits' text."""
     words = [word for edit in edits for word in ("--edit", edit)]
     how = ["--processes", "1", "--format", "json", "--run", "run", *options]
-    done = forks.run_profkit("try", *how, *words, "--", sys.executable, "script.py", cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit("try", *how, *words, "--", sys.executable, "script.py", cwd=place)
     return {" + ".join(trial["edits"]): trial for trial in json.loads(done.stdout)["trials"]}
 
 
@@ -175,8 +174,7 @@ def test_each_edit_alone_is_tried_without_those_that_help_together(forks: Forks,
     make_script(tmp_path)
     edits = ["--edit", "zero-grad:none", "--edit", "threads:2"]
     words = ["try", "--alone", "--processes", "1", "--run", "run", *edits, "--", sys.executable, "script.py"]
-    done = forks.run_profkit(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit(*words, cwd=tmp_path)
     assert "3 processes of about" in done.stderr
     (call,) = Run(tmp_path / "run").trials.calls
     assert {process.edits for process in call.processes} == {(), ("zero-grad:none",), ("threads:2",)}
@@ -225,8 +223,7 @@ def test_a_short_script_is_timed_over_the_steps_that_it_makes(forks: Forks, tmp_
 def test_a_run_is_tried_again_by_its_own_command_and_calls_add_up(forks: Forks, tmp_path: Path) -> None:
     make_script(tmp_path)
     try_edits(forks, tmp_path, "zero-grad:none")
-    again = forks.run_profkit("try", "run", "--processes", "1", "--edit", "optimizer:foreach", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = forks.check_profkit("try", "run", "--processes", "1", "--edit", "optimizer:foreach", cwd=tmp_path)
     assert "optimizer:foreach" in again.stdout
     assert [len(call.processes) for call in Run(tmp_path / "run").trials.calls] == [2, 2]
     assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
@@ -292,8 +289,7 @@ def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_
     (tmp_path / "script.py").write_text(RANKS)
     words = ["--processes", "1", "--format", "json", "--run", "run", "--edit", "optimizer:foreach"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = forks.run_profkit("try", *words, "--", *launcher, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forks.check_profkit("try", *words, "--", *launcher, cwd=tmp_path)
     as_is, foreach = json.loads(done.stdout)["trials"]
     assert as_is["step_ns"] > 0
     assert foreach["evidence"][0]["is_made"]
@@ -319,10 +315,9 @@ def test_a_recorded_run_with_a_try_that_can_be_made_names_the_command(
     make_script(tmp_path)
     advice = Advice("code", "a cause", None, None, "a change", edit, None, None, None, None, {}, "a proof")
     monkeypatch.setattr("profkit.analysis.causes.advice.find_advice", lambda *_: AdviceResult((advice,)))
-    done = forks.run_profkit(
+    done = forks.check_profkit(
         "run", "--stop", "--no-lines", "-o", "run", "--", sys.executable, "script.py", cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
     assert ("Next:\n  profkit try run\n" in done.stdout) == is_named
     assert "  profkit report run\n" in done.stdout
 
