@@ -317,6 +317,39 @@ def test_products_in_tf32_and_bf16_take_less_time_and_how_much_less_is_open() ->
             assert answer.low_ns <= 60_000_000 - saved_ns <= answer.high_ns
 
 
+@pytest.mark.parametrize(
+    ("norm", "convolution", "conversion", "kept"),
+    [
+        ("at::native::batch_norm_backward_kernel", "dgrad_nhwc", "nchwToNhwcKernel", (0.4, 1.0, 0.0)),
+        ("cudnn::bn_bw_1C11", "implicit_convolve_sgemm", "nchwToNhwcKernel", (0.95, 0.95, 0.0)),
+        ("at::native::batch_norm_backward_kernel", "dgrad_nhwc", "copy_kernel", (0.4, 0.95, 1.0)),
+    ],
+)
+def test_the_layout_of_images_costs_conversions_and_torchs_own_norms(
+    norm: str, convolution: str, conversion: str, kept: tuple[float, float, float]
+) -> None:
+    """Convolutions whose inputs are converted run the other layout's kernels already."""
+    rows = range(0, 60, 3), range(1, 60, 3), range(2, 60, 3)
+    replay = with_kernels(dict.fromkeys(rows[0], norm), "normalization")
+    (step,) = replay.steps
+    names = {**dict.fromkeys(rows[1], convolution), **dict.fromkeys(rows[2], conversion)}
+    columns = replace(step.columns, duration_ns=[900_000] * 60 + [5_000] * 120)
+    step = replace(step, names={**step.names, **names}, columns=columns)
+    replay = replace(replay, steps=(step,), unprofiled_ns=replay.run(columns).step_ns)
+    answer = predict_time(replay, parse_edits(["channels-last"]), ProgramFacts())
+    assert replay.now_ns is not None
+    expected_ns = replay.now_ns - 20 * 900_000 * (3 - sum(kept))
+    assert answer.expected_ns == pytest.approx(expected_ns, rel=0.02)
+
+
+def test_a_step_that_no_speed_of_the_host_explains_is_not_the_typical_one() -> None:
+    (step,) = recorded(PROGRAM).steps
+    longer = replace(step, fit=AS_RECORDED, proof=replace(step.proof, recorded_ns=2 * step.proof.recorded_ns))
+    replay = replace(recorded(PROGRAM), steps=(longer, step, longer))
+    assert (replay.typical, replay.fit.most) == (step, step.fit.most)
+    assert replace(replay, steps=(longer,)).typical is longer, "the only one"
+
+
 def test_convolutions_stay_as_they_are_in_tf32() -> None:
     replay = with_kernels({3: "implicit_convolve_sgemm"})
     assert "no product runs in fp32" in (predict_time(replay, parse_edits(["tf32"]), ProgramFacts()).refusal or "")

@@ -68,6 +68,12 @@ _BF16_OTHERS: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.75), "most":
 _CASTS = {"least": 1.0, "expected": 1.08, "most": 1.25}
 """How many times longer Python takes that casts, too."""
 _CHANNELS_LAST: _Speeds = {"least": _Speed(0.75), "expected": _Speed(0.95), "most": _Speed(1.05)}
+_CONVERTED: _Speeds = {"least": _Speed(0.95), "expected": _Speed(1.0), "most": _Speed(1.05)}
+"""Convolutions whose inputs cuDNN converts run the kernels of the other layout already."""
+_NORMS_CHANNELS_LAST: _Speeds = {"least": _Speed(0.3), "expected": _Speed(0.4), "most": _Speed(0.65)}
+"""torch's own batch norms, which read one channel at a time; on an H100 0.37."""
+_CONVERSIONS_LEFT: Mapping[World, float] = {"least": 0.0, "expected": 0.0, "most": 0.25}
+"""An operation in between may have the old layout still."""
 _BENCHMARKED: _Speeds = {"least": _Speed(0.6), "expected": _Speed(0.95), "most": _Speed(1.0)}
 _OF_LARGER_BATCH: Mapping[World, float] = {"least": 0.8, "expected": 1.0, "most": 1.05}
 """What kernels take for each sample of a larger batch, of their time now; of a smaller one, the other way round."""
@@ -78,6 +84,7 @@ SMALLEST_NS = 2_500
 _KEEPING_STACKS: Mapping[World, float] = {"least": 0.1, "expected": 0.25, "most": 0.6}
 """What is left of Python's time in passes when operations keep no stacks."""
 _CONVERSIONS = ("nchwtonhwc", "nhwctonchw")
+_OWN_NORM = "at::native::batch_norm"
 _CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECASE)
 
 
@@ -253,19 +260,25 @@ def use_bf16(columns: StepColumns, setting: Setting) -> StepColumns:
 
 
 def use_channels_last(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Kernels that convert layouts are gone, and convolutions and norms around them are others.
+    """Kernels that convert layouts are gone, and norms and some convolutions are others.
 
     Python before a conversion is that of the convolution that makes it, and stays.
     """
     conversions = find_rows(columns, setting, lambda name, _: any(kind in name.lower() for kind in _CONVERSIONS))
+    convolutions = _convolutions(columns, setting)
     norms = find_rows(columns, setting, lambda _, category: category == "normalization")
-    columns = _speed_up(columns, [*_convolutions(columns, setting), *norms], _CHANNELS_LAST, setting.world)
-    if setting.world == "most":
-        return columns
-    own = list(columns.own_ns)
+    own = [row for row in norms if _OWN_NORM in setting.name(columns, row)]
+    converted = [row for row in convolutions if conversions and "nhwc" in setting.name(columns, row).lower()]
+    others = {*convolutions, *norms} - {*own, *converted}
+    for rows, speeds in ((own, _NORMS_CHANNELS_LAST), (converted, _CONVERTED), (sorted(others), _CHANNELS_LAST)):
+        columns = _speed_up(columns, rows, speeds, setting.world)
+    left = _CONVERSIONS_LEFT[setting.world]
+    if left:
+        return _speed_up(columns, conversions, {setting.world: _Speed(left)}, setting.world)
+    own_ns = list(columns.own_ns)
     for row in conversions:
-        own[columns.launcher[row]] = 0
-    return drop_operations(replace(columns, own_ns=own), conversions)
+        own_ns[columns.launcher[row]] = 0
+    return drop_operations(replace(columns, own_ns=own_ns), conversions)
 
 
 def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumns:

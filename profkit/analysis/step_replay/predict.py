@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.notebook import NotebookResult
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, USUAL_HOST, Fit, describe_replay
+from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, describe_replay
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
     WORLDS,
@@ -274,7 +274,7 @@ def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> Ti
 def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:
     now_ns = replay.now_ns
     assert now_ns is not None
-    steps = [step for step in replay.steps if step.fit is not AS_RECORDED] or replay.steps
+    steps = replay.fitted
     runs = list(_run_all(replay, steps, changes, facts))
     typical = steps[len(steps) // 2]
     changed = _apply(

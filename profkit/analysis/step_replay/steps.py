@@ -156,7 +156,7 @@ class StepReplay:
     @property
     def fit(self) -> Fit:
         """The factors on the host's time of all steps: the least, the middle one's median, the most."""
-        fits = [step.fit for step in self.steps] or [AS_RECORDED]
+        fits = [step.fit for step in self.fitted] or [AS_RECORDED]
         return Fit(
             min(fit.least for fit in fits),
             median(fit.middle for fit in fits),
@@ -165,9 +165,14 @@ class StepReplay:
         )
 
     @property
+    def fitted(self) -> Sequence[ReplayedStep]:
+        """The steps that take as long as unprofiled at some speed of the host; all, where none does."""
+        return [step for step in self.steps if step.fit is not AS_RECORDED] or self.steps
+
+    @property
     def typical(self) -> ReplayedStep | None:
-        """The step of the median length, at its unprofiled speed."""
-        ordered = sorted(self.steps, key=lambda step: step.proof.recorded_ns)
+        """The fitted step of the median length, at its unprofiled speed."""
+        ordered = sorted(self.fitted, key=lambda step: step.proof.recorded_ns)
         return ordered[len(ordered) // 2] if ordered else None
 
     @cached_property
