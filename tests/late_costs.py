@@ -18,7 +18,7 @@ import numpy as np
 
 from profkit.analysis.ranks.chance import find_stalls, find_suspects, late_steps
 from profkit.analysis.ranks.costs import Cost
-from profkit.run.light_record import Cause
+from profkit.analysis.ranks.own_time import Cause
 
 STEP_NS = 1_000_000.0
 PLACES: dict[tuple[Cause, str], float] = {

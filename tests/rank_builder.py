@@ -8,8 +8,9 @@ carried it.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ import numpy as np
 from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
+from profkit.analysis.ranks.costs import Account, StepParts
 from profkit.analysis.ranks.culprit import Culprit
-from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
+from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
 from profkit.cli import cli
 from profkit.reading import open_trace
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
-from profkit.run.light_columns import columns_of
+from profkit.run.light_columns import Phases, read_light_columns
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord, write_light_record
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
@@ -235,14 +237,33 @@ def write_light_run(folder: Path, records: Sequence[LightRecord]) -> Path:
     return folder
 
 
+def reduce_record(record: LightRecord) -> ReducedRank:
+    """Return what a rank hands over that left this record."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / LIGHT
+        write_light_record(path, record)
+        return reduce_columns(read_light_columns(path))
+
+
 def compare_records(records: Sequence[LightRecord]) -> RanksResult:
     """Return the comparison of ranks that left these records."""
-    return compare_ranks([reduce_columns(columns_of(record)) for record in records])
+    return compare_ranks(map(reduce_record, records))
 
 
 def compare_traced(trace: Path) -> RanksResult:
     """Return the comparison of the ranks of a trace, without light records."""
-    return compare_records(reduce_ranks(open_trace(trace), {}))
+    return compare_ranks(reduce_ranks(open_trace(trace), {}))
+
+
+def read_reduced(folder: Path, rank: int) -> ReducedRank:
+    """Return a rank by its stored full trace: its columns in the form of a light record, and what it did by itself."""
+    reduced = reduce_columns(read_light_columns(folder / name_of_rank("reduced.jsonl", rank)))
+    own = json.loads((folder / name_of_rank("own_time.json", rank)).read_text())
+    outside = {name: np.array(column) for name, column in own["outside_cuda"].items() if name != "names"}
+    phases = Phases(tuple(own["outside_cuda"]["names"]), start_ns=np.zeros_like(outside["end_ns"]), **outside)
+    did = StepParts(tuple(map(tuple, own["parts"])), np.array(own["times_ns"], dtype=np.float64))
+    exact = Account(rank, did, np.array(own["exposed_ns"], dtype=np.float64), is_exact=True, sm_mhz=own["sm_mhz"])
+    return replace(reduced, steps=replace(reduced.steps, outside_cuda=phases), exact=exact)
 
 
 def late_rank(result: RanksResult) -> Culprit:
@@ -260,12 +281,3 @@ def said(*words: object) -> str:
 def data_of(*words: object) -> Any:
     """Return what a command prints as JSON."""
     return json.loads(CliRunner().invoke(cli, [*map(str, words), "--format", "json"]).stdout)
-
-
-def plain_columns(value: object) -> object:
-    """Return columns as lists, so that they can be compared."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, LightRecord | tuple | str | int | None):
-        return value
-    return {column.name: plain_columns(getattr(value, column.name)) for column in fields(value)}  # type: ignore[arg-type]

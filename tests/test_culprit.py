@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import pickle
 from dataclasses import replace
@@ -14,9 +13,10 @@ from click.testing import CliRunner
 
 from profkit import read_trace
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
+from profkit.analysis.ranks.costs import Account, StepParts
 from profkit.analysis.ranks.culprit import Verdict
-from profkit.analysis.ranks.own_time import divide_own_time
-from profkit.analysis.ranks.reduce import reduce_columns, reduce_rank
+from profkit.analysis.ranks.own_time import CAUSES, divide_own_time
+from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
@@ -25,7 +25,7 @@ from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
-from profkit.run.light_record import CAUSES, Group, LightRecord
+from profkit.run.light_record import Group, LightRecord
 from tests.kineto_builder import row
 from tests.launch_queues import simulate_queues
 from tests.nsys_builder import NsysBuilder
@@ -42,6 +42,8 @@ from tests.rank_builder import (
     in_each_step,
     late_rank,
     light_records,
+    read_reduced,
+    reduce_record,
     said,
     simulate,
     start_run,
@@ -53,10 +55,11 @@ from tests.rank_builder import (
 )
 
 RECORDED = Path(__file__).parent / "light_records"
-"""Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are reduced come from
-full traces, those that are untimed from NCCL without TORCH_NCCL_ENABLE_TIMING. There 30 ms were injected; hosts of
-waiting ranks, which stand in a full queue, leave a few of them open. Where two ranks shared one H200 (`late_program`),
-``reduced`` files come from full traces of some of these steps."""
+"""Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are untimed from NCCL
+without TORCH_NCCL_ENABLE_TIMING. There 30 ms were injected; hosts of waiting ranks, which stand in a full queue, leave
+a few of them open. On one GPU two ranks shared it (`late_program`)."""
+REDUCED = Path(__file__).parent / "reduced_ranks"
+"""The like by full traces: what each rank handed over."""
 
 CAUSE = {
     "data": ("data", "data", ""),
@@ -210,9 +213,9 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path, captures: Path) ->
         # Rank 0 waits for the collective of its forward while its GPU is in the loss.
         ("tp-waits-in-loss", "python", "before forward", 5),
         # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
-        ("reduced-fsdp2-kernels", "kernels", "forward", 29),
+        ("full-fsdp2-kernels", "kernels", "forward", 29),
         # Rank 0 launches all of FSDP2's small kernels too, while its GPU waits for rank 1.
-        ("reduced-fsdp2-host-paced", "python", "forward", 30),
+        ("full-fsdp2-host-paced", "python", "forward", 30),
         ("untimed-fsdp2-data", "data", "data", 30),
         ("untimed-fsdp2-forward", "python", "forward", 30),
         ("untimed-fsdp2-backward", "python", "backward", 30),
@@ -230,9 +233,15 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path, captures: Path) ->
     ],
 )
 def test_real_records_of_two_ranks_name_what_was_injected(name: str, cause: str, phase: str, extra_ms: int) -> None:
-    found = late_rank(read_ranks(RECORDED / name))
+    found = late_rank(_compare_recorded(name))
     assert (found.rank, found.cause, found.phase) == (1, cause, phase)
     assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.2)
+
+
+def _compare_recorded(name: str) -> RanksResult:
+    if not name.startswith("full-"):
+        return read_ranks(RECORDED / name)
+    return compare_ranks([read_reduced(REDUCED / name.removeprefix("full-"), rank) for rank in range(2)])
 
 
 HOST_PACED, BALANCED, GPU_PACED = 1_200, 4_500, 9_000
@@ -307,46 +316,41 @@ def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:
         ("untimed-ddp-none", None),
         ("untimed-fsdp2-none", "untimed"),
         ("one-gpu-ddp-none", "untimed"),
-        ("reduced-ddp-none", None),
-        ("reduced-ddp-launches", "launches"),
-        ("reduced-tp-none", "launches"),
+        ("full-ddp-none", None),
+        ("full-ddp-launches", "launches"),
+        ("full-tp-none", "launches"),
     ],
 )
 def test_real_runs_of_two_ranks_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
-    verdict = read_ranks(RECORDED / name).verdict
+    verdict = _compare_recorded(name).verdict
     assert (verdict.culprit, verdict.doubt) == (None, doubt)
 
 
-def _compare_traced(name: str, folder: Path) -> Verdict:
+def _compare_traced(name: str) -> Verdict:
     """Return who is late by full traces, beside light records that hold the steps after them too."""
     light = [reduce_columns(read_light_columns(RECORDED / name / name_of_rank(LIGHT, rank))) for rank in range(2)]
-    traced = []
-    for rank in range(2):
-        path = folder / name_of_rank("reduced.jsonl", rank)
-        path.write_bytes(gzip.decompress((RECORDED / name / f"{path.name}.gz").read_bytes()))
-        traced.append(reduce_columns(read_light_columns(path)))
-    return compare_ranks(traced, written=light).verdict
+    return compare_ranks([read_reduced(REDUCED / name, rank) for rank in range(2)], written=light).verdict
 
 
 @pytest.mark.parametrize(
     ("name", "phase"), [("one-gpu-ddp-forward", "forward"), ("one-gpu-ddp-optimizer", "optimizer")]
 )
-def test_a_profiler_is_not_blamed_for_what_a_host_does_without_it_too(name: str, phase: str, tmp_path: Path) -> None:
+def test_a_profiler_is_not_blamed_for_what_a_host_does_without_it_too(name: str, phase: str) -> None:
     """The other host takes as long in all, since it is held up elsewhere."""
-    found = _compare_traced(name, tmp_path).culprit
+    found = _compare_traced(name).culprit
     assert (found.rank, found.cause, found.phase) == (1, "python", phase)
     assert found.extra_ns == pytest.approx(30 * MS, rel=0.1)
     assert found.gain_ns <= found.extra_ns
 
 
-def test_a_profiler_is_blamed_where_a_host_takes_longer_in_recorded_steps_alone(tmp_path: Path) -> None:
+def test_a_profiler_is_blamed_where_a_host_takes_longer_in_recorded_steps_alone() -> None:
     """Rank 1 launches its backward pass by 18 ms later in recorded steps; in the others both take as long."""
-    verdict = _compare_traced("one-gpu-ddp-none", tmp_path)
+    verdict = _compare_traced("one-gpu-ddp-none")
     assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "profiler")
 
 
 def test_the_gain_is_what_the_same_program_gained_without_the_delay() -> None:
-    beside = read_ranks(RECORDED / "reduced-ddp-optimizer")  # kernels next to waiting collectives hide the delay
+    beside = _compare_recorded("full-ddp-optimizer")  # kernels next to waiting collectives hide the delay
     found = late_rank(beside)
     assert (found.rank, found.cause, found.phase) == (1, "python", "before optimizer")
     # 30 ms were injected, half of them while the GPU had work left.
@@ -354,7 +358,7 @@ def test_the_gain_is_what_the_same_program_gained_without_the_delay() -> None:
     assert found.idle_ns < 20 * MS
     # Without a delay the same program took 75 ms a step.
     assert beside.step_ns - found.gain_ns == pytest.approx(75 * MS, rel=0.05)
-    heavy = read_ranks(RECORDED / "reduced-fsdp2-kernels")  # 172 ms a step, and 143.5 ms without the kernel
+    heavy = _compare_recorded("full-fsdp2-kernels")  # 172 ms a step, and 143.5 ms without the kernel
     assert heavy.step_ns - late_rank(heavy).gain_ns == pytest.approx(143.5 * MS, rel=0.02)
 
 
@@ -391,8 +395,9 @@ def test_own_time_and_communication_sum_up_to_the_step_of_every_rank(tmp_path: P
 def test_a_rank_without_any_range_has_its_own_time_at_no_place(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.kernel(1_000, 500)
-    record = reduce_rank(read_trace(builder.write(tmp_path / "trace.sqlite")), 0)
-    assert [step.name for step in record.steps] in ([], [None])
+    (rank,) = reduce_ranks(read_trace(builder.write(tmp_path / "trace.sqlite")), {})
+    assert rank.steps.names == (None,)
+    assert rank.exact is None
 
 
 def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_then(tmp_path: Path) -> None:
@@ -505,36 +510,31 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
     light = [
         replace(one, clock_base_ns=0, groups=(replace(one.groups[0], backend=backend),)) for one in light_records(lines)
     ]
-    full = [*light]
-    for rank, one in enumerate(full):
-        if backend == "gloo":
-            light[rank] = in_each_step(one, UNTIMED)
-        timed = tuple(
-            replace(
-                step,
-                # gloo calls where NCCL's kernel starts
-                collectives=replace(step.collectives, called_ns=step.collectives.start_ns),
-                since=(
-                    (0, "data", "data", "", sum(end - start for name, start, end in step.phases if name == "data")),
-                    (0, "kernels", "backward", "", 24 * MS),
-                    (
-                        0,
-                        "communication",
-                        "",
-                        "",
-                        (step.collectives.end_ns[0] or 0) - (step.collectives.start_ns[0] or 0),
-                    ),
-                ),
-            )
-            for step in one.steps[5:8]
-        )
-        full[rank] = replace(one, source="kineto", steps=timed)
-    result = compare_records([(full if rank in recorded else light)[rank] for rank in range(4)])
+    full = [_record_in_full(replace(record, steps=record.steps[5:8])) for record in light]
+    if backend == "gloo":
+        light = [in_each_step(record, UNTIMED) for record in light]
+    result = compare_ranks([full[rank] if rank in recorded else reduce_record(light[rank]) for rank in range(4)])
     culprit = late_rank(result)
     assert (culprit.rank, culprit.cause) == (1, "data")
     assert culprit.late_ns == pytest.approx(20 * MS, rel=0.02)
     assert result.step_count == 3
     assert [round(wait / 3 / MS) for wait in result.waits_ns[:, 1].tolist()] == [20, 0, 20, 20]
+
+
+def _record_in_full(record: LightRecord) -> ReducedRank:
+    """Return a rank whose trace has these steps: it waits for data, computes for 24 ms and reduces."""
+    # gloo calls where NCCL's kernel starts
+    steps = [
+        replace(step, collectives=replace(step.collectives, called_ns=step.collectives.start_ns))
+        for step in record.steps
+    ]
+    data_ns = [sum(end - start for name, start, end in step.phases if name == "data") for step in steps]
+    exposed_ns = [(step.collectives.end_ns[0] or 0) - (step.collectives.start_ns[0] or 0) for step in steps]
+    did = StepParts(
+        (("data", "data", ""), ("kernels", "backward", "")), np.array([[time_ns, 24.0 * MS] for time_ns in data_ns])[1:]
+    )
+    reduced = reduce_record(replace(record, source="kineto", steps=tuple(steps)))
+    return replace(reduced, exact=Account(record.rank, did, np.array(exposed_ns[1:], dtype=np.float64), is_exact=True))
 
 
 def test_nodes_in_directories_of_their_own_are_read_as_one_run(tmp_path: Path) -> None:
@@ -565,7 +565,7 @@ def test_a_worker_gets_a_path_and_hands_back_columns_in_place_of_collectives(tmp
         assert len(pickle.dumps(source)) < 1000
         for rank in reduce_source(source).ranks:
             assert sum(map(len, rank.calls.values())) == 20
-            assert not any(len(step.collectives) or step.since for step in rank.record.steps)
+            assert not rank.record.steps
 
 
 def test_what_people_read_names_rank_cause_phase_and_module(tmp_path: Path) -> None:

@@ -22,21 +22,17 @@ import numpy.typing as npt
 from profkit.errors import RunError
 from profkit.files import collector_off
 from profkit.run.light_record import (
-    CAUSES,
     COMMON,
     NO_CALLS,
-    NO_COLLECTIVE,
     OF_CALLS,
     OF_STEPS,
     TABLES,
     TEXTS,
     UNKNOWN_CELL,
     VERSION,
-    Cause,
     Columns,
     Group,
     LightRecord,
-    Packer,
     unpack,
 )
 from profkit.run.records import WrongRecord, decode, read_lines
@@ -82,11 +78,16 @@ class Phases:
         return Phases(self.names, number[self.step[kept]], name, start_ns, end_ns)
 
 
+_NOTHING = np.zeros(0, dtype=np.int64)
+NO_PHASES = Phases((), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+
+
 @dataclass(frozen=True, eq=False)
 class StepColumns:
-    """The steps of one rank, without their collectives.
+    """The steps of one rank, without their collectives; steps without a name are what a trace holds outside of steps.
 
-    ``outside_cuda`` is how long the host ran without calling CUDA in each phase: how long alone is known, not when.
+    ``outside_cuda`` is how long the host ran without calling CUDA in each phase: how long alone is known, not when, and
+    by a trace alone.
     """
 
     names: tuple[str | None, ...]
@@ -98,7 +99,7 @@ class StepColumns:
     throttle: tuple[tuple[str, ...], ...]
     phases: Phases
     gpu_phases: Phases
-    outside_cuda: Phases
+    outside_cuda: Phases = NO_PHASES
 
     def __len__(self) -> int:
         return len(self.names)
@@ -142,29 +143,12 @@ class CallColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class SinceColumns:
-    """What a rank did before its collectives: the step, the row of the collective in it, the position in ``parts``."""
-
-    parts: tuple[tuple[Cause, str, str], ...]
-    step: Ints
-    row: Ints
-    part: Ints
-    time_ns: Ints
-
-
-@dataclass(frozen=True, eq=False)
 class LightColumns:
-    """All that one rank left; the ``record`` has no steps."""
+    """All that one rank left, or that its trace says; the ``record`` has no steps."""
 
     record: LightRecord
     steps: StepColumns
     calls: CallColumns
-    since: SinceColumns
-
-
-def columns_of(record: LightRecord) -> LightColumns:
-    """Return a record as columns."""
-    return _build(replace(record, steps=()), *Packer().pack(record.steps))
 
 
 def read_light_columns(path: Path) -> LightColumns:
@@ -300,7 +284,6 @@ def _build(record: LightRecord, steps: Columns, shared: Mapping[int, Columns]) -
     numbers = {name: _numbers(name, steps[name], len(names), may_lack=name not in _MOMENTS) for name in OF_STEPS}
     _refuse_reversed("a step", numbers["start_ns"], numbers["end_ns"])
     known = {reasons: reasons for reasons in throttle}
-    calls = _build_calls(steps["collectives"], len(names), shared)
     return LightColumns(
         record,
         StepColumns(
@@ -313,10 +296,8 @@ def _build(record: LightRecord, steps: Columns, shared: Mapping[int, Columns]) -
             throttle=tuple([known[reasons] for reasons in throttle]),
             phases=_build_phases("a phase", steps["phases"], len(names)),
             gpu_phases=_build_phases("a phase", steps["gpu_phases"], len(names)),
-            outside_cuda=_build_outside(steps["outside_cuda"], len(names)),
         ),
-        calls,
-        _build_since(steps["since"], np.bincount(calls.step, minlength=len(names))),
+        _build_calls(steps["collectives"], len(names), shared),
     )
 
 
@@ -371,15 +352,6 @@ def _build_phases(what: str, table: Columns, count: int) -> Phases:
     return Phases(names, step, name, start_ns, end_ns)
 
 
-def _build_outside(table: Columns, count: int) -> Phases:
-    step = _steps_of("outside_cuda", table["count"], count)
-    names, name = _texts("outside_cuda", table["phase"], len(step))
-    _texts("outside_cuda", table["module"], len(step))
-    times_ns = _numbers("outside_cuda", table["time_ns"], len(step))
-    _refuse_reversed("outside_cuda", np.zeros_like(times_ns), times_ns)
-    return Phases(names, step, name, np.zeros_like(times_ns), times_ns)
-
-
 def _refuse_reversed(what: str, start_ns: Ints, end_ns: Ints) -> None:
     if ((end_ns < start_ns) & (start_ns != UNKNOWN) & (end_ns != UNKNOWN)).any():
         raise WrongRecord(f"{what} ends before it starts")
@@ -398,23 +370,6 @@ def _texts(what: str, column: Any, count: int) -> tuple[tuple[str, ...], Ints]:
 def _require_texts(what: str, values: Iterable[Any]) -> None:
     if not set(map(type, values)) <= {str}:
         raise WrongRecord(f"{what} has a name that is no text")
-
-
-def _build_since(table: Columns, counts: Ints) -> SinceColumns:
-    """Return what ranks did before collectives; ``counts`` is how many of these each step has."""
-    step = _steps_of("since", table["count"], len(counts))
-    rows, time_ns = (_numbers("since", table[column], len(step)) for column in ("row", "time_ns"))
-    cause, phase, module = (table[column] for column in ("cause", "phase", "module"))
-    if not set(cause) <= set(CAUSES) or (rows < NO_COLLECTIVE).any() or (rows >= counts[step]).any():
-        raise WrongRecord("since names an unknown cause, or no collective of its step")
-    _require_texts("since", chain(phase, module))
-    _refuse_reversed("since", np.zeros_like(time_ns), time_ns)
-    whats = list(zip(cause, phase, module, strict=True))
-    if len(whats) != len(step):
-        raise WrongRecord(f"since does not hold {len(step)} parts")
-    parts = tuple(sorted(set(whats)))
-    number = {part: at for at, part in enumerate(parts)}
-    return SinceColumns(parts, step, rows, np.array([number[part] for part in whats], dtype=np.int64), time_ns)
 
 
 def _build_calls(table: Columns, count: int, shared: Mapping[int, Columns]) -> CallColumns:

@@ -1,7 +1,7 @@
 """``light.jsonl``: what one rank leaves of every step, with or without a profiler, so that ranks can be compared.
 
-Each rank of a run leaves one (``light.rank7.jsonl``). A full trace of a rank reduces to the same form, so that one
-analysis reads both. One JSON object a line, written whole or not at all; a last line that was cut off is left out::
+Each rank of a run leaves one (``light.rank7.jsonl``). One JSON object a line, written whole or not at all; a last line
+that was cut off is left out::
 
     {"kind": "header", "version": 3, "rank": 1, "world_size": 4, "node": 0, "device": 1, "source": "light",
      "clock_base_ns": 1795193514683000000}
@@ -17,9 +17,7 @@ analysis reads both. One JSON object a line, written whole or not at all; a last
         "end_ns": "15300000,15310000"},
      "collectives": {"calls": "0,0", "sequence": "41,42,43,44", "called_ns": "16100000,18200000,16110000,18210000",
         "start_ns": "17300000,19500000,17310000,19510000", "end_ns": "18400000,19600000,18410000,19610000",
-        "hidden_ns": "1100000,?,?,?"},
-     "since": {"count": "2,0", "row": "0,0", "cause": ["data", "kernels"], "phase": ["data", "backward"],
-        "module": ["", "layer 3"], "time_ns": "190000,5100000"}}
+        "exposed_ns": "?,1100000,?,?"}}
 
 A line ``steps`` holds some steps, at most `TOGETHER`, as columns. A column of whole numbers is one text with commas,
 which is read several times as quickly as a list. What is unknown is ``?``, or the column is left out. Where a step may
@@ -29,7 +27,7 @@ the steps name (-1: no collectives); the other columns of ``collectives`` hold a
 
 Times are nanoseconds. ``start_ns`` and ``end_ns`` of a step count from ``clock_base_ns`` (nanoseconds since the
 epoch, on the rank's own clock); every other time of a step counts from the step's start, and may be negative for what
-began before. Steps stand in their order; what ran outside every step stands in a step whose ``name`` is null.
+began before. Steps stand in their order.
 
 ``node`` numbers the machine (no host name is kept), ``device`` is the GPU's number there. ``phases`` are when the host
 was in each phase, waits for a batch (``data``) among them; ``gpu_phases`` are the same by CUDA events, on the GPU.
@@ -38,16 +36,9 @@ nothing to do between phases, because the host came late (a GPU that idles withi
 
 ``bytes`` of a collective is the size that nccl-tests calls ``size``: of all-gather the bytes of the whole output, of
 reduce-scatter those of the whole input. ``called_ns`` is when the host called it; ``start_ns`` and ``end_ns`` are when
-it ran on the GPU. ``sequence`` counts the collectives of a group from 0 or 1, alike on all its ranks. ``hidden_ns`` is
-how much of it ran while something else computed. ``exposed_ns``, of the last collective of a backward pass, is how long
-the GPU did nothing at the pass's end but wait for what was reduced. Without a profiler ``start_ns`` and ``end_ns`` are
-known only where NCCL was asked to time its collectives. ``kind`` is as `profkit.names.kind_of_collective` says.
-
-``since`` says what the rank did between the end of the previous collective and the end of this one, in disjoint parts
-that sum up to that time: the row of the collective in its step, one of `CAUSES`, the phase, the module (or ""), and the
-time. Of a rank that calls no collective it says so from the step's start to the next one's, with `NO_COLLECTIVE` for
-the row. ``outside_cuda`` is how long the host ran without calling CUDA from this step's start to the next one's,
-whatever the GPU did: phase, module, time. A recorder without a profiler leaves both out.
+it ran on the GPU: known only where NCCL was asked to time its collectives. ``sequence`` counts the collectives of a
+group from 0 or 1, alike on all its ranks. ``exposed_ns``, of the last collective of a backward pass, is how long the
+GPU did nothing at the pass's end but wait for what was reduced. ``kind`` is as `profkit.names.kind_of_collective` says.
 """
 
 from __future__ import annotations
@@ -57,23 +48,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from profkit.text_kinds import Backend, GroupName, ModuleName, RangeName, Reason, Word
+from profkit.text_kinds import Backend, GroupName, RangeName, Reason, Word
 
 VERSION = 3
 
 Source = Literal["light", "nsys", "kineto"]
-Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "communication"]
-"""What a rank did: it waited for data, ran Python without calling CUDA, launched, ran kernels, copied, ran kernels on a
-slower clock, or did nothing but communicate, which includes waiting for other ranks."""
-
-CAUSES: tuple[Cause, ...] = get_args(Cause)
-
 WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """The kinds of collectives in which every rank waits for every other."""
-
-NO_COLLECTIVE = -1
 
 P2P = ("send", "recv")
 """The kinds that go from one rank to another."""
@@ -128,8 +111,6 @@ class StepRecord:
     throttle: tuple[Reason, ...] = ()
     """Why the GPU held its clock down."""
     collectives: Collectives = field(default_factory=Collectives)
-    since: tuple[tuple[int, Cause, RangeName, ModuleName, int], ...] = ()
-    outside_cuda: tuple[tuple[RangeName, ModuleName, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,8 +149,6 @@ OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "reserved_byte
 TABLES = {
     "phases": ("name", "start_ns", "end_ns"),
     "gpu_phases": ("name", "start_ns", "end_ns"),
-    "since": ("row", "cause", "phase", "module", "time_ns"),
-    "outside_cuda": ("phase", "module", "time_ns"),
 }
 """What a step may hold several rows of → the columns of one row."""
 
@@ -180,7 +159,7 @@ TOGETHER = 8
 """This many steps stand in a line at most: no more are lost where a file is cut."""
 
 UNKNOWN_CELL = "?"
-TEXTS = ("name", "throttle", "cause", "phase", "module")
+TEXTS = ("name", "throttle")
 """The columns that are lists of texts."""
 
 _MOST_SHARED = 64
@@ -188,43 +167,6 @@ _MOST_SHARED = 64
 
 Columns = dict[str, Any]
 """Steps as in a line ``steps``, each column still a list: of texts, or of whole numbers and None."""
-
-
-class Packer:
-    """Turns steps into columns, in their order; what the calls of several steps share is handed out once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], int] = {}
-        self._count = 0
-
-    def pack(self, steps: Sequence[StepRecord]) -> tuple[Columns, dict[int, Columns]]:
-        """Return steps as columns, and by number what the calls of those are that are the first to share it."""
-        packed: Columns = {"name": [step.name for step in steps]}
-        packed |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
-        packed["throttle"] = [step.throttle for step in steps]
-        for table, names in TABLES.items():
-            rows = [getattr(step, table) for step in steps]
-            columns = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((),) * len(names)
-            packed[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
-        shared: dict[int, Columns] = {}
-        calls = [step.collectives for step in steps]
-        packed["collectives"] = {
-            "calls": [self._number(step_calls, shared) if len(step_calls) else NO_CALLS for step_calls in calls]
-        }
-        for name in OF_CALLS:
-            packed["collectives"][name] = list(chain.from_iterable([getattr(step_calls, name) for step_calls in calls]))
-        return packed, shared
-
-    def _number(self, calls: Collectives, new: dict[int, Columns]) -> int:
-        columns = {name: getattr(calls, name) for name in COMMON}
-        key = tuple(map(tuple, columns.values()))
-        number = self._known.get(key, self._count)
-        if number == self._count:
-            new[number] = columns
-            self._count += 1
-            if number < _MOST_SHARED:
-                self._known[key] = number
-        return number
 
 
 def unpack(steps: Columns, shared: Mapping[int, Columns]) -> list[StepRecord]:
@@ -286,19 +228,45 @@ def _shorten(columns: Columns) -> Columns:
 
 
 class StepLines:
-    """Makes the lines of one record's steps, in their order."""
+    """Makes the lines of one record's steps, in their order; what the calls of several steps share is written once."""
 
     def __init__(self) -> None:
-        self._packer = Packer()
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._count = 0
 
     def of(self, steps: Sequence[StepRecord]) -> str:
         """Return the lines of some steps."""
-        lines = []
+        lines: list[str] = []
         for first in range(0, len(steps), TOGETHER):
-            columns, shared = self._packer.pack(steps[first : first + TOGETHER])
-            lines += [_line("calls", {"number": number, "collectives": calls}) for number, calls in shared.items()]
-            lines.append(_line("steps", _shorten(columns)))
+            some = steps[first : first + TOGETHER]
+            numbers = [self._number(step.collectives, lines) if len(step.collectives) else NO_CALLS for step in some]
+            lines.append(_line("steps", _shorten(_pack(some, numbers))))
         return "".join(lines)
+
+    def _number(self, calls: Collectives, lines: list[str]) -> int:
+        """Return the number of what a step's calls share with others; the first time a line says what that is."""
+        columns = {name: getattr(calls, name) for name in COMMON}
+        key = tuple(map(tuple, columns.values()))
+        number = self._known.get(key, self._count)
+        if number == self._count:
+            lines.append(_line("calls", {"number": number, "collectives": columns}))
+            self._count += 1
+            if number < _MOST_SHARED:
+                self._known[key] = number
+        return number
+
+
+def _pack(steps: Sequence[StepRecord], numbers: list[int]) -> Columns:
+    packed: Columns = {"name": [step.name for step in steps]}
+    packed |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
+    packed["throttle"] = [step.throttle for step in steps]
+    for table, names in TABLES.items():
+        rows = [getattr(step, table) for step in steps]
+        columns = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((),) * len(names)
+        packed[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
+    own = {name: list(chain.from_iterable(getattr(step.collectives, name) for step in steps)) for name in OF_CALLS}
+    packed["collectives"] = {"calls": numbers, **own}
+    return packed
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:

@@ -98,8 +98,6 @@ def _light_record(rank: int, source: Source) -> LightRecord:
         StepRecord(
             f"step {number}", 1000 * number, 1000 * (number + 1), launch_wait_ns=3,
             phases=(("data", 0, 90), ("forward", 100, 400 + rank)), peak_bytes=2**20, collectives=calls,
-            since=((0, "python", "forward", "layer 0", 60),),
-            outside_cuda=(("forward", "layer 0", 20),),
         )
         for number in range(4)
     )  # fmt: skip

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from profkit.analysis.causes.changes import By, remove_operations
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, source_line
 from profkit.analysis.lines import find_lines
+from profkit.analysis.ranks.own_time import Cause as WhyLate
 from profkit.analysis.step_replay.ranks_together import ON_TIME
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD
 from profkit.run.edits import parse_edits
-from profkit.run.light_record import Cause as WhyLate
 from profkit.run.lines import LineTime
 
 _WHY_LATE: dict[WhyLate, tuple[str, str]] = {

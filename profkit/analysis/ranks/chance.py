@@ -25,8 +25,8 @@ import math
 import numpy as np
 
 from profkit.analysis.ranks.costs import Cost, Floats
+from profkit.analysis.ranks.own_time import Cause
 from profkit.analysis.statistics import chance_beyond
-from profkit.run.light_record import Cause
 from profkit.trace.columns import Bools
 
 LEAST_SHARE = 0.05

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,13 @@ from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import count_steps, match_collectives, sum_waits
-from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, make_comparable, read_and_reduce
+from profkit.analysis.ranks.own_time import Cause
+from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
-from profkit.run.light_record import Cause, LightRecord
+from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
 from profkit.trace.nsys_collectives import COMMUNICATOR
 
@@ -168,7 +169,7 @@ def compare_ranks(
     """
     full = sorted(ranks, key=lambda rank: rank.record.rank)
     light = {rank.record.rank: rank for rank in written}
-    reduced = make_comparable(full, light)
+    reduced = _make_comparable(full, light)
     records = [rank.record for rank in reduced]
     world_size = max([len(records), *(max(record.world_size, record.rank + 1) for record in records)], default=0)
     if world_size > MOST_RANKS:
@@ -219,6 +220,46 @@ def compare_ranks(
             find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
         ),
         recorded_step_ns=recorded_step_ns,
+    )
+
+
+def _make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank]) -> list[ReducedRank]:
+    """Return the ranks so that their steps can be compared: where only some left full traces, all by light records.
+
+    What a trace knows of a step and what a light record knows are not the same. Light records have those steps alone
+    that are in a trace: the third step of a trace is another than the third of theirs. They keep the trace's source,
+    for a profiler slowed these ranks. So too with traces without collectives that light records know, and with traces
+    of ranges alone, as nsys leaves them without a GPU.
+
+    Args:
+        ranks: by its trace each rank that has one, else by its light record.
+        written: the light records of ranks with a trace.
+    """
+    traced = [rank for rank in ranks if rank.record.source != "light"]
+    is_known = any(rank.exact is not None and (rank.calls or rank.sent) for rank in traced)
+    is_alike = len(traced) == len(ranks) and (is_known or not any(rank.calls for rank in written.values()))
+    if is_alike or not traced:
+        return list(ranks)
+    named = {name for rank in traced for name in rank.steps.names if name is not None}
+    sources = [rank.record.source for rank in ranks]
+    limited = [_keep_steps(written.get(rank.record.rank, rank), named) for rank in ranks]
+    return [replace(rank, record=replace(rank.record, source=of)) for rank, of in zip(limited, sources, strict=True)]
+
+
+def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
+    kept = [at for at, name in enumerate(rank.steps.names) if name in named]
+    numbers = np.full(len(rank.steps), -1)
+    numbers[kept] = np.arange(len(kept))
+    calls, sent = (
+        {group: some for group, whole in columns.items() if len(some := whole.of_steps(numbers))}
+        for columns in (rank.calls, rank.sent)
+    )
+    return replace(
+        rank,
+        steps=rank.steps.only(kept),
+        calls=calls,
+        sent=sent,
+        on_gpu=rank.on_gpu.within(numbers[rank.steps.named] >= 0),
     )
 
 

@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.analysis.ranks.matching import Matched
+from profkit.analysis.ranks.own_time import Cause, Part
 from profkit.names import BACKWARD, DATA
-from profkit.run.light_columns import UNKNOWN, CallColumns, LightColumns, Phases, StepColumns
-from profkit.run.light_record import Cause
+from profkit.run.light_columns import UNKNOWN, CallColumns, Phases, StepColumns
 from profkit.trace.columns import Bools, Ints
 
 Floats = npt.NDArray[np.float64]
-Part = tuple[Cause, str, str]
-"""Cause, phase and module of what a rank did."""
 Parts = dict[Part, float]
 """Part → nanoseconds."""
 
@@ -75,27 +73,6 @@ class Account:
     def usual(self) -> Parts:
         """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
         return self.own.mean() if self.is_exact else self.own.median()
-
-
-def exact_account(rank: LightColumns) -> Account | None:
-    """Return what a rank did in its measured steps by its full trace; None of a rank that left a light record alone.
-
-    The first step is left out unless something before it was recorded.
-    """
-    since, named = rank.since, rank.steps.named
-    if not len(since.step):
-        return None
-    if len(named) > 1 and not (rank.steps.names[0] is None and since.step.min() == 0):
-        named = named[1:]
-    times = np.zeros((len(rank.steps), len(since.parts)))
-    is_there = np.zeros(times.shape, dtype=np.bool_)
-    np.add.at(times, (since.step, since.part), since.time_ns)
-    is_there[since.step, since.part] = True
-    used = np.flatnonzero(is_there[named].any(axis=0))
-    talks = np.array([since.parts[part][0] == "communication" for part in used.tolist()], dtype=np.bool_)
-    own = StepParts(tuple(since.parts[part] for part in used[~talks].tolist()), times[named][:, used[~talks]])
-    exposed = times[named][:, used[talks]].sum(axis=1)
-    return Account(rank.record.rank, own, exposed, True, clock_of(rank.steps, named))
 
 
 def part_on_host(phase: str) -> Part:

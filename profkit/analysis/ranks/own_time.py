@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from profkit.analysis.time_account.gpu_time import (
     threads_by_device,
 )
 from profkit.names import BACKWARD, DATA, phase_of
-from profkit.run.light_record import CAUSES, Cause
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
 from profkit.trace.nesting import NO_RANGE
@@ -46,8 +46,17 @@ _PYTHON_NODE = "Backward"
 """How nodes of a Python function end. torch's own have a number behind: ``AddmmBackward0``."""
 _COMPILED_NODE = "CompiledFunction"
 
+Cause = Literal["data", "python", "launch", "kernels", "copy", "clock", "communication"]
+"""What a rank did: it waited for data, ran Python without calling CUDA, launched, ran kernels, copied, ran kernels on a
+slower clock, or did nothing but communicate, which includes waiting for other ranks."""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
 Place = tuple[str, str]
 """The phase and the innermost module; "" where there is none."""
+
+Part = tuple[Cause, str, str]
+"""Cause, phase and module of what a rank did."""
 
 _NOWHERE, _LOADING = ("", ""), (DATA, "")
 _LOADING_NUMBER = 1
@@ -67,8 +76,13 @@ class OwnTime:
     place: Ints
     places: list[Place]
 
-    def sum_between(self, edges_ns: Ints) -> dict[int, list[tuple[Cause, str, str, int]]]:
-        """Return the sums between each two edges: which (0 for what lies before the first) → cause, place and time.
+    def part(self, number: int) -> Part:
+        """Return the part that a number of `sum_between` stands for."""
+        cause, place = divmod(number, len(self.places))
+        return CAUSES[cause], *self.places[place]
+
+    def sum_between(self, edges_ns: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the sums between each two edges as columns: which (0: before the first), the part's number, the time.
 
         ``edges_ns`` are sorted; what lies after the last is left out.
         """
@@ -79,16 +93,13 @@ class OwnTime:
         piece, cell = spread(first, last + 1)
         bounds = np.concatenate([[-_EVER], edges_ns, [_EVER]])
         time = np.minimum(self.end_ns[piece], bounds[cell + 1]) - np.maximum(self.start_ns[piece], bounds[cell])
-        key = (cell * len(CAUSES) + self.cause[piece]) * len(self.places) + self.place[piece]
+        part_count = len(CAUSES) * len(self.places)
+        key = cell * part_count + self.cause[piece] * len(self.places) + self.place[piece]
         kept = (cell < len(edges_ns)) & (time > 0)
         keys, inverse = np.unique(key[kept], return_inverse=True)
         sums = np.zeros(len(keys), dtype=np.int64)
         np.add.at(sums, inverse, time[kept])
-        between: dict[int, list[tuple[Cause, str, str, int]]] = {}
-        for number, total in zip(keys.tolist(), sums.tolist(), strict=True):
-            rest, place = divmod(number, len(self.places))
-            between.setdefault(rest // len(CAUSES), []).append((CAUSES[rest % len(CAUSES)], *self.places[place], total))
-        return between
+        return keys // part_count, keys % part_count, sums
 
 
 def collective_ranges(trace: Trace) -> Ints:
