@@ -19,7 +19,7 @@ from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
 
 MS = 1_000_000
-OVERLAPPED = {"overlapped_communication_ns": 0, "overlapped_copy_ns": 0}
+OVERLAPPED = {"overlapped_communication_ns": 0}
 
 
 def _step(builder: NsysBuilder, number: int, at: int, wait: int, *, pid: int = 100, device: int = 0) -> int:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.efficiency.summary import GpuStep, describe_steps
 from profkit.analysis.intervals import Stretches, disjoint_pieces, gaps, intersect, subtract, union_ns, unite
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.matching import find_waiting
-from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     LONGEST_PAUSE_NS,
     GpuParts,
@@ -214,7 +214,6 @@ def _slow_parts(trace: Trace, device: int, start: int, end: int) -> GpuParts:
         idle & waiting & ~launching,
         idle & ~waiting & ~launching,
         talking & computing,
-        copying & (computing | talking),
     )
     return GpuParts(*(int(part[start:end].sum()) for part in parts))
 
@@ -355,30 +354,3 @@ def _steps(path: Path) -> tuple[GpuStep, ...]:
 
 def _pairs(one: Stretches) -> list[tuple[int, int]]:
     return list(zip(one.start_ns.tolist(), one.end_ns.tolist(), strict=True))
-
-
-def test_a_steps_computing_is_split_into_products_attention_and_the_rest(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    builder.kernel(10, 300, name="sm80_xmma_gemm_f32f32", start=100)
-    builder.kernel(20, 200, name="flash_fwd_kernel", start=300)  # 100 ns of it run while the product does
-    builder.kernel(30, 50, name="elementwise_kernel", start=600)
-    (step,) = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency().steps
-    assert (step.matmul_ns, step.attention_ns, step.gpu.computing_ns) == (300, 100, 450)
-
-
-def test_of_not_hidden_communication_the_wait_for_the_last_rank_is_known(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for pid, late in ((100, 0), (200, 300)):
-        builder.range("step 0", 0, 1_000, pid=pid, tid=pid)
-        device = pid // 100 - 1
-        builder.kernel(
-            10 + late, 600 - late, name="ncclDevKernel_AllReduce", pid=pid, tid=pid, device=device, start=100 + late
-        )
-        # It hides the first 100 ns of the first rank's wait.
-        builder.kernel(5, 100, name="gemm", pid=pid, tid=pid, device=device, start=100)
-    steps = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency().steps
-    assert [(one.gpu.exposed_communication_ns, one.exposed_waiting_ns, one.waiting_for) for one in steps] == [
-        (500, 200, 1),
-        (300, 0, None),
-    ]

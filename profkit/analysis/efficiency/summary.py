@@ -1,4 +1,4 @@
-"""How well the GPUs' time was used, range by range: idle and why, FLOPs and bytes against the peaks, the verdict."""
+"""How well the GPUs' time was used, range by range and step by step: idle and why, FLOPs and bytes, the verdict."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from profkit.analysis.efficiency.limits import MOVERS, build_roofline, chosen_ranges, judge, product_ns
 from profkit.analysis.efficiency.work import Amount, Peaks, RangeWorks, RunFacts, StepFlops
+from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
@@ -22,7 +23,6 @@ from profkit.analysis.time_account.account import (
     scale_ranges,
     unprofiled_idle,
 )
-from profkit.analysis.time_account.gpu_steps import GpuStep, describe_steps
 from profkit.analysis.time_account.gpu_time import (
     DataWait,
     GpuParts,
@@ -32,6 +32,7 @@ from profkit.analysis.time_account.gpu_time import (
     communication_rows,
     find_data_waits,
     find_windows,
+    sum_host_waits,
     sum_parts,
 )
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
@@ -45,10 +46,41 @@ from profkit.analysis.tree.range_tree import (
 )
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import Finding, TraceError
-from profkit.trace.columns import Ints, Trace, rows_by_value
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class GpuStep:
+    """One step on one GPU, in nanoseconds.
+
+    ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
+    Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.time_account.gpu_time`).
+    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
+    before the last rank arrived (`profkit.analysis.ranks.matching`); ``untold_ns`` is the part for which this is
+    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
+    ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
+    """
+
+    name: str
+    rank: int | None
+    process: int
+    device: int
+    start_ns: int
+    wall_ns: int
+    gpu: GpuParts
+    communication_ns: int
+    waiting_ns: int | None
+    untold_ns: int
+    data: DataWait
+    data_wait_ns: int
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of the step's time on the GPU in which nothing ran."""
+        return self.gpu.idle_share
 
 
 @dataclass(frozen=True)
@@ -254,6 +286,40 @@ def measure_efficiency(
         uncounted=facts.uncounted,
         warnings=(*_find_doubts(account, rows, facts), *find_too_few_steps(account, facts.loading)),
     )
+
+
+def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...]:
+    """Return the rows of the account with what ran on their GPUs: communication, and waiting for other ranks."""
+    ranges, trace = account.attribution.trace.ranges, account.attribution.trace
+    talks = communication_rows(trace)
+    communication, unknown = (
+        account.measure(_unite_kernels(trace, rows)).tolist() for rows in (talks, talks & ~waiting.is_known)
+    )
+    waits = account.measure({device: waiting.waits_of(device) for device in account.gpu_times}).tolist()
+    waited_ns = sum_host_waits(account.attribution, account.steps)[account.step].tolist()
+    return tuple(
+        GpuStep(
+            name=trace.names[int(ranges.name[index])],
+            rank=None if account.rank[row] < 0 else int(account.rank[row]),
+            process=trace.process_ids.get(int(ranges.process[index]), int(ranges.process[index])),
+            device=int(account.windows.device[row]),
+            start_ns=int(ranges.start_ns[index]),
+            wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
+            gpu=GpuParts(*account.parts[row].tolist()),
+            communication_ns=communication[row],
+            waiting_ns=waits[row] if communication[row] > unknown[row] or not communication[row] else None,
+            untold_ns=unknown[row],
+            data=DataWait(*account.data[row].tolist()),
+            data_wait_ns=waited_ns[row],
+        )
+        for row, index in enumerate(account.steps[account.step].tolist())
+    )
+
+
+def _unite_kernels(trace: Trace, rows: Bools) -> dict[int, Stretches]:
+    work = trace.work
+    here = {device: rows & (work.device == device) for device in distinct_values(work.device).tolist()}
+    return {device: unite(work.start_ns[mine], work.end_ns[mine]) for device, mine in here.items()}
 
 
 def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:

@@ -54,8 +54,8 @@ _LOADS = re.compile(rf"^{DATA}$|^.*data[ _]?load(er|ing)", re.IGNORECASE)
 class GpuParts:
     """The time of one or more GPUs in its parts, in nanoseconds; two GPUs count twice.
 
-    ``span_ns`` is the sum of the parts from ``computing_ns`` to ``outside_cuda_ns``. The two overlapped parts lie
-    within ``computing_ns``; overlapped copies may also lie within exposed communication.
+    ``span_ns`` is the sum of the parts from ``computing_ns`` to ``outside_cuda_ns``; the overlapped communication lies
+    within ``computing_ns``.
     """
 
     span_ns: int
@@ -66,7 +66,6 @@ class GpuParts:
     synchronising_ns: int
     outside_cuda_ns: int
     overlapped_communication_ns: int
-    overlapped_copy_ns: int
 
     @property
     def busy_ns(self) -> int:
@@ -104,7 +103,6 @@ class GpuTime:
     launching: Stretches = NOTHING
     synchronising: Stretches = NOTHING
     overlapped_communication: Stretches = NOTHING
-    overlapped_copies: Stretches = NOTHING
     starts_ns: Ints = field(default_factory=empty_ints)
     reach_ns: Ints = field(default_factory=empty_ints)
 
@@ -113,10 +111,8 @@ class GpuTime:
         sets = (self.computing, self.exposed_communication, self.exposed_copies, self.launching, self.synchronising)
         known = [stretches.within(start_ns, end_ns) for stretches in sets]
         span = end_ns - start_ns
-        overlapped = [
-            stretches.within(start_ns, end_ns) for stretches in (self.overlapped_communication, self.overlapped_copies)
-        ]
-        return np.stack([span, *known, span - np.sum(known, axis=0), *overlapped], axis=1)
+        overlapped = self.overlapped_communication.within(start_ns, end_ns)
+        return np.stack([span, *known, span - np.sum(known, axis=0), overlapped], axis=1)
 
     def outside_cuda(self, when: Stretches) -> Stretches:
         """Return when, of the given time, the GPU is idle and the host is outside CUDA."""
@@ -253,7 +249,6 @@ def _build_one(trace: Trace, device: int, talks: Bools, host: HostTime) -> GpuTi
         launching=subtract(host.launching, busy),
         synchronising=subtract(host.synchronising, busy),
         overlapped_communication=intersect(communicating, computing),
-        overlapped_copies=intersect(copying, kernels),
         starts_ns=starts[order],
         reach_ns=np.maximum.accumulate(np.concatenate([work.end_ns[here], copies.end_ns[moved]])[order]),
     )

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow, GpuStep
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
-from profkit.analysis.time_account.gpu_steps import sum_steps
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.step_times import PhaseTimes
 from profkit.analysis.tree.range_tree import RangesResult
@@ -140,6 +139,14 @@ def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
     )
 
 
+def _sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
+    """Return the time of all steps on all GPUs in its parts, and their waits for data."""
+    return (
+        GpuParts(*(sum(getattr(step.gpu, part.name) for step in steps) for part in fields(GpuParts))),
+        DataWait(*(sum(getattr(step.data, part.name) for step in steps) for part in fields(DataWait))),
+    )
+
+
 def _step_rows(result: EfficiencyResult) -> list[Row]:
     return [
         {
@@ -155,7 +162,7 @@ def _step_rows(result: EfficiencyResult) -> list[Row]:
 def _head(result: EfficiencyResult) -> Iterator[str]:
     parts, whole, data = result.capture, "the whole capture", DataWait()
     if result.steps:
-        (parts, data), whole = sum_steps(result.steps), _count_steps(result)
+        (parts, data), whole = _sum_steps(result.steps), _count_steps(result)
     gpu = ", ".join(part for part in (result.gpu or "unknown GPU", result.dtype) if part)
     yield f"{gpu}: {whole}, {format_ns(parts.span_ns)} of GPU time" + (
         "" if result.clean_idle_share is None else " as recorded"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from profkit.analysis.efficiency.summary import GpuStep
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
@@ -23,7 +24,6 @@ from profkit.analysis.placing.attribution import (
     Attribution,
 )
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.gpu_steps import GpuStep
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.analysis.tree.selection import select_ranges
