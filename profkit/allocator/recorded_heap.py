@@ -1,15 +1,14 @@
 """The blocks of the caching allocator during a replay, from the state before the first recorded event on.
 
-That state is worked back from the one at the dump. Live blocks then are those that the history frees without an alloc,
-and those that are there at the end without one; the segments are those at the end, less those reserved since, plus
-those released since. A block that is still there has its size in the snapshot. Of one freed meanwhile the size is the
-request, rounded, plus at most a rest too small to split off: a gap of up to 1 MiB (`SMALL_BYTES`) behind it belongs to
-it as a whole; of a larger gap in the large pool at most what leaves a free block of more than 1 MiB. That part is its
-``slack_bytes`` until the replay sees where a block begins.
+That state is worked back from the one at the dump: live blocks are those that the history frees without an alloc, and
+those that are there at the end without one; the segments are those at the end, less those reserved since, plus those
+released since. A block that is still there has its size in the snapshot. Of one freed meanwhile it is the request,
+rounded, plus at most a rest too small to split off: a gap of up to 1 MiB (`SMALL_BYTES`) behind it belongs to it as a
+whole; of a larger gap in the large pool at most what leaves a free block of more than 1 MiB, its ``slack_bytes`` until
+the replay sees where a block begins.
 
-The addresses of allocations are recorded, so a free block is looked up, not chosen. What a history leaves open is
-noted as a doubt and settled by later events: whether the rest of a block was split off, and how large a block from
-before the first event is. What no allocator could have done is counted.
+What a history leaves open is noted as a doubt and settled by later events: whether the rest of a block was split off,
+and how large a block from before the first event is. What no allocator could have done is counted.
 """
 
 from __future__ import annotations

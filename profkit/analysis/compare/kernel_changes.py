@@ -1,34 +1,28 @@
 """What changed in the kernel time of a step between two captures, by phase, range, category, kernel and module.
 
-Totals are integers over all steps of a side and sum exactly. A change is the difference per step, so captures with
-different numbers of steps can be compared; it is rounded to a nanosecond, and ``rounding_ns`` is what the rounded parts
-leave of the whole. Each change has an interval over the steps (`profkit.analysis.statistics`), which come from one
-process: what varies from run to run (clocks, placement) is not in it. Each interval stands by itself: of twenty lines
-without a difference, one is expected to show one.
+Totals are integers over all steps of a side and sum exactly. A change is the difference per step, rounded to a
+nanosecond; ``rounding_ns`` is what the rounded parts leave of the whole. Its interval over the steps
+(`profkit.analysis.statistics`) leaves out what varies from run to run, and stands by itself: of twenty lines without a
+difference, one is expected to show one.
 
-The kernel time of two captures is matched part by part, so that a renamed kernel is one change, not a loss and a gain.
-Parts are matched from the outside in:
+Every key of either capture lies in exactly one part. Parts are matched from the outside in, so that a renamed kernel is
+one change, not a loss and a gain:
 
 1. by range: a path that only one capture has counts in the nearest enclosing range that both have; what torch.compile
    itself runs is apart from all others;
 2. by category within the range, and by name within the category: ``same``;
-3. what remains of a category on both sides is one part, ``renamed``: ``sgemm`` became ``nvjet``;
-4. what then remains of a range, gone from some categories and new in others, is one part, ``replaced``: three kernels
-   of attention became one. A kernel that Inductor fused stands for kernels of several categories, so its ``renamed``
-   parts join it;
+3. what remains of a category on both sides: ``renamed``;
+4. what then remains of a range, gone from some categories and new in others: ``replaced``. A kernel that Inductor fused
+   stands for kernels of several categories, so its ``renamed`` parts join it;
 5. the rest is ``gone`` or ``new``.
 
-Every key of either capture lies in exactly one part.
+Modules are matched by name, those that differ in a number as one, in whichever pass they ran. Rows nest: a module's
+time holds the modules within it, and rows without a parent sum to the kernel time. What several modules of compiled
+code share (``shared: a + b``) has a row under the module around them all.
 
-Modules are matched by name, those that differ in a number as one (``h.*.mlp``), whatever their place in the tree and in
-whichever pass they ran. Rows nest: a module's time holds the modules within it. What several modules of compiled code
-share (``shared: a + b``) has a row under the module around them all; no module gets a part of it by invention. The rows
-without a parent sum to the kernel time.
-
-A fusion is made of the modules, in one phase, that a generated kernel of either capture joins: those that share it,
-those that share another with one of these, and so on. All their kernels but matrix products, attention and
-communication, which stay what they are, count on either side: so both sides do the same work, and the change is the
-fusion's own.
+A fusion is made of the modules, in one phase, that a generated kernel of either capture joins, and those joined to
+these. All their kernels but matrix products, attention and communication count on either side, so that both do the same
+work.
 """
 
 from __future__ import annotations

@@ -1,23 +1,13 @@
-"""What limits a range, in one word, with the rule, the numbers and the raw rows behind it.
+"""What limits a range, in one word, with the rule and the numbers behind it.
 
-Two questions, in this order.
-
-1. Where does the range's time on the GPU go? Its span (`time_account.gpu_time`) has four parts, and the
-   largest decides: idle while the host launches → *launch-bound*; idle while the host waits for the GPU, for data or
-   makes no CUDA calls, or receiving a batch (`time_account.gpu_time`) → *host-bound*; only
-   communication runs, or the range launched only communication →
-   *communication-bound*; anything else runs → the second question. Profiling slows the host and hardly the GPU: if the
-   unprofiled time of the phase is known, idle time is scaled first (`time_account.account`); waiting for data takes
-   what was timed without a profiler, if it was.
-2. Which of the GPU's peaks is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at
-   the peak of their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it
-   is *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel. So if most of its kernel time
-   is in kernels that by their names do little but move data (`MOVERS`: elementwise, reductions, copies, …), the range
-   is *memory-bound* however long its FLOPs would take: it does not wait for its products. If its least bytes are
-   unknown, it is compute-bound if its FLOPs alone would take half of its busy time or more. If they do not tell,
-   its kernels' names do: it is *memory-bound* if most of its kernel time is in `MOVERS`; else there is no verdict.
-
-These words are what JSON holds; people read "limited by arithmetic", "kernel launches" and so on.
+1. Where does its time on the GPU go? The largest part of its span (`time_account.gpu_time`) decides: idle while the
+   host launches is *launch-bound*; idle for any other reason, or receiving a batch, *host-bound*; communication alone
+   *communication-bound*; anything else leads to the second question. Idle time is that without a profiler, if known.
+2. Which peak is in the way? By the roofline model (Williams, Waterman, Patterson 2009): if its FLOPs at the peak of
+   their dtype (other operations at that of fp32) take longer than its least bytes at the memory's peak, it is
+   *compute-bound*, else *memory-bound*. Least bytes are those of one perfect kernel; so a range most of whose kernel
+   time is in `MOVERS` is *memory-bound* in any case. Without least bytes it is compute-bound if its FLOPs alone would
+   take half of its busy time, else memory-bound by its `MOVERS`, else there is no verdict.
 """
 
 from __future__ import annotations

@@ -88,20 +88,16 @@ class EfficiencyRow(RangeRow):
     """All ranges of one path together, and how well they used the GPUs; unknown figures are None.
 
     ``launch_count`` counts the calls that launched kernels and graphs. ``gpu`` is its time on the GPUs in parts,
-    ``idle_share`` the idle part; both are None if it launched nothing. ``idle`` is the idle part without a profiler, if
-    known. ``flops`` are matrix products as executed,
-    ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` the part of them that repeats what the
-    forward pass did, ``other_flops`` all other operations; rates are over ``busy_ns``. ``ceiling_share`` is the time
-    that ``flops`` would take at their dtypes' peak, over ``busy_ns``. ``roof_share`` is how near the range comes to the
-    peak that it would meet first: the time of all operations or of the least bytes at their peak, whichever is longer
-    (of the least bytes if the range is memory-bound), over ``busy_ns``. ``intensity`` is all operations per least byte.
-    ``mfu`` exists for steps: model FLOPs over the unprofiled step time (`TimeAccount.step_ns`) and the datasheet's peak
-    (Chowdhery et al. 2022, appendix B); ``hfu`` is the same of all FLOPs of the step. ``idle_factor`` is the
-    unprofiled over the recorded idle time, if the phase around the range was timed without a profiler;
-    ``clean_idle_share`` is the idle share that follows. ``waiting_for`` is the rank for which most of the communication
-    in its time was waiting; ``data_loading_ns`` is the part of its idle time in which the program waited for data,
-    ``input_copy_ns`` the time in which only copies of the batch to the GPU ran (`time_account.gpu_time`);
-    ``loads_data`` says whether the two are most of what a *host-bound* range waits for: then data loading limits it.
+    ``idle_share`` the idle part; both are None if it launched nothing. ``flops`` are matrix products as executed,
+    ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` those that repeat what the forward
+    pass did, ``other_flops`` all other operations; rates are over ``busy_ns``, and so are the shares: ``ceiling_share``
+    of the time that ``flops`` would take at their dtypes' peak, ``roof_share`` of that of the peak which the range
+    would meet first (of the least bytes if it is memory-bound). ``intensity`` is all operations per least byte. ``mfu``
+    and ``hfu`` exist for steps (`efficiency.work`). ``idle_factor`` is the unprofiled over the recorded idle time, if
+    the phase around the range was timed without a profiler; ``idle`` and ``clean_idle_share`` follow from it.
+    ``waiting_for`` is the rank for which most of the communication in its time was waiting. ``data_loading_ns`` and
+    ``input_copy_ns`` are waits for data (`time_account.gpu_time`), ``loads_data`` whether they are most of what a
+    *host-bound* range waits for.
     """
 
     launch_count: int

@@ -1,16 +1,12 @@
 """How much arithmetic each range of a trace did, and how well its steps used the GPU for it (MFU).
 
-A run's ``work.json`` names a range by its path below the step, so ``warmup``, steps and everything around them are left
-off a range's path before the two are compared. Without ``work.json``, a range's payload counts as its FLOPs if it is a
-whole number in NVTX's default domain: that is how `profkit.annotate` stores them.
+A run's ``work.json`` names a range by its path below the step. Without it, a range's payload counts as its FLOPs if it
+is a whole number in NVTX's default domain: that is how `profkit.annotate` stores them.
 
 Model FLOPs utilization is defined by Chowdhery et al. 2022 (PaLM), appendix B: the FLOPs of forward and backward as the
-model asks for them, however much is recomputed, over the time of the whole step, optimizer and data included. Here the
-time is unprofiled and the peak is the datasheet's, of all GPUs on which the process ran its steps. Hardware FLOPs
-utilization (HFU) is the same of all matrix products that the step does.
-
-What a run directory knows that its trace does not (its work, the GPU and its peaks) are `RunFacts`; the peaks may be a
-datasheet's.
+model asks for them, however much is recomputed, over the time of the whole step, here unprofiled, and the datasheet's
+peak of all GPUs on which the process ran its steps. Hardware FLOPs utilization (HFU) is the same of all matrix products
+that the step does. What a run directory knows that its trace does not are `RunFacts`.
 """
 
 from __future__ import annotations

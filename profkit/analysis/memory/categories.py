@@ -1,16 +1,15 @@
 """What memory is for: the category of every allocation, with the evidence for it.
 
-Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (the program marked the
-allocation as of this kind; today's marks only name a module, which proves no kind), ``stack`` (these lines allocate
-only one kind of thing, or they are compiled code's, which frees again what they allocate), ``lifetime`` (a guess from
-the phases in which it was allocated and freed, or from lines that mostly allocate this kind), ``none``. A guess stays a
-guess where the name of the module is known.
+Evidence, the strongest first: ``identity`` (the run recorded whose tensor it is), ``metadata`` (no mark of
+today's says a kind), ``stack`` (these lines allocate only
+one kind of thing, or they are compiled code's, which frees again what they allocate), ``lifetime`` (a guess from the
+phases in which it was allocated and freed, or from lines that mostly allocate this kind), ``none``.
 
 The guess: memory allocated in the forward pass and freed in the backward pass was saved for backward (activations); if
 freed earlier, it was a temporary. Memory allocated in the backward pass and freed within it was a temporary; what
-outlives it is a gradient. Of what a checkpoint computes again in it, the memory that outlives that is activations.
-Memory allocated by the optimizer is its state if it outlives the step. The autograd thread has no Python frames: where
-the history has stacks and no phases, an alloc without a stack belongs to backward.
+outlives it is a gradient, or activations if a checkpoint computed it again. Memory allocated by the optimizer is its
+state if it outlives the step. The autograd thread has no Python frames: where the history has stacks and no phases, an
+alloc without a stack belongs to backward.
 """
 
 from __future__ import annotations

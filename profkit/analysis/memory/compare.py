@@ -1,16 +1,11 @@
 """What explains the difference of two peaks: the allocations at each are matched, and the differences summed.
 
 Two allocations match if both runs recorded the same tensor for them, otherwise if the same functions of the same files
-asked for them (line numbers change with every edit); then by size and position among equal ones of the step. Every
-allocation at either peak has exactly one kind, so the parts sum to the difference:
-
-- ``same``: at both peaks; ``padding``: at both, but the allocator charged another size for the same request;
-  ``larger`` and ``smaller``: at both, with another requested size;
-- ``new`` and ``gone``: the other run never made it;
-- ``longer-lived`` and ``shorter-lived``: the other run made it too, but it was not live at the corresponding moment;
-- ``moved peak``: the other run had it at the corresponding moment, but its own peak lies elsewhere.
-
-The corresponding moment is where the other run made the youngest allocation at the peak that it made at all.
+asked for them; then by size and position among equal ones of the step. Every allocation at either peak has exactly one
+kind, so the parts sum to the difference: ``same``, ``padding`` (another size charged for the same request), ``larger``
+and ``smaller`` are at both; ``new`` and ``gone``: the other run never made it; ``longer-lived`` and ``shorter-lived``:
+it was not live at the corresponding moment; ``moved peak``: it was, but the other peak lies elsewhere. The
+corresponding moment is where the other run made the youngest allocation at the peak that it made at all.
 """
 
 from __future__ import annotations

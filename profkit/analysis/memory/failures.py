@@ -3,13 +3,12 @@
 **Leaks**: what was allocated in one step and is still there when the next one ends. State that is made on first use
 grows once, and a window of the last results until it is full: a leak goes on. So a stack is suspected if at the ends of
 `_RISES` steps or more it had more allocations than ever before, of which something is still there, and if the last rise
-is about as many steps ago as rises are apart. A window that fills until the recording ends looks like a leak.
+is about as many steps ago as rises are apart.
 
 **Out of memory**: why the allocation failed, and by how many bytes. Before it gives up, the allocator has released
-every cached segment without a live block and has asked CUDA for a new one. So at the error CUDA had less free than the
-segment that was wanted (or the process has a limit of its own), and PyTorch's unused memory lies in segments with live
-blocks, in pieces too small, or in another pool or on another stream. The snapshot does not record the device's
-capacity; if the run recorded it, memory outside PyTorch is what is neither free nor reserved.
+every cached segment without a live block and has asked CUDA for a new one. So CUDA had less free than the segment that
+was wanted (or the process has a limit of its own), and PyTorch's unused memory lies in segments with live blocks, in
+pieces too small, or in another pool or on another stream.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Where in the program memory was allocated: in which module, and in which phase of the step; and the sums of each.
 
-The module of an allocation, the best evidence first: ``identity``, the name of the tensor that the run recorded (the
-parameter ``h.0.mlp.weight`` belongs to the module ``h.0.mlp``); ``code``, what the run knows of the compiled code that
-asked for it, below the module that was compiled; ``metadata``, what profkit's hooks wrote into the event; ``range``,
-profkit's ranges that were open at that time, where torch is too old for such a text; ``none``. What autograd saved is
-the exception: code or text says which module made it, and its name counts only without them.
+The module of an allocation, the best evidence first: ``identity``, the name of the tensor that the run recorded;
+``code``, what the run knows of the compiled code that asked for it; ``metadata``, what profkit's hooks wrote into the
+event; ``range``, profkit's ranges that were open at that time, where torch is too old for such a text; ``none``. Of
+what autograd saved, code or text says which module made it, and its name counts only without them.
 
-Ranges in a snapshot do not say on which thread they were open. Where several devices' autograd threads ran at a time
-they cannot be told apart, and older torch keeps the ranges of one thread alone. There ranges prove nothing of the
-backward pass.
+Ranges in a snapshot do not say on which thread they were open. Where several devices' autograd threads ran at a time,
+and in older torch, which keeps the ranges of one thread alone, they prove nothing of the backward pass.
 
-The modules are a tree: a module's bytes are its own and those of the modules in it. What is in no module, or in none
-that is known, stands next to it, so that the top rows add up to all that was allocated. A storage of several modules'
-tensors is split where the run recorded whose bytes are where; the rest stands at the module that holds them all.
+A module's bytes are its own and those of the modules in it. What is in no module, or in none that is known, stands next
+to the tree, so that the top rows add up to all that was allocated. A storage of several modules' tensors is split where
+the run recorded whose bytes are where; the rest stands at the module that holds them all.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """What the program and its run said of allocations: phases and steps, and whose tensors they hold.
 
-A snapshot holds the ``record_function`` ranges of user scope. Those with the name of a phase are phases: profkit's own
-names (`profkit.names.PHASES`), common short forms, torch's ``Optimizer.step#…``, and the globs that the user gives for
-a phase. Phases do not overlap: of nested ones the outermost counts. What a checkpoint computes again within the
-backward pass is noted besides.
+``record_function`` ranges with the name of a phase are phases: profkit's own names, common short forms, torch's
+``Optimizer.step#…``, and the globs that the user gives. They do not overlap: of nested ones the outermost counts.
 
-The owners' file (`profkit.run.owners`) names storages by address and time. An entry names an allocation that began at
-its address, has its requested size, and was alive at its time; clocks may differ by `_CLOCK_SLACK_US`. It also holds
-the allocator's own peaks, against which the replay is checked. Metadata is what the program set with
-``torch.cuda.memory._set_memory_metadata`` when it allocated: profkit's hooks set ``profkit:PHASE:MODULE``; any other
-text is the owner's name as it is. Several tensors may lie in one storage: a bucket of gradients, a flat parameter, tied
-weights. Its owner then bears the names of all of them.
+The owners' file (`profkit.run.owners`) names storages by address and time: an entry names an allocation that began at
+its address, has its requested size, and was alive at its time, give or take `_CLOCK_SLACK_US`. Several tensors may lie
+in one storage (a bucket of gradients, a flat parameter, tied weights). It also holds the allocator's own peaks, against
+which the replay is checked. Metadata is what the program set with ``torch.cuda.memory._set_memory_metadata``:
+profkit's hooks set ``profkit:PHASE:MODULE``; any other text is the owner's name as it is.
 """
 
 from __future__ import annotations

@@ -1,30 +1,18 @@
 """Ranges that name what runs without the program's Python, expanded to those of the modules that it belongs to.
 
-Compiled code in a trace: the ranges around its launches become the tree of modules that an eager run has.
+Compiled code: profkit opens a range around each launch, whose name says the modules that it computes for
+(`profkit.run.compiled_code`). It becomes nested ranges: the modules of its path and, if several share the launch, one
+named ``shared: a + b`` below them; modules that are open around it anyway are not repeated. Neighbours with the same
+beginning of their paths lie in one range, which ends where anything else happens on the thread: so nothing comes under
+a module but what its own launches did. Launches in no other range of their thread are also kept apart by other threads'
+ranges: two steps never share an instance. A launch of no module leaves its work where it was; of a launch range
+directly within another, the outer one is what the program called.
 
-While a compiled model runs, profkit opens a range around each launch, whose name says the modules that it computes for
-(`profkit.run.compiled_code`). Each becomes nested ranges: the modules of its path and, if several share the launch,
-one named ``shared: a + b`` below them. The modules that are open around it anyway are not repeated.
-
-Neighbours with the same beginning of their paths lie in one range, so that a module's launches in a row are one
-instance of it. A range ends where anything else happens on the thread: another module's launch, the beginning or end of
-another range, a kernel launched between. So nothing comes under a module but what its own launches did. Launches that
-lie in no other range of their thread, as those of an autograd thread may, are also kept apart by other threads' ranges:
-two steps never share an instance.
-
-A launch of no module leaves its work where it was. A launch range directly within another says nothing: the outer one
-is what the program called.
-
-CUDA graphs in a trace: what a replay launched comes under the ranges that were open when it was captured.
-
-A replay is one call, and no Python of the program runs in it. profkit records at the capture which ranges were open
-when each node was made (`profkit.run.compiled_code.CapturedGraph`), and opens a range around each replay, which names
-the graph. Where a graph is traced node by node, each kernel says which node it is. So the range of a replay becomes the
-ranges of the capture, nested as they were, and each kernel gets a moment of its own within them (`Work.placed_ns`).
-These moments follow each other by a nanosecond from the beginning of the replay: the modules took no Python time.
-
-What was replayed must be what was captured: the same nodes, the same of them kernels. Else the replay keeps its range,
-and a note says why.
+CUDA graphs: a replay is one call. profkit records at the capture which ranges were open when each node was made
+(`profkit.run.compiled_code.CapturedGraph`), and opens a range around each replay, which names the graph. Where a graph
+is traced node by node, that range becomes the ranges of the capture, and each kernel gets a moment of its own within
+them (`Work.placed_ns`), a nanosecond after the one before: the modules took no Python time. What was replayed must be
+what was captured, the same nodes and the same of them kernels; else the replay keeps its range, and a note says why.
 """
 
 from __future__ import annotations

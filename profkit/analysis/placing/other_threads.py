@@ -1,44 +1,33 @@
 """Work that belongs to ranges of another thread: of one that waits, or of the one that its forward operator ran on.
 
 **Threads that wait.** PyTorch runs the backward pass on threads of its own (``pt_autograd_0`` for device 0, …), while
-the thread that called ``backward()`` waits inside its range. The helper's launches belong to that range. No record in
-an nsys export says so; the evidence is that a waiting thread makes no CUDA call. The candidates are the threads of the
-same process that have a range open and also launch kernels. The host is the one candidate that is silent in that time;
-if two or more are silent, the work is ambiguous; if none is, the helper has no host.
+the thread that called ``backward()`` waits inside its range, to which the helper's launches belong. No record says so;
+the evidence is that a waiting thread makes no CUDA call. Candidates are the threads of the process that have a range
+open and also launch kernels. The host is the one that is silent in that time; of two or more the work is ambiguous, of
+none the helper has no host.
 
-*In that time* means the host's current step of nesting, between two of its range events. The host is silent if it makes
-no CUDA call between the helper's first and last call in that step. If it does make calls (gradient accumulation in one
-wide range: the host works, waits, works, waits), the gap between its two neighbouring calls must hold several calls of
-the helper: two for an autograd thread, which runs only while a caller waits, and eight for any other thread.
+*In that time* is the host's current step of nesting, between two of its range events: no CUDA call between the
+helper's first and last in it. A host that does make calls there (gradient accumulation in one wide range) waits in a
+gap between two of them that holds several calls of the helper: two of an autograd thread, which runs only while a
+caller waits, eight of any other thread. Any other thread may also work on its own beside a busy host, as a prefetcher
+does: its host's gap must be ten times the usual spacing of the host's calls, and nine in ten of its calls while some
+candidate has a range open must fall into such a gap. Else it works for itself.
 
-A thread that is not PyTorch's autograd may also work on its own next to a busy host, as a prefetcher does. So two more
-conditions hold for it. The host's gap must be unusual: ten times the usual spacing of the host's calls. And the thread
-must be a helper throughout: of its calls while some candidate has a range open, nine in ten must fall into a gap of a
-candidate. A thread that also works while nobody waits works for itself, and what it launches while another thread
-happens to wait belongs to no range.
+A replica of ``nn.DataParallel`` runs on a thread that lives for one call of the model; its ranges lie in one named
+``replica``, or in recordings of before this name in a forward pass (`name_replicas`). An autograd thread works for one
+``backward`` call at a time, so no range of its own outlasts that call, although hooks may leave one open.
 
-A replica of ``nn.DataParallel`` runs on a thread that lives for one call of the model, while its caller waits. Its
-ranges lie in one named ``replica``, and are treated as those of an autograd thread. Recordings of before this name
-have a forward pass of the replica's thread in its place (`name_replicas`).
+**Links.** torch.profiler draws a link from each forward operator to its backward operator. If the former ran in
+``step / forward / layer 3``, the latter runs in ``step / backward``, where no range was opened for the layer. Each such
+forward range gets a *mirror*: a range in the tree, under the one in which backward ran, that holds the linked work and
+was never open. The work of one never counts in the other.
 
-An autograd thread works for one ``backward`` call at a time, so no range of its own can outlast that call. Hooks may
-still leave one open: PyTorch runs the callback at the end of the graph on the calling thread alone.
-
-**Links.** The backward work of forward ranges, where only torch.profiler's links show it, has paths such as
-``backward/layer 3``. torch.profiler draws a link from each forward operator to its backward operator. If the forward
-operator ran in ``step / forward / layer 3``, its backward operator runs in ``step / backward``, where the program
-opened no range for the layer. Each such forward range gets a *mirror*: a range in the tree, under the range in which
-backward ran, that holds the linked work. A mirror was never open, so it has no Python time. It is not the forward
-range: the work of one never counts in the other.
-
-- If the innermost range of the work is named ``backward``, its mirrors go under that range. Work that has other ranges
-  around it inside ``backward`` keeps its place.
-- If the program opened no range named ``backward``: for work in a range next to the forward one (``bwd`` after
-  ``fwd``) the mirrors go under that range; for work directly in the range around both they go under a mirror named
-  ``backward``.
-- Of the ranges around the forward operator, those get a mirror that do not enclose the backward work too and lie below
-  a phase or ``recompute``. If none of them is a phase, all but the outermost get one: that one is the forward
-  counterpart of the range in which the backward work lies.
+- If the innermost range of the work is named ``backward``, its mirrors go under that; work in other ranges inside
+  ``backward`` keeps its place.
+- Without a range of that name: for work in a range next to the forward one (``bwd`` after ``fwd``) the mirrors go under
+  that range; for work directly in the range around both, under a mirror named ``backward``.
+- Those ranges around the forward operator get a mirror that do not enclose the backward work too and lie below a phase
+  or ``recompute``. If none is a phase, all but the outermost do: that is the counterpart of where backward lies.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
          + exposed copies         only memory copies and fills run
          + idle                 nothing runs: the host launches, synchronises or is outside CUDA
 
-Communication and copies that run while something computes are *overlapped*: they cost no time of their own.
-
 While a GPU is idle, the threads that launch its work decide what the host was doing: *synchronising* during a call that
 waits for the GPU; *launching* during any other CUDA call, and between two that lie at most `LONGEST_PAUSE_NS` apart; at
 all other times *outside CUDA*. Of several threads launching goes first, then synchronising.
@@ -18,10 +16,9 @@ the range's own first kernel or copy. It ends when the range closes or its last 
 that is done before the others of the range stays idle until they are, or until it begins other work. So the windows of
 ranges that follow one another on a stream do not overlap.
 
-The program *waits for data* in ranges named ``data`` (profkit opens them around every batch of a DataLoader), and in
-those with ``DataLoader`` or ``data loading`` in their names, on threads that launch work. Whatever the host does within
-such a range, an idle GPU waits for data then. *Input copies* go from the host to the GPU between two phases that also
-have a wait for data between them; they cost what they run alone.
+The program *waits for data* in ranges named ``data``, or with ``DataLoader`` or ``data loading`` in their names, on
+threads that launch work: an idle GPU waits for data then. *Input copies* go from the host to the GPU between two phases
+that also have a wait for data between them; they cost what they run alone.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ Twin = Literal["clean", "attached"]
 
 _WIDE = 0.3
 """Steps vary widely if their standard deviation is more than this share of their mean; `profkit run` agrees."""
-_APART = 1.4
-"""A phase is uneven if its 90th percentile is more than this many times its 10th."""
 _PART = 0.1
 """A phase or wait that is a smaller share of the step than this is not worth a warning."""
 _CLOCKS: tuple[Clock, ...] = ("cuda-events", "wall")
@@ -293,7 +291,6 @@ def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
     if timed is None:
         return
     yield from _find_uneven_steps(timed)
-    yield from _find_uneven_phases(timed)
     yield from _find_missing_phases(timed)
     yield from _find_grown_waits(timed)
 
@@ -309,25 +306,6 @@ def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
                 f" {deviation:.0%} of their mean. Verdicts and MFU use their {used};"
                 " time more steps (`profkit run --warmup`)",
             )
-
-
-def _find_uneven_phases(timed: StepTimes) -> Iterator[Finding]:
-    """A step can be even although a phase of it is not: the other phases' time hides two modes of one phase."""
-    uneven = [times for times in timed.phases if _is_uneven(timed, times)]
-    if not uneven:
-        return
-    ranges = ", ".join(
-        f"{times.phase}{_where(times)} took {_ms(times.clean.p10)} to {_ms(times.clean.p90)} ms" for times in uneven
-    )
-    rest = "its verdict and idle share use" if len(uneven) == 1 else "their verdicts and idle shares use"
-    yield Finding("uneven-clean-phases", f"{ranges} unprofiled (10th to 90th percentile); {rest} the median")
-
-
-def _is_uneven(timed: StepTimes, times: PhaseTimes) -> bool:
-    step = timed.find(STEP, times.context)
-    if times.phase not in PHASES or step is None or times.clean.median < _PART * step.clean.median:
-        return False
-    return times.clean.p90 > _APART * times.clean.p10
 
 
 def _find_missing_phases(timed: StepTimes) -> Iterator[Finding]:

@@ -1,17 +1,14 @@
 """Checkpointing of modules, or of other ranges: keep a call's inputs alone, and compute the rest again for backward.
 
-A call is a range of the forward pass. What was allocated in it belongs to one of these:
+A call is a range of the forward pass. What was allocated in it and freed in the forward pass stays as recorded, and so
+does what is kept for others (its output, which the next layer keeps as its input). What is kept for the call's own
+backward pass is freed once the operation after it has run (autocast's copies of parameters when the forward pass ends),
+and allocated again where that backward pass begins.
 
-- freed within the call, or later in the forward pass: stays as recorded;
-- kept for the call's own backward pass: freed once the operation after it has run (autocast's copies of parameters,
-  which its cache holds, when the forward pass ends). It is allocated again where that backward pass begins, and freed
-  as recorded;
-- kept for others (the call's output, which the next layer keeps as its input): stays as recorded.
-
-Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: whatever was
-allocated after the call ended is freed in the backward pass of what followed the call. After the last of those frees
-the call's own backward pass begins, with the first allocation in its module, or else with the first one after the free
-of its output, which the next call keeps. What the call allocated and that is freed later was kept for it.
+Nothing records which call a free in the backward pass belongs to. But backward runs in the reverse order: what was
+allocated after the call ended is freed in the backward pass of what followed it. After the last of those frees the
+call's own begins, with the first allocation in its module, or else the first one after the free of its output. What the
+call allocated and that is freed later was kept for it.
 
 What is computed again allocates what the call did, in the same order, up to the last tensor that is kept: there torch
 stops (torch/utils/checkpoint.py, early stop).
