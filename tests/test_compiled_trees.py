@@ -13,6 +13,7 @@ from profkit import read_trace
 from profkit.analysis.tree.range_tree import build_nodes
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.directory import Run
+from profkit.run.work import read_work
 from profkit.trace.kineto import read_kineto
 from tests.forked_scripts import Forks
 from tests.in_process import run_command
@@ -23,6 +24,7 @@ import sys
 import torch
 from profkit import annotate
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class Attention(nn.Module):
@@ -69,20 +71,22 @@ for _ in range(6):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+with FlopCounterMode(display=False) as counter:
+    model(batch).backward()
+print("counted", counter.get_total_flops())
 """
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Path]:
+    """Both runs, in a folder with what they printed."""
     folder = tmp_path_factory.mktemp("trees")
     (folder / "train.py").write_text(SCRIPT)
     for kind in ("eager", "compiled"):
-        forks.check_profkit(
-            *("run", "--kineto", "--warmup", "2", "--steps", "2", "-o", kind, "--", sys.executable, "train.py", kind),
-            cwd=folder,
-            TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
-        )
+        words = ("--warmup=2", "--steps=2", "--flops", "-o", kind, "--", sys.executable, "train.py", kind)
+        done = forks.check_profkit("run", *words, cwd=folder, TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
+        (folder / f"{kind}.txt").write_text(done.stdout)
     return {kind: folder / kind for kind in ("eager", "compiled")}
 
 
@@ -125,6 +129,17 @@ def test_a_compiled_run_has_the_modules_of_the_eager_one(runs: dict[str, Path]) 
     for missing in eager - compiled:
         sharing = [module for line in shared if line[0] == missing[0] for module in sharing_modules(line[-1])]
         assert any(module == missing[-1] or module.startswith(f"{missing[-1]}.") for module in sharing), missing
+
+
+def test_each_module_of_a_compiled_model_does_the_counted_products_of_the_eager_one(runs: dict[str, Path]) -> None:
+    works = [read_work(run / "work.json") for run in runs.values()]
+    eager, compiled = (
+        {one.path: sum(one.flops_of(one.instances).values()) for one in work.ranges if one.flops} for work in works
+    )
+    assert compiled == eager
+    printed = [run.with_suffix(".txt").read_text() for run in runs.values()]
+    assert all(f"counted {eager[()]}\n" in text for text in printed)
+    assert "compiled code" not in works[1].missing
 
 
 def test_the_tree_of_a_recording_equals_one_made_launch_by_launch(runs: dict[str, Path]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +14,7 @@ from profkit.capture.work.counter import WorkCounter  # noqa: E402
 from profkit.capture.work.operator_work import GraphPart, GraphWork, replay_observers  # noqa: E402
 from profkit.names import LaunchPlace, graph_range, launch_range  # noqa: E402
 from profkit.run.compiled_code import Launch  # noqa: E402
-from profkit.run.work import FUSED, RangeWork, RunWork, read_work  # noqa: E402
-from tests.forked_scripts import Forks  # noqa: E402
+from profkit.run.work import FUSED, RangeWork, RunWork  # noqa: E402
 
 PRODUCT = 2 * 3 * 4 * 5
 
@@ -153,52 +149,3 @@ def test_a_replay_of_a_graph_that_nobody_saw_captured_is_said_not_to_count() -> 
     with _Counted() as counted:
         _replay(None)
     assert counted.content.missing == ("replayed CUDA graphs",)
-
-
-_SCRIPT = """
-import sys
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x):
-        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out((query @ key.transpose(-1, -2)).softmax(-1) @ value)
-        return x + self.mlp(x)
-
-
-model = nn.Sequential(Block(), Block(), nn.Linear(16, 5))
-called = torch.compile(model) if "compiled" in sys.argv else model
-optimizer = torch.optim.SGD(model.parameters())
-for _ in range(4):
-    called(torch.randn(2, 6, 16)).sum().backward()
-    optimizer.step()
-with FlopCounterMode(display=False) as counter:
-    model(torch.randn(2, 6, 16)).sum().backward()
-print("counted", counter.get_total_flops())
-"""
-
-
-@pytest.mark.slow
-def test_each_module_of_a_compiled_model_does_the_products_of_the_eager_one(tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "train.py").write_text(_SCRIPT)
-    works, counted = [], set()
-    for mode in ("eager", "compiled"):
-        command = ("run", "-o", mode, "--flops", "--warmup=2", "--steps=1", "--", sys.executable, "train.py", mode)
-        done = forks.check_profkit(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-        counted |= {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("counted ")}
-        works.append(read_work(tmp_path / mode / "work.json"))
-    by_path = [
-        {one.path: sum(one.flops_of(one.instances).values()) for one in work.ranges if one.flops} for work in works
-    ]
-    assert by_path[0] == by_path[1]
-    assert {by_path[0][()]} == counted
-    assert "compiled code" not in works[1].missing
-    assert json.loads((tmp_path / "compiled" / "compiled.jsonl").read_text().splitlines()[0])
