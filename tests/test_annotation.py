@@ -10,7 +10,7 @@ import pytest
 
 from profkit import annotation as ranges
 from profkit.annotation import annotate, method_range, record_in_torch
-from profkit.names import layer_range, step_range
+from profkit.names import layer_range
 
 
 @pytest.fixture
@@ -30,11 +30,6 @@ def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(ranges.nvtx, "annotate", Marker)
     return events
-
-
-def test_numbered_ranges_have_their_number_in_the_name() -> None:
-    assert step_range(3) == "step 3"
-    assert layer_range(11) == "layer 11"
 
 
 def test_a_block_is_a_range_with_its_flops_as_payload(nvtx_events: list[Any]) -> None:

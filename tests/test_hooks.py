@@ -127,8 +127,11 @@ def test_a_modules_last_node_runs_in_its_own_range(hooked: dict[str, Any]) -> No
         assert paths[f"backward/model/blocks.{number}/blocks.{number}.mark/marked"] == 4
 
 
-def test_work_between_modules_lies_in_the_models_range(hooked: dict[str, Any]) -> None:
+def test_modules_that_take_keywords_and_give_dicts_have_their_backward_and_work_between_them_is_the_models(
+    hooked: dict[str, Any],
+) -> None:
     paths = _trees(hooked["dict"]["events"])
+    assert [paths[f"backward/model/blocks.{at}/blocks.{at}.block"] for at in range(3)] == [4] * 3
     assert paths["backward/model/marked"] == 12
     assert sum(count for path, count in paths.items() if path.endswith("/marked")) == 12
 
@@ -157,13 +160,6 @@ def test_replicas_work_within_the_call_of_the_model(hooked: dict[str, Any]) -> N
     assert paths["forward"] == paths["forward/model"] == paths["backward/model"] == 4
     assert paths["replica"] == paths["replica/blocks.1/blocks.1.linear"] == 8
     assert paths["backward/model/replica/blocks.1/blocks.1.linear"] == 8
-
-
-def test_a_modules_keyword_and_dict_have_their_backward(hooked: dict[str, Any]) -> None:
-    paths = _trees(hooked["dict"]["events"])
-    for number in range(3):
-        block = f"backward/model/blocks.{number}/blocks.{number}.block"
-        assert paths[block] == 4
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)

@@ -16,7 +16,7 @@ from profkit.capture.compiled.origins import CodeGeneration, origin_of
 from profkit.capture.compiled.places import LoadedGraph, Modules, TracedGraph, TracedModule, places_in, shape_of
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import OpenRanges
-from profkit.names import FORWARD, INFERENCE, OPTIMIZER, LaunchPlace
+from profkit.names import FORWARD, INFERENCE, LaunchPlace
 
 
 class _Listener:
@@ -97,33 +97,12 @@ def test_a_part_called_model_stands_below_the_model(hooks: Hooks) -> None:
     ]
 
 
-def test_code_that_several_parts_share_stands_under_the_one_that_runs(hooks: Hooks) -> None:
-    found: list[LaunchPlace] = []
-    compiled, running = Part(), Part(lambda: found.extend(_places(hooks, compiled, (("L['self'].a",),))))
-    root = nn.Sequential(compiled, running)
-    hooks.start()
-    opened = hooks.on_thread.ranges
-    call = hooks.enter(opened, root, (torch.ones(1),), {})
-    assert call is not None
-    _call(hooks, running)
-    hooks.leave(opened, call, root, None, {})
-    assert found == [LaunchPlace("1", 0, ("model", "1", "1.a"))]
-
-
 def test_a_graph_whose_call_nobody_saw_stands_under_its_model(hooks: Hooks) -> None:
     root = Root()
     below = ("model", "model", "model.a")
     assert _places(hooks, root, (A,)) == [LaunchPlace("1", 0, below)]
     as_function = tuple(("L['self']", *modules) for modules in (A,))
     assert _places(hooks, root, as_function, is_self=False) == [LaunchPlace("1", 0, below)]
-
-
-def test_what_an_optimizer_computes_stands_under_it(hooks: Hooks) -> None:
-    hooks.start()
-    opened = hooks.on_thread.ranges
-    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
-    opened.open(OPTIMIZER, OPTIMIZER)
-    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
 
 
 class _Graph:

@@ -82,14 +82,6 @@ def test_a_signal_ends_the_child_and_what_it_put_into_a_session_of_its_own(
 
 
 @NEEDS_PROC
-def test_ctrl_c_reaches_the_child_as_ctrl_c(tmp_path: Path) -> None:
-    process, _daemon = _launch(tmp_path)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert (tmp_path / "pids.saved").read_text() == "saved"
-
-
-@NEEDS_PROC
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_patience_and_leaves_no_child(tmp_path: Path, second: signal.Signals) -> None:
     process, daemon = _launch(tmp_path, STUBBORN)

@@ -44,7 +44,6 @@ torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=mesh.get_group("dp"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batches = torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=1)
-losses = []
 for batch in batches:
     output = model(batch)
     gathered = [torch.empty(1, 8) for _ in range(2)]
@@ -52,10 +51,7 @@ for batch in batches:
     loss = output.square().sum()
     loss.backward()
     optimizer.step()
-    losses.append(loss.item())
-with open(f"losses-{len(sys.argv)}-{rank}", "w") as file:
-    file.write(repr(losses))
-with open(f"logged-{len(sys.argv)}-{rank}", "w") as file:
+with open(f"logged-{rank}", "w") as file:
     json.dump([asdict(call) for call in logged_collectives(0)], file)
 del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
 distributed.destroy_process_group()
@@ -119,7 +115,7 @@ def test_a_collective_has_the_same_sequence_number_on_all_ranks_of_its_group(rec
 
 def test_what_a_trace_of_cuda_alone_lacks_of_collectives_is_logged_as_torch_profiler_says_it(place: Path) -> None:
     for rank in range(RANKS):
-        *_, gathered, reduced = json.loads((place / f"logged-1-{rank}").read_text())
+        *_, gathered, reduced = json.loads((place / f"logged-{rank}").read_text())
         assert (gathered["kind"], reduced["kind"]) == ("all_gather", "all_reduce")
         described = CollectiveArguments({})
         for call in (gathered, reduced):
@@ -129,13 +125,6 @@ def test_what_a_trace_of_cuda_alone_lacks_of_collectives_is_logged_as_torch_prof
             ("all_reduce", (0, 2) if rank % 2 == 0 else (1, 3), "dp", "float32", 288),
         ]
         assert [call.sequence for call in described.found] == [call["arguments"]["Seq"] for call in (gathered, reduced)]
-
-
-def test_the_program_computes_the_same_bits(place: Path, forks: Forks) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    assert forks.run([*launcher, "train.py", "plain"], place).returncode == 0
-    for rank in range(RANKS):
-        assert (place / f"losses-1-{rank}").read_text() == (place / f"losses-2-{rank}").read_text()
 
 
 class Recorder:

@@ -639,17 +639,6 @@ COMMAND = ("run", "-o", "run", "--warmup", "3", "--steps", "1")
 SCRIPT = ("--", sys.executable, "train.py")
 
 
-def test_an_unedited_script_shows_the_line_that_takes_its_time(tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "train.py").write_text(LOOPING.replace("STEPS", "45"))
-    forks.check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
-    result = find_lines(Run(tmp_path / "run"))
-    longest = result.lines[0]
-    assert (Path(longest.file or "").name, longest.function, longest.phase) == ("train.py", "make_batch", None)
-    assert longest.line in (8, 9)
-    assert result.steps >= FEWEST_STEPS
-    assert not list((tmp_path / "run").glob("partial.*"))
-
-
 @pytest.mark.parametrize(("option", "is_looked_for"), [("--lines", True), ("--no-lines", False)])
 def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps_if_they_are_looked_for(
     tmp_path: Path, forks: Forks, option: str, is_looked_for: bool

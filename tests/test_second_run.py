@@ -91,13 +91,6 @@ def test_a_second_run_that_fails_says_that_the_first_did_not(forks: Forks, tmp_p
     assert "FileExistsError" in done.stderr
 
 
-def test_steps_that_end_where_the_recording_begins_are_recorded_in_a_second_run(forks: Forks, tmp_path: Path) -> None:
-    done = _record(forks, tmp_path, SHORT.replace("range(3)", "range(4)"))
-    assert done.returncode == 0, done.stderr
-    assert "it made 4 steps, too few for --warmup 4; it runs again with --warmup 2 --steps 2" in done.stderr
-    assert "complete steps" not in done.stderr
-
-
 @pytest.fixture
 def since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file in a run directory that is older than all that is written from now on."""

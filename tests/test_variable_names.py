@@ -48,12 +48,6 @@ class Scaler:
     step = eval(compile("lambda self, one: one.step()", str(Path(torch.__file__).with_name("scaler.py")), "eval"))
 
 
-def test_an_optimizer_is_called_by_its_variable(names: VariableNames) -> None:
-    opt_d = _optimizer(names)
-    opt_d.step()
-    assert names.known(opt_d) == "opt_d"
-
-
 def test_an_optimizer_is_called_by_its_attribute_also_through_a_scaler(names: VariableNames) -> None:
     class Trainer:
         opt_g = _optimizer(names)
