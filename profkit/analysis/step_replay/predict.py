@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 OTHER_HOST = (0.78, 1.25)
 """The host's time in another process of one program on one machine, of its time in this one: on H200s 0.82 to 1.38."""
 
-OTHER_GPU = (0.985, 1.03)
+OTHER_GPU = (0.985, 1.045)
 """The same of a step that the GPU limits: under a load that lasts its clock is often lower than in a short run."""
 
 _JOINT = math.sqrt(2)
