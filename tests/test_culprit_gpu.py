@@ -20,13 +20,10 @@ import functools
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -36,9 +33,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.in_process import manifest_of  # noqa: E402
 from tests.late_program import MARKS  # noqa: E402
-from tests.launched import first_line, is_alive, processes_in, started  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "late_program.py"
@@ -383,120 +378,3 @@ def test_what_profkit_says_is_judged_by_the_log(
     log = _log(tmp_path / "with", step_ms=17 + cost_ms, delay_ms=0 if delay == "none" else 30.0, slower_ms=slower_ms)
     judged = judge(Case("kineto", "ddp", delay), found, log, without)
     assert (not judged.wrong) == is_right, judged.line
-
-
-def _document(command: str, run: Path, *options: str) -> dict[str, Any]:
-    done = _profkit(command, str(run), *options, "--format", "json", cwd=run.parent)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-LATE = Case("nsys", "ddp", "forward")
-
-
-def _assert_names_rank_1(run: Path, what: str) -> None:
-    culprit = _document("ranks", run)["culprit"]
-    named = culprit and (culprit["rank"], culprit["cause"], culprit["phase"])
-    is_right = named == (1, "python", "forward")
-    _note(f"{'ok' if is_right else 'WRONG':5} {what}: {named}, extra {culprit and culprit['extra_ns'] / 1e6} ms")
-    assert is_right
-
-
-@pytest.mark.gpu
-def test_two_launchers_with_a_gpu_each_leave_one_run(gpu: None, place: Path) -> None:
-    folder = place / "two launchers"
-    folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    address = ("--master-addr", "127.0.0.1", "--master-port", port)
-    steps = ("--warmup", str(WARMUP), "--steps", str(STEPS))
-    program = (str(PROGRAM), "--delay", "forward", *(SMALL if IS_ON_CPU else ()))
-    with ExitStack() as stack:
-        launched = []
-        for node in range(2):
-            torchrun = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", *address)
-            words = ("run", "--kineto", "-o", "shared", *steps, "--", sys.executable, "-m", "torch.distributed.run")
-            launched.append(
-                stack.enter_context(
-                    started(
-                        [sys.executable, "-P", "-m", "profkit", *words, *torchrun, *program],
-                        cwd=folder,
-                        env={**_environment(), "CUDA_VISIBLE_DEVICES": str(node % max(1, GPUS))},
-                        stdout=None,
-                    )
-                )
-            )
-        said = [one.communicate()[1] for one in launched]
-    assert [one.returncode for one in launched] == [0, 0], said
-    _assert_names_rank_1(folder / "shared", "two launchers, kineto")
-    assert {one["node"] for one in _document("ranks", folder / "shared")["ranks"]} == {0, 1}
-    for light in folder.glob("shared/node*/trace*"):
-        light.unlink()
-    _assert_names_rank_1(folder / "shared", "two launchers, light records")
-
-
-@pytest.fixture(scope="module")
-def one_in_full(place: Path) -> Callable[[str], Path]:
-    """Return a function that records a program with this delay under ``--kineto --ranks 1``, once."""
-
-    @functools.cache
-    def record(delay: str) -> Path:
-        return _record(
-            replace(LATE, delay=delay, recorder="kineto"), place / f"rank 1 in full, {delay}", "--ranks", "1"
-        )
-
-    return record
-
-
-@pytest.mark.gpu
-def test_a_rank_recorded_in_full_is_compared_with_a_light_record(gpu: None, one_in_full: Callable[[str], Path]) -> None:
-    run = one_in_full("forward")
-    assert {path.name for path in run.glob("trace*")} == {"trace.rank1.nsys-rep", "trace.rank1.sqlite"}
-    _assert_names_rank_1(run, "--kineto --ranks 1")
-    assert [one["source"] for one in _document("ranks", run)["ranks"]] == ["light", "nsys"]
-
-
-@pytest.mark.gpu
-def test_what_reads_a_run_of_which_one_rank_was_recorded_in_full(gpu: None, one_in_full: Callable[[str], Path]) -> None:
-    run, without = one_in_full("forward"), one_in_full("none")
-    if not IS_ON_CPU:
-        ledger = _document("kernels", run, "--rank", "1")["ledger"]
-        assert ledger["total_ns"] == sum(ledger[part] for part in ledger if part != "total_ns") > 0
-    missing = _profkit("kernels", str(run), "--rank", "0", cwd=run.parent)
-    assert missing.returncode != 0
-    assert "rank 0" in missing.stderr
-    compared = _profkit("compare", str(without), str(run), "--force", cwd=run.parent)
-    assert compared.returncode == 0, compared.stderr
-    assert "rank 1" in compared.stdout
-    report = _profkit("report", str(run), "-o", "report.html", cwd=run.parent)
-    assert report.returncode == 0, report.stderr
-    assert "Rank 1 is late" in " ".join((run.parent / "report.html").read_text().split())
-    for budget, status in (("--max-skew=1%", 3), ("--max-skew=99%", 0)):
-        checked = _profkit("check", str(run), budget, cwd=run.parent)
-        assert checked.returncode == status, checked.stdout + checked.stderr
-
-
-@pytest.mark.gpu
-def test_ctrl_c_under_nsys_keeps_the_report_and_ends_all(gpu: None, place: Path) -> None:
-    folder = place / "interrupted"
-    folder.mkdir()
-    last = WARMUP + STEPS + 5
-    program = (str(PROGRAM), "--steps", "1000000", "--recorded", str(last), *(SMALL if IS_ON_CPU else ()))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    options = ("--nsys", "--warmup", str(WARMUP), "--steps", str(STEPS))
-    words = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *options, "--", *torchrun, *program]
-    with started(words, cwd=folder, env=_environment()) as run:
-        programs = [int(first_line(run, "recorded ").split()[1]) for _ in range(2)]
-        run.send_signal(signal.SIGINT)
-        said, errors = run.communicate()
-    assert run.returncode == 130, said + errors
-    assert not any(map(is_alive, programs))
-    assert processes_in(folder) == []
-    manifest = manifest_of(folder / "run")
-    assert manifest["reason"] == "interrupted"
-    for rank in range(2):
-        rows = _document("ranges" if IS_ON_CPU else "kernels", folder / "run", "--rank", str(rank))
-        assert rows["ranges" if IS_ON_CPU else "kernels"]
-    _note("ok    Ctrl-C under nsys")

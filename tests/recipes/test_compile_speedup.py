@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
-import re
 import signal
 import tempfile
 import time
@@ -19,19 +17,16 @@ from profkit.errors import UsageError
 from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import GridName
 from recipes.compilation import measure
-from recipes.compilation.cells import KEYS, as_attention_cell, as_model_cell, build_cells, of_reports
-from recipes.compilation.pairs import Pair, add_speedups, find_pairs, list_fused, measure_speedup, steps_to_break_even
+from recipes.compilation.cells import KEYS
+from recipes.compilation.pairs import Pair, add_speedups, find_pairs, measure_speedup, steps_to_break_even
 from recipes.compilation.report import remark, report
 from recipes.compilation.work import (
     GENERATED,
-    OTHERS,
-    PRODUCTS,
     kernels_of,
     launchers_of,
     read_work,
     split_operators,
     total,
-    totals_by_kind,
 )
 from recipes.compile_speedup import RECIPE, choose_cases, main
 from recipes.whole_model.cells import COMPILED, EAGER
@@ -48,17 +43,6 @@ def _cell(**changed: Any) -> dict[str, Any]:
 def _attention(**changed: Any) -> dict[str, Any]:
     own = {"what": "attention", "d_model": 16, "size": None, "length": 64, "passes": "forward-backward", "batch": 8}
     return _cell(**{**own, **changed})
-
-
-def test_the_reports_grid_has_whole_pairs_in_order_of_interest() -> None:
-    cells = build_cells(of_reports(), 10)
-    # Five sizes, forward and the whole step; three widths of attention at three lengths.
-    assert len(cells) == 2 * (5 * 2 + 3 * 3)
-    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
-    for eager, compiled in zip(cells[::2], cells[1::2], strict=True):
-        assert (eager["mode"], {**eager, "mode": COMPILED}) == (EAGER, compiled)
-    assert [cells[0][key] for key in ("what", "size", "length", "passes")] == ["model", "small", 256, "train"]
-    assert {cell["batch"] for cell in cells if cell["what"] == "attention"} == {8}
 
 
 def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
@@ -79,15 +63,6 @@ def test_values_restrict_the_reports_and_replace_in_a_product() -> None:
 def test_values_of_no_cell_are_refused(grid: GridName, given: Any) -> None:
     with pytest.raises(UsageError, match=f"--grid {grid}: no case has all of these values"):
         choose_cases(grid, given)
-
-
-def test_predictions_are_those_of_the_other_recipes() -> None:
-    assert measure.predict_bytes(_attention(length=1024), "cpu") > measure.predict_bytes(
-        _attention(length=1024, mode=COMPILED), "cpu"
-    )
-    assert as_attention_cell(_attention(mode=COMPILED))["implementation"] == "compiled"
-    assert as_model_cell(_cell())["warmup"] == 0
-    assert measure.predict_bytes(_cell(), "cpu") > 4 * 4 * 2_900_000  # parameters, gradients, AdamW's two
 
 
 @pytest.mark.parametrize(
@@ -222,43 +197,6 @@ def test_a_gpu_trace_gives_kernels_by_phase_and_by_launching_operator() -> None:
     assert not any(each.kind == GENERATED for each in kernels)
 
 
-def test_the_parts_of_a_phase_add_up_to_it() -> None:
-    pair = _pair()
-    for row in (pair.eager, pair.compiled):
-        for phase in PHASES:
-            whole = total(each for each in kernels_of(row) if each.phase == phase)
-            assert tuple(map(sum, zip(*totals_by_kind(row, phase).values(), strict=True))) == whole
-    forward = totals_by_kind(pair.compiled, "forward")
-    assert forward[GENERATED] == (24 + 50 + 24, 197_854 + 126_627 + 62_784)
-    assert forward[OTHERS] == (2, 6_592)
-    assert forward[PRODUCTS] == (144, 9_766_842)
-    assert set(totals_by_kind(pair.compiled, "loss").values()) == {(0, 0)}
-    assert totals_by_kind(pair.eager, "forward")[GENERATED] == (0, 0)
-
-
-def test_an_operator_is_found_in_the_kernels_that_name_it() -> None:
-    fused = {each.operator: each for each in list_fused(_pair(), "forward")}
-    # The two kernels that multiply tensors.
-    assert fused["mul"].eager == (292 + 48, 865_868 + 349_725)
-    assert [kernel.name.split("_")[1] for kernel in fused["mul"].kernels] == ["poi", "per"]
-    assert [kernel.count for kernel in fused["rsqrt"].kernels] == [50]
-    # Eager code copies where Inductor names the clone.
-    assert [kernel.fused for kernel in fused["copy"].kernels] == [("clone", "transpose")]
-    assert (fused["mm"].eager[0], fused["mm"].left[0], fused["mm"].kernels) == (194, 144, ())
-    assert "gather" not in fused
-
-
-def test_a_speedup_is_of_the_medians_and_its_interval_of_their_ratio() -> None:
-    pair = _pair()
-    speedup = measure_speedup(pair)
-    assert speedup.times == 40.2 / 30.2
-    assert speedup.low is not None
-    assert speedup.high is not None
-    assert 40.0 / 30.4 <= speedup.low < speedup.times < speedup.high <= 40.4 / 30.0
-    assert measure_speedup(pair, "optimizer") is None
-    assert steps_to_break_even(pair) == math.ceil(30_000 / 10.0)
-
-
 def test_few_steps_have_no_interval_and_equal_steps_no_break_even() -> None:
     short = measure_speedup(_pair([40.0, 41.0], [30.0, 31.0]))
     assert (short.low, short.high, short.is_measurable) == (None, None, False)
@@ -267,16 +205,6 @@ def test_few_steps_have_no_interval_and_equal_steps_no_break_even() -> None:
     alike = _pair([30.0, 34.0, 31.0, 33.0, 32.1], [30.0, 34.0, 31.0, 33.0, 32.0])
     assert steps_to_break_even(alike) is None
     assert ", no measurable difference |" in report([alike.eager, alike.compiled], {}).markdown
-
-
-def test_the_compiled_row_alone_gets_the_speedup() -> None:
-    pair = _pair()
-    rows = [pair.eager, pair.compiled, {**_cell(), "status": "not run"}]
-    add_speedups(rows)
-    assert not {"speedup"} & (rows[0].keys() | rows[2].keys())
-    assert (rows[1]["speedup"], rows[1]["optimizer_ratio"]) == (40.2 / 30.2, None)
-    assert rows[1]["kernel_speedup"] == 59.321430 / 10.450394
-    assert [row["kernel_share"] for row in rows] == [59.321430 / 40.2, 10.450394 / 30.2, None]
 
 
 def test_on_a_cpu_there_is_no_kernel_time() -> None:
@@ -291,15 +219,6 @@ def test_on_a_cpu_there_is_no_kernel_time() -> None:
     assert "Kernel time" not in said
 
 
-def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
-    rows: list[dict[str, Any]] = [
-        {**_cell(mode=mode), "status": "not run", "predicted_peak_bytes": 7} for mode in (EAGER, COMPILED)
-    ]
-    assert RECIPE.derive is not None
-    RECIPE.derive(rows)
-    assert [row["predicted_peak_bytes"] for row in rows] == [7, None]
-
-
 def test_compilation_in_timed_steps_and_a_failed_trace_are_reported() -> None:
     pair = _pair()
     assert remark([pair.eager, pair.compiled]) == []
@@ -307,30 +226,6 @@ def test_compilation_in_timed_steps_and_a_failed_trace_are_reported() -> None:
     said = remark([pair.eager, pair.compiled])
     assert "graphs were compiled in the timed steps in 1 of 2 rows: 2 at model small" in said[0]
     assert said[1].endswith("do not trust its kernels: 12 launches without kernels")
-
-
-def test_the_report_of_a_pair_has_its_times_kernels_and_fusions() -> None:
-    pair = _pair()
-    for row, ms in ((pair.eager, 4.18), (pair.compiled, 3.875)):
-        row.update(summarize_parts({"optimizer": [ms] * 5, "forward": [8.0] * 5}))
-    text = report([pair.eager, pair.compiled], {}).markdown
-    case = "| model small, context 256, batch 4, train, fp32 |"
-    assert re.search(
-        re.escape(case) + r" 40.20 \| 30.20 \| 1.33 \| 1.3\d to 1.3\d \| 1.00 \| — \| 1.08 \| 1.000 \| ", text
-    )
-    assert f"{case} 59.32 | 10.45 | 5.68 | 147.6% | 34.6% |" in text
-    assert "| 1,048, 3.809 ms | 98, 387.3 µs | 2, 6.592 µs |" in text
-    assert r"| forward | triton_per\_…\_1 | 50 | 126.6 µs | add, mean, mul, pow, rsqrt |" in text
-    assert r"| forward | rsqrt | 50, 47.74 µs | none | 50 × triton_per\_…\_1 |" in text
-    assert "between the phases" not in text
-    pair.eager.update({"kernels": 3_834, "kernel_ms": 59.323430})
-    assert "| between the phases | 4, 2.000 µs | none |" in report([pair.eager, pair.compiled], {}).markdown
-
-
-_AXES: dict[str, Any] = {
-    **{"what": ("attention", "model"), "passes": ("forward",), "dtype": ("bf16",), "d_model": (16,), "seq_len": (256,)},
-    **{"size": ("tiny",), "context": (128,)},
-}
 
 
 @pytest.mark.slow
@@ -355,39 +250,3 @@ def test_a_run_on_a_cpu_compiles_attention_into_one_kernel(tmp_path: Path) -> No
     assert {key: str(rows[0][key] or "") for key in KEYS} == {key: eager[key] for key in KEYS}
     for name in ("speedup.png", "kernels.png", "manifest.json", "compile_speedup.md"):
         assert (tmp_path / "out" / name).stat().st_size > 0
-
-
-# As in a row of an earlier run, with the words of the primitive separate.
-_SOFTMAX = ("triton_per_fused_div_exp_prepare_softmax_online_sub_8", "div exp prepare softmax online sub")
-
-
-def _softmax_row(launched: dict[str, int], made: tuple[str, str]) -> dict[str, Any]:
-    return {
-        **{"what": "model", "size": "small", "length": 256, "passes": "train", "dtype": "fp32", "batch": 4},
-        **{"measure": "gpu-kernel", "kernels": 12, "kernel_ms": 0.1},
-        "work": [
-            {
-                **{"phase": "forward", "name": made[0], "category": "reduction", "count": 11, "total_ns": 94_000},
-                "fused": made[1].split(),
-            }
-        ],
-        "launchers": [
-            {"phase": "forward", "name": f"aten::{name}", "count": count, "total_ns": 1_000 * count}
-            for name, count in launched.items()
-        ],
-    }
-
-
-def _softmax_pair(launched: dict[str, int], made: tuple[str, str] = _SOFTMAX) -> Pair:
-    return Pair(_softmax_row(launched, made), _softmax_row({}, made))
-
-
-@pytest.mark.parametrize("operator", ["amax", "sum", "exp", "div"])
-def test_the_softmax_primitive_contains_maximum_and_sum(operator: str) -> None:
-    (fused,) = list_fused(_softmax_pair({operator: 12}), "forward")
-    assert [kernel.count for kernel in fused.kernels] == [11]
-
-
-def test_fill_is_found_in_a_kernel_of_zeros() -> None:
-    (fused,) = list_fused(_softmax_pair({"fill_": 1}, ("triton_poi_fused_scatter_zeros_0", "scatter zeros")), "forward")
-    assert (fused.operator, len(fused.kernels)) == ("fill", 1)

@@ -138,55 +138,55 @@ def test_mib_labelled_mb_is_found() -> None:
     assert codes == ["unit-label", "unit-label"]
 
 
-def test_true_megabytes_are_not_mistaken_for_mib() -> None:
-    rows = [{"seq_len": 100 * n, "peak_MB": f"{2.0 * 1.37**n + n / 7:.2f}"} for n in range(1, 40)]
-    assert inspect_tables([build_table("t", rows)]) == []
+_SIZES = (256, 512, 1024)
+_ALIKE = {
+    "true megabytes": [{"seq_len": 100 * n, "peak_MB": f"{2.0 * 1.37**n + n / 7:.2f}"} for n in range(1, 40)],
+    "two units that convert": [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.0 * n} for n in (1, 2, 3)],
+    "columns of nothing": [{"compiled_graphs": n, "allocator_retries": n} for n in (0, 0, 0, None)],
+    "axes in their places": [
+        {"d_model": d, "seq_len": s, "peak_MiB": 64 * s * s / 2**20 + d * s / 2**15}
+        for d in (16, 32, 64)
+        for s in _SIZES
+    ],
+    "no number in a cell": [{"seq_len": 256, "forward_ms": 1.5, "backward_ms": None, "status": "OOM(backward)"}] * 3,
+    "a computed column": [
+        {"seq_len": s, "d_model": 16, "saved_MiB": 64 * s * s / 2**20, "bytes_per_seq2": 64.0, "growth": s / 7}
+        for s in _SIZES
+    ],
+}
 
 
-def test_two_units_of_one_quantity_must_convert() -> None:
-    right = [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.0 * n} for n in (1, 2, 3)]
-    wrong = [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.024 * n} for n in (1, 2, 3)]
-    assert inspect_tables([build_table("t", right)]) == []
-    (found,) = inspect_tables([build_table("t", wrong)])
-    assert (found.code, found.message) == (
-        "unit-conversion", "peak_MiB 1024 is 1 in gib, and peak_GiB says 1.024 (row 1)"
-    )  # fmt: skip
+@pytest.mark.parametrize("name", _ALIKE)
+def test_what_looks_like_a_mistake_and_is_none_is_not_reported(name: str) -> None:
+    assert inspect_tables([build_table("t", _ALIKE[name])]) == []
 
 
-def test_identical_columns_are_found() -> None:
-    rows = [{"forward_ms": n, "backward_ms": n} for n in (1.5, 2.5, 3.5)]
-    assert "identical-columns" in {found.code for found in inspect_tables([build_table("t", rows)])}
-
-
-def test_empty_columns_are_not_identical() -> None:
-    counts = [{"compiled_graphs": n, "allocator_retries": n} for n in (0, 0, 0, None)]
-    assert inspect_tables([build_table("t", counts)]) == []
-    times = [{"forward_ms": n, "step_ms": n} for n in (1.5, 2.5, 3.5, None)]
-    (found,) = inspect_tables([build_table("t", times)])
-    assert found.message == "forward_ms and step_ms are identical in all 3 rows"
-
-
-def test_launch_bound_rows_are_never_judged() -> None:
-    rows = [{"forward_ms": 0.5, "backward_ms": 5.0 + n} for n in range(3)]
-    (note,) = inspect_tables([build_table("t", rows)])
-    assert (note.code, note.is_note) == ("launch-bound", True)
-
-
-def test_attention_with_correct_axes_is_not_reported() -> None:
-    rows = [{"d_model": d, "seq_len": s, "peak_MiB": 64 * s * s / 2**20 + d * s / 2**15}
-            for d in (16, 32, 64) for s in (256, 512, 1024)]  # fmt: skip
-    assert inspect_tables([build_table("t", rows)]) == []
+@pytest.mark.parametrize(
+    ("rows", "code", "message"),
+    [
+        (
+            [{"peak_MiB": 1024.0 * n, "peak_GiB": 1.024 * n} for n in (1, 2, 3)],
+            "unit-conversion",
+            "peak_MiB 1024 is 1 in gib, and peak_GiB says 1.024 (row 1)",
+        ),
+        (
+            [{"forward_ms": n, "step_ms": n} for n in (1.5, 2.5, 3.5, None)],
+            "identical-columns",
+            "forward_ms and step_ms are identical in all 3 rows",
+        ),
+        ([{"forward_ms": 0.5, "backward_ms": 5.0 + n} for n in range(3)], "launch-bound", "3 of 3"),
+    ],
+)
+def test_a_mistake_in_made_rows_is_the_only_one(rows: list[dict[str, float]], code: str, message: str) -> None:
+    (found,) = inspect_tables([build_table("t", rows)])
+    assert (found.code, found.is_note) == (code, code == "launch-bound")
+    assert message in found.message
 
 
 def test_a_first_sample_far_from_the_others_is_an_outlier() -> None:
     assert differs_at_first([80.0, 10.0, 10.1, 9.9, 10.0])
     assert not differs_at_first([10.4, 10.0, 10.1, 9.9, 10.0])
     assert not differs_at_first([80.0, 10.0])
-
-
-def test_a_cell_without_a_number_is_none() -> None:
-    rows = [{"seq_len": 256, "forward_ms": 1.5, "backward_ms": None, "status": "OOM(backward)"}] * 3
-    assert inspect_tables([build_table("t", rows)]) == []
 
 
 def test_markdown_with_text_between_tables_is_read() -> None:
@@ -239,8 +239,4 @@ def test_a_deviation_belongs_to_its_mean() -> None:
 
 
 def test_a_computed_column_is_no_label() -> None:
-    rows = [{"seq_len": s, "d_model": 16, "saved_MiB": 64 * s * s / 2**20, "bytes_per_seq2": 64.0, "growth": s / 7}
-            for s in (256, 512, 1024)]  # fmt: skip
-    table = build_table("t", rows)
-    assert table.describe(1) == "seq_len 512"
-    assert inspect_tables([table]) == []
+    assert build_table("t", _ALIKE["a computed column"]).describe(1) == "seq_len 512"

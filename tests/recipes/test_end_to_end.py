@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +14,9 @@ from profkit import find_datasheet
 from profkit.errors import UsageError
 from recipes.common.measuring import summarize_parts
 from recipes.common.recipe import Device, GridName
-from recipes.end_to_end import RECIPE, choose_settings, main
+from recipes.end_to_end import choose_settings, main
 from recipes.whole_model import measure, training
-from recipes.whole_model.cells import FULL, KEYS, Work, of_product, of_reports, work_of
+from recipes.whole_model.cells import FULL, Work, of_product, work_of
 from recipes.whole_model.measure import rates
 from recipes.whole_model.report import remark
 
@@ -28,16 +24,6 @@ from recipes.whole_model.report import remark
 def _cell(**changed: Any) -> dict[str, Any]:
     setting = {"size": "tiny", "context": 16, "passes": "train", "dtype": "fp32", "mode": "eager", "warmup": 1}
     return {**setting, "batch": 2, "steps": 4, **changed}
-
-
-def test_the_reports_grid_has_each_printed_cell_once() -> None:
-    cells = of_reports()
-    assert len(set(cells)) == len(cells)
-    # 20 sizes and contexts; 15 in bf16 or compiled; 10 with less warm-up; 20 of forward or the whole step, eager and
-    # compiled; of bf16 7 more of forward and backward less 2 that are there, and 7 whole steps.
-    assert len(cells) == 20 + 15 + 10 + 20 + 5 + 7
-    assert ("2.7B", 1024, "forward-backward", "fp32", "eager", 5) in cells
-    assert {warmup for *_, dtype, mode, warmup in cells if (dtype, mode) != ("fp32", "eager")} == {5}
 
 
 def test_the_full_grid_varies_the_warmup_for_fp32_eager_alone() -> None:
@@ -173,25 +159,6 @@ def _clean() -> list[dict[str, Any]]:
     ]
 
 
-def test_a_clean_table_has_no_remark() -> None:
-    assert remark(_clean()) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "forward", "backward", "said"),
-    [
-        ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "forward: the first sample is an outlier"),
-        ({"warmup": 0}, [5.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "; where it is the fastest"),
-        ({"warmup": 0}, [300.0, 10.1, 10.2, 10.1], [20.0, 20.3, 20.1, 20.2], "deviation is over 30% of the mean"),
-        ({"size": "tiny"}, [0.3, 0.31, 0.3, 0.32], [3.0, 3.1, 3.0, 3.2], "forward is under 1 ms in 1 of 4"),
-    ],
-)
-def test_outliers_and_doubts_are_reported(changed: Any, forward: list[float], backward: list[float], said: str) -> None:
-    messages = remark([*_clean(), _row(changed, forward, backward)])
-    assert any(re.search(said, message) for message in messages), messages
-    assert not any("takes" in message and "times as long" in message for message in messages)
-
-
 def test_compilation_inside_the_timed_steps_is_reported() -> None:
     rows = _clean()
     rows[1] |= {"compiled_graphs": 2}
@@ -199,27 +166,3 @@ def test_compilation_inside_the_timed_steps_is_reported() -> None:
     assert message.endswith(
         "graphs were compiled in the timed steps in 1 of 3 rows: 2 at small 256 forward-backward fp32 eager, warm-up 5"
     )
-
-
-def test_a_lower_bound_is_not_shown_as_a_peak() -> None:
-    rows = [{**row, "mode": mode, "predicted_peak_bytes": 7} for row in _clean() for mode in ("eager", "compiled")]
-    assert RECIPE.derive is not None
-    RECIPE.derive(rows)
-    assert {(row["mode"], row["predicted_peak_bytes"]) for row in rows} == {("eager", 7), ("compiled", None)}
-
-
-def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(tmp_path: Path) -> None:
-    command = ["--device", "cpu", "-o", str(tmp_path / "out")]
-    command += ["--context", "16,1048576", "--mode", "eager", "--dtype", "fp32", "--passes", "train"]
-    assert main.main([*command, "--warmup", "0", "--steps", "3"], standalone_mode=False) == 0
-    with (tmp_path / "out" / "end_to_end.csv").open(newline="") as file:
-        measured, too_large = csv.DictReader(file)
-    assert list(measured) == list(RECIPE.columns)
-    assert (measured["status"], measured["peak_MiB"], measured["warmup"]) == ("ok", "", "0")
-    assert (too_large["status"], too_large["forward_ms"]) == ("not run", "")
-    assert too_large["reason"].startswith("predicted ")
-    first = json.loads((tmp_path / "out" / "cells.jsonl").read_text().splitlines()[0])
-    assert len(first["step_samples_ms"]) == 3
-    assert {key: str(first[key]) for key in KEYS} == {key: measured[key] for key in KEYS}
-    for name in ("times.png", "warmup.png", "manifest.json", "end_to_end.md"):
-        assert (tmp_path / "out" / name).stat().st_size > 0

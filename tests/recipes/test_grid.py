@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -17,14 +16,12 @@ from click.testing import CliRunner, Result
 
 from profkit.errors import UsageError
 from recipes.common import grid
-from recipes.common.command import exit_with, write_results
-from recipes.common.recipe import Recipe, Together
-from recipes.common.store import open_store
+from recipes.common.command import exit_with
+from recipes.common.recipe import Together
 from tests.conftest import ROOT
 from tests.in_process import manifest_of
 from tests.launched import started, wait_until
-from tests.recipes.counting import RECIPE, main
-from tests.recipes.test_store import MACHINE
+from tests.recipes.counting import main
 
 Run = Callable[..., Result]
 
@@ -180,29 +177,3 @@ def test_cells_measured_together_ask_for_free_memory_in_another_process(
     (row,) = grid.measure_cells(measure, lambda _cell, _device: 20, [{"number": 1}], "cuda")
     assert row["reason"] == "predicted 20 B, free 10 B"
     assert elsewhere == [(ask, "cuda")] * is_together
-
-
-CELLS = [{"number": 2, "how": "well"}, {"number": 3, "how": "well"}]
-
-
-def _write(directory: Path, recipe: Recipe) -> tuple[str, str]:
-    store = open_store(directory, recipe.name, recipe.cell_keys, MACHINE, restart=False)
-    store.add({**CELLS[0], "square": 4, "status": "ok"})
-    write_results(recipe, CELLS, store, MACHINE)
-    return (directory / "counting.md").read_text(), (directory / "counting.csv").read_text()
-
-
-def test_the_report_comes_first_and_then_the_brief_columns(tmp_path: Path) -> None:
-    markdown, csv = _write(tmp_path, replace(RECIPE, brief=frozenset({"number", "square"})))
-    assert markdown.startswith(
-        "# counting\n\nDoes it count?\n\ncpu, torch 2.13.0\n\nmeasured: 1\n\n## All cells\n\n—: not measured."
-    )
-    assert " 2 more columns are in [counting.csv](counting.csv).\n\n| number | square |\n" in markdown
-    assert markdown.endswith("| 2 | 4 |\n| 3 | — |\n")
-    assert csv.splitlines() == ["number,how,square,status", "2,well,4,ok", "3,well,,not run"]
-
-
-def test_without_brief_columns_all_are_shown(tmp_path: Path) -> None:
-    markdown, _ = _write(tmp_path, RECIPE)
-    assert "| number | how | square | status |" in markdown
-    assert "counting.csv" not in markdown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -18,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from profkit.errors import UsageError
 from profkit.models.options import PRESETS
 from profkit.models.transformer import TransformerLM
-from recipes.memory_questions import RECIPE, main, predict
+from recipes.memory_questions import main, predict
 from recipes.model_memory import measure
-from recipes.model_memory.cells import GRIDS, KEYS, build_cells, choose_timelines, name_of, work_of
+from recipes.model_memory.cells import GRIDS, build_cells, name_of, work_of
 from recipes.model_memory.measure import Part, compare_phases, count_saved, group_parts, measure_cell, read_recorded
 from recipes.model_memory.predict import describe_prediction, predict_memory
 from recipes.model_memory.report import add_columns, phase_of, report
@@ -38,16 +37,6 @@ GIB = 2**30
 def _cell(**changed: Any) -> dict[str, Any]:
     setting = {"size": "tiny", "context": 48, "passes": "train", "dtype": "fp32", "checkpoint_layers": 0, "batch": 2}
     return {**setting, **changed}
-
-
-def test_the_reports_grid_has_one_size_and_varied_checkpoints() -> None:
-    cells = build_cells(GRIDS["reports"], 4)
-    assert len({name_of(cell) for cell in cells}) == len(cells) == 3 * 3 * 2 + 2 * 6
-    assert {cell["size"] for cell in cells} == {"2.7B"}
-    assert name_of(cells[0]) == "2.7B-512-train-fp32"
-    assert {cell["context"] for cell in cells if cell["checkpoint_layers"]} == {512}
-    assert [name_of(cell) for cell in choose_timelines(cells)] == ["2.7B-512-forward-fp32", "2.7B-512-train-fp32"]
-    assert name_of(cells[-1]) == "2.7B-512-train-fp32-checkpoint32"
 
 
 def test_no_checkpoint_has_more_layers_than_the_model() -> None:
@@ -174,27 +163,6 @@ def test_checkpoints_of_no_cell_are_refused(asked: list[str]) -> None:
     assert str(done.exception).startswith(f"--checkpoint-layers {asked[1]}: no cell has it")
 
 
-def test_a_run_on_a_cpu_counts_what_is_saved_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ["--device", "cpu", "-o", str(out)]
-    command += ["--context", "16,1048576", "--passes", "forward,train", "--dtype", "fp32", "--checkpoint-layers", "1"]
-    assert main.main(command, standalone_mode=False) == 0
-    with (out / "memory_questions.csv").open(newline="") as file:
-        rows = {(row["context"], row["passes"], row["checkpoint_layers"]): row for row in csv.DictReader(file)}
-    measured, too_large = rows["16", "train", "0"], rows["1048576", "train", "1"]
-    assert list(measured) == list(RECIPE.columns)
-    assert (measured["status"], measured["peak_GiB"], measured["difference_bytes"]) == ("ok", "", "")
-    assert measured["saved_bytes"] == measured["predicted_saved_bytes"]
-    assert rows["16", "forward", "0"]["saved_bytes"] == "0"
-    assert too_large["status"] == "not run"
-    assert too_large["reason"].startswith("predicted ")
-    assert int(too_large["predicted_peak_bytes"]) > 2**40
-    cells = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
-    assert all(set(KEYS) <= cell.keys() for cell in cells)
-    for name in ("peaks.png", "checkpoints.png", "manifest.json", "memory_questions.md"):
-        assert (out / name).stat().st_size > 0
-
-
 def _row(**changed: Any) -> dict[str, Any]:
     """Return a row as measured, with what arithmetic says of it; ``peak`` is the predicted and the measured one."""
     cell = {"size": "2.7B", "context": 512, "passes": "train", "dtype": "fp32", "checkpoint_layers": 0, "batch": 4}
@@ -212,19 +180,6 @@ def _row(**changed: Any) -> dict[str, Any]:
     row |= {"allocated_peak_bytes": peak + 2**20, "reserved_peak_bytes": peak + GIB, "replay_difference_bytes": 0}
     row |= {"peak_phase": phase, "requested_phase": phase, "requested_phases": [measured], "predicted_phase": phase}
     return row | changed
-
-
-def _not_run(**changed: Any) -> dict[str, Any]:
-    row = _row(**changed)
-    measured = [key for key in row if key.startswith(("requested", "allocated", "reserved", "difference", "replay"))]
-    return {key: value for key, value in row.items() if key not in measured} | {"status": "not run"}
-
-
-def test_the_usual_sum_is_compared_with_the_measured_peak_or_else_the_predicted() -> None:
-    rows = [_row(peak=60 * GIB, added_up_bytes=51 * GIB), _not_run(peak=10 * GIB, added_up_bytes=12 * GIB, context=128)]
-    text = report(rows, {}).markdown
-    assert re.search(r"\| 60.00 GiB \| \w+ \| 60.00 GiB \| 0 \| 51.00 GiB \| -15.0% \|", text)
-    assert re.search(r"\| 10.00 GiB \| \w+ \| — \| — \| 12.00 GiB \| \+20.0% \|", text)
 
 
 def test_a_difference_from_the_prediction_and_a_warning_are_shown() -> None:

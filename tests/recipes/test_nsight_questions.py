@@ -12,16 +12,14 @@ from statistics import median
 from typing import Any
 
 import pytest
-from matplotlib.collections import PathCollection
 
 from profkit import read_trace
 from profkit.errors import RunError, UsageError
 from recipes import nsight_questions
 from recipes.nsight import measure
-from recipes.nsight.cells import GRIDS, INFERENCE, KINETO, NSYS, TRAIN, build_cells, compare_times, pair_rows
+from recipes.nsight.cells import INFERENCE, KINETO, NSYS, TRAIN, build_cells, compare_times
 from recipes.nsight.measure import ATTENTION, read_row
-from recipes.nsight.pictures import draw_ratios, rank_categories
-from recipes.nsight.report import change_shares, report, share_without_optimizer, show_commands
+from recipes.nsight.report import report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
 from tests.in_process import names_in
@@ -111,15 +109,6 @@ def test_attention_is_what_the_command_prints(small_row: dict[str, Any], printed
     assert "| small | 256 | 22.9 | 48.7 | 21.3 | 2.13 |" in section(report([small_row], {}).markdown, "e")
 
 
-def test_kernels_besides_products_are_those_that_matter(small_row: dict[str, Any]) -> None:
-    text = section(report([small_row], {}).markdown, "c")
-    assert "| elementwise\\_kernel\\<BinaryFunctor,float,MulFunctor>".replace("\\_", "_") in text
-    assert "| 4.8% | small, context 256 | 146 |" in text
-    others = [row for row in small_row["forward"]["rows"] if row["category"] != "gemm" and row["share"] >= 0.01]
-    assert text.count("| small, context 256 |") <= len(others)
-    assert "| <0.1% | 1.11 |" in text.replace("\\<", "<")  # 121 kernels for 12 × 9 + 1 products
-
-
 def _timed(row: dict[str, Any], recorded: Sequence[float], clean: Sequence[float], **more: object) -> dict[str, Any]:
     """Return a row of inference with some times of forward, in ms."""
     return {
@@ -147,95 +136,6 @@ def test_a_ratio_shows_what_is_doubtful_about_it(
 ) -> None:
     row = _timed(small_row, recorded, clean, forward_kernel_ms=kernel_ms)
     assert f"| inference, forward | 256 | {cell} |" in report([row], {}).markdown
-
-
-def _old(row: dict[str, Any], recorded: float = 62.0, clean: float = 50.0, **more: object) -> dict[str, Any]:
-    """Return a row of training of an earlier version, without backward's kernel time, with some times of backward."""
-    return {
-        **{key: value for key, value in row.items() if key != "backward_kernel_ms"},
-        **{"backward_ratio": recorded / clean, "backward_recorded_ms": recorded, "backward_clean_ms": clean},
-        **{"backward_recorded_samples_ms": [recorded] * 3, "backward_clean_samples_ms": [clean] * 3, **more},
-    }
-
-
-def test_backwards_kernel_time_in_an_old_row_is_what_forward_leaves_of_all_but_the_optimizer(
-    small_row: dict[str, Any],
-) -> None:
-    old = compare_times(_old(small_row), "backward")
-    kernels_ms = (53_662_772 - 17_849_383) / 2e6
-    assert (old.busy, old.busy_recorded) == pytest.approx((kernels_ms / 50, kernels_ms / 62))
-    own = compare_times(small_row, "backward")
-    assert (old.holds_loss, own.holds_loss) == (True, False)
-    assert own.busy is not None
-    assert 0 < kernels_ms - own.busy * 50 < 0.1  # the loss's
-
-
-def test_backward_in_old_rows_is_marked_and_drawn_by_its_upper_bound(small_row: dict[str, Any]) -> None:
-    rows = [
-        _old(small_row, *times, context=context)
-        for context, times in ((128, (40.0, 30.0)), (256, (25.0, 20.0)), (512, (20.0, 19.0)))
-    ]
-    lines = [line for line in report(rows, {}).markdown.splitlines() if line.startswith("| training, backward")]
-    assert [line.split(" | ")[2] for line in lines] == [r"1.33 (≤60%)\* |", "1.25 (≤90%)‡ |", "1.05 (≤94%) |"]
-    (points,) = [one for one in draw_ratios(rows).axes[1].collections if isinstance(one, PathCollection)]
-    white = [bool((colour == 1).all()) for colour in points.get_facecolor()]  # type: ignore[union-attr]
-    assert white == [True, True, False]
-
-
-def test_forward_times_that_differ_for_the_same_kernels_are_listed(small_row: dict[str, Any]) -> None:
-    inference = _timed(small_row, (25, 25, 25), (12, 12.5, 13))
-    assert "| small | 256 | 25 | 12.5 |" in report([small_row, inference], {}).markdown
-    for other in ({"forward_clean_ms": 24.0}, {"forward_kernel_ms": 99.0}):  # as long, or other kernels
-        assert "apart, for the same kernels" not in report([small_row, {**inference, **other}], {}).markdown
-
-
-def test_the_commands_stand_for_all_rows(small_row: dict[str, Any]) -> None:
-    rows = []
-    for size, context in (("small", 128), ("xl", 1024)):
-        here = {**small_row["forward"], "range": f"context {context}/step */forward"}
-        made_by = f"profkit run --context 128,1024 --passes train model.{size} -o captures/{size}-train-nsys"
-        cell = {"size": size, "context": context, "capture": f"captures/{size}-train-nsys", "made_by": made_by}
-        rows.append({**small_row, **cell, "forward": here})
-    text = report(rows, {}).markdown.split("## The commands")[1]
-    assert "profkit run --context 128,1024 --passes PASSES model.SIZE -o captures/SIZE-PASSES-nsys\n" in text
-    assert "profkit kernels CAPTURE --range 'context CONTEXT/step *' --exclude optimizer\n" in text
-    assert "profkit efficiency CAPTURE --range 'context CONTEXT'\n" in text
-    assert "xl-train" not in text
-
-
-@pytest.mark.parametrize(
-    ("share", "behind", "cell"),
-    [(0.3, 0.198, "30.0% against 19.8% |"), (0.216, 0.2151, "21.6% against 21.5%, near tie |")],
-)
-def test_a_forward_kernel_that_another_one_overtakes_shows_both_shares(
-    small_row: dict[str, Any], share: float, behind: float, cell: str
-) -> None:
-    other = {**small_row["forward_backward"]["rows"][0], "name": "wgrad_kernel", "share": share}
-    both = {**small_row["forward_backward"], "rows": [other], "forwards_top": {"place": 2, "share": behind}}
-    text = section(report([{**small_row, "same_kernel": False, "forward_backward": both}], {}).markdown, "b")
-    assert f"| wgrad_kernel | {cell}" in text
-
-
-def _inference(row: dict[str, Any], **shares: float) -> dict[str, Any]:
-    lines = [
-        {"name": name, "share": share, "total_ns": share * row["step"]["total_ns"]} for name, share in shares.items()
-    ]
-    step = {**row["step"], "rows": lines}
-    return {**row, "passes": INFERENCE, "step": step, "gemm_step_share": shares["gemm"]}
-
-
-def test_shares_are_compared_in_percentage_points(small_row: dict[str, Any]) -> None:
-    training = _inference(small_row, gemm=0.6, optimizer=0.2, elementwise=0.15, reduction=0.05) | {"passes": TRAIN}
-    inference = _inference(small_row, gemm=0.7, elementwise=0.2, softmax=0.0602, reduction=0.0498)
-    assert pair_rows([training, inference, {**inference, "context": 128}]) == [(inference, training)]
-    expected = {"optimizer": 20, "elementwise": -5, "softmax": -6.02, "gemm": -10, "reduction": 0.02}
-    assert dict(change_shares(inference, training)) == pytest.approx(expected)
-    text = section(report([training, inference], {}).markdown, "d")
-    assert "| small | 256 | 70.0% | 60.0% | -10.0 |" in text
-    assert "| optimizer +20.0 | softmax -6.0, elementwise -5.0 |" in text
-    assert rank_categories([(inference, training)]) == ["gemm", "softmax", "elementwise", "reduction", "optimizer"]
-    small = _inference(small_row, gemm=0.995, softmax=0.005)
-    assert rank_categories([(small, small)]) == ["gemm"]
 
 
 def test_a_capture_that_fails_its_self_check_gives_no_figures(small_run: Path, tmp_path: Path) -> None:
@@ -299,15 +199,6 @@ def test_a_failed_run_says_why(
     for _ in range(2):  # The second run replaces what the first one left.
         with pytest.raises(error, match=reason):
             measure.record(CELL, [256], "cuda", tmp_path)
-
-
-def test_the_first_size_comes_first_then_training_then_inference() -> None:
-    sizes, contexts = GRIDS["reports"]
-    cells = build_cells(sizes, contexts, 4, 3, NSYS)
-    assert len(cells) == 5 * 4 * 2
-    captures = list(dict.fromkeys((cell["size"], cell["passes"]) for cell in cells))
-    assert captures[:3] == [("small", TRAIN), ("small", INFERENCE), ("medium", TRAIN)]
-    assert captures[-1] == ("2.7B", INFERENCE)
 
 
 def test_without_nsys_torch_profiler_records(

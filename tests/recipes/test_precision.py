@@ -10,7 +10,7 @@ import torch
 from recipes.autocast_dtypes import CELLS, observe
 from recipes.precision import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.observe import classify, classify_operators, layer_norm
-from recipes.precision.report import limits_table, report
+from recipes.precision.report import limits_table
 
 _EPSILONS = ("1e-5", "1e-8")
 
@@ -111,39 +111,3 @@ def test_an_epsilon_is_shown_as_it_is_stored(
     lines = limits_table([row]).lines
     assert ["1e-5 is stored as", larger] in lines
     assert ["1e-8 is stored as", smaller] in lines
-
-
-def test_the_report_shows_limits_and_classes(rows: dict[str, dict[str, Any]]) -> None:
-    shown = report(list(rows.values()), {"device": "cpu"})
-    assert "| 10,000 ones come to | 2,048 | 256 | 10,000 |" in shown.markdown
-    assert (
-        "| least whole number whose square overflows | 256 | none up to 10,000 | none up to 10,000 |" in shown.markdown
-    )
-    assert "times 1 (usual), 1000 (large), 0.001 (near epsilon), 0.0001 (small)" in shown.markdown
-    assert "| error: large, × 1000 | 1, all 0 |" in shown.markdown
-    assert "| error: large, × 1000, summed one by one | not finite |" in shown.markdown
-    assert "- Autocast to float16 and bfloat16, run in float32: cross_entropy, mse_loss." in shown.markdown
-    assert set(shown.pictures) == {"layer_norm.png"}
-
-
-def test_steps_that_differ_only_in_the_dtype_share_a_table(rows: dict[str, dict[str, Any]]) -> None:
-    fp16 = rows["float16"]
-    alike = [
-        {**entry, **{key: entry[key].replace("float16", "bfloat16") for key in ("inputs", "output")}}
-        for entry in fp16["operators"]
-    ]
-    text = report([fp16, {**rows["bfloat16"], "operators": alike}], {"device": "cpu"}).markdown
-    assert "Autocast to float16 and bfloat16, called lower precision here:" in text
-    assert text.count("| forward | mm | lower precision | lower precision | 2 |") == 1
-    changed = [{**entry, "count": 7} for entry in alike]
-    text = report([fp16, {**rows["bfloat16"], "operators": changed}], {"device": "cpu"}).markdown
-    assert "Autocast to bfloat16, called lower precision here:" in text
-
-
-def test_an_operator_that_runs_in_two_dtypes_names_both(rows: dict[str, dict[str, Any]]) -> None:
-    """As on CUDA, where log-softmax within cross-entropy keeps its input's dtype."""
-    within = [("_log_softmax", "float16"), ("nll_loss_forward", "float32")]
-    entry = {"operator": "cross_entropy", "runs_in": MIXED, "ran_low": within, "ran_float32": []}
-    text = report([{**rows["float16"], "classes": [entry]}], {"device": "cuda"}).markdown
-    assert "- Autocast to float16, run in several dtypes: cross_entropy (`_log_softmax` in lower precision, " in text
-    assert "`nll_loss_forward` in float32, for an input in lower precision)." in text

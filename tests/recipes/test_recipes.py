@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import csv
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +114,63 @@ def test_a_report_of_cells_that_did_not_run_says_so(name: str) -> None:
     if recipe.derive is not None:
         recipe.derive(rows)
     assert said in recipe.report(rows, {"device": "cuda", "free_bytes": None}).markdown
+
+
+RUNS: dict[str, tuple[Any, str, dict[str, str], tuple[str, ...]]] = {
+    "attention_sweep": (
+        attention_sweep,
+        "--seq-len 64,4194304 --implementation written --passes 2",
+        {"backward_peak_MiB": ""},
+        ("times.png", "memory.png"),
+    ),
+    "end_to_end": (
+        end_to_end,
+        "--context 16,1048576 --mode eager --dtype fp32 --passes train --warmup 0 --steps 3",
+        {"peak_MiB": "", "warmup": "0"},
+        ("times.png", "warmup.png"),
+    ),
+    "memory_questions": (
+        memory_questions,
+        "--context 16,1048576 --passes train --dtype fp32 --checkpoint-layers 1",
+        {"peak_GiB": "", "difference_bytes": ""},
+        ("peaks.png", "checkpoints.png"),
+    ),
+}
+"""Recipes with what they are asked, some cells of the row that fits, and their pictures."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(name: str, tmp_path: Path) -> None:
+    recipe, asked, cells, pictures = RUNS[name]
+    command = ["--device", "cpu", "-o", str(tmp_path), *asked.split()]
+    assert recipe.main.main(command, standalone_mode=False) == 0
+    with (tmp_path / f"{name}.csv").open(newline="") as file:
+        measured, *_, too_large = csv.DictReader(file)
+    assert list(measured) == list(recipe.RECIPE.columns)
+    assert measured.items() >= {"status": "ok", **cells}.items()
+    assert too_large["status"] == "not run"
+    assert too_large["reason"].startswith("predicted ")
+    raw = map(json.loads, (tmp_path / "cells.jsonl").read_text().splitlines())
+    (cell,) = [row for row in raw if row["status"] == "ok"]
+    assert {key: str(cell[key]) for key in recipe.RECIPE.cell_keys} == {
+        key: measured[key] for key in recipe.RECIPE.cell_keys
+    }
+    for made in (*pictures, "manifest.json", f"{name}.md"):
+        assert (tmp_path / made).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "kept"),
+    [
+        (attention_sweep.RECIPE, "implementation", ["written"]),
+        (compile_speedup.RECIPE, "mode", ["eager"]),
+        (end_to_end.RECIPE, "mode", ["eager"]),
+    ],
+)
+def test_a_lower_bound_is_not_shown_as_a_peak(recipe: Recipe, key: str, kept: list[str]) -> None:
+    cells = next(cells for one, cells, _ in NOT_RUN.values() if one is recipe)
+    rows = [
+        {**cells[0], key: way, "status": "not run", "predicted_peak_bytes": 7} for way in (*kept, "compiled", "sdpa")
+    ]
+    recipe.derive(rows)
+    assert [row["predicted_peak_bytes"] for row in rows][:2] == [7, None]

@@ -6,18 +6,36 @@ import csv
 import json
 import re
 import statistics
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.attention import cells as attention
+from recipes.common import command
+from recipes.common.command import write_results
 from recipes.common.recipe import NOT_RUN
+from recipes.common.store import Store
+from recipes.compilation import cells as compilation
+from recipes.model_memory import cells as model_memory
+from recipes.nsight import cells as nsight
+from recipes.whole_model import cells as whole_model
 from tests.in_process import manifest_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PREDICTIONS = RECIPES / "results" / "predictions"
 KEPT = sorted(path for path in (RECIPES / "results").iterdir() if (RECIPES / f"{path.name}.py").exists())
 """The results of recipes; the other folders hold what profkit was held against."""
+GRIDS = {
+    "attention_sweep": attention.build_cells(attention.GRIDS["reports"], 100),
+    "compile_speedup": compilation.build_cells(compilation.of_reports(), 10),
+    "end_to_end": whole_model.build_cells(whole_model.of_reports(), 4, 10),
+    "memory_questions": model_memory.build_cells(model_memory.GRIDS["reports"], 4),
+    "nsight_questions": nsight.build_cells(*nsight.GRIDS["reports"], 4, 3, nsight.NSYS),
+}
+MEASURED_AGAIN = {"attention_sweep", "end_to_end"}
+"""Results of which some cells were measured again, after all others."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MEASURED = re.compile(r"_(ms|MiB|GiB|us)$|^(speedup|mfu|tokens_per_s)$|peak_bytes$")
 _FORESEEN = re.compile("^predicted_")
@@ -56,6 +74,32 @@ def test_table_cells_and_pictures_belong_together(folder: Path) -> None:
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(_PNG)
         assert f"({picture.name})" in markdown, "a picture that nothing shows"
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
+def test_the_rows_that_were_measured_give_the_kept_report_to_the_byte(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every table, remark and derived column of each recipe, from real rows of an H200."""
+    monkeypatch.setattr(command, "png_bytes", lambda _figure: _PNG)
+    recipe = import_module(f"recipes.{folder.name}").RECIPE
+    manifest = manifest_of(folder)
+    rows = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+    by_text = {tuple(str(row[key]) for key in recipe.cell_keys): row for row in rows}
+    cells = []
+    for shown in _rows(folder):
+        texts = tuple(shown[key] or "None" for key in recipe.cell_keys)
+        row = by_text.get(texts, {key: int(shown[key]) if shown[key].isdigit() else shown[key] for key in shown})
+        cells.append({key: row[key] for key in recipe.cell_keys})
+    if folder.name in GRIDS:
+        measured = [{key: row[key] for key in recipe.cell_keys} for row in rows]
+        in_order = [cell for cell in GRIDS[folder.name] if cell in measured]
+        assert in_order == measured or folder.name in MEASURED_AGAIN
+        assert sorted(GRIDS[folder.name], key=str) == sorted(cells, key=str)
+    write_results(recipe, cells, Store(tmp_path, recipe.cell_keys, rows, manifest), manifest["machine"])
+    for ending in ("md", "csv"):
+        made, kept = ((place / f"{folder.name}.{ending}").read_bytes() for place in (tmp_path, folder))
+        assert made == kept
 
 
 def test_the_pictures_of_the_readme_exist() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.common.tables import Table, csv_text, markdown, pivot, screen, select, show_bytes, show_digits, show_share
+from recipes.common.tables import Table, csv_text, markdown, screen, select, show_bytes, show_digits, show_share
 
 
 def test_a_missing_value_is_a_dash_for_people_and_empty_in_csv() -> None:
@@ -21,22 +21,6 @@ def test_an_exact_column_keeps_its_last_digit() -> None:
 def test_numbers_are_aligned_to_the_right_and_names_are_escaped() -> None:
     table = Table(["kernel", "share"], [["f<float>", None], ["_g_", "≤96%"]])
     assert markdown(table).splitlines()[1:] == ["|---|---:|", "| f\\<float> | — |", "| \\_g\\_ | ≤96% |"]
-
-
-def test_a_pivot_shows_why_a_value_is_missing() -> None:
-    rows = [
-        {"n": 2, "d": 16, "ms": 1.5, "status": "ok"},
-        {"n": 4, "d": 16, "ms": None, "status": "OOM(forward)"},
-        {"n": 2, "d": 32, "ms": None, "status": "ok"},
-    ]
-    table = pivot(rows, "n", ["d"], "ms", digits=2)
-    assert table.headings == ["n", "16", "32"]
-    assert table.cells == [["2", "1.5", "—"], ["4", "OOM(forward)", "—"]]
-
-
-def test_a_pivot_shows_the_digits_it_is_asked_for() -> None:
-    rows = [{"n": n, "d": 1, "ms": ms, "status": "ok"} for n, ms in ((1, 8.9), (2, 1409.87), (3, 32882.5), (4, 7))]
-    assert [line[1] for line in pivot(rows, "n", ["d"], "ms").cells] == ["8.900", "1410", "32882", "7"]
 
 
 def test_a_number_rounded_up_to_more_digits_is_a_whole_number() -> None:
