@@ -16,7 +16,6 @@ from profkit.errors import TraceError
 from profkit.names import SHARED, LaunchPlace, kind_of, launch_range, read_launch_range
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
-from tests import kineto_builder as kineto
 from tests.nsys_builder import NsysBuilder
 
 AUTOGRAD = 101
@@ -146,11 +145,6 @@ def test_a_compiled_run_has_the_tree_of_modules(tmp_path: Path) -> None:
     }
 
 
-def test_the_tree_equals_one_made_launch_by_launch(tmp_path: Path) -> None:
-    path = whole_run(tmp_path, steps=3)
-    assert rows_of(path) == tree_launch_by_launch(read_nsys(path))
-
-
 def test_a_random_order_of_launches_gives_each_module_its_own(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     program = Program()
@@ -265,40 +259,6 @@ def test_a_path_of_thousands_of_modules_is_refused(tmp_path: Path) -> None:
     builder.range(place(1, *(f"m{number}" for number in range(3000))), 0, 100)
     with pytest.raises(TraceError, match=r"3,000 nested modules"):
         nest_compiled_launches(read_nsys(builder.write(tmp_path / "trace.sqlite")))
-
-
-def test_torch_profilers_trace_of_compiled_code_has_the_modules(tmp_path: Path) -> None:
-    annotation = "user_annotation"
-    events = [
-        kineto.thread_name(kineto.AUTOGRAD, "pt_autograd_0"),
-        kineto.row(annotation, "step 0", 0, 1000),
-        kineto.row(annotation, "forward", 10, 300),
-        kineto.row(annotation, "model", 20, 280),
-        kineto.row(annotation, place(10, "model", "h.0", ATTENTION), 30, 10),
-        kineto.launch(32, 1),
-        kineto.row(annotation, place(11, "model", "h.0", MLP), 50, 10),
-        kineto.launch(52, 2),
-        kineto.row(annotation, "backward", 400, 300),
-        kineto.row(annotation, place(20, "model", "h.0", MLP, graph="b000000000"), 420, 10, kineto.AUTOGRAD),
-        kineto.launch(422, 3, kineto.AUTOGRAD),
-        kineto.row(annotation, place(21, "model", "h.0", ATTENTION, graph="b000000000"), 440, 10, kineto.AUTOGRAD),
-        kineto.launch(442, 4, kineto.AUTOGRAD),
-        *(kineto.kernel(f"k{one}", 500 + 20 * one, 10, one) for one in range(1, 5)),
-    ]
-    found = tree(kineto.written(tmp_path, events))
-    assert {path: count for path, (_, _, count) in found.items()} == {
-        "step 0": 4,
-        "step 0/forward": 2,
-        "step 0/forward/model": 2,
-        "step 0/forward/model/h.0": 2,
-        "step 0/forward/model/h.0/h.0.attn": 1,
-        "step 0/forward/model/h.0/h.0.mlp": 1,
-        "step 0/backward": 2,
-        "step 0/backward/model": 2,
-        "step 0/backward/model/h.0": 2,
-        "step 0/backward/model/h.0/h.0.mlp": 1,
-        "step 0/backward/model/h.0/h.0.attn": 1,
-    }
 
 
 def test_lines_that_name_the_same_kinds_are_one_kind(tmp_path: Path) -> None:

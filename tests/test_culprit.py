@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from profkit import read_trace
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.costs import Account, StepParts
 from profkit.analysis.ranks.culprit import Verdict
 from profkit.analysis.ranks.own_time import CAUSES, divide_own_time
-from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
+from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
@@ -392,14 +391,6 @@ def test_own_time_and_communication_sum_up_to_the_step_of_every_rank(tmp_path: P
     assert len({one.step_ns for one in result.ranks}) == 1
 
 
-def test_a_rank_without_any_range_has_its_own_time_at_no_place(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.kernel(1_000, 500)
-    (rank,) = reduce_ranks(read_trace(builder.write(tmp_path / "trace.sqlite")), {})
-    assert rank.steps.names == (None,)
-    assert rank.exact is None
-
-
 def test_a_copy_counts_where_it_was_launched_though_the_host_is_elsewhere_by_then(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("forward", 0, 1_000)
@@ -566,14 +557,6 @@ def test_a_worker_gets_a_path_and_hands_back_columns_in_place_of_collectives(tmp
         for rank in reduce_source(source).ranks:
             assert sum(map(len, rank.calls.values())) == 20
             assert not rank.record.steps
-
-
-def test_what_people_read_names_rank_cause_phase_and_module(tmp_path: Path) -> None:
-    trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, delays=[Delay(1, "forward", 30 * MS)]))
-    text = said("ranks", trace)
-    assert "Rank 1 is late: it arrives last in 100.0% of its collectives in which anybody waits, by 30.0" in text
-    assert "running Python, in forward (layers.1)" in text
-    assert "estimate" in text
 
 
 def test_a_record_that_names_more_ranks_than_any_job_has_is_refused() -> None:

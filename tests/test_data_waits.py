@@ -15,7 +15,6 @@ from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.report.commands.efficiency import build_efficiency_document, limit_words
 from profkit.report.document import render
 from tests.efficiency_runs import rows_by_path
-from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder
 
 MS = 1_000_000
@@ -195,22 +194,6 @@ def test_input_copies_are_those_between_phases_with_a_wait(
     builder.kernel(300, 10, start=990)
     builder.copy(at, 50, kind=kind, tid=thread, start=800)
     assert rows_by_path(_efficiency(builder, tmp_path))["step 0"].input_copy_ns == expected
-
-
-def test_a_torch_profilers_trace_says_the_same(tmp_path: Path) -> None:
-    """In microseconds: 900 of waiting, a copy of 40 alone, a kernel of 50."""
-    copied = row("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 920, 40, 7, pid=0, device=0, stream=7, correlation=1)
-    events = [
-        row("user_annotation", "step 0", 0, 1_020),
-        row("user_annotation", "data", 0, 900),
-        row("user_annotation", "forward", 930, 80),
-        launch(910, 1, name="cudaMemcpyAsync"),
-        copied,
-        launch(935, 2),
-        kernel("k", 965, 50, 2),
-    ]
-    step = rows_by_path(read_trace(written(tmp_path, events)).efficiency())["step 0"]
-    assert (step.data_loading_ns, step.input_copy_ns, limit_words(step)) == (900_000, 40_000, "data loading")
 
 
 def test_a_wait_that_is_less_than_half_of_the_hosts_time_is_pythons(tmp_path: Path) -> None:

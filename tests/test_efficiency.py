@@ -76,13 +76,6 @@ def test_mfu_of_one_process_on_several_gpus_is_of_all_of_them(tmp_path: Path) ->
     assert result.mfu == rows_by_path(result)["step *"].mfu == pytest.approx(9_000 / (800e-9 * 2 * 989.5e12))
 
 
-def test_the_trace_file_in_a_run_directory_knows_its_run(tmp_path: Path) -> None:
-    run = make_timed_run(tmp_path)
-    assert read_trace(run / "trace.sqlite").efficiency().mfu == read_trace(run).efficiency().mfu
-    (run / "trace.sqlite").rename(run / "else.sqlite")
-    assert read_trace(run / "else.sqlite").efficiency().mfu is None
-
-
 def test_a_dtype_or_ceilings_that_contradict_the_run_are_refused(tmp_path: Path) -> None:
     run = make_timed_run(tmp_path)
     assert read_trace(run).efficiency(dtype="bf16").mfu == read_trace(run).efficiency().mfu is not None

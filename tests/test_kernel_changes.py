@@ -142,27 +142,6 @@ EAGER: Step = {
 }
 
 
-def parts_of(result: TimeComparison) -> dict[tuple[str, str, str], int]:
-    return {(part.range, part.category, part.kind): part.change.change_ns for part in result.parts}
-
-
-def test_compiled_code_renames_kernels_within_the_phase(tmp_path: Path) -> None:
-    compiled: Step = {
-        "forward": [(SGEMM, 4000), (FUSED, 400), (SGEMM, 4000), (FUSED, 400)],
-        "optimizer": [(ADD, 300)],
-    }
-    result = compared(tmp_path, varied(EAGER, 1), varied(compiled, 1))
-    assert parts_of(result) == {
-        ("forward", "gemm", "same"): 0,
-        ("forward", "elementwise", "renamed"): 2 * (400 - 500 - 700),
-        ("optimizer", "elementwise", "same"): 0,
-    }
-    assert {line.name: line.change.change_ns for line in result.by_category} == {"gemm": 0, "elementwise": -1600}
-    assert [warning.message for warning in result.warnings] == [
-        "ranges that only before has: 1 (forward/layer */ffn); their time counts in the enclosing range"
-    ]
-
-
 def test_noise_is_no_measurable_difference(tmp_path: Path) -> None:
     before = varied(EAGER, 1)
     after = [*before[1:], before[3]]

@@ -53,18 +53,6 @@ def test_two_equal_runs_have_no_difference() -> None:
     assert kinds(compared(Training(), Training(steps=5))) == {}
 
 
-def test_a_baseline_that_has_texts_in_the_backward_pass_alone_has_no_difference() -> None:
-    runs = []
-    for phases in ({"backward"}, {"forward", "backward"}):
-        training = Training()
-        for event in training.allocator.events:
-            phase = "forward" if event["frames"] else "backward"
-            if event["action"] == "alloc" and phase in phases:
-                event["user_metadata"] = f"profkit:{phase}:h.0"
-        runs.append(training)
-    assert kinds(compared(*runs)) == {}
-
-
 def with_mask(frees_late: bool) -> Training:
     """The forward pass makes a mask, and frees it at once or not before the step's end."""
     training = Training(steps=0)

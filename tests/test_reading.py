@@ -105,19 +105,6 @@ def test_the_summary_is_what_the_command_prints(path: Path) -> None:
     assert html.count("<") == html.count(">") == 2, "all of the page is escaped"
 
 
-def test_questions_give_what_readers_give() -> None:
-    trace, snapshot = profkit.open(NSYS), profkit.open(SNAPSHOT)
-    assert trace.kernels("backward") == profkit.read_trace(NSYS).kernels("backward")
-    assert trace.ranges().to_pandas().equals(profkit.read_trace(NSYS).ranges().to_pandas())
-    assert trace.efficiency("forward").to_pandas().equals(profkit.read_trace(NSYS).efficiency("forward").to_pandas())
-    memory = profkit.read_snapshot(SNAPSHOT).memory()
-    assert snapshot.memory().peak == memory.totals.allocated_peak_bytes == 3_276_553_216
-    assert (
-        snapshot.memory(at="phase:forward").to_dict()
-        == profkit.read_snapshot(SNAPSHOT).memory(at="phase:forward").to_dict()
-    )
-
-
 def test_budgets_are_judged_as_by_the_command() -> None:
     check = profkit.open(NSYS).check(max_idle=0.5, max_shares={"category:gemm": 0.75})
     assert [line.held for line in check.lines] == [False, True]

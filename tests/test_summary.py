@@ -66,27 +66,6 @@ def _lines(summary: Summary, monkeypatch: pytest.MonkeyPatch, width: int) -> dic
     return found
 
 
-def test_its_times_are_those_of_the_other_commands(tmp_path: Path) -> None:
-    run = make_small_run(tmp_path)
-    said, efficiency = _json("summary", run), _json("efficiency", run)
-    kernels, categories = _json("kernels", run), _json("kernels", run, "--by", "category")
-    assert said["work"]["kernel_time_ns"] == kernels["kernel_time_ns"]
-    assert said["work"]["by_category"] == {row["name"]: row["total_ns"] for row in categories["kernels"]}
-    assert said["ledger"] == kernels["ledger"]
-    for part in ("span_ns", "busy_ns", "launching_ns", "exposed_copy_ns"):
-        assert said["gpu"]["parts"][part] == sum(step["gpu"][part] for step in efficiency["steps"])
-    assert sum(said["gpu"]["causes"].values()) == said["gpu"]["parts"]["idle_ns"]
-    assert said["gpu"]["idle_share"] == efficiency["idle_share"]
-    assert said["step_count"] == len(efficiency["steps"]) == 2
-    optimizer = next(row for row in efficiency["ranges"] if row["name"] == "optimizer")
-    assert said["optimizer"]["span_ns"] == optimizer["gpu"]["span_ns"]
-    assert sum(said["work"]["in_optimizer"].values()) == optimizer["kernel_time_ns"]
-    layer = next(row for row in _json("kernels", run, "--range", "forward/layer *", "--by", "range")["kernels"])
-    assert layer["name"]
-    forward = _json("kernels", run, "--range", "forward/layer *")["kernel_time_ns"]
-    assert {one["module"]: one["forward_ns"] for one in said["modules"]}["layer *"] == forward
-
-
 def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() -> None:
     """Of 100 ns the blocks hold 70, of these mlp 45, of these fc1 20 and fc2 20: mlp is named, and what is in it."""
     modules = (

@@ -250,3 +250,11 @@ def test_a_run_on_a_cpu_compiles_attention_into_one_kernel(tmp_path: Path) -> No
     assert {key: str(rows[0][key] or "") for key in KEYS} == {key: eager[key] for key in KEYS}
     for name in ("speedup.png", "kernels.png", "manifest.json", "compile_speedup.md"):
         assert (tmp_path / "out" / name).stat().st_size > 0
+
+
+def test_what_ran_between_the_phases_has_a_line_of_its_own() -> None:
+    pair = _pair()
+    assert "between the phases" not in report([pair.eager, pair.compiled], {}).markdown
+    pair.eager.update({"kernels": 3_834, "kernel_ms": 59.323430})
+    line = "| between the phases | 4, 2.000 µs | none | — | — | — | — | — |"
+    assert line in report([pair.eager, pair.compiled], {}).markdown

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from profkit.models.options import PRESETS, Preset
 from profkit.models.transformer import TransformerLM
-from recipes.model_memory.predict import HOPPER_WORKSPACE_BYTES, StepAccount, predict_memory
+from recipes.model_memory.predict import StepAccount, predict_memory
 from recipes.whole_model.cells import Work
 
 # An NVIDIA H200, torch 2.11.0+cu130, eager, batch 4, context 256, a warm-up step and two more. The requested peaks are
@@ -60,32 +60,6 @@ def test_the_peaks_are_those_of_an_h200_to_the_byte(case: tuple[str, str, str]) 
         for peak in predicted.peaks
     }
     assert rounded == phases
-
-
-def test_a_phase_is_the_sum_of_its_lines_and_the_peak_the_largest_phase() -> None:
-    for case in MEASURED:
-        predicted = predict_memory(work(*case))
-        for peak in predicted.peaks:
-            assert peak.bytes == sum(line.bytes for line in peak.lines)
-        assert predicted.peak.bytes == max(peak.bytes for peak in predicted.peaks)
-    assert predict_memory(work("xl", "fp32", "train")).peak.phase == "optimizer"
-    assert predict_memory(work("small", "fp32", "train")).peak.phase == "backward"
-
-
-def test_the_small_model_saves_and_holds_what_a_hand_calculation_says() -> None:
-    """Sizes: d 768, f 3072, 12 layers and heads, 10,000 tokens; 1,024 positions in rows of 256."""
-    predicted = predict_memory(work("small", "fp32", "train"))
-    saved = {line.name: line.bytes for line in predicted.saved}
-    assert saved["attention weights"] == 12 * 4 * 12 * 256 * 256 * 4
-    assert saved["w2: input"] == 12 * 1024 * 3072 * 4
-    assert saved["log-softmax"] == 1024 * 10_000 * 4
-    optimizer = Counter[str]()
-    for line in predicted.peaks[-1].lines:
-        optimizer[line.category] += line.bytes
-    weights = 128_625_408 * 4
-    assert optimizer["parameters"] == optimizer["gradients"] == optimizer["temporaries"] == weights
-    assert optimizer["optimizer state"] == 2 * weights
-    assert optimizer["workspace"] == 2 * HOPPER_WORKSPACE_BYTES
 
 
 def test_a_sum_over_many_rows_goes_through_a_buffer() -> None:

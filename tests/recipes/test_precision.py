@@ -1,4 +1,4 @@
-"""The dtypes that autocast chooses, and where LayerNorm breaks in one dtype."""
+"""The dtypes that autocast chooses, where LayerNorm breaks in one dtype, and sums of many small numbers by dtype."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes import mixed_precision_accumulation as accumulation
 from recipes.autocast_dtypes import CELLS, observe
 from recipes.precision import FLOAT32, KEEPS, LOWER, MIXED
 from recipes.precision.observe import classify, classify_operators, layer_norm
@@ -111,3 +112,51 @@ def test_an_epsilon_is_shown_as_it_is_stored(
     lines = limits_table([row]).lines
     assert ["1e-5 is stored as", larger] in lines
     assert ["1e-8 is stored as", smaller] in lines
+
+
+# -- sums of many small numbers ------------------------------------------------------------------------------------
+
+
+SUMS = {
+    "1": 10.000133514404297,
+    "2": 9.953125,
+    "3": 10.00213623046875,
+    "4": 10.00213623046875,
+    "5": 4.0,
+    "6": 10.009765625,
+    "7a": 10.000411033630371,
+    "7b": 4.0,
+    "7c": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def sums() -> list[dict[str, object]]:
+    made: list[dict[str, object]] = [
+        {**cell, **accumulation.accumulate(cell, "cpu"), "status": "ok"} for cell in accumulation.CELLS
+    ]
+    accumulation.add_error(made)
+    return made
+
+
+def test_the_sums_are_known_to_the_last_digit(sums: list[dict[str, object]]) -> None:
+    assert {row["case"]: row["result"] for row in sums} == SUMS
+
+
+def test_the_two_parts_of_an_error_add_up_to_it(sums: list[dict[str, object]]) -> None:
+    for row in sums:
+        parts = float(str(row["representation_error"])) + float(str(row["addition_error"]))
+        assert parts == pytest.approx(row["error"], abs=1e-12)
+
+
+def test_a_cell_that_did_not_run_has_no_error() -> None:
+    row: dict[str, object] = {**accumulation.CELLS[0], "status": "not run"}
+    accumulation.add_error([row])
+    assert row["error"] is None
+
+
+def test_a_sum_stands_still_where_half_its_last_digit_is_reached(sums: list[dict[str, object]]) -> None:
+    """bfloat16 has 8 significant bits: at 4 its step is 2⁻⁵, and 0.01 is less than half of that; at 3.98 it is not."""
+    bf16 = next(row for row in sums if row["case"] == "5")
+    assert float(str(bf16["stored_addend"])) < 2**-5 / 2
+    assert float(str(bf16["stored_addend"])) > 2**-6 / 2
