@@ -520,10 +520,12 @@ def test_gradients_filled_one_by_one_are_those_that_backward_adds_to(
 def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_path: Path) -> None:
     late = by_code(passes_of(3_000).write(tmp_path / "free"))["launches"]
     assert (late.edit, late.evidence["launches"]) == ("compile:reduce-overhead", 320)
-    reads = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "hook", waits=1, line=40)]
+    reads = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "float", waits=1, line=40)]
     waiting = by_code(passes_of(3_000, waits=True).write(tmp_path / "known", reads))["launches"]
     assert waiting.line is not None
     assert waiting.change == 'no wait at train.py:30, which graphs forbid; then model.compile(mode="reduce-overhead")'
+    calls = [reads[0], replace(reads[1], called="super().compute_loss")]
+    assert "launches" not in by_code(passes_of(3_000, waits=True).write(tmp_path / "called", calls)), "whose wait is it"
     busy = by_code(passes_of(40_000).write(tmp_path / "busy"))["compile"]
     assert (busy.edit, busy.evidence["small_ns"]) == ("compile", 160 * 40_000)
     assert after(busy)[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)

@@ -1,8 +1,9 @@
 """What to try: at most three causes with the largest expected effects, and what their removal buys together.
 
-A cause stands only if its removal is expected to save more than 2 % of the step and more than the steps' own spread,
-and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each further one must save
-as much on top of those before it, so that no waste is sold twice.
+A cause stands only if its removal is expected to save more than 2 % of the step (`Cause.worth`) and more than the
+steps' own spread, and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each
+further one must save as much on top of those before it, which make the spread smaller with the step, so that no waste
+is sold twice.
 Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
 """
 
@@ -216,10 +217,10 @@ def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
     after = evidence.expect_after([*before.changes, *cause.changes])
     if without is None or after is None:
         return 0.0
-    share = (without - after) / replay.now_ns
-    if share <= max(WORTH, replay.spread_ns / replay.now_ns):
+    share, spread = (without - after) / replay.now_ns, replay.spread_ns / replay.now_ns
+    if share <= max(cause.worth, spread * without / replay.now_ns):
         return 0.0
-    if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= WORTH:
+    if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= cause.worth:
         return 0.0
     return share
 
@@ -256,7 +257,7 @@ def _holds(evidence: Evidence, cause: Cause) -> bool:
         return False
     saved_ns = now_ns - answer.expected_ns
     is_sure = high_here_ns - now_ns <= _SURE * saved_ns and high_ns - now_ns <= saved_ns
-    return is_sure and saved_ns > max(WORTH * now_ns, evidence.spread_ns)
+    return is_sure and saved_ns > max(cause.worth * now_ns, evidence.spread_ns)
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:
