@@ -20,8 +20,7 @@ from profkit.analysis.step_replay.replay import Constants, prepare
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.efficiency import build_efficiency_document
-from profkit.report.commands.step_replay import limit_words, name_limits
-from profkit.report.commands.steps import describe_line
+from profkit.report.commands.steps import describe_line, limit_words, name_limits
 from profkit.report.document import render
 from profkit.report.units import format_share
 from profkit.run.edits import parse_edits

@@ -26,8 +26,7 @@ from profkit.analysis.step_replay.limits import Limit, StepLimits
 from profkit.analysis.step_replay.predict import STEPS_DIFFER, StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
-from profkit.run.edits import can_be_tried
-from profkit.run.trials import RunTrials
+from profkit.run.edits import RunTrials, can_be_tried
 
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture

@@ -10,7 +10,7 @@ from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.whatif.answers import Case, WhatIf
 from profkit.analysis.whatif.apply import EditedPeak, PartChange
 from profkit.errors import Finding
-from profkit.report.commands.step_replay import time_parts, time_table
+from profkit.report.commands.steps import time_parts, time_table
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
 
