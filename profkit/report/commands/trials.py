@@ -21,7 +21,8 @@ from profkit.report.units import (
     format_ns,
     format_share,
 )
-from profkit.run.edits import Edit, TrialPlan, parse_edits
+from profkit.run.edits import Edit, parse_edits
+from profkit.run.trials import TrialPlan
 
 _AS_IS = "now"
 _SLOW_FIRST_NS = 1e9
