@@ -22,11 +22,7 @@ _TABLES = {
     "NVTX_EVENTS": (
         "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER,"
         " endGlobalTid INTEGER, textId INTEGER, domainId INTEGER, uint64Value INTEGER, int64Value INTEGER,"
-        " doubleValue REAL, binaryData TEXT"
-    ),
-    "NVTX_PAYLOAD_SCHEMA_ENTRIES": (
-        "domainId INTEGER NOT NULL, schemaId INTEGER NOT NULL, idx INTEGER NOT NULL, type INTEGER, name TEXT,"
-        " offset INTEGER"
+        " doubleValue REAL"
     ),
     "CUPTI_ACTIVITY_KIND_RUNTIME": (
         "start INTEGER NOT NULL, end INTEGER NOT NULL, globalTid INTEGER, correlationId INTEGER,"

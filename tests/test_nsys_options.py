@@ -12,7 +12,6 @@ from profkit.launch.nsys import (
     Abilities,
     Nsys,
     NsysOptions,
-    build_export_argv,
     build_nsys_argv,
     check_abilities,
     parse_abilities,
@@ -97,31 +96,3 @@ def test_a_choice_that_this_nsys_does_not_have_is_refused() -> None:
     check_abilities(NsysOptions("graph"), Abilities(), "9")
     with pytest.raises(UsageError, match=r"--cuda-graph-trace graph: nsys 2021\.1 does not support it"):
         check_abilities(NsysOptions("graph"), Abilities(frozenset({"--trace"})), "2021.1")
-
-
-EXPORT_HELP = """usage: nsys export [<args>] [nsys-rep-file]
-
-\t-f, --force-overwrite=
-
-\t   Possible values are 'true' or 'false'.
-
-\t--include-blobs [true|false]
-
-\t   Optional values are 'true' or 'false'. If no value is given,
-"""
-"""As nsys 2025.3.1 writes it."""
-
-
-def test_payloads_are_exported_where_the_version_can() -> None:
-    options = parse_abilities(EXPORT_HELP).options
-    assert options == {"--force-overwrite", "--include-blobs"}
-    argv = build_export_argv(Path("nsys"), Path("a.nsys-rep"), Path("a.sqlite"), options)
-    assert argv[1:] == [
-        "export",
-        "--type=sqlite",
-        "--quiet=true",
-        "--include-blobs=true",
-        "--output=a.sqlite",
-        "a.nsys-rep",
-    ]
-    assert "--include-blobs=true" not in build_export_argv(Path("nsys"), Path("a.nsys-rep"), Path("a.sqlite"))

@@ -19,9 +19,10 @@ from profkit.report.commands.ranks import describe_ranks
 from profkit.report.units import format_gigabytes
 from profkit.run.directory import NSYS_EXPORT, Run, name_of_rank
 from profkit.run.light_columns import read_light
-from profkit.run.light_record import Group, LightRecord
+from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
 from tests.in_process import names_in, run_command
 from tests.kineto_builder import row
+from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     MS,
     NCCL,
@@ -283,6 +284,28 @@ def test_where_no_record_says_which_ranks_share_a_collective_the_assumption_is_s
     assert "which ranks share the collectives of stream 7 is not recorded: all 4 are assumed to" in text
     assert "is not recorded" not in said("ranks", write_nsys(tmp_path / "two.sqlite", simulate(2, 4)))
     assert "is not recorded" not in said("ranks", write_light_run(tmp_path / "light", light_records(lines)))
+
+
+def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> None:
+    """In a trace of nsys NCCL's kernels for both are called SendRecv."""
+    builder, records = NsysBuilder(), []
+    for rank, pid in enumerate((100, 200)):
+        steps = []
+        for step in range(3):
+            start = 1000 * step
+            builder.range(f"step {step}", start, start + 990, pid=pid, tid=pid)
+            builder.kernel(
+                start + 6, 400, name="ncclDevKernel_SendRecv", pid=pid, tid=pid, device=rank, start=start + 10
+            )
+            calls = Collectives([0], [step], ["all_to_all"], ["float32"], [4096], *([None] for _ in range(5)))
+            steps.append(StepRecord(f"step {step}", start, start + 990, collectives=calls))
+        records.append(LightRecord(rank, 2, groups=(Group(0, "7", (0, 1), "ep", "nccl"),), steps=tuple(steps)))
+    run = write_light_run(tmp_path / "run", records)
+    builder.write(run / "trace.sqlite")
+    result = read_ranks(run)
+    (row,) = result.groups
+    assert (row.group, row.kind, row.byte_count, row.wire_ns) == ("ep", "all_to_all", 3 * 4096, 3 * 400)
+    assert result.pipelines == ()
 
 
 # -- recorded on the CPU -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,10 +41,10 @@ class NsysOptions:
     keep_report: bool = True
 
 
-def read_abilities(nsys: Path, command: str = "profile") -> Abilities:
+def read_abilities(nsys: Path) -> Abilities:
     """Return what ``nsys profile --help`` lists: each version supports different options."""
     try:
-        done = subprocess.run([nsys, command, "--help"], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([nsys, "profile", "--help"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolError(f"{nsys}: nsys does not start: {error}") from None
     return parse_abilities(done.stdout)
@@ -143,13 +143,9 @@ def build_nsys_argv(
     return [str(nsys.path), "profile", *flags, f"--env-var=TMPDIR={temporary}", f"--output={output}", *target]
 
 
-def build_export_argv(nsys: Path, report: Path, export: Path, options: Container[str] = ()) -> list[str]:
-    """Return the command that exports ``report`` to the SQLite file ``export``, with what NCCL says of its collectives.
-
-    ``options`` are those of ``nsys export`` that this version is known to have.
-    """
-    flags = ["--include-blobs=true"] if "--include-blobs" in options else []
-    return [str(nsys), "export", "--type=sqlite", "--quiet=true", *flags, f"--output={export}", str(report)]
+def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:
+    """Return the command that exports ``report`` to the SQLite file ``export``."""
+    return [str(nsys), "export", "--type=sqlite", "--quiet=true", f"--output={export}", str(report)]
 
 
 def _started(path: Path) -> Nsys:

@@ -24,7 +24,6 @@ from profkit.launch.nsys import (
     find_nsys,
     how_to_install,
     lacking_libraries,
-    read_abilities,
 )
 from profkit.launch.processes import run_tool, where_said
 from profkit.run.directory import LOG, NSYS_EXPORT, NSYS_REPORT
@@ -206,8 +205,7 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
     said_from = log.tell()
     partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
     try:
-        options = read_abilities(nsys.path, "export").options
-        status = run_tool(build_export_argv(nsys.path, report, partial, options), os.environ, log)
+        status = run_tool(build_export_argv(nsys.path, report, partial), os.environ, log)
         # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
         if _is_full(export.parent):
             raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")

@@ -8,7 +8,6 @@ from its ENUM_* tables.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from profkit.trace.columns import (
     rows_by_value,
     take_rows,
 )
-from profkit.trace.nsys_collectives import read_collectives
 from profkit.trace.nsys_rows import (
     NO_TIME,
     PID_SHIFT,
@@ -142,8 +140,6 @@ class _Reader:
             first = names.strings[int(ranges.name[np.argmax(is_reversed)])]
             self.left_out.append(report_left_out("ranges", int(is_reversed.sum()), first))
             ranges = take_rows(ranges, ~is_reversed)
-        collective, collectives = read_collectives(self.file, self.tables, work, names)
-        work = replace(work, collective=collective)
         processes = {*rows_by_value(work.process), *rows_by_value(process), *rows_by_value(ranges.process)}
         return Trace(
             path=str(self.file.path),
@@ -172,7 +168,6 @@ class _Reader:
             diagnostics=(*self._diagnostics(processes), *self.left_out),
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
-            collectives=collectives,
             syncs=self._read_syncs(launches, process),
             has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
         )

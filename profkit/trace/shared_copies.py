@@ -41,7 +41,6 @@ from profkit.trace.kineto_events import (
     parse_microseconds,
 )
 from profkit.trace.nsys import CALLS, COPIES, DEVICES, GRAPHS, KERNELS, SETS, STARTED
-from profkit.trace.nsys_collectives import ENTRIES, ENTRIES_READ, keep_wanted, read_schemas
 from profkit.trace.nsys_rows import EVENTS, PAYLOADS, SYNCS, TABLE, TYPES_READ
 from profkit.trace.sqlite import SqliteFile
 
@@ -174,7 +173,7 @@ def _decimal(time_ns: int) -> str:
 
 
 _STRINGS = "StringIds"
-_NUMBER, _REAL, _PAYLOAD = "INTEGER", "REAL", "BLOB"
+_NUMBER, _REAL = "INTEGER", "REAL"
 _PRODUCT = Kind("profiler", f"{PRODUCT.shape}|{VERSION.shape}")
 
 
@@ -210,11 +209,6 @@ TABLES: dict[str, dict[str, Kind | TextId | str]] = {
         "textId": TextId(RANGE),
         "text": RANGE,
         **{name: _REAL if name.startswith(("double", "float")) else _NUMBER for name in PAYLOADS},
-        "binaryData": _PAYLOAD,
-    },
-    ENTRIES: {
-        **dict.fromkeys(("domainId", "schemaId", "type", "offset"), _NUMBER),
-        "name": Kind("entry", "|".join(map(re.escape, ENTRIES_READ))),
     },
 }
 """Table → column → the kind of its text, or what else it holds. Nothing else of an export is in a copy."""
@@ -252,7 +246,6 @@ class _ExportCopy:
         self._tables = file.tables()
         self._texts: dict[int, str] = {}
         self._numbers: dict[tuple[Kind, int], int] = {}
-        self._schemas = read_schemas(file) if ENTRIES in self._tables else {}
 
     def write(self) -> None:
         """Write all tables, StringIds last."""
@@ -291,8 +284,6 @@ class _ExportCopy:
         if isinstance(kind, TextId):
             # A number that stands for no text stays: what it names is one thing all the same.
             return self._numbers.get((kind.kind, value), value) if isinstance(value, int) else None
-        if kind == _PAYLOAD:
-            return keep_wanted(value, self._schemas) if isinstance(value, bytes) else None
         return value if isinstance(value, float if kind == _REAL else int) else None
 
 

@@ -21,9 +21,7 @@ from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
-from profkit.run.light_record import LightRecord
 from profkit.trace.columns import Ints
-from profkit.trace.nsys_collectives import COMMUNICATOR
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,11 +168,10 @@ def compare_ranks(
     full = sorted(ranks, key=lambda rank: rank.record.rank)
     light = {rank.record.rank: rank for rank in written}
     reduced = _make_comparable(full, light)
-    records = [rank.record for rank in reduced]
-    world_size = max([len(records), *(max(record.world_size, record.rank + 1) for record in records)], default=0)
+    known = [rank.record for rank in reduced]
+    world_size = max([len(known), *(max(record.world_size, record.rank + 1) for record in known)], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
-    known = _fill_communicators(records)
     everyone = tuple(range(world_size))
     records = [
         replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
@@ -295,21 +292,6 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
         return None
     read = read_and_reduce(light, None if opened is None else lambda: opened)
     return join_ranks([read]) if len(read.ranks) > 1 else None
-
-
-def _fill_communicators(records: Sequence[LightRecord]) -> list[LightRecord]:
-    """Return the records, with those ranks in each group that NCCL's communicator alone identifies that used it."""
-    users: dict[str, tuple[int, ...]] = {}
-    for record in records:
-        for name in {group.name for group in record.groups if group.name.startswith(COMMUNICATOR)}:
-            users[name] = (*users.get(name, ()), record.rank)
-    return [
-        replace(
-            record,
-            groups=tuple(replace(group, ranks=group.ranks or users.get(group.name, ())) for group in record.groups),
-        )
-        for record in records
-    ]
 
 
 def _compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
