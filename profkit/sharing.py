@@ -19,13 +19,13 @@ from profkit.files import whole_folder, write_json
 from profkit.reading import Kind, kind_of, read_trace_file
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
+from profkit.run.edits import RunTrials, read_trials, write_trials
 from profkit.run.light_columns import read_light
 from profkit.run.light_record import LightRecord, write_light_record
 from profkit.run.lines import RunLines, read_run_lines, write_lines
 from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
 from profkit.run.records import read_text
-from profkit.run.trials import RunTrials, read_trials, write_trials
 from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work, write_ceilings, write_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper

@@ -37,7 +37,7 @@ import torch._dynamo
 from profkit.capture.session import attach
 from profkit.launch import processes
 from profkit.run.recording import VARIABLE
-from tests.in_process import ended_well, run_profkit
+from tests.in_process import ended, run_profkit
 
 ROOT = Path(__file__).parent.parent
 _PATIENCE_S = 300
@@ -99,11 +99,11 @@ class Forks:
 
     def check(self, words: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         """Do as `run`, with what must end well."""
-        return ended_well(self.run(words, cwd))
+        return ended(self.run(words, cwd))
 
     def check_profkit(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Do as `run_profkit`, with what must end well."""
-        return ended_well(self.run_profkit(*arguments, cwd=cwd, **variables))
+        return ended(self.run_profkit(*arguments, cwd=cwd, **variables))
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path]) -> int:
         assert self._process.stdin is not None

@@ -57,20 +57,20 @@ def run_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
     return subprocess.CompletedProcess(argv, status, *said)
 
 
-def ended_well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
-    """Return what a process left, which must have ended well."""
-    assert done.returncode == 0, done.stderr
+def ended(done: subprocess.CompletedProcess[str], status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Return what a process left, which must have ended with this status."""
+    assert done.returncode == status, done.stderr
     return done
 
 
 def check_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Do as `run_command`, with a command that must end well."""
-    return ended_well(run_command(*arguments))
+    return ended(run_command(*arguments))
 
 
 def check_profkit(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Do as `run_profkit`, with a command that must end well."""
-    return ended_well(run_profkit(*arguments, cwd=cwd, **variables))
+    return ended(run_profkit(*arguments, cwd=cwd, **variables))
 
 
 def manifest_of(run: Path) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from profkit.analysis.ranks.chance import find_stalls, find_suspects, late_steps
-from profkit.analysis.ranks.costs import Cost
+from profkit.analysis.ranks.costs import Cost, find_stalls, find_suspects, late_steps
 from profkit.analysis.ranks.own_time import Cause
 
 STEP_NS = 1_000_000.0

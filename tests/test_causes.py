@@ -300,12 +300,12 @@ def test_a_tensor_made_on_the_cpu_is_made_on_the_gpu_without_its_copy(tmp_path: 
 
 @pytest.mark.parametrize(
     ("called", "work_before", "is_named"),
-    [("torch.tensor", True, True), ("make_batch", True, False), ("torch.tensor", False, False)],
+    [("torch.tensor", True, True), ("make_batch", True, False), ("torch.tensor", False, True)],
 )
 def test_a_tensor_of_pythons_numbers_is_named_where_the_move_that_waits_leaves_the_gpu_without_work(
     tmp_path: Path, called: str, *, work_before: bool, is_named: bool
 ) -> None:
-    """Without work before them the first of the three steps is short: with such a spread nothing may be saved."""
+    """Without work before them the first of the three steps is short; the others show what is lost."""
     kernels = within("forward", launch(NVJET, 200_000, 20))
     program = equal_steps(
         *(python(MS // 2), copy(10_000), python(MS // 4), kernels),
@@ -430,6 +430,17 @@ def test_attention_that_is_written_out_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lengths", "is_named"), [([1.0] * 8 + [1.6, 3.0], True), ([0.6, 0.8, 1.0, 1.2, 1.4] * 2, False)]
+)
+def test_two_long_steps_of_ten_hide_no_cause_and_steps_that_all_differ_do(
+    tmp_path: Path, lengths: Sequence[float], *, is_named: bool
+) -> None:
+    program = equal_steps(within("forward", launch(NVJET, MS, 2)), within("optimizer", launch(ZERO, 150_000)), wait)
+    steps = [{"step_ns": round(length * program.lengths[0])} for length in lengths]
+    assert ("zero-grad" in by_code(program.write(tmp_path, attached={"steps": steps}))) == is_named
+
+
+@pytest.mark.parametrize(
     ("kernels", "code"),
     [
         ([(ADD, 100_000)] * 6 + [(TANH, 100_000)], "activation"),
@@ -520,10 +531,12 @@ def test_gradients_filled_one_by_one_are_those_that_backward_adds_to(
 def test_a_step_that_launches_limit_is_replayed_unless_a_wait_forbids_it(tmp_path: Path) -> None:
     late = by_code(passes_of(3_000).write(tmp_path / "free"))["launches"]
     assert (late.edit, late.evidence["launches"]) == ("compile:reduce-overhead", 320)
-    reads = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "hook", waits=1, line=40)]
+    reads = [line(MS, "forward", "y.max().item", waits=1), line(MS, "backward", "float", waits=1, line=40)]
     waiting = by_code(passes_of(3_000, waits=True).write(tmp_path / "known", reads))["launches"]
     assert waiting.line is not None
     assert waiting.change == 'no wait at train.py:30, which graphs forbid; then model.compile(mode="reduce-overhead")'
+    calls = [reads[0], replace(reads[1], called="super().compute_loss")]
+    assert "launches" not in by_code(passes_of(3_000, waits=True).write(tmp_path / "called", calls)), "whose wait is it"
     busy = by_code(passes_of(40_000).write(tmp_path / "busy"))["compile"]
     assert (busy.edit, busy.evidence["small_ns"]) == ("compile", 160 * 40_000)
     assert after(busy)[1] == pytest.approx(160 * 40_000 * 1.65, rel=0.05)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from profkit.analysis.ranks.chance import chance_beside, chance_of_stalls
 from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.ranks.costs import chance_beside, chance_of_stalls
 from profkit.analysis.ranks.culprit import Verdict
 from profkit.cli import cli
 from profkit.joining import read_ranks

@@ -1,13 +1,11 @@
 """On a GPU: replayed peaks against the allocator's own, from the same process, to the byte.
 
-Each case records the memory of a built-in model and analyses what it left. With PROFKIT_RESULTS set, each appends
-a line of JSON to that file, from which the table in a report can be made; a case whose line is there is not run again.
+Each case records the memory of a built-in model and analyses what it left.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 from dataclasses import replace
@@ -37,13 +35,6 @@ def _case_id(case: tuple[str, ...]) -> str:
     )
 
 
-def _known_results() -> dict[str, object]:
-    path = os.environ.get("PROFKIT_RESULTS")
-    if not path or not Path(path).exists():
-        return {}
-    return {(line := json.loads(text))["case"]: line for text in Path(path).read_text().splitlines()}
-
-
 def _record(run: Path, options: TrainingOptions, settings: str) -> None:
     """Make the pass over the built-in model that records memory."""
     memory = model_passes(options, "kineto", MemoryOptions())[0]
@@ -58,8 +49,6 @@ def _record(run: Path, options: TrainingOptions, settings: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=_case_id)
 def test_the_replay_is_exact(tmp_path: Path, case: tuple[str, ...]) -> None:
-    if _case_id(case) in _known_results():
-        return
     model, dtype, passes, compiled, settings = case
     options = TrainingOptions(
         model, warmup_steps=1, steps=2, dtype=dtype, passes=passes, compile_mode=compiled, device="cuda"
@@ -67,24 +56,6 @@ def test_the_replay_is_exact(tmp_path: Path, case: tuple[str, ...]) -> None:
     _record(tmp_path, options, settings)
     result = read_snapshot(tmp_path).memory()
     check = result.allocator_check
-    assert check is not None
-    line = {
-        "case": _case_id(case),
-        "allocated_peak_bytes": result.totals.allocated_peak_bytes,
-        "reserved_peak_bytes": result.totals.reserved_peak_bytes,
-        "requested_peak_bytes": result.totals.requested_peak_bytes,
-        "allocator": [check.allocated_peak_bytes, check.reserved_peak_bytes, check.requested_peak_bytes],
-        "exact": result.totals.exact,
-        "events": result.history.events,
-        "unmatched_entries": check.unmatched_entries,
-        "evidence": result.composition.evidence,
-        "by_category": {row.category: row.bytes for row in result.composition.by_category},
-        "phases": {phase.name: phase.peak_bytes for phase in result.phases},
-        "warnings": [warning.message for warning in result.warnings],
-    }
-    if os.environ.get("PROFKIT_RESULTS"):
-        with Path(os.environ["PROFKIT_RESULTS"]).open("a") as file:
-            file.write(json.dumps(line) + "\n")
     assert result.totals.exact
-    assert check.agrees, line
+    assert check.agrees, check
     assert sum(row.bytes for row in result.composition.by_category) == result.totals.allocated_peak_bytes

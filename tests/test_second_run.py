@@ -30,7 +30,7 @@ pytest.importorskip("torch")
 from profkit.launch import another_try
 from profkit.launch.another_try import why_not_twice
 from tests.forked_scripts import Forks
-from tests.in_process import manifest_of
+from tests.in_process import ended, manifest_of
 
 MODEL = """
 import torch
@@ -52,10 +52,10 @@ EVALUATED_FIRST = (
 WRITES = "\nimport sys\nopen(sys.argv[1], 'a').write('a line')"
 
 
-def _record(forks: Forks, place: Path, script: str, *words: str) -> CompletedProcess[str]:
+def _record(forks: Forks, place: Path, script: str, *words: str, status: int = 0) -> CompletedProcess[str]:
     (place / "script.py").write_text(script)
     options = ["-o", "run", "--warmup", "4", "--steps", "2"]
-    return forks.run_profkit("run", *options, "--", sys.executable, "script.py", *words, cwd=place)
+    return ended(forks.run_profkit("run", *options, "--", sys.executable, "script.py", *words, cwd=place), status)
 
 
 @pytest.mark.parametrize("folder", ["here", "elsewhere"])
@@ -64,7 +64,6 @@ def test_a_short_script_that_wrote_a_file_is_not_run_again_by_itself(forks: Fork
         (tmp_path / name).mkdir()
     written = tmp_path / folder / "out.csv"
     done = _record(forks, tmp_path / "here", SHORT + WRITES, str(written))
-    assert done.returncode == 0
     assert written.read_text() == "a line"
     (line,) = done.stderr.splitlines()
     assert line == (
@@ -77,7 +76,6 @@ def test_a_short_script_that_wrote_a_file_is_not_run_again_by_itself(forks: Fork
 
 def test_a_recording_is_kept_where_another_would_be_better_and_might_do_harm(forks: Forks, tmp_path: Path) -> None:
     done = _record(forks, tmp_path, EVALUATED_FIRST + WRITES, "out.csv")
-    assert done.returncode == 0, done.stderr
     assert "because it wrote out.csv: run it with --step-on optimizer" in done.stderr
     assert (tmp_path / "out.csv").read_text() == "a line"
     manifest = manifest_of(tmp_path / "run")
@@ -85,8 +83,7 @@ def test_a_recording_is_kept_where_another_would_be_better_and_might_do_harm(for
 
 
 def test_a_second_run_that_fails_says_that_the_first_did_not(forks: Forks, tmp_path: Path) -> None:
-    done = _record(forks, tmp_path, "import os\nos.makedirs('.hidden/lock')\n" + SHORT)
-    assert done.returncode == 1
+    done = _record(forks, tmp_path, "import os\nos.makedirs('.hidden/lock')\n" + SHORT, status=1)
     assert "its first run ended well and its second failed: run it with --warmup 2 --steps 1" in done.stderr
     assert "FileExistsError" in done.stderr
 

@@ -20,8 +20,7 @@ from profkit.analysis.step_replay.replay import Constants, prepare
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.efficiency import build_efficiency_document
-from profkit.report.commands.step_replay import limit_words, name_limits
-from profkit.report.commands.steps import describe_line
+from profkit.report.commands.steps import describe_line, limit_words, name_limits
 from profkit.report.document import render
 from profkit.report.units import format_share
 from profkit.run.edits import parse_edits
@@ -195,7 +194,7 @@ def test_every_limit_has_a_colour_and_a_name() -> None:
 
 def test_without_a_prediction_there_are_no_lanes() -> None:
     opened = read_trace(SMALL)
-    for edit in ("cudnn-benchmark", "gradients:bf16", "no-wait:train.py:7"):
+    for edit in ("cudnn-benchmark", "optimizer:sgd", "no-wait:train.py:7"):
         assert opened.step_lanes(parse_edits([edit])) is None
 
 

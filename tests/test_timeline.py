@@ -19,7 +19,7 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
 from profkit.errors import UsageError
 from profkit.report.colours import MEMORY, PHASES
-from profkit.report.page.memory import build_data
+from profkit.report.page.modules import build_data
 from profkit.report.page.page import render_memory_page
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB

@@ -26,8 +26,8 @@ from profkit.report.commands.trials import (
 )
 from profkit.report.document import render
 from profkit.report.page.page import render_report
-from profkit.run.edits import EDITS, parse_edits
-from profkit.run.trials import (
+from profkit.run.edits import (
+    EDITS,
     VERSION,
     Evidence,
     Measured,
@@ -36,6 +36,7 @@ from profkit.run.trials import (
     TrialPrediction,
     TrialProcess,
     Trials,
+    parse_edits,
     read_trials,
     write_trials,
 )

@@ -14,8 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from profkit.analysis.statistics import value_exceeded
-from profkit.run.edits import Edit, parse_edits, read_factor
-from profkit.run.trials import Evidence, Measured, TrialPrediction, TrialProcess, Trials
+from profkit.run.edits import Edit, Evidence, Measured, TrialPrediction, TrialProcess, Trials, parse_edits, read_factor
 from profkit.text_kinds import LEFT_OUT
 
 _CHANCE = 0.025

@@ -20,9 +20,8 @@ from profkit.errors import UsageError
 from profkit.files import whole_file
 from profkit.joining import gather as gather_to
 from profkit.reading import open_trace
-from profkit.report.commands.copies import build_export_document, build_scrub_document
 from profkit.report.document import Format
-from profkit.report.export import write_chrome_trace
+from profkit.report.export import build_export_document, build_scrub_document, write_chrome_trace
 from profkit.report.units import format_count
 from profkit.sharing import share
 

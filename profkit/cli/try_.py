@@ -24,10 +24,18 @@ from profkit.reading import open_capture
 from profkit.report.commands.trials import build_held_document, build_trials_document
 from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
-from profkit.run.edits import EDITS, can_be_tried, parse_edits
+from profkit.run.edits import (
+    EDITS,
+    RunTrials,
+    TrialPrediction,
+    TrialProcess,
+    Trials,
+    can_be_tried,
+    parse_edits,
+    write_trials,
+)
 from profkit.run.manifest import Workload, write_manifest
 from profkit.run.recording import Order
-from profkit.run.trials import RunTrials, TrialPrediction, TrialProcess, Trials, write_trials
 
 FORMS = tuple(form for spec in EDITS for form in spec.forms if spec.can_be_tried)
 

@@ -21,9 +21,8 @@ from profkit.launch.another_try import why_not_twice
 from profkit.launch.manifest import utc_now
 from profkit.launch.processes import run_child
 from profkit.launch.record import Progress, Say, build_environment
-from profkit.run.edits import parse_edits
+from profkit.run.edits import VERSION, Measured, TrialPlan, TrialProcess, parse_edits
 from profkit.run.recording import Failure, Order, take_failures, take_measured
-from profkit.run.trials import VERSION, Measured, TrialPlan, TrialProcess
 
 Edits = tuple[str, ...]
 Keep = Callable[[TrialProcess], None]

@@ -22,10 +22,10 @@ from profkit.run.records import read_text
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
+    from profkit.run.edits import RunTrials
     from profkit.run.job import Job
     from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
-    from profkit.run.trials import RunTrials
     from profkit.run.work import Ceilings, RunWork
 
 MANIFEST = "manifest.json"
@@ -114,7 +114,7 @@ class Run:
     @cached_property
     def trials(self) -> RunTrials:
         """The edits that were tried, and what they measured; empty if there are none."""
-        from profkit.run.trials import RunTrials, read_trials
+        from profkit.run.edits import RunTrials, read_trials
 
         return read_trials(self.path / TRIALS) if (self.path / TRIALS).exists() else RunTrials()
 

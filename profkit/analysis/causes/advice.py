@@ -1,13 +1,15 @@
 """What to try: at most three causes with the largest expected effects, and what their removal buys together.
 
-A cause stands only if its removal is expected to save more than 2 % of the step and more than the steps' own spread,
-and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each further one must save
-as much on top of those before it, so that no waste is sold twice.
+A cause stands only if its removal is expected to save more than 2 % of the step (`Cause.worth`) and more than the
+steps' own spread, and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each
+further one must save as much on top of those before it, which make the spread smaller with the step, so that no waste
+is sold twice.
 Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +23,10 @@ from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.causes.notes import NOTES
 from profkit.analysis.causes.ranks import RANKS
 from profkit.analysis.step_replay.limits import Limit, StepLimits
-from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
+from profkit.analysis.step_replay.predict import STEPS_DIFFER, StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
-from profkit.run.edits import can_be_tried
-from profkit.run.trials import RunTrials
+from profkit.run.edits import RunTrials, can_be_tried
 
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture
@@ -216,10 +217,10 @@ def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
     after = evidence.expect_after([*before.changes, *cause.changes])
     if without is None or after is None:
         return 0.0
-    share = (without - after) / replay.now_ns
-    if share <= max(WORTH, replay.spread_ns / replay.now_ns):
+    share, spread = (without - after) / replay.now_ns, replay.spread_ns / replay.now_ns
+    if share <= max(cause.worth, spread * without / replay.now_ns):
         return 0.0
-    if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= WORTH:
+    if replay.unprofiled_ns is None and evidence.share_saved_on_fast_host(cause.changes) <= cause.worth:
         return 0.0
     return share
 
@@ -246,17 +247,29 @@ def _holds(evidence: Evidence, cause: Cause) -> bool:
 
     What may well save nothing is no advice. The interval, without what another process of the program may differ by in
     any case, reaches beyond the step as it is by a small part of the expected saving at most; with that, by no more
-    than the saving.
+    than the saving. What the unprofiled steps differ by makes the step as it is longer, too.
     """
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
     answer = evidence.predict(cause.changes)
-    now_ns, high_ns, high_here_ns = answer.now_ns, answer.high_ns, answer.high_here_ns
+    now_ns, high_ns, high_here_ns = (
+        answer.now_ns,
+        _high_of(answer, answer.high_ns),
+        _high_of(answer, answer.high_here_ns),
+    )
     if answer.expected_ns is None or now_ns is None or high_ns is None or high_here_ns is None:
         return False
     saved_ns = now_ns - answer.expected_ns
     is_sure = high_here_ns - now_ns <= _SURE * saved_ns and high_ns - now_ns <= saved_ns
-    return is_sure and saved_ns > max(WORTH * now_ns, evidence.spread_ns)
+    return is_sure and saved_ns > max(cause.worth * now_ns, evidence.spread_ns)
+
+
+def _high_of(answer: TimeAnswer, high_ns: int | None) -> float | None:
+    """Return the most of a prediction without what the unprofiled steps differ by, None where nothing is predicted."""
+    if answer.expected_ns is None or high_ns is None or answer.widths_ns is None:
+        return None
+    differ_ns = answer.widths_ns[STEPS_DIFFER] / 2
+    return answer.expected_ns + math.sqrt(max(0.0, (high_ns - answer.expected_ns) ** 2 - differ_ns**2))
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:

@@ -24,7 +24,7 @@ from profkit.analysis.step_replay.predict import (
     share_saved_on_fast_host,
 )
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
-from profkit.analysis.summary import Summary
+from profkit.analysis.summary import WORTH, Summary
 from profkit.analysis.tree.modules import read_place
 from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
@@ -66,7 +66,8 @@ class Cause:
     """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
 
     ``detail`` is what the sentence of the cause goes on with where there is room. ``answer`` is the step without it
-    where several ranks' steps say that. ``ends_run``: the run will fail of it.
+    where several ranks' steps say that. ``ends_run``: the run will fail of it. ``worth`` is the share of the step that
+    it must save: more than usual where the change takes more than a line.
     """
 
     code: str
@@ -83,6 +84,7 @@ class Cause:
     evidence: Mapping[str, float | str] = field(default_factory=dict)
     proof: str = COMPARE
     ends_run: bool = False
+    worth: float = WORTH
 
 
 class Operation(NamedTuple):

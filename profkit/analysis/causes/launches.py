@@ -24,6 +24,11 @@ _TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
 """Which share of fills is torch's own, in a program that lets it fill what it allocates."""
 _FILLS_PYTHON: By = {"least": 1.0, "expected": 0.5, "most": 0.0}
 """Which share of Python before the launch of a fill goes with it; the rest is that of the operation that allocates."""
+_WORTH_COMPILING = 0.04
+"""For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
+_READING = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "any", "all", "equal", "allclose")
+_READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
+"""Methods and functions that wait for a value themselves; others call what waits, in code that may not be one's own."""
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
 
@@ -147,7 +152,10 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
     fusable = set(find_fusable(step))
     small = [one for one in operations if one.at in fusable]
     mode = "reduce-overhead" if is_late else None
-    waiting = _waiting_line(evidence) if is_late and _find_waits(step) else None
+    lines = _waiting_lines(evidence) if is_late and _find_waits(step) else []
+    if not all(map(_waits_itself, lines)):
+        return
+    waiting = next(iter(lines), None)
     edit = f"compile:{mode}" if mode else "compile"
     no_waits = [] if waiting is None else [stop_chosen_waits("no-wait", _find_waits)]
     yield Cause(
@@ -171,6 +179,7 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
             "small_ns": sum(one.duration_ns for one in small),
             "preparing_ns": preparing_ns,
         },
+        worth=_WORTH_COMPILING,
     )
 
 
@@ -192,10 +201,16 @@ def _find_waits(step: ReplayedStep) -> list[int]:
     return [call for call, phase in enumerate(step.phase) if phase in COMPILED_PHASES and kinds[call] in (WAIT, COPY)]
 
 
-def _waiting_line(evidence: Evidence) -> LineTime | None:
-    """Return the line that waits most often within what would be captured."""
+def _waiting_lines(evidence: Evidence) -> list[LineTime]:
+    """Return the lines that wait within what would be captured, the one that waits most often first."""
     lines = [line for line in evidence.lines if line.file and line.phase in COMPILED_PHASES and line.waits >= 1]
-    return max(lines, key=lambda line: line.waits, default=None)
+    return sorted(lines, key=lambda line: -line.waits)
+
+
+def _waits_itself(line: LineTime) -> bool:
+    called = line.called or ""
+    is_written_there = not called or called.rpartition(".")[2] in _READING
+    return is_written_there or called.startswith(_READING_FUNCTIONS)
 
 
 LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _filled_memory, _compile)

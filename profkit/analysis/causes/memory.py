@@ -11,12 +11,14 @@ from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, f
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
-from profkit.analysis.summary import EXPANDABLE
+from profkit.analysis.summary import EXPANDABLE, WORTH
 
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
 _FULL = 0.8
 _LARGEST_BATCH = 8
+_WORTH_TUNING = 0.05
+"""For a smaller share of the step nobody tunes a training anew."""
 _MANY_STEPS = 10_000
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
@@ -169,6 +171,7 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
             changes=[enlarge_batch(factor, fewer_passes=fewer_passes)],
             edit=None if fewer_passes else f"batch:×{factor}",
             costs=None if fewer_passes else "a change of training: adjust the learning rate",
+            worth=WORTH if fewer_passes else _WORTH_TUNING,
             evidence={"busy_ns": busy_ns, "reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
         )
 

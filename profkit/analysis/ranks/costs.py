@@ -1,26 +1,41 @@
-"""What each rank did in each step, and what it cost the others by coming late; and both exactly, by full traces.
+"""What each rank did in each step, what it cost the others by coming late, and whether that may be chance.
 
 A rank saves what it waited less than the median one of the other ranks: that is what they wait for it, negative where
 it waited for others itself. But who waits does not know for what: a host that once got ahead of another keeps its lead,
 and its GPU waits in every step although both hosts take the same time. So a step costs no more than what the rank did
 longer in it.
+
+Two tests judge whether a rank is late by chance. Both allow a false alarm in a share `CHANCE` of recordings, divided by
+the number of ranks, places and stretches of steps among which the one that looks latest was chosen (Bonferroni).
+
+**As a rule.** Null hypothesis: in the long run a rank is as late as it is early, but it drifts; neighbouring steps are
+correlated (AR(1)). The statistic is Student's t, of a trimmed mean with Winsorized variance (Tukey and McLaughlin
+1963), so that strange steps neither accuse nor acquit. A mean of n steps with correlation ρ of neighbours has the
+variance V = (n + 2 Σ (n − k) ρᵏ) / n² of one step, and n such steps seem to vary by 1 − V of their variance. What is
+known of ranks beforehand, `KNOWN_SPREAD` and `KNOWN_CORRELATION`, counts as steps that were seen (a moderated t, Smyth
+2004): few steps must be much clearer. With many ranks another test is how far a rank is from their median, over two
+errors: their median absolute deviation as a standard deviation (it counts as 37 % of the ranks: its efficiency), and
+the rank's own standard error. The clearer of the two counts.
+
+**Now and then.** Null hypothesis: stalls hit each rank alike, and each place of the program in proportion to the time
+spent there. How many hit one rank at one place is binomial. Steps in a row count as one stall.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from profkit.analysis.ranks.matching import Matched
+from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
 from profkit.analysis.ranks.own_time import Cause, Part
+from profkit.analysis.statistics import chance_beyond
 from profkit.names import BACKWARD, DATA
 from profkit.run.light_columns import UNKNOWN, CallColumns, Phases, StepColumns
 from profkit.trace.columns import Bools, Ints
 
-Floats = npt.NDArray[np.float64]
 Parts = dict[Part, float]
 """Part → nanoseconds."""
 
@@ -128,31 +143,6 @@ def clock_of(steps: StepColumns, which: Ints) -> float | None:
     clocks = steps.sm_mhz[which]
     known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
     return float(np.median(known)) if len(known) else None
-
-
-def waits_by_step(
-    steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc = np.add
-) -> dict[int, Floats]:
-    """Return for each rank how long it waited in the collectives of each measured step: in all, or as ``join`` says."""
-    waits = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
-    for match in matched:
-        for here, rank in enumerate(match.ranks):
-            if rank in waits:
-                join.at(waits[rank], match.step[here], match.wait_ns[here].astype(np.float64))
-    return {rank: values[steps[rank].named] for rank, values in waits.items()}
-
-
-def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
-    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
-    lateness = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
-    for match in matched:
-        for to in np.unique(match.last[match.last >= 0]).tolist():
-            if match.ranks[to] in lateness:
-                mine = match.last == to
-                np.maximum.at(
-                    lateness[match.ranks[to]], match.step[to][mine], match.median_wait_ns[mine].astype(np.float64)
-                )
-    return {rank: values[steps[rank].named] for rank, values in lateness.items()}
 
 
 def step_times(steps: StepColumns) -> list[float]:
@@ -271,3 +261,188 @@ def saved_beside(waited_ns: Floats) -> Floats:
     middle: list[Floats] = [ordered[at + (place <= at), steps] for at in (low, high)]
     saved: Floats = (middle[0] + middle[1]) / 2 - waited_ns
     return saved
+
+
+LEAST_SHARE = 0.05
+"""A rank is called late if it costs at least this share of a step: in two DDP runs on 2 × H200 with nothing injected,
+ranks cost each other up to 3 % (apart from launches, see below)."""
+CHANCE = 0.01
+"""The share of recordings without a late rank in which one may be called late."""
+KNOWN_SPREAD, SPREAD_STEPS = 0.025, 8.0
+"""How late ranks are varies by 1 to 3 % of a step (2 × H200, where the GPUs set the pace)."""
+KNOWN_CORRELATION, CORRELATION_STEPS = 0.85, 32.0
+"""Hosts that set the pace are quick or slow for tens of steps in a row (2 × H200, 1,500 steps of 17 ms)."""
+HOSTS_VARY = 0.3
+"""Such a host takes up to this share of a step longer than another one, for no reason in the program. So one took 21.0
+ms for each backward pass and the other 14.5, in 24 steps of 30 ms; its GPU was never behind it, and the other's waited.
+In the next ones both took 18."""
+_TRIMMED = 0.2
+_MOST_ALIKE = 0.98
+_OF_DEVIATION = 1.4826
+_EFFICIENCY = 0.37
+_MANY = 15
+"""Fewer other ranks tell too little of how ranks vary."""
+_LEAST_APART = 0.005
+"""Ranks that are late are taken to vary by at least this share of a step, however alike the others are."""
+_LEAST_PROBABILITY = 0.02
+"""Stalls hit each place at least with this probability, even if hardly any time is spent there."""
+
+_HOST_EXPLAINS = 0.8
+"""In a light record kernels are what a GPU did at most: what the host did counts first if it explains this share."""
+_APART = 3.0
+"""Late now and then: what the rank takes longer there is at least this multiple of what any rank takes longer in the
+other steps. Noise leaves no such gap."""
+_LEAST_ON_AVERAGE = 0.01
+"""Late now and then: that costs at least this share of all steps' time."""
+_FEWEST_STALLS = 3
+
+
+def typical(values: Floats) -> float:
+    """Return the mean without the fifth of the values at either end."""
+    cut = _cut(len(values))
+    return float(np.sort(values)[cut : len(values) - cut].mean()) if len(values) else 0.0
+
+
+def _cut(count: int) -> int:
+    return math.ceil(count * _TRIMMED) if count > 2 else 0
+
+
+def _winsorized(values: Floats) -> tuple[Floats, int]:
+    """Return how far values are from their mean, the fifth at either end as the next ones, and how many are neither."""
+    cut = _cut(len(values))
+    ordered = np.sort(values)
+    apart: Floats = np.clip(values, ordered[cut], ordered[len(values) - 1 - cut])
+    return apart - apart.mean(), len(values) - 2 * cut
+
+
+def chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN_SPREAD) -> float:
+    """Return how often a rank that drifts is, in as many steps, typically as late as this, or more clearly so.
+
+    ``known_spread`` is by what share of a step ranks are known to vary.
+    """
+    count = len(late_ns)
+    if not count or not step_ns:
+        return 1.0
+    late = late_ns / step_ns
+    apart, kept = _winsorized(late)
+    squares = float((apart**2).sum())
+    alike = float((apart[1:] * apart[:-1]).sum()) / squares if squares else 0.0
+    alike = max(alike + (1 + 3 * alike) / count, 0.0)  # without its bias (Kendall 1954)
+    alike = (CORRELATION_STEPS * KNOWN_CORRELATION + count * alike) / (CORRELATION_STEPS + count)
+    alike = min(alike, _MOST_ALIKE)
+    steps = np.arange(1, count)
+    of_mean = (count + 2 * float(((count - steps) * alike**steps).sum())) / count**2
+    seen = max(kept - 1, 0) * (1 - of_mean)
+    spread = squares / (count * (1 - of_mean)) / (kept / count) ** 2 if count > 1 else 0.0
+    freedom = SPREAD_STEPS + seen
+    spread = (SPREAD_STEPS * known_spread**2 + seen * spread) / freedom
+    return chance_beyond(typical(late) / math.sqrt(spread * of_mean), freedom)
+
+
+def chance_of_stalls(count: int, of_all: int, rank_count: int, share: float) -> float:
+    """Return how often at least ``count`` of all stalls hit one rank at a place where it spends that share of time."""
+    each = max(share, _LEAST_PROBABILITY) / rank_count
+    return sum(math.comb(of_all, at) * each**at * (1 - each) ** (of_all - at) for at in range(count, of_all + 1))
+
+
+def find_suspects(cost: Cost) -> list[tuple[int, Cause, Floats]]:
+    """Return who typically costs the others enough to be called late, why, and how much in each step, most first.
+
+    In a light record kernels are what a GPU did at most: what the host did comes first if it explains nearly as much.
+    """
+    suspects = []
+    for cause in cost.causes:
+        for rank, late_ns in enumerate(cost.of_cause(cause)):
+            time = typical(late_ns)
+            if time >= LEAST_SHARE * cost.step_ns and time > 0:
+                is_coarse = cause == "kernels" and not cost.is_exact
+                suspects.append((time * (_HOST_EXPLAINS if is_coarse else 1.0), rank, cause, late_ns))
+    suspects.sort(key=lambda suspect: (-suspect[0], *suspect[1:3]))
+    return [suspect[1:] for suspect in suspects]
+
+
+def _typical_spread(cost: Cost) -> float:
+    """Return by what share of a step ranks of this recording typically vary, but at least `KNOWN_SPREAD`.
+
+    That is the median of their median absolute deviations, as a standard deviation. Two ranks vary alike, and what one
+    is late says nothing new of the other.
+    """
+    if len(cost.saved_ns) == 2:
+        return KNOWN_SPREAD
+    apart = np.abs(cost.saved_ns - np.median(cost.saved_ns, axis=1)[:, None])
+    return max(_OF_DEVIATION * float(np.median(np.median(apart, axis=1))) / max(cost.step_ns, 1.0), KNOWN_SPREAD)
+
+
+def chance_beside(late_ns: Floats, others_ns: Floats, step_ns: float) -> float:
+    """Return how often a rank is typically as late as this beside others, late by ``others_ns`` (ranks, steps).
+
+    1 beside fewer than `_MANY`, or in fewer than four steps: they tell too little.
+    """
+    count = len(late_ns)
+    if len(others_ns) < _MANY or count < 4 or not step_ns:
+        return 1.0
+    usual = np.array([typical(rank_ns) for rank_ns in others_ns])
+    middle = float(np.median(usual))
+    apart = max(_OF_DEVIATION * float(np.median(np.abs(usual - middle))), _LEAST_APART * step_ns)
+    own_ns, kept = _winsorized(late_ns)
+    own = float(own_ns.var(ddof=1)) / count / (kept / count) ** 2
+    return chance_beyond((typical(late_ns) - middle) / math.sqrt(apart**2 + own), _EFFICIENCY * (len(usual) - 1))
+
+
+def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> Bools | None:
+    """Return in which steps a rank is late as a rule: in all, or in a stretch of most of them; None if by chance.
+
+    Stretches are tested too, since what one costs may be hidden in the others: of n steps there are n (n + 1) / 2.
+
+    Args:
+        late_ns: how late the rank is in each step.
+        cost: what the ranks cost each other.
+        rank: which rank it is, by position.
+        cause: why it is late; None: for whatever reason.
+    """
+    count, step_ns, spread = len(late_ns), cost.step_ns, _typical_spread(cost)
+    tests = (2 + (len(cost.saved_ns) > _MANY)) * len(cost.saved_ns) * len(cost.causes)
+    all_ns = cost.saved_ns if cause is None else cost.of_cause(cause)
+    beside = chance_beside(late_ns, np.delete(all_ns, rank, axis=0), step_ns)
+    if min(chance_of_level(late_ns, step_ns, spread), beside) * tests <= CHANCE:
+        return np.ones(count, dtype=np.bool_)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], late_ns >= LEAST_SHARE * step_ns, [0]]).astype(np.int64)))
+    begin, end = max(edges.reshape(-1, 2).tolist(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
+    chance = chance_of_level(late_ns[begin:end], step_ns, spread) * count * (count + 1) / 2
+    if (end - begin) * 2 <= count or chance * tests > CHANCE:
+        return None
+    return np.isin(np.arange(count), np.arange(begin, end))
+
+
+def _count_stalls(is_late: Bools) -> int:
+    """Return how many times a rank began to be late: steps in a row count as one stall."""
+    return int((is_late & ~np.pad(is_late, (1, 0))[:-1]).sum())
+
+
+def find_stalls(cost: Cost) -> tuple[int, int, Bools] | None:
+    """Return who is late now and then, at which place and in which steps; None if nobody is, or by chance."""
+    if not cost.places:
+        return None
+    costs = np.minimum(cost.saved_ns[:, :, None], cost.longer_ns)
+    least = LEAST_SHARE * cost.step_ns
+    where = costs.argmax(axis=2)
+    is_late = costs.max(axis=2, initial=0.0) >= least
+    of_all = sum(map(_count_stalls, is_late))
+    tests = cost.saved_ns.shape[0] * len(cost.places)
+    shares = np.median(cost.times_ns, axis=(0, 1)) / max(cost.step_ns, 1.0)
+    stalls = []
+    for rank, place in {(rank, int(where[rank, step])) for rank, step in np.argwhere(is_late).tolist()}:
+        steps, longer = costs[rank, :, place] >= least, cost.longer_ns[:, :, place]
+        steps &= longer[rank] >= float(np.median(longer[rank, steps])) / _APART
+        count = _count_stalls(steps)
+        mean = float(costs[rank, steps, place].sum()) / len(steps)
+        is_apart = longer[rank, steps].min() >= _APART * longer[:, ~steps].max(initial=0.0)
+        if not is_apart or mean < _LEAST_ON_AVERAGE * cost.step_ns or count < _FEWEST_STALLS:
+            continue
+        chance = chance_of_stalls(count, max(of_all, count), len(cost.saved_ns), float(shares[place]))
+        if chance * tests <= CHANCE:
+            stalls.append((mean, -rank, -place, steps))
+    if not stalls:
+        return None
+    _, rank, place, steps = max(stalls, key=lambda stall: stall[:3])
+    return -rank, -place, steps

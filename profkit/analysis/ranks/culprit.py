@@ -9,7 +9,7 @@ the host and on the GPU, are compared, and it is late by the longest wait of eac
 Waits remember: a host that was once slow stays behind one that its GPU does not hold up, and that one's GPU waits in
 every step, though both hosts now take the same time. So a step costs what the others waited for the rank, as far as it
 did something longer than they in that step (`profkit.analysis.ranks.costs`). A rank is named if that is clearly
-more than chance (`profkit.analysis.ranks.chance`): as a rule, or in some steps only, as one that saves or logs.
+more than chance (`profkit.analysis.ranks.costs`): as a rule, or in some steps only, as one that saves or logs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.ranks.chance import LEAST_SHARE, find_stalls, find_suspects, late_steps, typical
 from profkit.analysis.ranks.costs import (
+    LEAST_SHARE,
     Account,
     Cost,
-    Floats,
     Parts,
     cost_by_accounts,
-    lateness_by_step,
+    find_stalls,
+    find_suspects,
+    late_steps,
     median_of_parts,
+    typical,
     usual_time,
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
-from profkit.analysis.ranks.matching import LATE_NS, Matched
+from profkit.analysis.ranks.matching import LATE_NS, Floats, Matched, lateness_by_step
 from profkit.analysis.ranks.own_time import Cause
 from profkit.analysis.ranks.reduce import ReducedRank
 from profkit.names import kind_of

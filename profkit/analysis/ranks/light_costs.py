@@ -19,16 +19,14 @@ from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, uni
 from profkit.analysis.ranks.costs import (
     Account,
     Cost,
-    Floats,
     StepParts,
     clock_of,
     part_on_host,
     saved_beside,
     step_times,
     sum_cost,
-    waits_by_step,
 )
-from profkit.analysis.ranks.matching import Matched
+from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
 from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.reduce import ReducedRank
 from profkit.names import BACKWARD

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unite, unite_all
 from profkit.analysis.ranks.members import Ranks
@@ -24,6 +25,7 @@ LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
 by some microseconds (2 × H200, NVLink)."""
 
+Floats = npt.NDArray[np.float64]
 _NCCL = "nccl"
 _NOBODY = -1
 _ENDS_EARLY = 0.5
@@ -289,6 +291,31 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
             _, start, end = disjoint_pieces(np.zeros(len(order), dtype=np.int64), begin[order], (begin + wait)[order])
             np.add.at(sums[rank], to[order], end - start)
     return sums
+
+
+def waits_by_step(
+    steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc = np.add
+) -> dict[int, Floats]:
+    """Return for each rank how long it waited in the collectives of each measured step: in all, or as ``join`` says."""
+    waits = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
+    for match in matched:
+        for here, rank in enumerate(match.ranks):
+            if rank in waits:
+                join.at(waits[rank], match.step[here], match.wait_ns[here].astype(np.float64))
+    return {rank: values[steps[rank].named] for rank, values in waits.items()}
+
+
+def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
+    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
+    lateness = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
+    for match in matched:
+        for to in np.unique(match.last[match.last >= 0]).tolist():
+            if match.ranks[to] in lateness:
+                mine = match.last == to
+                np.maximum.at(
+                    lateness[match.ranks[to]], match.step[to][mine], match.median_wait_ns[mine].astype(np.float64)
+                )
+    return {rank: values[steps[rank].named] for rank, values in lateness.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -293,7 +293,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         _OPEN: _Reach.around(expected_ns, [ns for (speed, _), ns in after_ns.items() if speed == 1]),
         "how recorded steps differ": _Reach.of_error(_error_of_steps(runs)),
         _PROCESSES: _reach_of_processes(replay, changed, expected_ns),
-        "how unprofiled steps differ": _Reach.of_error(replay.variation * expected_ns),
+        STEPS_DIFFER: _Reach.of_error(replay.variation * expected_ns),
         # What makes the replays longer or shorter than the measured step changes by the same share, or stays.
         "how the replay differs from the measured step": _Reach.around(
             expected_ns, [after_ns[1, "expected"] * before_ns / now_ns + now_ns - before_ns]
@@ -329,6 +329,7 @@ def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: i
     return _Reach.together([_Reach.around(expected_ns, others_ns), _Reach.around(expected_ns, gpus_ns)])
 
 
+STEPS_DIFFER = "how unprofiled steps differ"
 _SPEED, _OPEN = "how fast Python is without the profiler", "what the edit leaves open"
 _PROCESSES = "how speed differs between two processes"
 

@@ -48,11 +48,10 @@ from profkit.capture.hooks.watcher import Watcher
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.steps.data_loading import is_loader_worker
 from profkit.capture.steps.times import wait_for_device
-from profkit.run.edits import parse_edits
+from profkit.run.edits import Evidence, Measured, parse_edits
 from profkit.run.job import rank_of_command
 from profkit.run.recording import Order, count_left, leave_failure, leave_measured
 from profkit.run.records import LARGEST_NUMBER
-from profkit.run.trials import Evidence, Measured
 
 MAKERS: dict[str, Callable[[str], Change]] = {
     "allocator": AllocatorSettings,

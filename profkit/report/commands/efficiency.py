@@ -18,7 +18,7 @@ from profkit.analysis.tree.selection import join_path, split_path
 from profkit.errors import Finding
 from profkit.names import STEP
 from profkit.report.commands.ranks import describe_verdict
-from profkit.report.commands.step_replay import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
+from profkit.report.commands.steps import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
     NS,

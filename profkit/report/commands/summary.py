@@ -1,4 +1,7 @@
-"""``profkit summary`` and the end of a run: the answer, the step as a tree, what to try, and how sure that is."""
+"""``profkit summary`` and the end of a run: the answer, the step as a tree, what to try, and how sure that is.
+
+Each line is told in parts: a short one holds as many as it has room for, so the first says the most.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.causes.advice import AdviceResult
-from profkit.analysis.summary import RUN_WARNING, Head, Summary
+from profkit.analysis.causes.memory import repeated_module
+from profkit.analysis.memory.places import PartRow
+from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
+from profkit.analysis.tree.modules import ModuleTime
+from profkit.names import MODEL
 from profkit.report.commands.answer import (
     ROOM,
     SEPARATOR,
     TWO_LINES,
     describe_answer,
+    describe_ranks,
     describe_together,
     describe_try,
     draw_tree,
     join_parts,
 )
-from profkit.report.commands.step_replay import describe_limits
-from profkit.report.commands.steps import describe_line
-from profkit.report.commands.summary_lines import (
-    describe_closing,
-    describe_gpu,
-    describe_memory,
-    describe_modules,
-    describe_step,
-    describe_work,
-    list_ranks,
-)
+from profkit.report.commands.steps import describe_limits, describe_line
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
-from profkit.report.units import TEXT, format_bytes, format_count
+from profkit.report.text import shorten
+from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
 _SCHEMA = 2
 
@@ -237,3 +236,233 @@ def _flatten(data: Any, key: str = "") -> Iterator[dict[str, Any]]:
             yield from _flatten(value, f"{key}.{name}" if key else str(name))
     else:
         yield {"figure": key, "value": data}
+
+
+_MODULES = 4
+_NAME_WIDTH = 48
+_CAUSES = {
+    "data_ns": "waiting for data",
+    "launching_ns": "while Python prepared kernels",
+    "synchronising_ns": "while Python waited for the GPU",
+    "outside_cuda_ns": "while Python ran without calling CUDA",
+}
+_MUCH = 0.05
+_PART = 0.005
+"""A part of the time below this share has no place in a line."""
+
+_MOST_RANKS = 8
+"""The line of ranks shows the own time of this many."""
+
+
+def describe_step(summary: Summary) -> Iterator[str]:
+    """Yield the step's time, how busy the GPU is, on which machine; then what was recorded."""
+    yield from (_describe_time(step) for step in summary.steps if step.best_ns is not None)
+    if summary.gpu is not None:
+        yield f"GPU busy {format_share(1 - summary.gpu.idle.share)}"
+    head = summary.head
+    if summary.has_trace:
+        yield from filter(None, (_name_machine(summary), head.precision, head.torch and f"torch {head.torch}"))
+    yield from [format_count(head.rank_count, "rank")] if head.rank_count > 1 else []
+    if head.steps:
+        drained = f" after {head.drained_steps} that emptied the data loader's queue" if head.drained_steps else ""
+        yield f"{format_count(head.steps, 'step')} recorded{drained}"
+    for step in summary.steps:
+        if step.unprofiled_ns is not None and step.recorded_ns is not None:
+            cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
+            yield f"{format_ns(step.recorded_ns)} with the profiler ({cost})"
+        if step.data_wait_ns is not None:
+            yield f"median without waits for data, plus {format_ns(step.data_wait_ns)}, the mean wait"
+    compiled = summary.compilations
+    if compiled is not None and compiled.recorded_ns:
+        count = format_count(len(compiled.steps), "recorded step")
+        yield f"torch.compile worked for {format_ns(compiled.recorded_ns)} in {count}"
+
+
+def _describe_time(step: StepUse) -> str:
+    time = format_ns(step.best_ns or 0)
+    if step.context is not None:
+        return f"context {step.context}: {time}"
+    has_spread = step.p10_ns is not None and step.p90_ns is not None and step.p10_ns < step.p90_ns
+    spread = f", most take {format_ns(step.p10_ns or 0)} to {format_ns(step.p90_ns or 0)}" if has_spread else ""
+    return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
+
+
+def describe_gpu(summary: Summary) -> str:
+    """Return how long the GPUs are busy and idle, and why they are idle; empty without one."""
+    gpu = summary.gpu
+    if gpu is None:
+        return ""
+    parts, idle = gpu.parts, gpu.idle
+    text = f"busy {format_share(1 - idle.share)}{SEPARATOR}idle {format_share(idle.share)}"
+    if summary.step_ns is not None:
+        text += f" = {format_ns(summary.idle_ns)} a step"
+        text += "" if idle.is_unprofiled else " as recorded"
+    why = {_CAUSES[name]: time_ns for name, time_ns in summary.idle_causes_ns.items()}
+    cause = max(why, key=lambda one: why[one])
+    if idle.idle_ns:
+        text += f", {'mostly ' if why[cause] < 0.9 * summary.idle_ns else ''}{cause}"
+        data_ns = why[_CAUSES["data_ns"]]
+        if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
+            text += f", {format_ns(data_ns)} {_CAUSES['data_ns']}"
+    exposed = parts.exposed_communication_ns
+    if exposed:
+        text += f"{SEPARATOR}communication not hidden {format_share(exposed / idle.span_ns)}"
+    elif not parts.overlapped_communication_ns:
+        text += f"{SEPARATOR}no communication"
+    if parts.exposed_copy_ns > _PART * idle.span_ns:
+        text += f"{SEPARATOR}copies and fills alone {format_share(parts.exposed_copy_ns / idle.span_ns)}"
+    return text
+
+
+def describe_work(summary: Summary) -> Iterator[str]:
+    """Yield how much of the kernel time is matrix products, how near these come to the peak, and what else there is."""
+    work = summary.work
+    if work is None:
+        if summary.has_trace:
+            yield "no GPU work was recorded (no GPU, or no CUDA), so there are no kernel times"
+        return
+    whole = work.kernel_time_ns or 1
+    names = "matmul + attention" if work.by_category.get("attention") else "matmul"
+    kind = "kernel time" if work.measure == "gpu-kernel" else "operator time"
+    each = format_ns(summary.per_step(work.kernel_time_ns))
+    peak = ""
+    if work.peak_share is not None and work.product_ns:
+        dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
+        peak = f", at {format_share(work.peak_share)} of {dtype}peak"
+    elif work.uncounted is not None and work.measure == "gpu-kernel":
+        peak = f" (% of peak: {work.uncounted})"
+    yield f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}{peak}"
+    others = {
+        "small kernels": work.small_ns,
+        "optimizer": work.optimizer_ns,
+        "communication": work.communication_ns,
+        "whole CUDA graphs": work.graph_ns,
+    }
+    for name, time_ns in sorted(others.items(), key=lambda item: -item[1]):
+        if time_ns > _PART * whole:
+            yield f"{name} {format_share(time_ns / whole)}"
+
+
+def _of_each(head: Head) -> str:
+    """Return whose the average of a step is, where several GPUs or ranks make one."""
+    if head.gpu_count > 1:
+        return " per GPU"
+    return " per rank" if head.rank_count > 1 else ""
+
+
+def describe_modules(summary: Summary) -> Iterator[str]:
+    """Yield the module that the time goes to, with what it does, then what else holds much of the time."""
+    module, work = summary.costliest_module, summary.work
+    if module is None or work is None:
+        return
+    each, whole = format_ns(summary.per_step(module.total_ns)), format_ns(summary.per_step(work.kernel_time_ns))
+    times = f" ×{module.number}" if module.number > 1 else ""
+    yield f"{_module_path(module)}{times} {each} of {whole}"
+    yield _passes(summary, module)
+    kind, time_ns = max(summary.costliest_kinds.items(), key=lambda item: item[1], default=("", 0))
+    if time_ns > module.total_ns / 2:
+        yield f"{format_share(time_ns / module.total_ns)} {kind}"
+    within = [row for row in summary.modules if row.parent == module.module]
+    others = within or [row for row in summary.modules if row.parent == module.parent and row is not module]
+    for row in sorted(others, key=lambda row: -row.total_ns)[:_MODULES]:
+        if row.total_ns > _MUCH * module.total_ns:
+            name = shorten(row.module.removeprefix(f"{row.parent}."), _NAME_WIDTH)
+            yield f"{'in it' if within else 'beside it'} {name} {format_ns(summary.per_step(row.total_ns))}"
+
+
+def _module_path(module: ModuleTime) -> str:
+    """Return a module's name, after that of the one around it unless its own begins with that."""
+    is_whole = module.parent is None or module.module.startswith(f"{module.parent}.") or module.parent == MODEL
+    return shorten(module.module if is_whole else f"{module.parent}/{module.module}", _NAME_WIDTH)
+
+
+def _passes(summary: Summary, module: ModuleTime) -> str:
+    passes = {
+        "forward": module.forward_ns,
+        "backward": module.backward_ns,
+        "computed again": module.recompute_ns,
+        "inference": module.inference_ns,
+    }
+    return ", ".join(f"{name} {format_ns(summary.per_step(ns))}" for name, ns in passes.items() if ns)
+
+
+def describe_memory(summary: Summary) -> Iterator[str]:
+    """Yield the peak with its largest parts, what PyTorch held beside it, and what recording it cost."""
+    memory = summary.memory
+    if memory is None:
+        return
+    text = f"peak {format_bytes(memory.peak_bytes)}" + ("" if memory.exact else " or more")
+    text += f" in {memory.phase}" if memory.phase else ""
+    whole = memory.peak_bytes or 1
+    shown = sorted(memory.by_category.items(), key=lambda item: -item[1])
+    parts = [
+        f"{category} {format_share(size / whole)}{_holders(memory.modules) if category == 'activations' else ''}"
+        for category, size in shown
+        if size >= 2 * _PART * whole
+    ]
+    yield ": ".join([text, *parts[:1]])
+    yield from parts[1:_MODULES]
+    unused = memory.reserved_peak_bytes - memory.peak_bytes
+    if unused > _MUCH * memory.reserved_peak_bytes:
+        yield f"reserved {format_bytes(memory.reserved_peak_bytes)}"
+    if memory.recording_cost is not None:
+        yield f"recording the allocator changed the step time by {format_change(memory.recording_cost)}"
+
+
+def _holders(modules: Sequence[PartRow]) -> str:
+    """Return the modules that hold the most activations: those in the repeated blocks, and others of the model."""
+    blocks = repeated_module(tuple(modules))
+    above = () if blocks is None else blocks.path
+    if not any(row.path[:-1] == above and row.categories.get("activations") for row in modules):
+        above = above[:-1]
+    # A row that holds the blocks, or lies deeper in another module, would count bytes twice.
+    rows = [
+        row
+        for row in modules
+        if row.categories.get("activations")
+        and row.path != above[: len(row.path)]
+        and not row.path[0].startswith("(")
+        and row.path[:-1] == above[: len(row.path) - 1]
+    ]
+    rows.sort(key=lambda row: -row.categories["activations"])
+    named = [f"{shorten(row.name, _NAME_WIDTH)} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def list_ranks(summary: Summary, answer: str) -> Iterator[str]:
+    """Yield who is late, unless the answer says so, and the ranks' own time."""
+    verdict = describe_ranks(summary)
+    if verdict and verdict[1:] not in answer:
+        yield verdict
+    own = [f"rank {row.rank} {format_ns(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
+    more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
+    if own:
+        yield f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"
+
+
+def describe_closing(summary: Summary) -> Iterator[str]:
+    """Yield the sums that close, and what of them is in no named line; nothing of figures that cannot be trusted."""
+    texts, open_ends = [], []
+    if summary.ledger is not None and summary.work is not None:
+        kind = "kernels" if summary.work.measure == "gpu-kernel" else "operators"
+        texts.append(f"{summary.ledger.total_ns:,} ns of {kind}")
+        unplaced = summary.ledger.outside_ns + summary.ledger.ambiguous_ns + summary.ledger.no_launch_ns
+        open_ends += [f"{unplaced:,} ns of them are in no range"] if unplaced else []
+    if summary.memory is not None:
+        texts.append(f"{summary.memory.peak_bytes:,} B at the peak")
+        unknown = summary.memory.by_category.get("unknown", 0)
+        open_ends += [f"the purpose of {unknown:,} B is unknown"] if unknown else []
+        open_ends += [] if summary.memory.exact else ["the peak is not proved"]
+    if not texts or summary.has_failed:
+        return
+    yield f"{', '.join(texts)}: {'; '.join(open_ends) or 'every one in a named line'}"
+    if summary.memory is not None and summary.memory.agrees:
+        yield "PyTorch's own peaks, recorded by the run, agree to the byte"
+
+
+def _name_machine(summary: Summary) -> str:
+    head = summary.head
+    if head.gpu_count or head.gpu:
+        gpu = (head.gpu or "GPU").removeprefix("NVIDIA ")
+        return f"{head.gpu_count} × {gpu}" if head.gpu_count else gpu
+    return "CPU only" if summary.work is not None else ""

@@ -21,8 +21,7 @@ from profkit.report.units import (
     format_ns,
     format_share,
 )
-from profkit.run.edits import Edit, parse_edits
-from profkit.run.trials import TrialPlan
+from profkit.run.edits import Edit, TrialPlan, parse_edits
 
 _AS_IS = "now"
 _SLOW_FIRST_NS = 1e9
