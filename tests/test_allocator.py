@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from profkit.allocator.replay import History, replay_history
 from profkit.allocator.rules import round_sizes
-from profkit.snapshot.columns import ALLOCATED, PENDING, Settings
+from profkit.analysis.memory.failures import Layout, lay_out
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 from tests.captures import capture
@@ -320,24 +321,20 @@ def test_each_interval_between_powers_of_two_has_its_divisions() -> None:
     assert round_sizes(sizes, rule).tolist() == [MIB + 512, 2 * MIB + MIB // 2, 4 * MIB + MIB // 2]
 
 
-_STATES = {"active_allocated": ALLOCATED, "active_pending_free": PENDING}
+_STATES = {"inactive": INACTIVE, "active_allocated": ALLOCATED, "active_pending_free": PENDING}
 
 
-def used_blocks(history: History, moment: int) -> list[tuple[int, int, int]]:
-    """Return address, size and state of what was in use at a moment, by address."""
-    replay = history.replay
-    rows = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
-    states = np.where(replay.freed[rows] >= moment, ALLOCATED, PENDING)
-    return sorted(zip(replay.address[rows].tolist(), replay.size_bytes[rows].tolist(), states.tolist(), strict=True))
+def blocks_of(layout: Layout | None) -> list[tuple[int, int, int]]:
+    assert layout is not None
+    return list(zip(layout.address.tolist(), layout.size_bytes.tolist(), layout.state.tolist(), strict=True))
 
 
 def listed(snapshot: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Return the blocks in use that a snapshot lists, by address."""
+    """Return the blocks that a snapshot lists, by address."""
     return sorted(
         (block["address"], block["size"], _STATES[block["state"]])
         for segment in snapshot["segments"]
         for block in segment["blocks"]
-        if block["state"] in _STATES
     )
 
 
@@ -356,5 +353,26 @@ def test_the_blocks_of_a_moment_are_those_that_the_allocator_had(
     drive(stopped, steps[:stop], record_at=0)
     drive(allocator, steps, record_at=0)
     history = replay(allocator)
-    assert used_blocks(history, len(stopped.events)) == listed(stopped.snapshot())
-    assert used_blocks(history, len(allocator.events)) == listed(allocator.snapshot())
+    assert blocks_of(lay_out(history, len(stopped.events))) == listed(stopped.snapshot())
+    assert blocks_of(lay_out(history, len(allocator.events))) == listed(allocator.snapshot())
+
+
+@pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle"])
+def test_allocated_pending_and_free_are_all_that_is_reserved(name: str) -> None:
+    snapshot = read_snapshot(capture(name))
+    history = replay_history(snapshot.devices[0], snapshot.settings)
+    for moment in (0, history.peak_moment, len(history.device.events) // 2):
+        layout = lay_out(history, moment)
+        assert layout is not None
+        assert layout.size_bytes.sum() == layout.segment_bytes.sum() == history.curves.reserved[moment]
+        assert layout.size_bytes[layout.state == ALLOCATED].sum() == history.curves.allocated[moment]
+
+
+def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:
+    allocator = ReferenceAllocator()
+    allocator.record()
+    allocator.malloc(8 * MIB)
+    allocator.free(allocator.malloc(4 * MIB))
+    # The last event says that memory was allocated where no segment is.
+    allocator._note("alloc", 2**40, MIB, 0)
+    assert lay_out(replay(allocator), len(allocator.events)) is None

@@ -12,7 +12,7 @@ import pytest
 
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import bin_history
-from profkit.analysis.memory.failures import OomVerdict
+from profkit.analysis.memory.failures import OomVerdict, find_free_blocks
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.reader import build_snapshot
@@ -245,6 +245,17 @@ def test_the_json_has_all_documented_keys(opened: OpenedSnapshot) -> None:
 # -- out of memory -------------------------------------------------------------------------------------------------
 
 
+def test_free_blocks_can_be_found_in_the_middle_of_a_history(allocator: ReferenceAllocator) -> None:
+    first, second = allocator.malloc(5 * MIB), allocator.malloc(6 * MIB)
+    allocator.free(first)
+    moment = len(allocator.events)
+    allocator.free(second)
+    allocator.empty_cache()
+    opened = OpenedSnapshot(build_snapshot(Path("x"), allocator.snapshot()))
+    free_blocks = find_free_blocks(opened.device().history, moment)
+    assert [(block.size_bytes, block.is_large) for block in free_blocks] == [(9 * MIB, True), (5 * MIB, True)]
+
+
 def failed(allocator: ReferenceAllocator, wanted: int, device_free: int, capacity: int | None = None) -> OomVerdict:
     allocator.clock += 1
     allocator.events.append(
@@ -277,7 +288,7 @@ def test_too_little_memory_for_the_live_blocks_is_a_lack_of_capacity_that_no_set
         assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
 
 
-def test_free_memory_in_a_segment_with_a_live_block_is_fragmentation(allocator: ReferenceAllocator) -> None:
+def test_fragmentation_names_the_blocks_that_keep_the_segment(allocator: ReferenceAllocator) -> None:
     big = allocator.malloc(100 * MIB)
     allocator.free(big)
     allocator.malloc(40 * MIB)
@@ -287,7 +298,9 @@ def test_free_memory_in_a_segment_with_a_live_block_is_fragmentation(allocator: 
     verdict = failed(allocator, 70 * MIB, device_free=10 * MIB)
     assert verdict.cause == "fragmentation"
     assert verdict.short_bytes == 60 * MIB
-    assert verdict.free_bytes == 80 * MIB
+    (candidate,) = verdict.largest_free
+    assert (candidate.bytes, candidate.pool, candidate.is_usable) == (40 * MIB, "large", True)
+    assert [block.bytes for block in candidate.pinned_by] == [20 * MIB]
 
 
 def test_only_settings_that_let_the_request_through_are_named(allocator: ReferenceAllocator) -> None:
@@ -313,7 +326,10 @@ def test_free_memory_on_another_stream_cannot_serve_the_request(allocator: Refer
     allocator.free(block)
     verdict = failed(allocator, 90 * MIB, device_free=0)
     assert verdict.cause == "fragmentation"
-    assert verdict.free_bytes == 102 * MIB - 1024
+    assert [(free.pool, free.stream, free.is_usable) for free in verdict.largest_free] == [
+        ("large", 7, False),
+        ("small", 0, False),
+    ]
 
 
 @pytest.mark.parametrize(

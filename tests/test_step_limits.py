@@ -194,7 +194,7 @@ def test_every_limit_has_a_colour_and_a_name() -> None:
 
 def test_without_a_prediction_there_are_no_lanes() -> None:
     opened = read_trace(SMALL)
-    for edit in ("cudnn-benchmark", "optimizer:sgd", "no-wait:train.py:7"):
+    for edit in ("cudnn-benchmark", "gradients:bf16", "no-wait:train.py:7"):
         assert opened.step_lanes(parse_edits([edit])) is None
 
 

@@ -121,13 +121,16 @@ def _first_blocks(device: Device, contradictions: Counter[str]) -> list[tuple[in
     return sorted(live)
 
 
-def find_regions(device: Device, contradictions: Counter[str]) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Return the plain segments (address → size) and the mapped stretches (from, to) before the first event."""
+def find_regions(
+    device: Device, contradictions: Counter[str], moment: int = 0
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Return the plain segments (address → size) and the mapped stretches (from, to) after ``moment`` events."""
     segments, events = device.segments, device.events
     extents = list(zip(segments.address.tolist(), segments.size_bytes.tolist(), segments.is_expandable, strict=True))
     plain = {address: size for address, size, is_expandable in extents if not is_expandable}
     mapped = _Stretches([(address, address + size) for address, size, is_expandable in extents if is_expandable])
-    where = np.flatnonzero((events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))[::-1]
+    is_later = np.arange(len(events)) >= moment
+    where = np.flatnonzero(is_later & (events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP))[::-1]
     columns = (events.action[where], events.address[where], events.size_bytes[where])
     for action, address, size in zip(*(column.tolist() for column in columns), strict=True):
         if action == SEGMENT_ALLOC:

@@ -309,7 +309,7 @@ class OpenedCapture:
             SnapshotError: no history of memory was recorded.
         """
         from profkit.analysis.step_replay.predict import Prediction
-        from profkit.analysis.whatif.apply import MODELLED
+        from profkit.analysis.whatif.apply import MODELLED, cost_of_ranges
         from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)
@@ -330,6 +330,7 @@ class OpenedCapture:
                 edits=[edit.text for edit in changing],
                 device=device,
                 capacity_bytes=capacity_bytes,
+                cost=None if self.trace is None else cost_of_ranges(self.trace.ranges()),
             )
         except UsageError as error:
             if time is None or time.refusal is not None:

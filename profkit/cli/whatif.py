@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from profkit.analysis.step_replay.predict import Prediction
+from profkit.analysis.whatif.apply import Cost, cost_of_ranges
 from profkit.cli.options import SIZE, capture_argument, peak_options, plot_option
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
-from profkit.errors import UsageError
-from profkit.reading import open_capture, open_snapshot
+from profkit.errors import ProfkitError, UsageError
+from profkit.reading import open_capture, open_snapshot, open_trace
 from profkit.report.commands.whatif import build_prediction_document
 from profkit.run.edits import FORMS, parse_edits
 
@@ -76,6 +77,7 @@ def whatif(
                 fit=fit is not None,
                 device=device,
                 capacity_bytes=fit or capacity,
+                cost=_cost_of(capture) if fit else None,
             )
             predicted = Prediction(None, memory)
     if plot is not None:
@@ -87,3 +89,13 @@ def whatif(
 
         plot_lanes(*lanes, edits, plot)
     output.print(build_prediction_document(predicted))
+
+
+def _cost_of(path: Path) -> Cost | None:
+    """Return what tells how long ranges take, if the run has a trace that can be read."""
+    if not path.is_dir():
+        return None
+    try:
+        return cost_of_ranges(open_trace(path).ranges())
+    except ProfkitError:
+        return None

@@ -80,9 +80,11 @@ EDITS = (
         code="optimizer = torch.optim.AdamW(…, {}=True)",
         keywords="{}=True",
     ),
+    EditSpec("gradients", ("gradients:bf16|offload",), numbers="gradients are rounded to bf16", loss_share=_HALF),
+    EditSpec("parameters", ("parameters:bf16",), numbers="all is computed in bf16", loss_share=_HALF),
     EditSpec(
         "checkpoint",
-        ("checkpoint:GLOB[:every=K][:reentrant]",),
+        ("checkpoint:GLOB[:every=K|:group=K][:reentrant]",),
         trying_needs="modules whose names match, none of them compiled",
         code="x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)  # each module that matches {}",
     ),
@@ -94,7 +96,7 @@ EDITS = (
         loss_share=None,
         code="loader = DataLoader(…, batch_size=…)  # {}",
     ),
-    EditSpec("loss", ("loss:fused",), numbers="rounding differs", loss_share=_ROUNDING),
+    EditSpec("loss", ("loss:fused[:chunks=N]",), numbers="rounding differs", loss_share=_ROUNDING),
     EditSpec(
         "zero-grad",
         ("zero-grad:none",),

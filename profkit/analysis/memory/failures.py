@@ -13,15 +13,28 @@ pieces too small, or in another pool or on another stream.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from profkit.allocator.rules import MIN_BLOCK_BYTES, format_settings, list_variants, segment_size_bytes
-from profkit.analysis.memory.device import DeviceMemory, measure_fragmentation
+from profkit.allocator.recorded_heap import find_regions
+from profkit.allocator.replay import History
+from profkit.allocator.rules import (
+    MIN_BLOCK_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    format_settings,
+    list_variants,
+    segment_size_bytes,
+)
+from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.stacks import StackFacts
-from profkit.snapshot.columns import OOM, Ints, Settings
+from profkit.snapshot.columns import ALLOCATED, INACTIVE, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Ints, Settings
 
 _RISES = 3
 
@@ -138,6 +151,29 @@ def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> Lea
 _CONTEXT_BYTES = 2**30
 """What a CUDA context, its kernels and libraries take at most; more memory outside PyTorch is another program's."""
 
+_PINS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A live block that keeps the segment of a free block from being given back."""
+
+    bytes: int
+    owner: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The largest free block of one pool and stream."""
+
+    bytes: int
+    pool: str
+    stream: int
+    is_usable: bool
+    """Whether it lies in the pool and on the stream of the request."""
+    pinned_by: tuple[Pin, ...]
+
 
 @dataclass(frozen=True)
 class OomVerdict:
@@ -163,6 +199,7 @@ class OomVerdict:
     reserved_bytes: int
     free_bytes: int
     outside_bytes: int | None
+    largest_free: tuple[Candidate, ...]
     fitting_settings: tuple[str, ...] | None
     """Settings of the allocator, as torch writes them, under which the simulated request fits; None where the
     simulation does not fail under the recorded ones, so that it proves nothing."""
@@ -185,7 +222,8 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
     needed = wanted if is_expandable else segment_size_bytes(wanted)
     curves = memory.history.curves
     allocated, reserved = int(curves.allocated[event + 1]), int(curves.reserved[event + 1])
-    free = measure_fragmentation(memory.history, event + 1).free_bytes
+    blocks = find_free_blocks(memory.history, event + 1)
+    free = sum(block.size_bytes for block in blocks)
     outside = None if capacity_bytes is None else max(capacity_bytes - device_free - reserved, 0)
     is_limited = device_free >= needed
     if is_limited:
@@ -194,6 +232,7 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
     else:
         short = needed - device_free
         cause = _cause(wanted, short, room=reserved + device_free, loose=free + device_free, outside=outside)
+    candidates = _candidates(memory, blocks, wanted, int(events.stream[event]))
     return OomVerdict(
         cause=cause,
         message=_MESSAGES[cause] + (_LIMITED if is_limited else ""),
@@ -208,6 +247,7 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
         reserved_bytes=reserved,
         free_bytes=free,
         outside_bytes=outside,
+        largest_free=candidates,
         fitting_settings=_find_fitting_settings(memory, event, is_limited),
     )
 
@@ -268,3 +308,144 @@ def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | Non
     if outside is not None and outside - _CONTEXT_BYTES >= short:
         return "outside"
     return "capacity"
+
+
+def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stream: int) -> tuple[Candidate, ...]:
+    """Return the largest free block of each pool and stream, the request's own first."""
+    largest: dict[tuple[bool, int], FreeBlock] = {}
+    for block in blocks:
+        largest.setdefault((block.is_large, block.stream), block)
+    own = (wanted > SMALL_BYTES, stream)
+    ordered = sorted(largest.items(), key=lambda item: (item[0] != own, -item[1].size_bytes))
+    return tuple(
+        Candidate(
+            block.size_bytes,
+            "large" if key[0] else "small",
+            key[1],
+            key == own,
+            tuple(
+                Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.of(row).label)
+                for row in block.pinned_by[:_PINS_SHOWN]
+            ),
+        )
+        for key, block in ordered
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The segments of one device at one moment, by address, and the blocks that fill them without a gap.
+
+    Pages of an expandable segment that lie next to each other count as one segment. ``segment`` is each block's row
+    among the segments, and ``row`` its allocation, a row of the replay; -1 for free memory, and where none is known.
+    """
+
+    segment_address: Ints
+    segment_bytes: Ints
+    is_expandable: npt.NDArray[np.bool_]
+    address: Ints
+    size_bytes: Ints
+    state: Ints
+    segment: Ints
+    row: Ints
+
+
+def lay_out(history: History, moment: int) -> Layout | None:
+    """Return how memory lay at a moment on the curves; None if the recorded blocks do not fit into the segments."""
+    replay = history.replay
+    rows = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
+    states = np.where(replay.freed[rows] >= moment, ALLOCATED, PENDING)
+    used = np.stack([replay.address[rows], replay.size_bytes[rows], states, rows])
+    plain, mapped = find_regions(history.device, Counter(), moment)
+    regions = sorted(
+        [(begin, begin + length, False) for begin, length in plain.items()] + [(*stretch, True) for stretch in mapped]
+    )
+    address, size, state, row = used[:, np.argsort(used[0], kind="stable")].tolist()
+    filled: list[tuple[int, int, int, int, int]] = []
+    covered = 0
+    for number, (begin, end, _) in enumerate(regions):
+        first, last = bisect_left(address, begin), bisect_left(address, end)
+        covered += last - first
+        at = begin
+        for block in range(first, last):
+            if address[block] < at or address[block] + size[block] > end:
+                return None
+            filled += _gap(at, address[block], number)
+            filled.append((address[block], size[block], state[block], number, row[block]))
+            at = address[block] + size[block]
+        filled += _gap(at, end, number)
+    if covered != len(address):
+        return None
+    blocks = np.array(filled, dtype=np.int64).reshape(-1, 5)
+    extents = np.array([(begin, end - begin) for begin, end, _ in regions], dtype=np.int64).reshape(-1, 2)
+    is_expandable = np.array([kind for _, _, kind in regions], dtype=np.bool_)
+    return Layout(extents[:, 0], extents[:, 1], is_expandable, *blocks.T)
+
+
+def _gap(begin: int, end: int, segment: int) -> Iterator[tuple[int, int, int, int, int]]:
+    if begin < end:
+        yield begin, end - begin, INACTIVE, segment, -1
+
+
+_MOST_NEIGHBOURS = 16
+
+
+@dataclass(frozen=True)
+class FreeBlock:
+    """A free block, and the live blocks (rows of the replay) next to it in its segment, up to 16, nearest first."""
+
+    address: int
+    size_bytes: int
+    stream: int
+    is_large: bool
+    pinned_by: tuple[int, ...]
+
+
+def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
+    """Return the free blocks at a moment on the curves, the largest first; none if the blocks do not fit together."""
+    layout = lay_out(history, moment)
+    if layout is None:
+        return []
+    begins, streams = _streams(history)
+    borders = np.searchsorted(layout.segment, np.arange(len(layout.segment_bytes) + 1)).tolist()
+    blocks = []
+    for segment, (first, end) in enumerate(pairwise(borders)):
+        stream = streams[max(bisect_right(begins, int(layout.segment_address[segment])) - 1, 0)] if streams else 0
+        is_large = _holds_large_blocks(layout, segment, slice(first, end))
+        used = np.flatnonzero(layout.row[first:end] >= 0) + first
+        for at in (np.flatnonzero(layout.state[first:end] == INACTIVE) + first).tolist():
+            blocks.append(
+                FreeBlock(
+                    int(layout.address[at]),
+                    int(layout.size_bytes[at]),
+                    stream,
+                    is_large,
+                    _nearest(layout, used, at),
+                )
+            )
+    return sorted(blocks, key=lambda block: (-block.size_bytes, block.address))
+
+
+def _holds_large_blocks(layout: Layout, segment: int, blocks: slice) -> bool:
+    sizes = layout.size_bytes[blocks][layout.row[blocks] >= 0]
+    is_small_segment = layout.segment_bytes[segment] == SMALL_SEGMENT_BYTES and not layout.is_expandable[segment]
+    return not is_small_segment and (not len(sizes) or int(sizes.max()) > SMALL_BYTES)
+
+
+def _nearest(layout: Layout, used: Ints, free: int) -> tuple[int, ...]:
+    """Return the allocations (rows) nearest to a free block; ``used`` are the used blocks of its segment."""
+    at = int(np.searchsorted(used, free))
+    near = used[max(at - _MOST_NEIGHBOURS, 0) : at + _MOST_NEIGHBOURS]
+    begin, end = layout.address[free], layout.address[free] + layout.size_bytes[free]
+    distance = np.minimum(np.abs(layout.address[near] - end), np.abs(begin - layout.address[near]))
+    rows: list[int] = layout.row[near][np.argsort(distance, kind="stable")][:_MOST_NEIGHBOURS].tolist()
+    return tuple(rows)
+
+
+def _streams(history: History) -> tuple[list[int], list[int]]:
+    """Return, sorted by address, where segments and mapped pages began, and on which stream."""
+    events, segments = history.device.events, history.device.segments
+    where = (events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP)
+    known = dict(zip(events.address[where].tolist(), events.stream[where].tolist(), strict=True))
+    known |= dict(zip(segments.address.tolist(), segments.stream.tolist(), strict=True))
+    return sorted(known), [known[address] for address in sorted(known)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +209,7 @@ class OpenedSnapshot:
         fit: bool = False,
         device: int | None = None,
         capacity_bytes: int | None = None,
+        cost: Callable[[Sequence[str]], int | None] | None = None,
     ) -> WhatIf:
         """Return the peaks today and under other settings or after edits; ``profkit whatif`` prints them.
 
@@ -218,6 +219,7 @@ class OpenedSnapshot:
             fit: search for the edits that make the program fit.
             device: the device's index; by default the one with the highest peak.
             capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
+            cost: returns the kernel time (ns) of some ranges in a step's forward pass, None if it is not known.
 
         Raises:
             UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
@@ -232,6 +234,7 @@ class OpenedSnapshot:
             capacity_bytes=capacity_bytes,
             edits=edits,
             fit=fit,
+            cost=cost,
         )
 
     def memory(

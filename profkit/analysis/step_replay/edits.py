@@ -447,7 +447,7 @@ def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
     """What matching modules compute in forward passes runs once more, spread over their backward passes."""
     pattern, _, options = setting.argument.partition(":")
     if options.removeprefix("reentrant"):
-        raise CannotPredictError("what checkpoints of some of the modules do to the time is not known")
+        raise CannotPredictError("what checkpoints of some of the modules, or of groups, do to the time is not known")
     matching = _calls_of_modules(setting, pattern)
     forward = matching & set(setting.calls_in({FORWARD}))
     backward = [call for call in matching & set(setting.calls_in({BACKWARD})) if range(*columns.launches[call])]

@@ -21,7 +21,7 @@ from profkit.allocator.simulate import Identity, Prediction, Range, Simulation, 
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.whatif.apply import EditedPeak, apply_edits, find_fitting, take_apart
+from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
 from profkit.analysis.whatif.edits import Program, with_failed_request
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
@@ -93,6 +93,7 @@ def what_if(
     capacity_bytes: int | None = None,
     edits: Sequence[str] = (),
     fit: bool = False,
+    cost: Cost | None = None,
 ) -> WhatIf:
     """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
 
@@ -102,6 +103,7 @@ def what_if(
         capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
         edits: what to change in the program, as on the command line.
         fit: change whatever makes it fit.
+        cost: says how long ranges of the forward pass take.
 
     Raises:
         UsageError: torch would refuse a setting, or an edit cannot be modelled.
@@ -123,7 +125,7 @@ def what_if(
     else:
         variants = variants or [history.settings]
         cases, edited, has_found = _edited_cases(
-            memory, tuple(edits), variants, today, fit=fit, capacity=capacity, is_proven=identity.exact
+            memory, tuple(edits), variants, today, fit=fit, cost=cost, capacity=capacity, is_proven=identity.exact
         )
     return WhatIf(
         snapshot=snapshot,
@@ -163,6 +165,7 @@ def _edited_cases(
     today: Case,
     *,
     fit: bool,
+    cost: Cost | None,
     capacity: int | None,
     is_proven: bool,
 ) -> tuple[list[Case], EditedPeak | None, bool | None]:
@@ -173,7 +176,7 @@ def _edited_cases(
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
         if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
             return [], None, True
-        rung, has_found = find_fitting(program, memory.history.settings, capacity)
+        rung, has_found = find_fitting(program, memory.history.settings, capacity, cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts)
     requests = with_failed_request(memory, stream.requests)
@@ -195,7 +198,7 @@ def _edited_cases(
                 for case in cases
             ]
     first = simulations[0] if simulations else None
-    return cases, take_apart(program, stream, applied, first), has_found
+    return cases, take_apart(program, stream, applied, first, cost), has_found
 
 
 def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_proven: bool) -> Case:

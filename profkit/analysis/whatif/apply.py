@@ -2,7 +2,7 @@
 
 What is tried, alone and together: pages for segments (``expandable_segments``), a fused optimizer or one in 8 bits, a
 fused loss, gradients set to None, and checkpoints of every or of every second block. If none of these is enough, the
-optimizer goes to the host, whose time nobody knows. Nothing that changes what the model computes in
+optimizer and the gradients go to the host, whose time nobody knows. Nothing that changes what the model computes in
 bf16 is tried. What the peak of an edited program is made of stands next to the recorded one.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from profkit.allocator.requests import highest_sum
 from profkit.allocator.simulate import Simulation, predict
 from profkit.analysis.memory.places import Piece, fold, sum_by_module
+from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
 from profkit.analysis.whatif.edits import (
     Applied,
@@ -28,15 +29,34 @@ from profkit.analysis.whatif.edits import (
     Program,
     Stream,
     drop_gradients,
+    edit_gradients,
+    edit_loss,
     edit_optimizer,
-    fuse_loss,
+    edit_parameters,
     with_failed_request,
 )
 from profkit.errors import UsageError
+from profkit.names import BACKWARD
 from profkit.run.edits import parse_edits
 from profkit.snapshot.columns import Settings
 
 FAILED_REQUEST = "(the request that failed)"
+
+Cost = Callable[[Sequence[str]], int | None]
+"""Returns the kernel time in nanoseconds that some ranges take in a step's forward pass; None if it is not known."""
+
+
+def cost_of_ranges(tree: RangesResult) -> Cost:
+    """Return what tells the kernel time per step of some ranges in the forward pass, from a trace's tree of ranges."""
+
+    def cost(names: Sequence[str]) -> int | None:
+        wanted = set(names)
+        rows = [row for row in tree.ranges if row.name in wanted and BACKWARD not in row.path.split("/")]
+        if not rows or not tree.steps:
+            return None
+        return sum(row.kernel_time_ns for row in rows) // tree.steps
+
+    return cost
 
 
 @dataclass(frozen=True)
@@ -55,16 +75,23 @@ class EditedPeak:
     edits: tuple[Applied, ...]
     place: str | None
     """What asks for the memory at the peak: the module and the line."""
+    added_kernel_ns: int | None
+    """The kernels that checkpoints run again in a step; None if there are none, or if it is not known.
+
+    A step becomes longer by at least this: Python prepares the kernels again, too.
+    """
     by_category: tuple[PartChange, ...] = ()
     by_module: tuple[PartChange, ...] = ()
 
 
 def take_apart(
-    program: Program, stream: Stream, applied: tuple[Applied, ...], simulation: Simulation | None
+    program: Program, stream: Stream, applied: tuple[Applied, ...], simulation: Simulation | None, cost: Cost | None
 ) -> EditedPeak:
     """Return what the peak of an edited stream is made of; without a simulation only what the edits rest on."""
+    ranges = [name for edit in applied for name in edit.recomputed]
+    added = cost(ranges) if cost and ranges else None
     if simulation is None:
-        return EditedPeak(applied, None)
+        return EditedPeak(applied, None, added)
     memory, position = program.memory, simulation.peak_position
     before = memory.live_rows(memory.history.peak_moment)
     after = np.flatnonzero((stream.requests.born <= position) & (stream.requests.freed > position))
@@ -75,6 +102,7 @@ def take_apart(
     return EditedPeak(
         applied,
         _place(program, stream, position),
+        added,
         _join(
             _by_category(program, recorded),
             {**_by_category(program, edited), **({FAILED_REQUEST: failed} if failed else {})},
@@ -118,7 +146,9 @@ def _join(before: dict[str, int], after: dict[str, int]) -> tuple[PartChange, ..
 
 _EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
     "optimizer": edit_optimizer,
-    "loss": fuse_loss,
+    "gradients": edit_gradients,
+    "parameters": edit_parameters,
+    "loss": edit_loss,
     "zero-grad": drop_gradients,
 }
 _CHECKPOINT = "checkpoint"
@@ -162,8 +192,8 @@ def apply_edits(
 
 
 _OPTIMIZERS = ("optimizer:adamw-fused", "optimizer:adamw-8bit", "optimizer:offload")
-_OTHERS = ("loss:fused", "zero-grad:none")
-_UNKNOWN_TIME = "optimizer:offload"
+_OTHERS = ("loss:fused", "zero-grad:none", "gradients:offload")
+_UNKNOWN_TIME = ("optimizer:offload", "gradients:offload")
 _MOST_PATTERNS = 3
 _NUMBERED = re.compile(r"\d+")
 _ENDS_IN_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+$")
@@ -175,18 +205,19 @@ class Rung:
 
     edits: tuple[str, ...]
     settings: Settings
-    added: int
-    """How many ranges checkpoints compute again."""
+    added: float
+    """What checkpoints compute again: nanoseconds of kernel time a step, or calls where that is not known."""
 
 
-def find_fitting(program: Program, settings: Settings, capacity_bytes: int) -> tuple[Rung, bool]:
+def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None) -> tuple[Rung, bool]:
     """Return the cheapest set that fits, or else the one that needs least, and whether it fits."""
     streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
 
-    def price(rung: Rung) -> tuple[bool, int, int]:
-        return _UNKNOWN_TIME in rung.edits, rung.added, len(rung.edits) + (rung.settings != settings)
+    def price(rung: Rung) -> tuple[int, float, int]:
+        unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
+        return unknown, rung.added, len(rung.edits) + (rung.settings != settings)
 
-    rungs = sorted(_rungs(program, settings), key=price)
+    rungs = sorted(_rungs(program, settings, cost), key=price)
     least, least_bytes = rungs[0], 2**62
     for rung in rungs:
         stream = _stream(program, rung.edits, streams)
@@ -201,7 +232,7 @@ def find_fitting(program: Program, settings: Settings, capacity_bytes: int) -> t
     return least, False
 
 
-def _rungs(program: Program, settings: Settings) -> Iterator[Rung]:
+def _rungs(program: Program, settings: Settings, cost: Cost | None) -> Iterator[Rung]:
     """Yield every set of edits that each do something on their own, under the recorded settings and with pages."""
     streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
 
@@ -209,7 +240,7 @@ def _rungs(program: Program, settings: Settings) -> Iterator[Rung]:
         return ["", *(text for text in texts if _stream(program, (text,), streams) is not None)]
 
     checkpoints = possible(tuple(_checkpoints(program)))
-    added = {text: _count_recomputed(program, text) for text in checkpoints}
+    added = {text: _added(program, text, cost) for text in checkpoints}
     chosen = product(possible(_OPTIMIZERS), checkpoints, *(possible((text,)) for text in _OTHERS))
     variants = [settings] if settings.expandable_segments else [settings, replace(settings, expandable_segments=True)]
     for edits in chosen:
@@ -242,5 +273,9 @@ def _checkpoints(program: Program) -> Iterator[str]:
         yield f"checkpoint:{pattern}:every=2"
 
 
-def _count_recomputed(program: Program, text: str) -> int:
-    return len(apply_edits(program, [text])[1][0].recomputed) if text else 0
+def _added(program: Program, text: str, cost: Cost | None) -> float:
+    if not text:
+        return 0
+    _, (applied,) = apply_edits(program, [text])
+    known = cost(applied.recomputed) if cost else None
+    return len(applied.recomputed) if known is None else known

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
@@ -30,7 +30,7 @@ from profkit.analysis.whatif.edits import Bools, Bound, CannotModelError, Change
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
 
-_FORM = re.compile(r"(?P<glob>.+?)(:every=(?P<every>\d{1,6}))?(?P<reentrant>:reentrant)?$")
+_FORM = re.compile(r"(?P<glob>.+?)(:(?P<how>every|group)=(?P<number>\d{1,6}))?(?P<reentrant>:reentrant)?$")
 _NO_FORWARD = (BACKWARD, OPTIMIZER, INFERENCE)
 _SHOWN_KINDS = 8
 _USED_BY: dict[Bound, int] = {"least": 1, "likely": 2, "most": 3}
@@ -57,14 +57,14 @@ class Call:
 def edit_checkpoint(program: Program, stream: Stream, text: str, bound: Bound = "likely") -> Change:
     """Checkpoint the ranges or modules that match ``GLOB``.
 
-    Of ``GLOB:every=K`` only every K-th, from the first on. With ``:reentrant`` at the end it is torch's
-    ``use_reentrant=True``: all of a call runs again, and its output and the gradient of that are held until its
-    backward pass ends.
+    Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
+    checkpoint. With ``:reentrant`` at the end it is torch's ``use_reentrant=True``: all of a call runs again, and its
+    output and the gradient of that are held until its backward pass ends.
     """
     match = _FORM.fullmatch(text)
-    every = int(match["every"] or 1) if match else 0
-    if match is None or not every:
-        raise CannotModelError("write checkpoint:GLOB or checkpoint:GLOB:every=2")
+    number = int(match["number"] or 1) if match else 0
+    if match is None or not number:
+        raise CannotModelError("write checkpoint:GLOB, checkpoint:GLOB:every=2 or checkpoint:GLOB:group=2")
     glob = match["glob"]
     calls = find_calls(program, glob)
     names = list(dict.fromkeys(call.name for call in calls))
@@ -73,10 +73,12 @@ def edit_checkpoint(program: Program, stream: Stream, text: str, bound: Bound = 
         known = f"; ranges are {', '.join(kinds[:_SHOWN_KINDS])} …" if kinds else ": the snapshot has no ranges"
         raise CannotModelError(f"nothing in a forward pass before a backward pass matches {glob!r}{known}")
     again = _recomputed(program)
-    chosen = [name for name in names[::every] if name not in again]
+    chosen = [name for name in (names[::number] if match["how"] == "every" else names) if name not in again]
     if not chosen:
         raise CannotModelError(f"what matches {glob!r} is checkpointed already")
     calls = [call for call in calls if call.name in chosen]
+    if match["how"] == "group":
+        calls = list(_joined(calls, number))
     stream, count = _checkpoint(program, stream, calls, bound, is_reentrant=match["reentrant"] is not None)
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it compiled?")
@@ -123,6 +125,14 @@ def _recomputed(program: Program) -> set[str]:
 def forward_ranges(program: Program) -> list[str]:
     """Return the names of the forward passes' ranges, as they first began."""
     return list(dict.fromkeys(name for name, _, _ in _ranges(program)))
+
+
+def _joined(calls: list[Call], number: int) -> Iterator[Call]:
+    """Yield each ``number`` of calls before one backward pass as one."""
+    for _, some in groupby(calls, lambda call: call.backward_begin):
+        together = list(some)
+        for at in range(0, len(together), number):
+            yield replace(together[min(at + number, len(together)) - 1], begin=together[at].begin)
 
 
 def _matches(name: str, glob: str) -> bool:

@@ -188,6 +188,7 @@ class CannotModelError(UsageError):
     """An edit that this snapshot says too little about, or that would change nothing."""
 
 
+_HALF = 2
 _WHOLE = 4
 
 # bitsandbytes/optim/optimizer.py: a moment of fewer elements stays in 32 bits; each block of 256 has an fp32 maximum;
@@ -275,6 +276,56 @@ def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: 
     return Change(edited, text, _unsure_of_elements(program, stream.source[where]))
 
 
+def edit_gradients(program: Program, stream: Stream, kind: str) -> Change:
+    """Store gradients in bf16, or move each to the host as soon as the next one has been made."""
+    where = _find_tensors(program, stream, "gradient")
+    if kind == "bf16":
+        stream = _halve(program, stream, where, "gradients")
+        unknown = ("what backward makes before it adds to a gradient is taken as recorded",)
+        return Change(
+            stream, "known gradients in bf16", (*unknown, *_unsure_of_elements(program, stream.source[where]))
+        )
+    if kind != "offload":
+        raise CannotModelError(f"no kind of gradients {kind!r}; it is bf16 or offload")
+    at = np.flatnonzero(where)
+    at = at[np.argsort(stream.requests.born[at], kind="stable")]
+    born = stream.requests.born[at]
+    ends = np.array([end for _, end in program.backward_passes] or [0], dtype=np.float64)
+    inside = np.minimum(np.searchsorted(ends, born), len(ends) - 1)
+    end = np.where(ends[inside] > born, ends[inside], stream.requests.event_count)
+    following = np.append(born[1:], np.inf)
+    freed = np.minimum(stream.requests.freed[at], np.minimum(following, end))
+    positions = np.zeros(len(stream))
+    positions[at] = freed
+    return Change(
+        stream.freed_at(where, positions[where]),
+        "each known gradient leaves the GPU when the next one has been made",
+        ("the copies' speed: slow ones hold several gradients at a time",),
+    )
+
+
+def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
+    """Store parameters in bf16, as ``model.bfloat16()``: their gradients and the optimizer's state become bf16 too."""
+    if kind != "bf16":
+        raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
+    where = _find_tensors(program, stream, "parameter")
+    stream = _halve(program, stream, where, "parameters")
+    follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
+    stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
+    rows = stream.source[stream.of(program.is_role("parameter"))]
+    is_copy = stream.of(program.is_category("autocast copies"))
+    if is_copy.any():
+        text = "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters"
+        unknown = "activations and temporaries that autocast left in fp32 are taken as recorded"
+        return Change(stream.without(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
+    others = stream.of(program.is_category("activations", "temporaries"))
+    others &= ~(follows | where)
+    stream = _halve(program, stream, others, "activations", may_change_nothing=True)
+    text = "known parameters, gradients and optimizer state in bf16; activations and temporaries of 4-byte elements too"
+    unknown = "which activations and temporaries are no floats of 4 bytes, and what the model keeps in fp32 on purpose"
+    return Change(stream, text, (unknown, *_unsure_of_elements(program, rows)))
+
+
 def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
     """Free each gradient after the optimizer's step, as ``zero_grad(set_to_none=True)`` does."""
     if kind != "none":
@@ -324,6 +375,16 @@ def _handed_over(stream: Stream, gradient: int, position: float) -> float:
     return float(max(requests.freed[nearest], position))
 
 
+def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_change_nothing: bool = False) -> Stream:
+    """Return the stream with 4-byte elements as 2-byte ones where ``where`` says."""
+    sizes = stream.requests.requested_bytes[where]
+    elements = np.array([program.element_bytes(row) or _WHOLE for row in stream.source[where].tolist()], dtype=np.int64)
+    is_whole = (elements == _WHOLE) & (sizes > _LARGEST_SCALAR_BYTES)
+    if not (is_whole.any() or may_change_nothing):
+        raise CannotModelError(f"the {what} are not of 4 bytes an element")
+    return stream.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
+
+
 def _find_tensors(program: Program, stream: Stream, role: str) -> Bools:
     """Return which requests are tensors of a role; raise if the run recorded none on the GPU."""
     where = stream.of(program.is_role(role))
@@ -352,14 +413,17 @@ _FUNCTION = ("cross_entropy", "torch/nn/functional")
 _KNOWN = ("parameters", "gradients", "optimizer state", "buffers")
 
 
-def fuse_loss(program: Program, stream: Stream, kind: str) -> Change:
-    """Compute the loss in `_CHUNKS`: whatever has the logits' number of elements is of one chunk's size.
+def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
+    """Compute the loss in chunks: whatever has the logits' number of elements is of one chunk's size.
 
     ``cross_entropy`` allocates the logarithms of the probabilities, one for each logit. Half and twice their bytes are
-    the same elements in another precision; only what is asked for next to these counts.
+    the same elements in another precision; only what is asked for next to these counts. ``fused:chunks=N`` says how
+    many chunks there are.
     """
-    if kind != "fused":
-        raise CannotModelError(f"no kind of loss {kind!r}; it is fused")
+    name, _, chunks = kind.partition(":chunks=")
+    if name != "fused" or (chunks and not (chunks.isdecimal() and int(chunks))):
+        raise CannotModelError(f"no kind of loss {kind!r}; it is fused, or fused:chunks=N")
+    number = int(chunks) if chunks else _CHUNKS
     memory, sizes = program.memory, program.replay.requested_bytes
     function, file = _FUNCTION
     in_loss = [
@@ -380,7 +444,7 @@ def fuse_loss(program: Program, stream: Stream, kind: str) -> Change:
     where = stream.of(is_logits & is_near)
     now = stream.requests.requested_bytes[where]
     return Change(
-        stream.resized(where, -(-now // _CHUNKS)),
-        f"{np.count_nonzero(where):,} allocations of the logits' size, in {_CHUNKS} chunks",
-        ("how many chunks your fused loss makes, and its own buffers",),
+        stream.resized(where, -(-now // number)),
+        f"{np.count_nonzero(where):,} allocations of the logits' size, in {number} chunks",
+        ("how many chunks your fused loss makes, and its own buffers: loss:fused:chunks=N",),
     )

@@ -13,6 +13,7 @@ from profkit.analysis.memory.failures import LeakCheck, OomVerdict
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,
     SHARE,
@@ -37,6 +38,7 @@ EVIDENCE_WORDS = {
 """How a category is known: key of the JSON → what people read."""
 
 _LEAK_STEPS = 10
+_PIN_WIDTH = 50
 _EXACT = ("section", "name", "bytes", "share", "count", "requested_bytes", "phase", "owner")
 _EVIDENCE = Unit(lambda kinds: ", ".join(EVIDENCE_WORDS[kind] for kind in kinds), right=False)
 
@@ -217,6 +219,16 @@ def _oom_lines(oom: OomVerdict, zero_us: int) -> Lines:
         lines.append("simulated, no other setting of the allocator lets the request fit")
     if oom.outside_bytes is not None:
         lines.append(f"used outside PyTorch: {format_bytes(oom.outside_bytes)}")
+    for candidate in oom.largest_free:
+        usable = "" if candidate.is_usable else " (this request could not use it)"
+        pins = [
+            f"{format_bytes(pin.bytes)} {shorten(pin.owner or pin.label, _PIN_WIDTH)}" for pin in candidate.pinned_by
+        ]
+        pinned = f"; kept by {', '.join(pins)}" if pins else ""
+        lines.append(
+            f"largest unused block, {candidate.pool} pool, stream {candidate.stream}:"
+            f" {format_bytes(candidate.bytes)}{usable}{pinned}"
+        )
     times = format_count(oom.count, "time")
     return Lines(lines, title=f"Out of memory {times}, last at {format_after(oom.time_us, zero_us)}:")
 

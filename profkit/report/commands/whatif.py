@@ -12,7 +12,7 @@ from profkit.analysis.whatif.apply import EditedPeak, PartChange
 from profkit.errors import Finding
 from profkit.report.commands.steps import time_parts, time_table
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_share
+from profkit.report.units import BYTES, TEXT, Unit, format_bytes, format_exactly, format_ns, format_share
 
 _EXACT = (
     "allocator",
@@ -224,7 +224,7 @@ def _describe_search(result: WhatIf) -> str:
     words += [f"--allocator {case.allocator}"] if case.allocator != result.cases[0].allocator else []
     options = " ".join(words) or "no change"
     if result.search:
-        return f"The cheapest that fits in {size} (least computed again, then fewest edits): {options}"
+        return f"The cheapest that fits in {size} (least time added, then fewest edits): {options}"
     return f"Nothing that was tried fits in {size}. The least is needed by: {options}"
 
 
@@ -233,6 +233,10 @@ def _evidence(peak: EditedPeak) -> Iterator[str]:
         yield f"{edit.text}: {edit.rests_on}"
         for line in edit.unknown:
             yield f"  not known: {line}"
+    if peak.added_kernel_ns is not None:
+        yield f"Computing again adds at least {format_ns(peak.added_kernel_ns)} to a step: its kernels alone"
+    elif any(edit.recomputed for edit in peak.edits):
+        yield "What computing again takes is not known: the run has no trace of these ranges"
 
 
 def _table(what: str, parts: Sequence[PartChange], top: int) -> Table:
