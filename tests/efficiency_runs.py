@@ -21,20 +21,20 @@ MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
 """A kernel that does little but move data."""
 
 
-def make_ceilings(**flops_per_s: float) -> dict[str, Any]:
-    """Return the content of a ``ceilings.json`` of an H200 with these peaks by dtype."""
+def make_ceilings(gpu: str = "NVIDIA H200", *, bytes_per_s: float = 5e11, **flops_per_s: float) -> dict[str, Any]:
+    """Return the content of a ``ceilings.json`` with these peaks by dtype; without any, 1 TFLOP/s in bf16."""
     size = {"m": 8, "n": 8, "k": 8}
     return {
         "version": 1,
-        "device": {"name": "NVIDIA H200", "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
+        "device": {"name": gpu, "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
         "torch": "2.13",
         "driver": None,
         "measured_utc": "2026-01-01T00:00:00+00:00",
         "gemm": [
             {"dtype": dtype, **size, "best_flops_per_s": rate, "median_flops_per_s": rate}
-            for dtype, rate in flops_per_s.items()
+            for dtype, rate in (flops_per_s or {"bf16": 1e12}).items()
         ],
-        "copy": {"bytes": 8, "best_bytes_per_s": 4e12, "median_bytes_per_s": 4e12},
+        "copy": {"bytes": 8, "best_bytes_per_s": bytes_per_s, "median_bytes_per_s": bytes_per_s},
     }
 
 
@@ -50,18 +50,16 @@ def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     write_work(folder / "work.json", model_work(TrainingOptions("small", batch=4, contexts=(256,))))
     if ceilings:
-        (folder / "ceilings.json").write_text(json.dumps(make_ceilings(fp32=50e12, bf16=700e12)))
+        (folder / "ceilings.json").write_text(json.dumps(make_ceilings(bytes_per_s=4e12, fp32=50e12, bf16=700e12)))
     shutil.copyfile(SMALL, folder / "trace.sqlite")
     return folder
 
 
 def rows_by_path(result: EfficiencyResult) -> dict[str, EfficiencyRow]:
-    """Return the rows by their paths."""
     return {row.path: row for row in result.ranges}
 
 
 def notes_of(result: EfficiencyResult) -> str:
-    """Return the lines that stand under the table."""
     notes = build_efficiency_document(result, ()).parts[-1]
     assert isinstance(notes, Lines)
     return "\n".join(notes.lines)
@@ -111,20 +109,6 @@ def two_steps_work(**changes: Any) -> dict[str, Any]:
     return content | changes
 
 
-def ceilings_of(gpu: str = "NVIDIA H200") -> dict[str, Any]:
-    """Return the content of a ``ceilings.json`` with 1 TFLOP/s and 500 GB/s."""
-    product = {"dtype": "bf16", "m": 8, "n": 8, "k": 8, "best_flops_per_s": 1e12, "median_flops_per_s": 9e11}
-    return {
-        "version": 1,
-        "device": {"name": gpu, "uuid": None, "clock_mhz": 1, "clock_max_mhz": 2},
-        "torch": "2.13",
-        "driver": None,
-        "measured_utc": "2026-01-01T00:00:00+00:00",
-        "gemm": [product],
-        "copy": {"bytes": 8, "best_bytes_per_s": 5e11, "median_bytes_per_s": 4e11},
-    }
-
-
 def make_timed_run(
     folder: Path, *, work: bool = True, ceilings: bool = True, clean_ns: int = 800, kernel: str = "gemm"
 ) -> Path:
@@ -144,6 +128,6 @@ def make_timed_run(
     if work:
         (folder / "work.json").write_text(json.dumps(two_steps_work()))
     if ceilings:
-        (folder / "ceilings.json").write_text(json.dumps(ceilings_of()))
+        (folder / "ceilings.json").write_text(json.dumps(make_ceilings()))
     write_two_steps(folder / "trace.sqlite", kernel)
     return folder

@@ -126,7 +126,6 @@ def _until_reduction(line: Timeline, extra: dict[str, int], noise_ns: int, kerne
 
 
 def write_nsys(path: Path, lines: Sequence[Timeline]) -> Path:
-    """Write all ranks as one report of nsys."""
     builder = NsysBuilder()
     for rank, line in enumerate(lines):
         pid = 100 + rank
@@ -246,7 +245,6 @@ def reduce_record(record: LightRecord) -> ReducedRank:
 
 
 def compare_records(records: Sequence[LightRecord]) -> RanksResult:
-    """Return the comparison of ranks that left these records."""
     return compare_ranks(map(reduce_record, records))
 
 
@@ -267,17 +265,14 @@ def read_reduced(folder: Path, rank: int) -> ReducedRank:
 
 
 def late_rank(result: RanksResult) -> Culprit:
-    """Return the rank that is named as late."""
     assert result.verdict.culprit is not None
     return result.verdict.culprit
 
 
 def said(*words: object) -> str:
-    """Return what a command prints, in one line."""
     done = CliRunner().invoke(cli, [str(word) for word in words])
     return " ".join((done.stderr + done.stdout).split())
 
 
 def data_of(*words: object) -> Any:
-    """Return what a command prints as JSON."""
     return json.loads(CliRunner().invoke(cli, [*map(str, words), "--format", "json"]).stdout)

@@ -246,7 +246,6 @@ def _length(call: Call) -> int:
 
 
 def sum_kinds(ranks: list[Rank]) -> dict[str, Row]:
-    """Return what the collectives of each kind took, of which all ranks have the same."""
     rows: dict[str, Row] = {}
     for parts in _matched(ranks):
         calls = list(parts.values())

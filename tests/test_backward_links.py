@@ -37,7 +37,6 @@ def linked(number: int, forward: int, backward: int, duration: int, tid: int = T
 
 
 def model(forward: str = "forward", backward: str = "backward") -> Events:
-    """Return one step of two layers, its phases named as given."""
     ranges = [
         ("step 0", 0, 1000),
         (forward, 10, 400),

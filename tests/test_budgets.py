@@ -149,7 +149,6 @@ def test_a_share_that_names_nothing_is_a_usage_error_with_near_names(tmp_path: P
 
 
 def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
-    """Have every trace's efficiency be this."""
 
     class Found:
         mfu = 0.4
@@ -269,7 +268,6 @@ def test_without_unprofiled_steps_kernel_time_is_compared_with_the_baseline(tmp_
 
 
 def snapshot_of(path: Path, *sizes: int) -> Path:
-    """Write the snapshot of a program that allocates these."""
     allocator = ReferenceAllocator()
     allocator.record()
     for size in sizes:

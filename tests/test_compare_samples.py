@@ -116,7 +116,6 @@ def test_what_torch_compile_runs_is_apart_from_the_step_that_it_holds_up(tmp_pat
 
 
 def _both(folder: Path, *steps: Step) -> tuple[StepSamples, StepSamples]:
-    """Return the samples of two captures of two steps of these each."""
     before, after = (
         read_trace(write_steps(folder / f"{at}.sqlite", [one, one])).attribution for at, one in enumerate(steps)
     )

@@ -44,7 +44,6 @@ class Program:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Open a range of the main thread around what is launched in the block."""
         begin = self.now
         self.now += 5
         yield

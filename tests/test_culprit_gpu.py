@@ -78,17 +78,14 @@ class Case:
 
     @property
     def recording(self) -> Case:
-        """Return the case whose files are read."""
         return replace(self, is_read_light=False)
 
     @property
     def knows_kernels(self) -> bool:
-        """Return whether kernels were recorded."""
         return self.recorder != "light" and not self.is_read_light
 
 
 def _cases() -> list[Case]:
-    """Return all cases, the most important first."""
     chosen = {
         ("ddp", False): {
             "nsys": "none forward backward data optimizer kernels copy",
@@ -181,7 +178,6 @@ def _environment() -> dict[str, str]:
 
 
 def _read(case: Case, run: Path, place: Path) -> dict[str, Any]:
-    """Return what `profkit ranks` says, as JSON."""
     if case.is_read_light:
         place.mkdir()
         for path in (run / "manifest.json", *run.glob("light*.jsonl")):
@@ -294,7 +290,6 @@ Recorded = Callable[[Case], Path]
 
 @pytest.fixture(scope="module")
 def recorded(place: Path) -> Recorded:
-    """Return the folder of a case, recorded once, with its run and its logs."""
 
     @functools.cache
     def record(case: Case) -> Path:

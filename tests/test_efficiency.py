@@ -18,7 +18,7 @@ from profkit.errors import TraceError, UsageError
 from profkit.report.commands.efficiency import limit_words
 from profkit.run.work import FUSED, RunWork
 from tests.conftest import ROOT
-from tests.efficiency_runs import MOVER, SMALL, ceilings_of, make_timed_run, notes_of, rows_by_path, write_two_steps
+from tests.efficiency_runs import MOVER, SMALL, make_ceilings, make_timed_run, notes_of, rows_by_path, write_two_steps
 from tests.nsys_builder import NsysBuilder
 
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
@@ -81,7 +81,7 @@ def test_a_dtype_or_ceilings_that_contradict_the_run_are_refused(tmp_path: Path)
     assert read_trace(run).efficiency(dtype="bf16").mfu == read_trace(run).efficiency().mfu is not None
     with pytest.raises(UsageError, match="matrix products in bf16, not in fp32"):
         read_trace(run).efficiency(dtype="fp32")
-    (tmp_path / "c.json").write_text(json.dumps(ceilings_of("NVIDIA A100-SXM4-40GB")))
+    (tmp_path / "c.json").write_text(json.dumps(make_ceilings("NVIDIA A100-SXM4-40GB")))
     with pytest.raises(UsageError, match="A100-SXM4-40GB, the capture on NVIDIA H200"):
         read_trace(write_two_steps(tmp_path / "t.sqlite")).efficiency(ceilings=tmp_path / "c.json")
 
@@ -131,7 +131,7 @@ def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path)
         (run / "ceilings.json").write_text(json.dumps(ceilings))
         found = [one.message for one in read_trace(run).efficiency().warnings if one.code == "other-gpu"]
         assert found == ["the ceilings were measured on another NVIDIA H200 (GPU-8443b058) than the run's"] * count
-    (run / "measured.json").write_text(json.dumps(ceilings_of()))
+    (run / "measured.json").write_text(json.dumps(make_ceilings()))
     assert not read_trace(run).efficiency(ceilings=run / "measured.json").warnings
 
 

@@ -118,7 +118,6 @@ def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(read: Read) -> None:
 
 
 def run_of(folder: Path) -> Path:
-    """Return a run directory with a trace."""
     folder.mkdir()
     manifest = {"schema": 1, "status": "complete", "command": ["python", "/home/somebody/train.py"], "argv": []}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -189,7 +188,6 @@ def assert_slices_nest(read: Read) -> None:
 
 
 def odd_capture(path: Path) -> Path:
-    """Return an export with what Kineto's format has no place for."""
     builder = NsysBuilder()
     builder.domain(3, "NCCL")
     builder.name_thread("pt_autograd_0", 101)

@@ -41,7 +41,6 @@ def _columns(found: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _moments(start: np.ndarray, end: np.ndarray) -> set[int]:
-    """Return the same set, one nanosecond at a time."""
     return {moment for a, b in zip(start.tolist(), end.tolist(), strict=True) for moment in range(a, b)}
 
 

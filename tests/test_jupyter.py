@@ -63,7 +63,6 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """Return what each cell of a notebook puts out."""
     book = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_code_cell(code)

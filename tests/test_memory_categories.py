@@ -22,7 +22,6 @@ from tests.memory_captures import Training, assert_books_close, sizes
 
 
 def found_in(training: Training, folder: Path) -> dict[str, int]:
-    """Return the bytes of each category."""
     return sizes(read_snapshot(training.write(folder)).memory())
 
 

@@ -71,7 +71,6 @@ class Layers(Training):
         return block
 
     def put_with(self, text: str, size: int) -> None:
-        """Allocate with this text in the event."""
         self.put(size)
         self.allocator.events[-1]["user_metadata"] = text
 
@@ -137,7 +136,6 @@ class Layers(Training):
 
 
 def _around(module: str) -> list[str]:
-    """Return the names of a module and of all that hold it."""
     if module.startswith(OUTSIDE):
         return [OUTSIDE, module.rpartition("/")[2]]
     parts = module.split(".") if module != "model" else []

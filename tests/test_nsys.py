@@ -253,7 +253,6 @@ def _malformed(path: Path) -> None:
 
 
 def _unfinished(path: Path) -> None:
-    """Leave a link to an export that is still being written."""
     real = path.with_name("real.sqlite")
     _good(real)
     path.symlink_to(real)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import shutil
@@ -24,8 +23,9 @@ from profkit.report.commands.ranks import describe_verdict
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.trace.nsys import read_nsys
 from tests import second_method
+from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
-from tests.rank_builder import MS, Delay, simulate, write_kineto_run, write_nsys
+from tests.rank_builder import GEMM, MS, NCCL, Delay, simulate, write_kineto_run, write_nsys
 from tests.second_method import Rank
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas"
-NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)"
 
 GOLDEN = """\
 range 'backward', open 2 times: 4 kernels
@@ -197,14 +194,13 @@ def test_equal_pids_of_two_machines_prove_no_rank(two: Path) -> None:
 
 
 def _kineto(path: Path, rank: int | None, own_us: int) -> None:
-    place = {"ph": "X", "pid": 30, "tid": 30, "ts": 10.0}
     events = [
-        {**place, "cat": "user_annotation", "name": "forward", "dur": 90.0},
-        {**place, "cat": "cpu_op", "name": "aten::mm", "dur": float(own_us)},
-        {**place, "cat": "cpu_op", "name": "c10d::allreduce_", "ts": 60.0, "dur": 5.0},
+        row("user_annotation", "forward", 10, 90),
+        row("cpu_op", "aten::mm", 10, own_us),
+        row("cpu_op", "c10d::allreduce_", 60, 5),
     ]
     info = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": 3}}
-    path.write_bytes(gzip.compress(json.dumps({"schemaVersion": 1, **info, "traceEvents": events}).encode()))
+    written(path.parent, events, path.name, **info)
 
 
 def test_a_run_with_one_trace_per_rank_is_read_as_one(profkit: Run, tmp_path: Path) -> None:
@@ -235,8 +231,7 @@ def test_a_real_run_of_two_ranks_has_its_known_figures(captures: Path) -> None:
         (1, 1, 107_207_106),
     ]
     assert sum(row.kernel_time_ns for row in result.ranks) == result.total_ns == 329_608_344
-    for row in result.kernels:
-        assert sum(row.per_rank_ns) == row.total_ns
+    assert all(sum(line.per_rank_ns) == line.total_ns for line in result.kernels)
     for rank, total in ((0, 284_198_847), (1, 167_582_719)):
         alone = opened.of_rank(rank)
         assert alone.attribution.ledger.total_ns == total

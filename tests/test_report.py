@@ -73,7 +73,6 @@ def page(browser: Any, page_file: Path) -> Iterator[Any]:
 
 
 def printed(*arguments: str | Path) -> Any:
-    """Return what a command prints as JSON."""
     return json.loads(run_command(*arguments, "--format", "json", "--full-names").stdout)
 
 
@@ -518,7 +517,6 @@ def test_a_module_folds_by_keyboard_and_chooses_what_the_sections_below_show(pag
 
 
 def choose(page: Any, module: str) -> dict[str, str]:
-    """Choose a module by its name, and return its row."""
     page.evaluate(
         """(name) => [...document.querySelectorAll("table[data-table='modules'] tbody tr")]
             .find((row) => row.cells[0].dataset.value === name).querySelector("button[title]").click()""",

@@ -225,7 +225,6 @@ def test_a_renamed_word_has_one_number_everywhere_and_profkits_own_stay() -> Non
 
 
 def shared_snapshot(folder: Path, change: Callable[[Any], None], **options: bool) -> bytes:
-    """Return the copy of a snapshot that was changed."""
     data = pickle.loads(gzip.decompress((TRACES / "small-train.snapshot.pickle.gz").read_bytes()))
     change(data)
     (folder / "s.pickle").write_bytes(pickle.dumps(data))

@@ -171,7 +171,6 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def planted(data: Any, place: tuple[Any, ...], text: str) -> Any:
-    """Return the data with a text in one place."""
     changed = copy.deepcopy(data)
     inner = changed
     for key in place[:-1]:

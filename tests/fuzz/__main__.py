@@ -19,7 +19,6 @@ _SHARE = 30
 
 
 def main() -> int:
-    """Read the mutants and print a line per class and per failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="mutants, shared by the classes (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed of each class (default 0)")
@@ -44,13 +43,11 @@ def main() -> int:
 
 
 def judge_some(tasks: list[Task]) -> list[tuple[Task, Verdict]]:
-    """Return what became of some mutants, each of a class and a seed."""
     return judge_all(tasks, _scratch())
 
 
 @cache
 def _scratch() -> Path:
-    """Return this process's own folder for mutants."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     return Path(folder.name)

@@ -105,7 +105,6 @@ def _light_record(rank: int, source: Source) -> LightRecord:
 
 
 def write_light_records(random: Random, run: Path) -> None:
-    """Leave two ranks' light records in a run, something in one of them changed."""
     source: Source = random.choice(["light", "kineto"])
     for rank in (0, 1):
         write_light_record(run / f"light{'.rank1' if rank else ''}.jsonl", _light_record(rank, source))
@@ -113,7 +112,6 @@ def write_light_records(random: Random, run: Path) -> None:
 
 
 def write_compiled_code(random: Random, run: Path) -> None:
-    """Leave what is known of compiled code in a run, something in it changed."""
     launch = Launch(12, "triton_poi_fused_gelu_3", False, ("h.0.mlp",), ("model.py:87 forward",), ("aten.gelu",), (11,))
     graph = CompiledGraph("3f9a1c22e0", "cxyz", "2.11.0", "Model.forward model.py:20", False, (launch,))
     captured = CapturedGraph.of([NodeRun(3, "kernel", ("forward", "model"))])
@@ -136,7 +134,6 @@ def _change_lines(random: Random, path: Path) -> None:
 
 
 def put_links(random: Random, run: Path) -> None:
-    """Put links, pipes and folders into a run, in the place of its files or beside them."""
     names = [path.name for path in run.iterdir()]
     more = ["trace.rank1.sqlite", "light.rank3.jsonl", "snapshot.rank2.pickle", "x.rank9.json", "node0", "zero"]
     for _ in range(random.choice([1, 2, 4])):
@@ -152,7 +149,6 @@ def put_links(random: Random, run: Path) -> None:
 
 
 def shared_pickle(random: Random, snapshot: dict[str, Any]) -> bytes:
-    """Return a pickle with shared objects, or with instructions put in."""
     if random.random() < 0.5:
         return pickle.dumps(share_objects(random, snapshot), random.choice([2, 4]))
     return insert_opcodes(random, pickle.dumps(snapshot, random.choice([0, 2, 4])))

@@ -48,7 +48,6 @@ class Verdict:
 
     @property
     def is_failure(self) -> bool:
-        """Whether this must not happen."""
         return self.outcome not in ("read", "refused")
 
 

@@ -96,7 +96,6 @@ def _export_bytes(folder: Path) -> bytes:
 
 
 def export_values(random: Random, folder: Path) -> Path:
-    """Change values, rows, columns and tables of an export by SQL, and sometimes its bytes afterwards."""
     path = folder / "mutant.sqlite"
     path.write_bytes(_export_bytes(folder))
     with closing(sqlite3.connect(path)) as database:
@@ -145,7 +144,6 @@ def _change_export(random: Random, database: sqlite3.Connection) -> None:
 
 
 def export_times(random: Random, folder: Path) -> Path:
-    """Change the times of an export's rows, which stay integers."""
     path = folder / "mutant.sqlite"
     path.write_bytes(_export_bytes(folder))
     families.export_times(random, path)
@@ -153,14 +151,12 @@ def export_times(random: Random, folder: Path) -> Path:
 
 
 def export_bytes(random: Random, folder: Path) -> Path:
-    """Change some bytes of an export."""
     path = folder / "mutant.sqlite"
     path.write_bytes(damage(random, _export_bytes(folder)))
     return path
 
 
 def export_names(random: Random, folder: Path) -> Path:
-    """Give the names of an export to somebody who means harm."""
     path = folder / "mutant.sqlite"
     path.unlink(missing_ok=True)
     odds = random.choice([0.2, 1.0])
@@ -215,7 +211,6 @@ def _write_chrome(random: Random, folder: Path, data: Any) -> Path:
 
 
 def chrome_values(random: Random, folder: Path) -> Path:
-    """Change events, keys and values of a torch.profiler trace, and sometimes its bytes afterwards."""
     data: Any = _chrome()
     if random.random() < 0.2:
         data["traceEvents"] = [event for event in data["traceEvents"] if event.get("cat") != "kernel"]
@@ -233,7 +228,6 @@ def chrome_few(random: Random, folder: Path) -> Path:
 
 
 def chrome_names(random: Random, folder: Path) -> Path:
-    """Give the names of a torch.profiler trace to somebody who means harm."""
     odds = random.choice([0.2, 1.0])
     data = _chrome(lambda name: _odd_name(random) if random.random() < odds else name)
     return _write_chrome(Random(0), folder, data)
@@ -267,7 +261,6 @@ def _snapshots() -> tuple[dict[str, Any], ...]:
 
 
 def snapshot_values(random: Random, folder: Path) -> Path:
-    """Change keys and values of a snapshot, and sometimes its bytes afterwards."""
     data: Any = copy.deepcopy(random.choice(_snapshots()))
     for _ in range(random.choice([1, 1, 2, 4, 12])):
         data = mutate(random, data)
@@ -300,14 +293,12 @@ def snapshot_order(random: Random, folder: Path) -> Path:
 
 
 def snapshot_bytes(random: Random, folder: Path) -> Path:
-    """Change some bytes of a snapshot."""
     path = folder / "mutant.pickle"
     path.write_bytes(damage(random, pickle.dumps(random.choice(_snapshots()), random.choice([0, 2, 4]))))
     return path
 
 
 def snapshot_names(random: Random, folder: Path) -> Path:
-    """Give the names in a snapshot to somebody who means harm."""
     data = copy.deepcopy(random.choice(_snapshots()))
     for event in data["device_traces"][0]:
         event["frames"] = [{"name": _odd_name(random), "filename": _odd_name(random), "line": 1} for _ in range(3)]
@@ -415,21 +406,18 @@ def _whole_run(folder: Path) -> Path:
 
 
 def run_links(random: Random, folder: Path) -> Path:
-    """Put links, pipes and folders into a run."""
     path = _whole_run(folder)
     families.put_links(random, path)
     return path
 
 
 def run_ranks(random: Random, folder: Path) -> Path:
-    """Change the light records of a run's ranks."""
     path = _whole_run(folder)
     families.write_light_records(random, path)
     return path
 
 
 def run_compiled(random: Random, folder: Path) -> Path:
-    """Change what a run knows of compiled code."""
     path = _whole_run(folder)
     families.write_compiled_code(random, path)
     return path

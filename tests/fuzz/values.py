@@ -84,7 +84,6 @@ def _change(random: Random, holder: Any, key: Any) -> None:
 
 
 def damage(random: Random, content: bytes) -> bytes:
-    """Return a file's bytes with some of them changed, cut off or repeated."""
     found = bytearray(content)
     action = random.choice(["flip", "flip", "flip", "cut", "repeat", "insert"])
     for _ in range(random.choice([1, 1, 2, 8, 64])):

@@ -76,7 +76,6 @@ def autograd_threads(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def processes(builder: NsysBuilder, count: int) -> None:
-    """Processes that each open a range and launch a kernel."""
     for n in range(count // 4):
         builder.range("step 0", 100 * n, 100 * n + 90, pid=100 + n % 4096, tid=100 + n % 4096)
         builder.kernel(100 * n + 5, 10, pid=100 + n % 4096, tid=100 + n % 4096)
@@ -84,7 +83,6 @@ def processes(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def steps(builder: NsysBuilder, count: int) -> None:
-    """Steps of a forward, a backward and an optimizer range, with kernels here and there."""
     for n in range(count // 5):
         at = 1000 * n
         builder.range(f"step {n}", at, at + 900, registered=True)
@@ -97,7 +95,6 @@ def steps(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def contexts(builder: NsysBuilder, count: int) -> None:
-    """Steps, each in a range of another name."""
     for n in range(count // 5):
         at = 1000 * n
         builder.range(f"part{n}", at, at + 990, registered=True)
@@ -137,7 +134,6 @@ def stream_captures(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def waits(builder: NsysBuilder, count: int) -> None:
-    """Nested calls that synchronise, and kernels meanwhile."""
     builder.range("step 0", 0, 100 * count)
     for n in range(count // 4):
         builder.call(n, name="cudaDeviceSynchronize_v3020", duration=20 * count - 2 * n)
@@ -146,7 +142,6 @@ def waits(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def communications(builder: NsysBuilder, count: int) -> None:
-    """Ranks whose collectives overlap."""
     for rank in range(8):
         builder.range("step 0", 0, 100 * count, pid=100 + rank, tid=100 + rank)
     for n in range(count // 3):
@@ -156,7 +151,6 @@ def communications(builder: NsysBuilder, count: int) -> None:
 
 @_family
 def tables(builder: NsysBuilder, count: int) -> None:
-    """Diagnostics, each of its own text and process."""
     for n in range(count // 2):
         builder.add("DIAGNOSTIC_EVENT", timestamp=1, severity=2, text=f"{n} events lost", globalPid=process_of(100 + n))
     builder.kernel(5, 10)

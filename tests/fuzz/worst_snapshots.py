@@ -9,13 +9,11 @@ from typing import Any
 
 
 def event(action: str, address: int, size: int, time: int, frames: Any = None, **more: Any) -> dict[str, Any]:
-    """Return an event as torch writes it."""
     found = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time, **more}
     return found if frames is None else found | {"frames": frames}
 
 
 def segment(address: int, blocks: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """Return a segment of some blocks."""
     size = sum(block["size"] for block in blocks)
     return {"device": 0, "address": address, "total_size": size, "allocated_size": size, "active_size": size,
             "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False,
@@ -23,22 +21,18 @@ def segment(address: int, blocks: list[dict[str, Any]], **more: Any) -> dict[str
 
 
 def block(size: int, state: str = "active_allocated", **more: Any) -> dict[str, Any]:
-    """Return a block."""
     return {"size": size, "requested_size": size, "state": state, "frames": [], **more}
 
 
 def snapshot(segments: list[Any], traces: list[Any], **more: Any) -> dict[str, Any]:
-    """Return a snapshot of one device."""
     return {"segments": segments, "device_traces": [traces], **more}
 
 
 def one_block(count: int) -> dict[str, Any]:
-    """Return one segment of one block, again and again the same."""
     return snapshot([segment(0, [block(512)] * (count * 20))], [])
 
 
 def one_event(count: int) -> dict[str, Any]:
-    """Return a history of one event again and again."""
     return snapshot([segment(0, [block(512, "inactive")])], [event("alloc", 0, 512, 5)] * (count * 20))
 
 
@@ -69,7 +63,6 @@ def long_fx_frames(count: int) -> dict[str, Any]:
 
 
 def annotations(count: int) -> dict[str, Any]:
-    """Return allocations among nested annotations."""
     marks = []
     for one in range(count // 2):
         marks.append({"stage": "START", "name": f"step {one}", "device": 0, "time_us": one})
@@ -79,7 +72,6 @@ def annotations(count: int) -> dict[str, Any]:
 
 
 def module_texts(count: int) -> dict[str, Any]:
-    """Return allocations of modules that each have a deep name of their own."""
     data = _simple(count // 20, lambda _: [])
     for one, event in enumerate(data["device_traces"][0]):
         event["user_metadata"] = f"profkit:forward:model/m{one}." + ".".join(["a"] * 60)
@@ -87,7 +79,6 @@ def module_texts(count: int) -> dict[str, Any]:
 
 
 def memory_devices(count: int) -> dict[str, Any]:
-    """Return 128 devices with as many allocations each."""
     one = _simple(count // 3 // 128, lambda _: [])
     segments = [segment(0, one["segments"][0]["blocks"][:], device=device) for device in range(128)]
     return {"segments": segments, "device_traces": [[dict(e) for e in one["device_traces"][0]] for _ in range(128)],
@@ -96,7 +87,6 @@ def memory_devices(count: int) -> dict[str, Any]:
 
 
 def failures(count: int) -> dict[str, Any]:
-    """Return allocations that all failed."""
     traces = [
         event("oom", 0, 2**30, one, [{"name": "f", "filename": f"{one}.py", "line": 1}], device_free=512)
         for one in range(count // 3)
@@ -114,6 +104,5 @@ SNAPSHOTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def write_snapshot(data: dict[str, Any], path: Path) -> Path:
-    """Write a snapshot."""
     path.write_bytes(pickle.dumps(data, 4))
     return path

@@ -86,7 +86,6 @@ def empty_events(count: int) -> Iterator[Any]:
 
 
 def write_chrome(events: Iterator[Any], path: Path) -> Path:
-    """Write a trace of torch.profiler."""
     threads = [thread_name(100, "thread 100 (python)"), thread_name(117, "thread 117 (pt_autograd_0)")]
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [*threads, *events]}, separators=(",", ":")))
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ from recipes.attention.cells import (
     build_cells,
 )
 from recipes.attention.memory import find_attention, saved_bytes, work_out
-from recipes.attention.report import project_limit, report
+from recipes.attention.report import report
 from recipes.common.measuring import MIB
 
 # As printed with six digits, on two GPUs, for d_model 16.
@@ -101,21 +100,6 @@ def test_causal_equals_torchs_causal() -> None:
     inputs = _inputs(48, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
     torch.testing.assert_close(find_attention(CAUSAL)(*inputs), expected)
-
-
-@pytest.mark.parametrize("square", [0.0, 64.0, 256.0])
-def test_the_projected_limit_is_the_true_one(square: float) -> None:
-    """The true limit of a polynomial, found by trying every length."""
-
-    def used(size: int) -> float:
-        return square * size**2 + 4096 * size + 2e6
-
-    points = [(size, used(size)) for size in (256, 1024, 4096, 8192)]
-    limit = project_limit(points, 1e9)
-    assert limit is not None
-    expected = next(size for size in range(1, 10**6) if used(size + 1) > 1e9)
-    assert math.isclose(limit, expected, abs_tol=1)
-    assert project_limit(points[:2], 1e9) is None
 
 
 def _cell(name: str = WRITTEN, seq_len: int = 64) -> dict[str, Any]:

@@ -12,11 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from profkit.errors import UsageError
 from profkit.models.options import PRESETS
-from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import main, predict
 from recipes.model_memory import measure
 from recipes.model_memory.cells import GRIDS, build_cells, name_of, work_of
@@ -146,16 +144,6 @@ def test_the_difference_is_between_the_two_peaks_whatever_their_phases() -> None
     assert row["requested_phases"][-1]["difference_bytes"] == predicted["backward"] + 10 - predicted["optimizer"]
 
 
-def test_the_usual_sum_is_above_the_predicted_peak() -> None:
-    rows = [{**cell, "device": "cuda", "status": "not run"} for cell in build_cells(GRIDS["reports"], 4)]
-    add_columns(rows)
-    row = rows[0]
-    weights = 4 * PRESETS["2.7B"].parameter_count
-    assert row["added_up_bytes"] == 4 * weights + row["predicted_saved_bytes"]
-    assert row["predicted_peak_bytes"] == max(phase["bytes"] for phase in row["predicted_phases"])
-    assert row["predicted_peak_bytes"] < row["added_up_bytes"]
-
-
 @pytest.mark.parametrize("asked", [["--checkpoint-layers", "3"], ["--checkpoint-layers", "1", "--passes", "forward"]])
 def test_checkpoints_of_no_cell_are_refused(asked: list[str]) -> None:
     done = CliRunner().invoke(main, ["--device", "cpu", *asked])
@@ -204,24 +192,6 @@ def test_a_peak_before_the_first_phase_is_shown_as_such() -> None:
     text = report([row], {}).markdown
     assert "GiB, the making of the model |" in text
     assert "None |" not in text
-
-
-@pytest.mark.parametrize(
-    ("context", "block_bytes", "all_bytes"),
-    [(128, 174_149_632, 5_609_003_012), (256, 381_886_464, 12_292_796_420), (512, 898_121_728, 28_884_754_436)],
-)
-def test_saved_bytes_of_the_largest_model(context: int, block_bytes: int, all_bytes: int) -> None:
-    """Of the largest size at batch 4, on tensors without memory."""
-    with torch.device("meta"):
-        model = TransformerLM(PRESETS["2.7B"], context)
-        tokens = torch.randint(10_000, (4, context + 1))
-
-    def forward() -> torch.Tensor:
-        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    saved = count_saved(model, model.layers, [tokens], forward)
-    assert ({block.bytes for block in saved.blocks}, saved.bytes) == ({block_bytes}, all_bytes)
-    assert describe_prediction(Work("2.7B", context), "cpu")["predicted_saved_bytes"] == all_bytes
 
 
 def test_a_block_saves_what_a_hand_calculation_says() -> None:

@@ -64,7 +64,6 @@ def printed(small_run: Path) -> list[dict[str, Any]]:
 
 
 def section(text: str, letter: str) -> str:
-    """Return the section of one question."""
     return text.split(f"## ({letter}) ")[1].split("\n## ", maxsplit=1)[0]
 
 
