@@ -18,12 +18,13 @@ from unittest import mock
 
 import pytest
 
-from profkit import reading
+from profkit import annotation, reading
 from profkit.cli import main
 from profkit.snapshot import reader
 from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
+from tests.observed_ranges import NvtxEvent
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
@@ -159,6 +160,26 @@ def _remember(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
         return replace(read_file(path.resolve(), state.st_mtime_ns, state.st_size), path=str(path))
 
     return read_or_remember
+
+
+@pytest.fixture
+def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[NvtxEvent]:
+    """NVTX replaced by a list of what was pushed and popped."""
+    events: list[NvtxEvent] = []
+
+    class Marker:
+        def __init__(self, message: str, payload: int | None = None) -> None:
+            self.message, self.payload = message, payload
+
+        def __enter__(self) -> None:
+            events.append(("push", self.message, self.payload))
+
+        def __exit__(self, *exc: object) -> None:
+            events.append(("pop", self.message))
+
+    # Decorators made their markers when their modules were imported: the class is replaced that makes them anew.
+    monkeypatch.setattr(annotation.nvtx, "annotate", Marker)
+    return events
 
 
 @pytest.fixture

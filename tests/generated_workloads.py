@@ -181,41 +181,22 @@ def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _hooked(file: Path) -> Any:
-    from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
     from profkit.capture.compiled.watch import CompiledCode
     from profkit.capture.hooks.hooks import Hooks
+    from tests.hooked_workloads import Always
+    from tests.observed_ranges import observed_ranges
 
-    class Listener:
-        def boundary(self, number: int) -> None: ...
-
-        def hooks_failed(self, error: Exception) -> None:
-            raise error
-
-    class Opened(RangeObserver):
-        def __init__(self) -> None:
-            self.names: list[list[str]] = []
-            self.open: list[str] = []
-
-        def opening(self, name: str) -> None:
-            self.open.append(name)
-            self.names.append(list(self.open))
-
-        def closed(self) -> None:
-            self.open.pop()
-
-    hooks = Hooks(Listener(), 9)
+    hooks = Hooks(Always(lambda _number: None), 9)
     hooks.install()
     compiled = CompiledCode(hooks, file)
     compiled.install()
 
     @contextmanager
     def record() -> Iterator[list[list[str]]]:
-        opened = Opened()
-        observe_ranges(opened)
-        hooks.start()
-        yield opened.names
-        hooks.stop()
-        ignore_ranges(opened)
+        with observed_ranges() as observed:
+            hooks.start()
+            yield observed.stacks
+            hooks.stop()
 
     return record, compiled
 

@@ -8,28 +8,8 @@ from typing import Any
 
 import pytest
 
-from profkit import annotation as ranges
 from profkit.annotation import annotate, method_range, record_in_torch
 from profkit.names import layer_range
-
-
-@pytest.fixture
-def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replace NVTX by a list of what was pushed and popped."""
-    events: list[tuple[Any, ...]] = []
-
-    class Marker:
-        def __init__(self, message: str, payload: int | None = None) -> None:
-            self.message, self.payload = message, payload
-
-        def __enter__(self) -> None:
-            events.append(("push", self.message, self.payload))
-
-        def __exit__(self, *exc: object) -> None:
-            events.append(("pop", self.message))
-
-    monkeypatch.setattr(ranges.nvtx, "annotate", Marker)
-    return events
 
 
 def test_a_block_is_a_range_with_its_flops_as_payload(nvtx_events: list[Any]) -> None:

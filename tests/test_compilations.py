@@ -14,7 +14,6 @@ from torch._dynamo import config, reset
 from torch._guards import CompileContext, CompileId, compile_context
 
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations, sum_compilations
-from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
@@ -23,6 +22,7 @@ from profkit.run.compiled_code import Compilation, GraphBreak, append_records, r
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.recording import COMPLETE
+from tests.observed_ranges import ObservedRanges, observed_ranges
 
 
 class Broken(nn.Module):  # type: ignore[misc]
@@ -40,22 +40,10 @@ class Broken(nn.Module):  # type: ignore[misc]
         return x.sin()
 
 
-class Names(RangeObserver):
-    """The names of the ranges that open."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def opening(self, name: str) -> None:
-        self.names.append(name)
-
-
 @pytest.fixture
-def names() -> Iterator[Names]:
-    observer = Names()
-    observe_ranges(observer)
-    yield observer
-    ignore_ranges(observer)
+def observed() -> Iterator[ObservedRanges]:
+    with observed_ranges() as observer:
+        yield observer
     reset()
 
 
@@ -63,7 +51,9 @@ def _train(called: Any, size: int) -> None:
     called(torch.randn(size, 4)).sum().backward()
 
 
-def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(tmp_path: Path, names: Names) -> None:
+def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
+    tmp_path: Path, observed: ObservedRanges
+) -> None:
     reset()
     torch._dynamo.utils.clear_compilation_metrics()  # of the tests before
     model = torch.compile(Broken(), backend="aot_eager")
@@ -103,8 +93,8 @@ def test_breaks_and_recompilations_are_recorded_with_their_step_reason_and_line(
     assert len(places) == 2
     assert all(place.startswith(here) and place.endswith(" forward") for place in places)
     assert any("graph_break" in one.reason for one in breaks)
-    assert {name for name in names.names if name.startswith("compiling")} == {"compiling Broken.forward"} | {
-        name for name in names.names if name in ("compiling forward", "compiling backward")
+    assert {name for name in observed.events if name.startswith("compiling")} == {"compiling Broken.forward"} | {
+        name for name in observed.events if name in ("compiling forward", "compiling backward")
     }
 
 

@@ -16,14 +16,8 @@ from profkit.capture.compiled.origins import CodeGeneration, origin_of
 from profkit.capture.compiled.places import LoadedGraph, Modules, TracedGraph, TracedModule, places_in, shape_of
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import OpenRanges
-from profkit.names import FORWARD, INFERENCE, LaunchPlace
-
-
-class _Listener:
-    def boundary(self, number: int) -> None: ...
-
-    def hooks_failed(self, error: Exception) -> None:
-        raise error
+from profkit.names import FORWARD, INFERENCE, OPTIMIZER, LaunchPlace
+from tests.hooked_workloads import Always
 
 
 class Part(nn.Module):
@@ -55,7 +49,7 @@ class Root(nn.Module):
 
 @pytest.fixture
 def hooks() -> Hooks:
-    return Hooks(_Listener(), 9)
+    return Hooks(Always(lambda _number: None), 9)
 
 
 def _traced(root: nn.Module, *, is_self: bool = True) -> TracedGraph:
@@ -97,12 +91,33 @@ def test_a_part_called_model_stands_below_the_model(hooks: Hooks) -> None:
     ]
 
 
+def test_code_that_several_parts_share_stands_under_the_one_that_runs(hooks: Hooks) -> None:
+    found: list[LaunchPlace] = []
+    compiled, running = Part(), Part(lambda: found.extend(_places(hooks, compiled, (("L['self'].a",),))))
+    root = nn.Sequential(compiled, running)
+    hooks.start()
+    opened = hooks.on_thread.ranges
+    call = hooks.enter(opened, root, (torch.ones(1),), {})
+    assert call is not None
+    _call(hooks, running)
+    hooks.leave(opened, call, root, None, {})
+    assert found == [LaunchPlace("1", 0, ("model", "1", "1.a"))]
+
+
 def test_a_graph_whose_call_nobody_saw_stands_under_its_model(hooks: Hooks) -> None:
     root = Root()
     below = ("model", "model", "model.a")
     assert _places(hooks, root, (A,)) == [LaunchPlace("1", 0, below)]
     as_function = tuple(("L['self']", *modules) for modules in (A,))
     assert _places(hooks, root, as_function, is_self=False) == [LaunchPlace("1", 0, below)]
+
+
+def test_what_an_optimizer_computes_stands_under_it(hooks: Hooks) -> None:
+    hooks.start()
+    opened = hooks.on_thread.ranges
+    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
+    opened.open(OPTIMIZER, OPTIMIZER)
+    assert places_in(LoadedGraph("1", None, {3: ((OPTIMIZER,),)}), opened, hooks, None)[3].path == (OPTIMIZER,)
 
 
 class _Graph:
@@ -154,7 +169,7 @@ def test_a_kernel_of_the_programs_own_is_of_the_operator_that_launches_it() -> N
 
 
 def test_calls_that_nobody_saw_have_a_phase_and_make_steps() -> None:
-    hooks, seen = Hooks(_Listener(), 9, "call"), []
+    hooks, seen = Hooks(Always(lambda _number: None), 9, "call"), []
     hooks.start()
     for has_grad in (False, True, True):
         models = [Root()]

@@ -101,6 +101,16 @@ FIRST = ((("L['self'].a",), "m.py:1 f"), (("L['self'].a",), "m.py:2 f"), (("L['s
 KNOWN = Known((_record("mm", "L['self'].b"),), False, FIRST)
 
 
+def test_a_file_that_two_models_share_says_of_each_its_own_modules() -> None:
+    other = ((("L['self'].x",), "n.py:7 f"), (("L['self'].x",), "n.py:8 f"), (("L['self'].y",), "n.py:7 f"))
+    known = Known((_record("mm", "L['self'].b"),), False, (*FIRST[:2], (("L['self'].b",), "model.py:1 forward")))
+    now = (*other[:2], (("L['self'].y",), "n.py:9 g"))
+    found = translate(known, now)
+    assert found is not None
+    assert found.records[0].origins == (Origin(("L['self'].y",), "n.py:9 g", "aten.mm"),)
+    assert translate(KNOWN, FIRST) is KNOWN
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -129,6 +139,17 @@ def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path, hom
     assert Sidecars().find(code, CODE, FIRST) == KNOWN, "it lies next to the code, for all who share that cache"
     next(tmp_path.rglob("*.json")).write_text("{")
     assert Sidecars().find(code, CODE, FIRST) is None
+
+
+def test_the_same_code_in_another_cache_is_known_wherever_its_kernels_lie(tmp_path: Path, home: Path) -> None:
+    Sidecars().keep(tmp_path / "first" / "cabc.py", f"# kernel path: /first/ab/cab.py\n{CODE}", KNOWN)
+    text = f"# kernel path: /second/xy/cxy.py\n{CODE}"
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, FIRST) == KNOWN
+    assert not (tmp_path / "second").exists(), "the other cache stays as it is"
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text.replace("8", "9"), FIRST) is None
+    other = [(("L['self'].x",), "n.py:7 f")]
+    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, tuple(other)) is None
+    assert len(list(home.rglob("*.json"))) == 1
 
 
 def test_where_one_place_cannot_be_written_the_other_is(tmp_path: Path, home: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from math import inf
 from typing import Any
 
 import pytest
 
 from profkit import annotation
-from profkit.annotation import RangeObserver
 from profkit.errors import UsageError
 from profkit.models.options import (
     PRESETS,
@@ -36,6 +36,7 @@ from profkit.models.transformer import (
     masked_softmax,
     scaled_dot_product_attention,
 )
+from tests.observed_ranges import NvtxEvent, ObservedRanges, observed_ranges, payloads_by_path
 from tests.step_work import flops_by_path
 
 TINY = PRESETS["tiny"]
@@ -78,28 +79,11 @@ def test_flops_equal_torchs_counter(name: str) -> None:
     assert backward_flops(preset, 3, 64) == backward.get_total_flops()
 
 
-def test_payloads_of_ranges_are_the_flops_of_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profkit import annotation as ranges
-
-    stack: list[str] = []
-    seen: dict[str, int | None] = {}
-
-    class Marker:
-        def __init__(self, message: str, payload: int | None = None) -> None:
-            self.message, self.payload = message, payload
-
-        def __enter__(self) -> None:
-            stack.append(self.message)
-            seen["/".join(stack)] = self.payload
-
-        def __exit__(self, *exc: object) -> None:
-            stack.pop()
-
-    # Decorators made their markers when the module was imported: replace the class that makes them anew per call.
-    monkeypatch.setattr(ranges.nvtx, "annotate", Marker)
+def test_payloads_of_ranges_are_the_flops_of_their_products(nvtx_events: list[NvtxEvent]) -> None:
     model = TransformerLM(TINY, 16)
-    with ranges.annotate("forward"):
+    with annotation.annotate("forward"):
         model(torch.zeros(2, 16, dtype=torch.long))
+    seen = payloads_by_path(nvtx_events)
     del seen["forward"], seen["forward/embedding"]  # the look-up has no product
     paths = flops_by_path(TINY, 2, 16)
     assert seen == {path: flops for path, flops in paths.items() if path in seen}
@@ -218,28 +202,15 @@ def _training(**options: Any) -> Training:
     return Training(_options(**options), 16, CPU)
 
 
-class Paths(RangeObserver):
-    """The paths of the ranges as they open, those inside the model left out."""
-
-    def __init__(self) -> None:
-        self.stack: list[str] = []
-        self.paths: list[str] = []
-
-    def opening(self, name: str) -> None:
-        self.stack.append(name)
-        if "forward" not in self.stack[:-1]:
-            self.paths.append("/".join(self.stack))
-
-    def closed(self) -> None:
-        self.stack.pop()
-
-
 @pytest.fixture
-def opened() -> Any:
-    observer = Paths()
-    annotation.observe_ranges(observer)
-    yield observer.paths
-    annotation.ignore_ranges(observer)
+def observed() -> Iterator[ObservedRanges]:
+    with observed_ranges() as observer:
+        yield observer
+
+
+def _paths(observed: ObservedRanges) -> list[str]:
+    """Return the paths of the ranges in their order, those inside the model left out."""
+    return ["/".join(stack) for stack in observed.stacks if "forward" not in stack[:-1]]
 
 
 PHASES = ["forward", "loss", "backward", "optimizer"]
@@ -249,31 +220,21 @@ def _step(path: str) -> list[str]:
     return [path, *(f"{path}/{phase}" for phase in PHASES)]
 
 
-def test_a_run_has_a_range_for_each_warmup_step_and_each_step_with_its_phases(opened: list[str]) -> None:
+def test_a_run_has_a_range_for_each_warmup_step_and_each_step_with_its_phases(observed: ObservedRanges) -> None:
     train(_options(steps=2, warmup_steps=2))
-    assert opened == [path for around in ("warmup", "warmup", "step 0", "step 1") for path in _step(around)]
+    assert _paths(observed) == [path for around in ("warmup", "warmup", "step 0", "step 1") for path in _step(around)]
 
 
-def test_several_contexts_stand_around_their_steps_and_the_counted_step_comes_last(opened: list[str]) -> None:
+def test_several_contexts_stand_around_their_steps_and_the_counted_step_comes_last(observed: ObservedRanges) -> None:
     train(_options(steps=1, warmup_steps=0, contexts=(8, 16), count=True))
     contexts = [path for context in (8, 16) for path in (f"context {context}", *_step(f"context {context}/step 0"))]
     counted = [path for context in (8, 16) for path in _step(f"counted step/context {context}")]
-    assert opened == [*contexts, "counted step", *counted]
+    assert _paths(observed) == [*contexts, "counted step", *counted]
 
 
-def test_phases_carry_the_flops_of_their_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads = {}
-
-    class Marker:
-        def __init__(self, message: str, payload: int | None = None) -> None:
-            payloads[message] = payload
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *exc: object) -> None: ...
-
-    monkeypatch.setattr(annotation.nvtx, "annotate", Marker)
+def test_phases_carry_the_flops_of_their_matrix_products(nvtx_events: list[NvtxEvent]) -> None:
     _training().step()
+    payloads = payloads_by_path(nvtx_events)
     assert payloads["forward"] == forward_flops(PRESETS["tiny"], 2, 16)
     assert payloads["backward"] == backward_flops(PRESETS["tiny"], 2, 16)
     assert payloads["loss"] is payloads["optimizer"] is None
@@ -356,16 +317,16 @@ def test_contexts_share_parameters_and_optimizer_and_keep_their_own_batch_and_ma
     assert [short.step(), short.step()] == [alone.step(), alone.step()]
 
 
-def test_quick_steps_are_repeated(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_steps_are_repeated(observed: ObservedRanges, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profkit.models.__main__._LONGEST_S", inf)
     train(_options(steps=2, rounds=3))
-    assert opened.count("step 0") == opened.count("step 1") == 3
+    assert observed.events.count("step 0") == observed.events.count("step 1") == 3
 
 
-def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, opened: list[str]) -> None:
+def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, observed: ObservedRanges) -> None:
     monkeypatch.setattr("profkit.models.__main__._LONGEST_S", 0.0)
     train(_options(steps=1, rounds=10))
-    assert opened.count("step 0") == 1
+    assert observed.events.count("step 0") == 1
 
 
 @pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])

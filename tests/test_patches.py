@@ -86,6 +86,14 @@ def test_a_replacement_of_somebody_elses_stays(library: Any) -> None:
     assert library.add(1) == 20
 
 
+def test_two_replacements_of_one_function_are_undone_in_reverse(library: Any) -> None:
+    plain = library.add
+    for _ in range(2):
+        patch("somebodys.library.add", call_between(None, None))
+    restore("somebodys.library.add")
+    assert library.add is plain
+
+
 def test_a_replacement_that_stays_is_not_undone_with_the_others(library: Any) -> None:
     plain = library.add
     patch("somebodys.library.add", call_between(None, None), stays=True)

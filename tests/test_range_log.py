@@ -31,12 +31,13 @@ from profkit.run.range_log import (
     write_range_log,
 )
 from tests.in_process import names_in
+from tests.observed_ranges import ObservedRanges, observed_ranges
 
 pytest.importorskip("torch")
 
 import torch
 
-from profkit.annotation import RangeObserver, annotate, ignore_ranges, observe_ranges
+from profkit.annotation import RangeObserver, annotate
 from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.capture.hooks.range_log import LiveLog
 
@@ -273,25 +274,10 @@ def test_a_trace_without_operators_says_how_to_record_them(tmp_path: Path) -> No
         _read(tmp_path, trace).kernels(by="operator")
 
 
-class Observer(RangeObserver):
-    """Notes what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def opening(self, name: str) -> None:
-        self.seen.append(name)
-
-    def closed(self) -> None:
-        self.seen.append("closed")
-
-
 @pytest.fixture
-def observer() -> Iterator[Observer]:
-    observer = Observer()
-    observe_ranges(observer)
-    yield observer
-    ignore_ranges(observer)
+def observer() -> Iterator[ObservedRanges]:
+    with observed_ranges() as observer:
+        yield observer
 
 
 @pytest.fixture
@@ -331,14 +317,14 @@ def test_a_range_that_began_before_the_log_is_not_left_in_it(live_log: LiveLog) 
     assert _logged(live_log) == [["within", "left"]]
 
 
-def test_other_observers_are_shown_what_is_logged(live_log: LiveLog, observer: Observer) -> None:
+def test_other_observers_are_shown_what_is_logged(live_log: LiveLog, observer: ObservedRanges) -> None:
     opened = OpenRanges(RangeObserver(), None, live_log)
     opened.open("key", "range")
     opened.close("key")
-    assert observer.seen == ["range", "closed"]
+    assert observer.events == ["range", "closed"]
     with annotate("the script's own"):
         pass
-    assert observer.seen[2:] == ["the script's own", "closed"]
+    assert observer.events[2:] == ["the script's own", "closed"]
 
 
 def test_the_scripts_own_ranges_are_logged_under_their_names(live_log: LiveLog) -> None:
