@@ -24,8 +24,8 @@ from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
 from tests.test_compare_command import clean_steps
+from tests.test_compare_samples import make_run
 from tests.test_kernel_changes import varied
-from tests.test_provenance import make_run
 
 TRACE = ROOT / "traces" / "small-train.nsys2025.sqlite"
 

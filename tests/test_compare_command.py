@@ -19,8 +19,8 @@ from tests.conftest import ROOT
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import NVJET, SGEMM, Step, write_steps
+from tests.test_compare_samples import make_run
 from tests.test_kernel_changes import EAGER, varied
-from tests.test_provenance import make_run
 
 pytestmark = pytest.mark.usefixtures("read_once")
 

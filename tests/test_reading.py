@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
-from tests.test_provenance import make_run
+from tests.test_compare_samples import make_run
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
