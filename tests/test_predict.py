@@ -228,6 +228,24 @@ def test_workers_that_are_too_few_keep_the_step_waiting() -> None:
     assert "is not known" in (data_waits(program, 60_000_000, workers=1).refusal or "")
 
 
+@pytest.mark.parametrize(
+    ("workers", "cpus", "expected", "most"),
+    [(8, 256, 1.61, 2.64), (16, 256, 1.0, 1.32), (14, 16, 1.09, 1.59), (60, 256, 1.0, 1.0)],
+)
+def test_workers_that_just_keep_up_may_be_late_though_the_gpu_still_has_work(
+    workers: int, cpus: int, expected: float, most: float
+) -> None:
+    """The GPU works for 56 ms, the host hardly, and one worker takes 656 ms for a batch."""
+    step = scaled(PROGRAM, 30)
+    program = [replace(step[0], gap_ns=600_000_000), *step[1:]]
+    facts: dict[str, Any] = {"workers": 1, "batch_ns": 656_000_000, "cpus": cpus}
+    answer = data_waits(program, 600_000_000, edit=f"workers:{workers}", **facts)
+    assert answer.expected_ns is not None
+    assert answer.high_here_ns is not None
+    assert answer.expected_ns / steady(step) == pytest.approx(expected, rel=0.02)
+    assert answer.high_here_ns / steady(step) == pytest.approx(most, rel=0.02)
+
+
 def test_more_workers_never_make_the_step_longer() -> None:
     program = [replace(FORWARD[0], gap_ns=60_000_000), *FORWARD[1:], *OPTIMIZER]
     for workers in (0, 1):

@@ -50,6 +50,12 @@ _CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
 """How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
 _CROWDED_CORES = {"least": 1.0, "expected": 1.35, "most": 1.6}
 """The same where all CPUs are at work: these mostly are threads of half as many cores."""
+_UNEVEN = {"least": 1.0, "expected": 1.0, "most": 1.2}
+"""How much slower than their mean workers may make batches for as long as those that are ready last.
+
+Where no worker's time for a batch is known, that is open by more.
+"""
+_WAITING_ROUNDS, _IN_TIME = 12, 0.01
 _LEAST_BUSY = 0.25
 """No worker is taken to keep less of a CPU busy."""
 _KEPT_WAITING = 0.1
@@ -110,6 +116,12 @@ class ProgramFacts:
         half, busy = self.room / 2, min(workers, self.room)
         on_all = self.room / _CROWDED_CORES[world]
         return float(np.interp(busy, [0, half, self.room], [0, half / _CROWDED[world], on_all]))
+
+    def slower_beside(self, workers: float, world: World) -> float:
+        """Return how many times longer the program's Python takes while so many workers are at work."""
+        if not self.cpus:
+            return 1.0
+        return 1 + (_CROWDED_CORES[world] - 1) * min(1.0, workers * self.worker_cpus / self.cpus)
 
     def batch_in_worker(self, waited_ns: int, world: World) -> int | None:
         """Return what a worker takes for a batch, as known, or as what the program takes itself says: ``waited_ns``.
@@ -411,11 +423,34 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
     workers = int(setting.argument)
-    late_ns = batch_ns / facts.batches_at_once(workers, setting.world)
-    late_ns -= run_steadily(ready, setting.constants).step_ns
-    left_ns = min(whole_ns, max(_FETCH_NS[setting.world], round(late_ns)))
-    gap[next(iter(waits))] += left_ns
-    return ready
+    at_work = min(workers, batch_ns / max(run_steadily(ready, setting.constants).step_ns, 1))
+    before, after = (facts.slower_beside(count, setting.world) for count in (facts.workers, at_work))
+    ready = slow_host(ready, max(1.0, after / before))
+    uneven = _UNEVEN[setting.world] if facts.workers else 1.0
+    every_ns = round(uneven * batch_ns / facts.batches_at_once(workers, setting.world))
+    first, fetch_ns = next(iter(waits)), min(whole_ns, _FETCH_NS[setting.world])
+    return _wait_for_batches(_lengthen_gap(ready, first, fetch_ns), first, every_ns, whole_ns - fetch_ns, setting)
+
+
+def _wait_for_batches(columns: StepColumns, call: int, every_ns: int, most_ns: int, setting: Setting) -> StepColumns:
+    """Return the step that a batch comes in time for only every so often: it waits before a call, by so much at most.
+
+    While the GPU has work, a wait may pass unseen: it grows until the step is as long.
+    """
+    waited_ns, waiting = 0, columns
+    for _ in range(_WAITING_ROUNDS):
+        late_ns = every_ns - run_steadily(waiting, setting.constants).step_ns
+        if late_ns <= _IN_TIME * every_ns or waited_ns == most_ns:
+            break
+        waited_ns = min(most_ns, waited_ns + late_ns)
+        waiting = _lengthen_gap(columns, call, waited_ns)
+    return waiting
+
+
+def _lengthen_gap(columns: StepColumns, call: int, by_ns: int) -> StepColumns:
+    gap = list(columns.gap_ns)
+    gap[call] += by_ns
+    return replace(columns, gap_ns=gap)
 
 
 def pin_memory(columns: StepColumns, setting: Setting) -> StepColumns:
