@@ -17,23 +17,13 @@ from profkit.launch.record import own_compiler_cache
 from profkit.run.compiled_code import KNOWN_CODE
 from profkit.run.manifest import read_manifest
 from tests.in_process import run_command
+from tests.training_scripts import training
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
 
-SCRIPT = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
-called = torch.compile(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(6):
-    called(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+MODEL = "nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))"
+SCRIPT = training(6, model=f"torch.compile({MODEL})", batch="torch.ones(2, 8)")
 
 
 def test_a_cache_that_a_person_chose_is_used() -> None:

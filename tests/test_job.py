@@ -22,6 +22,7 @@ from profkit.run.directory import choose_run, make_run_directory, runs_of_job
 from profkit.run.job import Job, find_job, local_rank_number, node_number, rank_number, rank_of_command
 from tests.in_process import check_command, manifest_of, run_command
 from tests.launched import started
+from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
@@ -193,21 +194,7 @@ def test_one_run_of_a_job_is_chosen_by_a_rank(tmp_path: Path) -> None:
         choose_run(tmp_path / "ranks")
 
 
-SCRIPT = """
-import os, sys
-sys.path[:0] = [os.getcwd()]
-import torch
-from torch import distributed, nn
-
-distributed.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(6):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-distributed.destroy_process_group()
-"""
+SCRIPT = training_of_ranks(6)
 
 
 @pytest.fixture(scope="module")

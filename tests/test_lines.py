@@ -43,6 +43,7 @@ from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, wri
 from tests.forked_scripts import Forks
 from tests.in_process import check_profkit, manifest_of, run_command
 from tests.test_step_times import manifest
+from tests.training_scripts import training
 
 
 def _here() -> int:
@@ -613,28 +614,6 @@ def test_lines_that_no_unprofiled_step_is_near_to_say_so(run_with_lines: Path) -
     assert "scaled, phase by phase" not in shown
 
 
-LOOPING = """
-import time
-import torch
-from torch import nn
-
-def make_batch(batches):
-    total = 0
-    while time.process_time() < make_batch.until:
-        total += 1
-    return torch.ones(4, 8)
-
-model = nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for number in range(STEPS):
-    make_batch.until = time.process_time() + 0.03
-    loss = model(make_batch(number)).sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
 COMMAND = ("run", "-o", "run", "--warmup", "3", "--steps", "1")
 SCRIPT = ("--", sys.executable, "train.py")
 
@@ -643,7 +622,7 @@ SCRIPT = ("--", sys.executable, "train.py")
 def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps_if_they_are_looked_for(
     tmp_path: Path, forks: Forks, option: str, is_looked_for: bool
 ) -> None:
-    (tmp_path / "train.py").write_text(LOOPING.replace("STEPS", "9"))
+    (tmp_path / "train.py").write_text(training(9))
     assert forks.run_profkit(*COMMAND, option, *SCRIPT, cwd=tmp_path).returncode == 0
     assert (tmp_path / "run" / "lines.jsonl").exists() == is_looked_for
     assert not is_looked_for or 1 <= find_lines(Run(tmp_path / "run")).steps <= 5
@@ -692,7 +671,7 @@ def test_spawned_workers_show_their_lines_train_nothing_and_leave_no_file(tmp_pa
 
 def test_lines_that_fail_leave_the_recording(tmp_path: Path, forks: Forks) -> None:
     failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
-    (tmp_path / "train.py").write_text(failing + LOOPING.replace("STEPS", "9"))
+    (tmp_path / "train.py").write_text(failing + training(9))
     done = forks.check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert "the lines could not be saved: KeyError" in done.stderr
     assert Run(tmp_path / "run").traces

@@ -24,23 +24,12 @@ pytest.importorskip("torch")
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in, run_command
 from tests.launched import NEEDS_PROC, is_alive, processes_in, start_launcher, wait_until
+from tests.training_scripts import training
 
 ROOT = Path(__file__).parent.parent
 
-STEPS = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for number in range(STEPS):
-    loss = model(torch.ones(2, 4)).sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    AT_STEP
-"""
-QUIET = STEPS.replace("STEPS", "10").replace("AT_STEP", "")
-SAYS = STEPS.replace("STEPS", "10").replace("AT_STEP", "print(loss.item().hex(), flush=True)")
+QUIET = training(10)
+SAYS = training(10, "print(loss.item().hex(), flush=True)")
 
 TRACE = ["manifest.json", "trace.json.gz"]
 COUNTED = [*TRACE, "work.json"]
@@ -139,9 +128,7 @@ def end_of_fork():
 def test_a_fork_of_the_script_ends_with_its_own_status_while_it_is_recorded_and_after(tmp_path: Path) -> None:
     """C++'s end of such a process waits for Kineto's threads, which are not in it: also without profkit."""
     at_step = "number in (2, 9) and end_of_fork()"
-    (tmp_path / "train.py").write_text(
-        f"import os, sys\n{FORKS}{STEPS.replace('STEPS', '10').replace('AT_STEP', at_step)}"
-    )
+    (tmp_path / "train.py").write_text(f"import os, sys\n{FORKS}{training(10, at_step)}")
     words = _words("--", sys.executable, "train.py")
     done = subprocess.run(
         words, cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False, timeout=300
@@ -237,7 +224,7 @@ FILL = "number == AT and open('disk/fill', 'wb').write(b'x' * 220_000); print(lo
 def test_a_disk_that_fills_up_stops_no_script(
     forks: Forks, tmp_path: Path, small_disk: Path, at: int, is_kept: bool
 ) -> None:
-    script = STEPS.replace("STEPS", "10").replace("AT_STEP", FILL.replace("AT", str(at)))
+    script = training(10, FILL.replace("AT", str(at)))
     (tmp_path / "train.py").write_text(script)
     words = [sys.executable, str(tmp_path / "train.py")]
     done = forks.run_profkit("run", "-o", str(small_disk / "run"), *SHORT, "--", *words, cwd=tmp_path)

@@ -16,18 +16,9 @@ from profkit.launch.passes import why_no_process
 from profkit.run.recording import Attached, leave_attached, leave_ended, leave_unsaved, take_attached
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of
+from tests.training_scripts import training
 
-TRAIN = """
-import os, shutil, signal, sys
-import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for number in range(int(sys.argv[2])):
-    loss = model(torch.ones(2, 4)).sum()
-    loss.backward()
-    optimizer.step()
-    if sys.argv[1] == "unlink":
-        shutil.rmtree("run", ignore_errors=True)
+ENDS = """
 print(loss.item())
 sys.stdout.flush()
 if sys.argv[1] == "exit":
@@ -35,6 +26,12 @@ if sys.argv[1] == "exit":
 if sys.argv[1].startswith("SIG"):
     os.kill(os.getpid(), signal.Signals[sys.argv[1]])
 """
+TRAIN = training(
+    "int(sys.argv[2])",
+    "if sys.argv[1] == 'unlink': shutil.rmtree('run', ignore_errors=True)",
+    before="import os, shutil, signal, sys",
+    after=ENDS,
+)
 
 
 @pytest.fixture
@@ -225,24 +222,12 @@ def test_what_fails_in_profkit_never_reaches_the_script(
 
 
 FAILS = """
-import os
-import signal
-import sys
-import torch
-
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-how, fails_at = sys.argv[1], int(sys.argv[2])
-for number in range(9):
-    optimizer.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()
-    if number == fails_at:
-        if how == "raise":
-            raise ValueError("the data are bad")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        sys.exit("no more data" if how == "message" else 7)
-    optimizer.step()
+if number + 1 == int(sys.argv[2]):
+    if sys.argv[1] == "raise":
+        raise ValueError("the data are bad")
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit("no more data" if sys.argv[1] == "message" else 7)
 """
 
 NOTHING = "nothing was recorded; see run/manifest.json"
@@ -265,7 +250,7 @@ RANGES = "steps were recorded and are kept: profkit ranges run"
 def test_the_scripts_own_error_is_the_last_line_but_one(
     forks: Forks, tmp_path: Path, how: str, fails_at: int, error: list[str], status: str, kept: str
 ) -> None:
-    (tmp_path / "train.py").write_text(FAILS)
+    (tmp_path / "train.py").write_text(training(9, FAILS, before="import os, signal, sys"))
     words = [sys.executable, "train.py", how, str(fails_at)]
     done = forks.run_profkit("run", "-o", "run", "--warmup", "2", "--steps", "3", "--", *words, cwd=tmp_path)
     assert done.returncode == int(status.split(maxsplit=1)[0])

@@ -14,6 +14,7 @@ from profkit.joining import read_ranks
 from profkit.run.job import RankChoice
 from tests.forked_scripts import Forks
 from tests.in_process import manifest_of, names_in, range_names, run_profkit
+from tests.training_scripts import training_of_ranks
 
 pytest.importorskip("torch")
 
@@ -24,43 +25,12 @@ ROOT = Path(__file__).parent.parent
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-DDP = """
-import os
-import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+MODEL = "nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))"
+SAYS = "if distributed.get_rank() == 0: print(loss.item().hex(), flush=True)"
+DDP = training_of_ranks(4, SAYS, model=MODEL, batch="torch.randn(4, 8)")
 
-distributed.init_process_group("gloo")
-torch.manual_seed(distributed.get_rank())
-model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(4, 8)).square().mean()
-    loss.backward()
-    optimizer.step()
-    if distributed.get_rank() == 0:
-        print(loss.item().hex(), flush=True)
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-distributed.destroy_process_group()
-"""
-
-FAILS = """
-import os, sys
-sys.path[:0] = [os.getcwd()]
-import torch
-from torch import distributed, nn
-
-distributed.init_process_group("gloo")
-model = nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(4):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    if step == 2 and distributed.get_rank() == 1:
-        raise ValueError("the data of this rank are bad")
-distributed.barrier()
-"""
+FAILS = """if number == 2 and distributed.get_rank() == 1:
+    raise ValueError("the data of this rank are bad")"""
 
 
 @pytest.fixture
@@ -105,7 +75,7 @@ def test_a_script_is_started_as_ranks_and_compared_and_keeps_its_losses(tmp_path
 
 
 def test_the_rank_that_failed_is_named_and_its_status_passes_through(tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(training_of_ranks(4, FAILS))
     options = ("-o", "run", "--nproc-per-node", "2", "--warmup", "1", "--steps", "9")
     done = forks.run_profkit("run", *options, "--", sys.executable, "fails.py", cwd=tmp_path)
     assert done.returncode == 1
@@ -158,23 +128,9 @@ def test_one_nsys_holds_all_ranks_of_a_built_in_model(tmp_path: Path, run: Run) 
     assert {"warmup", "step 0", "forward", "backward", "optimizer"} <= set(names)
 
 
-SCRIPT = """
-import os, sys, time
-sys.path[:0] = [os.getcwd()]
-import torch
-from torch import distributed, nn
-
-distributed.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(8):
-    if distributed.get_rank() == 2:
-        time.sleep(0.05)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-distributed.destroy_process_group()
-"""
+SCRIPT = training_of_ranks(8, "if distributed.get_rank() == 2: time.sleep(0.05)").replace(
+    "import torch", "import time, torch", 1
+)
 
 
 @pytest.mark.parametrize(

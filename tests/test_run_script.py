@@ -22,6 +22,7 @@ from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks
 from tests.in_process import check_profkit, ended, manifest_of, names_in, range_names, run_command, run_profkit
+from tests.training_scripts import training
 
 torch = pytest.importorskip("torch")
 
@@ -91,18 +92,9 @@ for number in range(7):
 """
 
 
-FROM_INPUT = """
-import sys
-import torch
-
-count = int(sys.stdin.readline())
-layer = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for _ in range(count):
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-print("rest:", sys.stdin.read().strip(), flush=True)
-"""
+FROM_INPUT = training(
+    "int(sys.stdin.readline())", before="import sys", after='print("rest:", sys.stdin.read().strip(), flush=True)'
+)
 
 
 def _environment(**variables: str) -> dict[str, str]:

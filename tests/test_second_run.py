@@ -31,24 +31,10 @@ from profkit.launch import another_try
 from profkit.launch.another_try import why_not_twice
 from tests.forked_scripts import Forks
 from tests.in_process import ended, manifest_of
+from tests.training_scripts import training
 
-MODEL = """
-import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-TRAINS = """
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
-SHORT = MODEL + "for _ in range(3):" + TRAINS
-EVALUATED_FIRST = (
-    MODEL.replace("optimizer =", "for _ in range(8):\n    model(torch.ones(2, 4))\noptimizer =")
-    + "for _ in range(5):"
-    + TRAINS
-)
-
-
+EVALUATES = "model = nn.Linear(4, 4)\nfor _ in range(8):\n    model(torch.ones(2, 4))"
+SHORT, EVALUATED_FIRST = training(3), training(5).replace("model = nn.Linear(4, 4)", EVALUATES)
 WRITES = "\nimport sys\nopen(sys.argv[1], 'a').write('a line')"
 
 

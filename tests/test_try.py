@@ -20,6 +20,7 @@ from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
 from tests.forked_scripts import Forks
 from tests.in_process import names_in
+from tests.training_scripts import training_of_ranks
 
 SCRIPT = """
 import json, sys, torch
@@ -271,18 +272,7 @@ def test_wrong_use_says_what_to_write(forks: Forks, tmp_path: Path, words: list[
     assert why in done.stderr
 
 
-RANKS = """
-import torch
-from torch import distributed
-distributed.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(300):
-    optimizer.zero_grad(set_to_none=False)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-"""
+RANKS = training_of_ranks(300, model="nn.Linear(8, 8)", batch="torch.ones(2, 8)")
 
 
 def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_path: Path) -> None:
