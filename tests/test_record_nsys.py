@@ -19,7 +19,7 @@ import pytest
 
 from profkit.errors import ToolError
 from profkit.launch import nsys_session
-from profkit.launch.nsys import Nsys, NsysOptions
+from profkit.launch.nsys import Nsys
 from profkit.launch.passes import Pass, Target
 from profkit.launch.record import Recorded, record_run
 from profkit.run.manifest import Conditions, Process, Workload
@@ -98,11 +98,11 @@ def start(tmp_path: Path) -> Callable[..., Recorded]:
         failures: int = 0,
         early: int = 1,
         refuses: bool = False,
-        options: NsysOptions | None = None,
+        keep_report: bool = True,
         **found: Any,
     ) -> Recorded:
         code = NSYS.format(leave=leave, export=export, saying=saying, early=early, refuses=refuses)
-        nsys = Nsys(_program(tmp_path / "target-linux-x64" / "nsys", code), "1.0", options=options or NsysOptions())
+        nsys = Nsys(_program(tmp_path / "target-linux-x64" / "nsys", code), "1.0", keep_report=keep_report)
         (tmp_path / "target-linux-x64" / "nsys.failures").write_text(str(failures))
         left = json.dumps(asdict(replace(PROCESS, **found)))
         argv = (sys.executable, "-c", TARGET, str(status), left)
@@ -158,7 +158,7 @@ def test_the_targets_status_is_the_runs_and_lost_events_are_warned_of(
 def test_on_a_gpu_there_are_kernels_and_a_report_may_go(start: Callable[..., Recorded], tmp_path: Path) -> None:
     assert start(device="cuda").has_kernels
     shutil.rmtree(tmp_path / "run")
-    assert start(device="cuda", options=NsysOptions(keep_report=False)).has_kernels
+    assert start(device="cuda", keep_report=False).has_kernels
     assert names_in(tmp_path / "run") == ["log.txt", "manifest.json", "trace.sqlite"], (
         "the report goes once it is exported"
     )
@@ -177,7 +177,7 @@ def test_a_failure_of_nsys_fails_the_run_and_keeps_the_report(
     tmp_path: Path, start: Callable[..., Recorded], failing: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ToolError, match=message) as error:
-        start(options=NsysOptions(keep_report=False), **failing)
+        start(keep_report=False, **failing)
     assert (manifest_of(tmp_path / "run")["status"], manifest_of(tmp_path / "run")["reason"]) == (
         "failed",
         str(error.value),

@@ -19,10 +19,7 @@ from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import (
     GraphTrace,
     Nsys,
-    NsysOptions,
-    check_abilities,
     find_nsys,
-    read_abilities,
 )
 from profkit.models.options import CompileMode, Device, Dtype, Passes
 from profkit.run.job import RankChoice
@@ -189,7 +186,7 @@ _OPTIONS = (
         "--cuda-graph-trace",
         "graph_trace",
         type=click.Choice(get_args(GraphTrace)),
-        default=NsysOptions().cuda_graph_trace,
+        default="node",
         show_default=True,
         help="With --nsys: node traces each kernel of a CUDA graph, so ranges and tables see it, but every graph "
         "launch becomes slower; graph traces a whole launch as one row at little cost.",
@@ -316,19 +313,11 @@ def names_recorder() -> bool:
 
 
 def require_nsys(graph_trace: GraphTrace, keep_report: bool) -> Nsys:
-    """Return the nsys to record with, and its options.
-
-    Raises:
-        ToolError: there is no nsys.
-        UsageError: it cannot do what is wanted.
-    """
-    options = NsysOptions(graph_trace, keep_report)
+    """Return the nsys to record with; raise `ToolError` if there is none."""
     nsys = find_nsys(os.environ)
     if nsys is None:
         raise ToolError(
             "there is no Nsight Systems here: install it (nsight-systems-cli), put nsys on PATH or name "
             "it in $NSYS; or leave --nsys out to record with torch.profiler"
         )
-    abilities = read_abilities(nsys.path)
-    check_abilities(options, abilities, nsys.version)
-    return replace(nsys, abilities=abilities, options=options)
+    return replace(nsys, cuda_graph_trace=graph_trace, keep_report=keep_report)

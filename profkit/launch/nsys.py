@@ -7,59 +7,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from profkit.errors import ToolError, UsageError
+from profkit.errors import ToolError
 
 GraphTrace = Literal["node", "graph"]
 
 CUPTI = "libcupti.so"
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """The options that an nsys knows, by its own help; empty if the help lists none."""
-
-    options: frozenset[str] = field(default=frozenset())
-
-    def has(self, option: str) -> bool:
-        """Return whether the option is known, or nothing is known of the options at all."""
-        return not self.options or option in self.options
-
-
-@dataclass(frozen=True)
-class NsysOptions:
-    """How nsys records.
-
-    ``cuda_graph_trace`` says whether a CUDA graph's kernels are traced one by one or the graph as one; ``keep_report``
-    False deletes the report once it has been exported.
-    """
-
-    cuda_graph_trace: GraphTrace = "node"
-    keep_report: bool = True
-
-
-def read_abilities(nsys: Path) -> Abilities:
-    """Return what ``nsys profile --help`` lists: each version supports different options."""
-    try:
-        done = subprocess.run([nsys, "profile", "--help"], capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolError(f"{nsys}: nsys does not start: {error}") from None
-    return parse_abilities(done.stdout)
-
-
-def parse_abilities(text: str) -> Abilities:
-    """Return the options in the text of ``nsys profile --help``."""
-    options = re.findall(r"^\s*(?:\(\w+\)\s*)?(?:-\w, )?(--[a-z][\w-]+)(?==|\s*$|\s+\[)", text, re.MULTILINE)
-    return Abilities(frozenset(options))
-
-
-def check_abilities(options: NsysOptions, abilities: Abilities, version: str) -> None:
-    """Raise `UsageError` if an nsys of these abilities and this version does not support what is asked."""
-    if options.cuda_graph_trace == "graph" and not abilities.has("--cuda-graph-trace"):
-        raise UsageError(f"--cuda-graph-trace graph: nsys {version} does not support it; name a newer one in $NSYS")
 
 
 # From the root; of several matches the newest version is taken. Nsight Compute brings an nsys of its own.
@@ -77,15 +33,16 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class Nsys:
-    """An nsys that starts: where it is, its version in its own words (``2023.4.4.54-234433681190v0``), its use.
+    """An nsys that starts: where it is, its version in its own words (``2023.4.4.54-234433681190v0``), how it records.
 
-    ``abilities`` say what it can do, ``options`` what to record.
+    ``cuda_graph_trace`` says whether a CUDA graph's kernels are traced one by one or the graph as one; ``keep_report``
+    False deletes the report once it has been exported.
     """
 
     path: Path
     version: str
-    abilities: Abilities = field(default_factory=Abilities)
-    options: NsysOptions = field(default_factory=NsysOptions)
+    cuda_graph_trace: GraphTrace = "node"
+    keep_report: bool = True
 
 
 def find_nsys(environment: Mapping[str, str], root: Path = Path("/")) -> Nsys | None:
@@ -127,17 +84,15 @@ def build_nsys_argv(
     """Return the command that profiles ``target`` into ``report`` (a path without suffix).
 
     With CUDA the capture runs from cudaProfilerStart to cudaProfilerStop; without it CUDA's APIs are not traced, and
-    the NVTX ranges are those of the whole process. The CPU is not sampled: it would slow the steps. Flags that this
-    nsys does not know are left out.
+    the NVTX ranges are those of the whole process. The CPU is not sampled: it would slow the steps.
 
     Args:
         temporary: the target's own TMPDIR, for nsys is to be given one that can be thrown away.
     """
     flags = [f"--trace={'cuda,nvtx' if cuda else 'nvtx'}", "--sample=none", "--cpuctxsw=none"]
     if cuda:
-        flags.append(f"--cuda-graph-trace={nsys.options.cuda_graph_trace}")
+        flags.append(f"--cuda-graph-trace={nsys.cuda_graph_trace}")
         flags += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    flags = [flag for flag in flags if nsys.abilities.has(flag.partition("=")[0])]
     # In the name of a report % begins a placeholder, for example for the host or the process.
     output = str(report).replace("%", "%%")
     return [str(nsys.path), "profile", *flags, f"--env-var=TMPDIR={temporary}", f"--output={output}", *target]

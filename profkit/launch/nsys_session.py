@@ -143,7 +143,7 @@ class NsysSession:
         report.chmod(_PRIVATE)
         export_to(self.nsys, report, export, self.log)
         export.chmod(_PRIVATE)
-        if not self.nsys.options.keep_report:
+        if not self.nsys.keep_report:
             report.unlink()
 
     def _raise_if_refused(self, said_from: int) -> None:
