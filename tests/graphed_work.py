@@ -1,7 +1,7 @@
 """Trains on the CPU, eagerly or by CUDA graphs of paper, and prints the work that profkit counts in one step.
 
-``python graphed_work.py eager|whole|modules|unseen``: the whole step captured by hand; the modules by torch's own
-``make_graphed_callables``; a graph that was captured before anybody watched. Every operator makes a node.
+``python graphed_work.py eager|whole|unseen``: the whole step captured by hand; a graph that was captured before
+anybody watched. Every operator makes a node.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ class Block(nn.Module):
 
 
 def main(way: str) -> None:
-    """Print the ranges' work and what is missing in it, the ranges of the captured graphs, and whether hooks failed."""
+    """Print the ranges' work and what is missing in it, and whether hooks failed."""
     torch.manual_seed(0)
     paper: Any = torch.cuda
     paper.CUDAGraph = torch.cuda.graphs.CUDAGraph = PaperGraph  # type: ignore[assignment, misc]
-    paper.graph = _Capture
     paper.current_stream = lambda *_: SimpleNamespace(cuda_stream=7)
-    paper.synchronize = torch.cuda.graphs.graph_pool_handle = lambda: None
+    paper.synchronize = lambda: None
     paper.Stream, paper.stream = object, lambda _stream: nullcontext()
     from profkit.capture.hooks import graph_nodes
     from profkit.capture.hooks.hooks import Hooks
@@ -65,8 +64,7 @@ def main(way: str) -> None:
     from tests.hooked_workloads import Always
 
     graph_nodes.Driver = PaperDriver  # type: ignore[assignment, misc]
-    kept: list[Any] = []
-    hooks = Hooks(Always(lambda _number: None), depth=3, keep_graph=kept.append, counts_work=True)
+    hooks = Hooks(Always(lambda _number: None), depth=3, keep_graph=lambda _graph: None, counts_work=True)
     if way != "unseen":
         hooks.install()
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block())
@@ -84,15 +82,12 @@ def main(way: str) -> None:
         if way in ("whole", "unseen"):
             with _Capture(graph):
                 held = step()
-        if way == "modules":
-            samples = (torch.randn(4, 8, requires_grad=True),)
-            torch.cuda.make_graphed_callables((model[1], model[2]), (samples, samples))
         if way == "unseen":
             hooks.install()
         hooks.start()
         counter = WorkCounter()
         counter.start()
-        if way in ("eager", "modules"):
+        if way == "eager":
             held = step()
         else:
             graph.replay()
@@ -108,7 +103,6 @@ def main(way: str) -> None:
                 "rows": rows,
                 "model_flops": counter.content().model_flops,
                 "missing": counter.content().missing,
-                "graphs": [[run.ranges for run in one.runs] for one in kept],
                 "loss": held.item().hex(),
                 "has_failed": hooks.is_over,
             }

@@ -4,9 +4,6 @@ A replay runs no Python, so the capture is the only moment at which this can be 
 asked how many nodes the graph has, whenever a range opens or closes; what was added in between was made within the
 ranges open there. The driver is only asked: the graph is the same as without profkit. Outside of captures this costs
 nothing.
-
-``torch.cuda.make_graphed_callables`` captures a module by itself, before it is known to which model it belongs, and the
-replays lie in calls of that module. There the ranges are those that its parts have in the model.
 """
 
 from __future__ import annotations
@@ -14,24 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.errors import describe_error, say
-from profkit.capture.hooks.module_names import ModuleNames, Part
 from profkit.capture.hooks.open_ranges import OpenOnThread
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.policy import StepPolicy
 from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers
-from profkit.names import graph_range, launch_range, read_launch_range
+from profkit.names import graph_range
 from profkit.run.compiled_code import CapturedGraph, NodeKind, NodeRun
 
 # CUgraphNodeType
@@ -112,7 +107,6 @@ class Recorder(Protocol):
 
     is_recording: bool
     on_thread: OpenOnThread
-    names: ModuleNames
 
     def capture_runs(self, runs: bool) -> None:
         """A capture has begun, during which ranges are wanted, or has ended."""
@@ -139,17 +133,6 @@ class _Replay:
     work: GraphWork | None
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """What was captured into a graph; ``names`` are those that the modules of its ranges had then."""
-
-    record: CapturedGraph
-    work: GraphWork
-    names: WeakKeyDictionary[nn.Module, str]
-    replays: dict[Part | None, _Replay] = field(default_factory=dict)
-    """By the module in whose call the replay lies, if that is one of them."""
-
-
 class GraphNodes(RangeObserver):
     """Writes down what each graph is made of, and puts a range around its replays.
 
@@ -164,7 +147,7 @@ class GraphNodes(RangeObserver):
         self._keep = keep
         self._counts_work = counts_work
         self._driver: Driver | None = None
-        self._captured: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
+        self._captured: WeakKeyDictionary[Any, _Replay] = WeakKeyDictionary()
         self._kept: set[str] = set()
         self._capturing: ref[Any] | None = None
         self._operators: CapturedOperators | None = None
@@ -203,7 +186,7 @@ class GraphNodes(RangeObserver):
                     buffers = {} if self._operators is None else self._operators.buffers
                     record = CapturedGraph.of(_runs(kinds, self._parts), is_chain=is_chain)
                     work = GraphWork(tuple(self._parts), buffers)
-                    self._captured[graph] = _Captured(record, work, self._names_in(self._parts))
+                    self._captured[graph] = _Replay(graph_range(record.id), work if self._counts_work else None)
                     self._write(record)
         finally:
             self._forget()
@@ -246,9 +229,8 @@ class GraphNodes(RangeObserver):
         work = None
         found = self._captured.get(graph)
         if found is not None and self._hooks.is_recording:
-            replayed = self._replay_of(found)
-            self._hooks.on_thread.ranges.open(_REPLAY, replayed.range)
-            work = replayed.work
+            self._hooks.on_thread.ranges.open(_REPLAY, found.range)
+            work = found.work
         for observer in replay_observers:
             observer(work)
 
@@ -275,73 +257,8 @@ class GraphNodes(RangeObserver):
             self._kept.add(record.id)
             self._keep(record)
 
-    def _names_in(self, parts: Iterable[GraphPart]) -> WeakKeyDictionary[nn.Module, str]:
-        """Return what the modules are called whose names the ranges have."""
-        wanted = {name for part in parts for path in map(_names, part.ranges) for name in path}
-        found: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        for known in self._hooks.names.parts.values():
-            module = known.reference()
-            if module is not None and known.range in wanted:
-                found[module] = known.range
-        return found
-
-    def _replay_of(self, captured: _Captured) -> _Replay:
-        """Return how a graph is replayed where this thread is now."""
-        call = self._hooks.on_thread.ranges.running_call
-        module = None if call is None or call.module is None else call.module()
-        part = None if module is None or module not in captured.names else self._hooks.names.part(module)
-        replay = captured.replays.get(part)
-        if replay is None:
-            record, work = captured.record, captured.work
-            place = None if part is None or module is None else self._place_in(module, captured)
-            if place is not None:
-                runs = tuple(replace(run, ranges=place(run.ranges)) for run in record.runs)
-                record = CapturedGraph.of(runs, is_chain=record.is_chain)
-                work = replace(work, parts=tuple(replace(one, ranges=place(one.ranges)) for one in work.parts))
-                self._write(record)
-            replay = _Replay(graph_range(record.id), work if self._counts_work else None)
-            captured.replays[part] = replay
-        return replay
-
-    def _place_in(self, module: nn.Module, captured: _Captured) -> Callable[[tuple[str, ...]], tuple[str, ...]] | None:
-        """Return what makes the ranges of the capture those within a call of ``module``; None if it holds no others."""
-        before = captured.names[module]
-        paths = [run.ranges for run in captured.record.runs]
-        around = next((path[: path.index(before) + 1] for path in paths if before in path), None)
-        now = {was: self._range_of(one) for one in module.modules() if (was := captured.names.get(one)) is not None}
-
-        def place(path: tuple[str, ...]) -> tuple[str, ...]:
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, around or (), strict=False)))
-            renamed = (_renamed(name, now) for name in path[same:])
-            return tuple(name for name in renamed if name is not None)
-
-        is_compiled = any(before in _names(name) for path in paths for name in path)
-        return place if around is not None or is_compiled else None
-
-    def _range_of(self, module: nn.Module) -> str | None:
-        part = self._hooks.names.part(module)
-        return None if part is None else part.range
-
 
 _REPLAY = object()
-
-
-def _names(range_: str) -> tuple[str, ...]:
-    """Return the modules that a range's name has: itself, or those around a launch of compiled code."""
-    place = read_launch_range(range_)
-    return (range_,) if place is None else (*place.path, *place.shared)
-
-
-def _renamed(range_: str, now: dict[str, str | None]) -> str | None:
-    """Return a range's name with the modules' names ``now``; None if it has none any more."""
-    place = read_launch_range(range_)
-    if place is None:
-        return now.get(range_, range_)
-    path, shared = (
-        tuple(name for name in (now.get(one, one) for one in names) if name is not None)
-        for names in (place.path, place.shared)
-    )
-    return launch_range(replace(place, path=path, shared=shared))
 
 
 def _runs(kinds: list[NodeKind], parts: Iterable[GraphPart]) -> list[NodeRun]:
