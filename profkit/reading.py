@@ -272,7 +272,7 @@ def _find_export(report: Path) -> Path:
     export = report.with_suffix(".sqlite")
     if export.is_file() and export.stat().st_mtime_ns >= report.stat().st_mtime_ns:
         return export
-    from profkit.launch.nsys_session import export_report
+    from profkit.launch.nsys import export_report
 
     return export_report(report)
 

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import gpu_state, manifest, nsys_session
+from profkit.launch import gpu_state, manifest
+from profkit.launch import nsys as nsys_module
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import (
     Nsys,
     build_nsys_argv,
+    export_report,
     find_importer,
     find_nsys,
+    import_raw,
 )
-from profkit.launch.nsys_session import export_report, import_raw
 from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
 from profkit.models.options import PRESETS, CompileMode, TrainingOptions
 from profkit.run.directory import make_run_directory
@@ -201,7 +203,7 @@ class TestImporter:
         assert raw.exists()
 
     def test_no_importer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nsys_session, "find_importer", lambda nsys: None)
+        monkeypatch.setattr(nsys_module, "find_importer", lambda nsys: None)
         with (tmp_path / "log").open("w+b") as log, pytest.raises(ToolError, match="no QdstrmImporter"):
             import_raw(tmp_path / "trace.qdstrm", tmp_path / "trace.nsys-rep", Path("nsys"), log)
 
@@ -244,7 +246,7 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
         assert list((tmp_path / "cache" / "profkit" / "exports").iterdir()) == []
 
     def test_without_nsys_says_how_elsewhere(self, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nsys_session, "find_nsys", lambda environment: None)
+        monkeypatch.setattr(nsys_module, "find_nsys", lambda environment: None)
         with pytest.raises(ToolError, match=r"run `nsys export --type=sqlite .*a.nsys-rep` where it is"):
             export_report(report)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from profkit.errors import ToolError
-from profkit.launch import nsys_session
+from profkit.launch import nsys as launched_nsys
 from profkit.launch.nsys import Nsys
 from profkit.launch.passes import Pass, Target
 from profkit.launch.record import Recorded, record_run
@@ -228,7 +228,7 @@ def test_where_there_is_no_room_nsys_is_not_started(
     tmp_path: Path, start: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {str(tmp_path / "run"): 10**12}
-    monkeypatch.setattr(nsys_session.shutil, "disk_usage", lambda path: Usage(0, 0, free.get(str(path), 5 * 2**20)))
+    monkeypatch.setattr(launched_nsys.shutil, "disk_usage", lambda path: Usage(0, 0, free.get(str(path), 5 * 2**20)))
     with pytest.raises(ToolError, match=r"the disk is full: 5\.0 MiB are free, and nsys needs 100; .*TMPDIR"):
         start()
     free[str(tmp_path / "run")] = 0
@@ -241,7 +241,7 @@ def test_where_there_is_no_room_nsys_is_not_started(
 def test_a_disk_that_fills_up_meanwhile_fails_the_run(
     tmp_path: Path, start: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch, leave: str, said: str
 ) -> None:
-    monkeypatch.setattr(nsys_session, "_FULL_BYTES", 2**80)
+    monkeypatch.setattr(launched_nsys, "_FULL_BYTES", 2**80)
     with pytest.raises(ToolError, match=f"run: the disk is full.*{said}"):
         start(leave)
     assert "trace.sqlite" not in names_in(tmp_path / "run")

@@ -21,12 +21,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profkit import annotate, read_trace  # noqa: E402
-from profkit.capture import kineto  # noqa: E402
+from profkit.capture import recorder as kineto  # noqa: E402
 from profkit.capture import recorder as recorders  # noqa: E402
 from profkit.capture.hooks.range_log import LiveLog  # noqa: E402
-from profkit.capture.kineto import drop_profiler, recorded_by_kineto, warmed_up_profiler  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
-from profkit.capture.recorder import StepsRecorder, recorded_by_nsys  # noqa: E402
+from profkit.capture.recorder import (  # noqa: E402  # noqa: E402
+    StepsRecorder,
+    drop_profiler,
+    recorded_by_kineto,
+    recorded_by_nsys,
+    warmed_up_profiler,
+)
 from profkit.names import COLLECTING  # noqa: E402
 from profkit.run.range_log import (  # noqa: E402
     LEFT,

@@ -249,12 +249,12 @@ def at(moment):
             signal.pause()
 at("before torch")
 import torch
-from profkit.capture import kineto
-export = kineto._export
+from profkit.capture import recorder
+export = recorder._export
 def exports(*arguments):
     at("while the trace is written")
     export(*arguments)
-kineto._export = exports
+recorder._export = exports
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if sys.argv[1] == "while workers load data":

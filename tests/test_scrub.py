@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from profkit.errors import ProfkitError, TraceError
-from profkit.launch.nsys import Nsys, find_nsys
-from profkit.launch.nsys_session import open_session
+from profkit.launch.nsys import Nsys, find_nsys, open_session
 from profkit.reading import open_trace
 from profkit.sharing import share
 from profkit.text_kinds import (

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
 from profkit.capture.changes.trial import _find_evidence
-from profkit.cli.try_ import _find_tries
+from profkit.cli.edits import _find_tries
 from profkit.launch import trials as launched
 from profkit.run.directory import TRIALS, Run
 from tests.forked_scripts import Forks
@@ -316,5 +316,5 @@ def test_the_tries_of_a_run_are_those_that_can_be_made(monkeypatch: pytest.Monke
     tries = [Mock(edit=edit) for edit in ("no-wait:train.py:7", "optimizer:fused", None, "workers:4")]
     monkeypatch.setattr("profkit.analysis.causes.advice.find_advice", lambda *_: Mock(tries=tries))
     monkeypatch.setattr("profkit.analysis.summarize.summarize_capture", lambda _: None)
-    monkeypatch.setattr("profkit.cli.try_.open_capture", lambda _: None)
+    monkeypatch.setattr("profkit.cli.edits.open_capture", lambda _: None)
     assert _find_tries(tmp_path) == ("optimizer:fused", "workers:4")

@@ -29,8 +29,8 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import record_in_torch
 from profkit.capture.hooks.backward_nodes import running_graph
+from profkit.capture.hooks.module_calls import Watcher
 from profkit.capture.hooks.module_names import Roots
-from profkit.capture.hooks.watcher import Watcher
 from profkit.capture.owners import OwnerLedger, now_us, tensors_at_hand, watch_hooks
 from profkit.capture.patches import call_between, patch, restore
 from profkit.files import PARTIAL, whole_file

@@ -7,34 +7,276 @@ shows no collective of profkit's own.
 
 from __future__ import annotations
 
-import gc
+import ctypes
+import errno
+import functools
+import json
+import os
+import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from inspect import signature
 from pathlib import Path
-from threading import get_ident
-from time import time_ns
 from typing import Any
 
 import torch
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
-from profkit.annotation import Range
 from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.hooks.range_log import LiveLog
-from profkit.capture.kineto import (
-    ScriptsProfiler,
-    drop_profiler,
-    recorded_by_kineto,
-    warmed_up_profiler,
-)
+from profkit.capture.hooks.range_log import LiveLog, collections_as_ranges
+from profkit.capture.patches import patch
 from profkit.capture.steps.times import wait_for_device
-from profkit.names import COLLECTING
 from profkit.run.directory import KINETO_TRACE, name_of_rank
-from profkit.run.range_log import LEFT
+from profkit.run.range_log import finish_trace, log_beside, plain_beside, write_range_log
 from profkit.run.recording import LocalRanks, Order
+
+_TAIL_BYTES = 64 * 1024
+_FULL_BYTES = 1024**2
+_TORCH_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+_KINETO_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
+_SILENT = 99
+_WRITTEN = "written."
+
+
+class ScriptsProfiler:
+    """Knows when the script's own torch.profiler runs: a process has one Kineto, and the script's goes first."""
+
+    def __init__(self) -> None:
+        """Watch every profiler of this process from now on."""
+        self.before_start: Callable[[], None] | None = None
+        """Called once, before the script starts one."""
+        self._running: set[int] = set()
+        self._is_ours = False
+        patch("torch.autograd.profiler.profile._prepare_trace", self._around_start)
+        patch("torch.autograd.profiler.profile.__exit__", self._around_end)
+
+    def _around_start(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_ours:
+                self._running.add(id(profiler))
+                tell, self.before_start = self.before_start, None
+                if tell is not None:
+                    tell()
+            return prepare(profiler, *args, **kwargs)
+
+        return prepared
+
+    def _around_end(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        def left(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._running.discard(id(profiler))
+            return leave(profiler, *args, **kwargs)
+
+        return left
+
+    @property
+    def runs(self) -> bool:
+        """Whether one of the script's records now, or warms up to it."""
+        return bool(self._running)
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Take what starts within the block for a profiler of profkit's."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
+
+
+def warmed_up_profiler(device: torch.device, scripts: ScriptsProfiler | None, log: LiveLog | None) -> profile:
+    """Return a profiler that traces from now on and keeps nothing before it is started.
+
+    A program's first step under CUPTI takes up to twice as long as those after it. For ``scripts`` and ``log`` see
+    `recorded_by_kineto`.
+    """
+    activities = [ProfilerActivity.CUDA] if log is not None else _ACTIVITIES[device.type]
+    # Torch 2.11 warns without this (there is only one cycle); torch 2.4 does not know it.
+    options: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(profile).parameters else {}
+    profiler = profile(activities=activities, experimental_config=_options(device, log), **options)
+    with nullcontext() if scripts is None else scripts.ours():
+        profiler.prepare_trace()
+    return profiler
+
+
+def drop_profiler(profiler: profile) -> None:
+    """End a profiler that was only warmed up."""
+    with _kineto_silent():
+        profiler.start_trace()
+        profiler.profiler.acc_events = False
+        profiler.stop()
+
+
+@contextmanager
+def recorded_by_kineto(
+    path: Path,
+    device: torch.device,
+    scripts: ScriptsProfiler | None = None,
+    log: LiveLog | None = None,
+    warmed_up: profile | None = None,
+) -> Iterator[None]:
+    """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well.
+
+    Args:
+        path: where the trace goes.
+        device: where the program computes.
+        scripts: knows the script's own profilers.
+        log: the log of ranges, if CUDA's activities alone are recorded. Then the trace and the log are left for
+            `profkit.run.range_log.finish_trace`, so that the program does not wait until they are joined and zipped.
+        warmed_up: what `warmed_up_profiler` returned for the same arguments, if it was called.
+    """
+    profiler = warmed_up or warmed_up_profiler(device, scripts, log)
+    with _kineto_silent():
+        profiler.start_trace()
+    # Otherwise stopping it makes an object of Python's of each event, for a second or more; nobody asks for these.
+    profiler.profiler.acc_events = False
+    process = os.getpid()
+    _have_forks_end_without_cpp()
+    if log is not None:
+        log.read_clock()
+    try:
+        yield
+    finally:
+        if os.getpid() == process:  # a fork of the program drops its copy of this
+            if log is not None:
+                log.read_clock()
+            with _kineto_silent(), _detached_afterwards(log):
+                profiler.stop()
+    _export(profiler, path)
+    if log is None:
+        finish_trace(path)
+    else:
+        write_range_log(log_beside(path), log.content())
+
+
+_ACTIVITIES = {
+    "cpu": [ProfilerActivity.CPU],
+    "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+}
+
+
+@contextmanager
+def _kineto_silent() -> Iterator[None]:
+    """Have Kineto print no lines of its own within the block: torch 2.13 prints two for each recording.
+
+    How much it prints is a variable of C++'s, which `prepare_trace` sets. The script's own profiler finds it unchanged.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(_TORCH_LIBRARY)), _KINETO_LEVEL)
+    except (OSError, ValueError):  # another build of torch: its lines show
+        yield
+        return
+    before, level.value = level.value, _SILENT
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _options(device: torch.device, log: LiveLog | None) -> Any:
+    """Return what Kineto is to record beyond its default; None before torch can.
+
+    With a log of ranges: what each wait for the GPU waits for, which costs no time that could be measured. Else the
+    operators of threads that the program starts by itself; but not on a CPU, where the threads of torch's own pool
+    compute within an operator that waits for them, so that their time would count twice.
+    """
+    if device.type != "cuda":
+        return None
+    option = "profile_all_threads" if log is None else "enable_cuda_sync_events"
+    try:
+        return torch._C._profiler._ExperimentalConfig(**{option: True})
+    except TypeError:
+        return None
+
+
+_DETACH = "TEARDOWN_CUPTI"
+
+
+@contextmanager
+def _detached_afterwards(log: LiveLog | None) -> Iterator[None]:
+    """Have Kineto detach CUPTI when the recording ends within the block: else all later calls of CUDA are slow.
+
+    Not where CUDA graphs were captured, which Kineto's detaching does not go well with, and not against the script's
+    own choice.
+    """
+    if log is None or log.saw_cuda_graphs or _DETACH in os.environ:
+        yield
+        return
+    os.environ[_DETACH] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_DETACH]
+
+
+@functools.cache
+def _have_forks_end_without_cpp() -> None:
+    os.register_at_fork(after_in_child=_end_without_cpp)
+
+
+def _end_without_cpp() -> None:
+    """Have this fork end right after Python has: C++ would wait for ever for Kineto's threads, which no fork has."""
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # glibc's alone
+        libc.on_exit(libc._exit, None)  # which gets the exit status
+
+
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace; torch's own way with ``.gz`` goes through TMPDIR, and is silent if that is full."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    # Kineto writes the path into the trace without escaping it, and takes none that is not UTF-8. Other ranks write
+    # into the same folder at the same time.
+    plain = Path(f"/proc/self/fd/{folder}/{_WRITTEN}{plain_beside(path).name}")
+    try:
+        with _kineto_silent():  # that the disk is full is said below
+            profiler.export_chrome_trace(str(plain))
+        if not _is_whole(plain):
+            raise _why_not_whole(plain, path)
+        _name_after(plain, path)
+        plain.replace(plain_beside(path))
+    finally:
+        for left in (plain, Path(f"{plain}.tmp")):  # the second is Kineto's own, half written
+            left.unlink(missing_ok=True)
+        os.close(folder)
+
+
+def _why_not_whole(plain: Path, path: Path) -> OSError:
+    """Return why Kineto, which says nothing, left no whole trace."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if not path.parent.is_dir():
+        number = errno.ENOENT
+    elif shutil.disk_usage(path.parent).free < _FULL_BYTES:
+        number = errno.ENOSPC
+    elif limit != resource.RLIM_INFINITY and (plain.stat().st_size if plain.exists() else 0) >= limit - _TAIL_BYTES:
+        number = errno.EFBIG
+    else:
+        return OSError(errno.EIO, "torch.profiler wrote no whole trace, and does not say why", str(path))
+    return OSError(number, os.strerror(number), str(path.parent))
+
+
+def _name_after(plain: Path, path: Path) -> None:
+    """Have the trace call itself by the name of ``path``: Kineto ends it with where it wrote, and traces are shared."""
+    old, new = (json.dumps(text)[1:-1].encode() for text in (str(plain), path.name))
+    with plain.open("r+b") as file:
+        end = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        file.seek(end)
+        tail = file.read().replace(old, new)
+        file.seek(end)
+        file.write(tail)
+        file.truncate()
+
+
+def _is_whole(trace: Path) -> bool:
+    """Return whether a JSON object was written to its end."""
+    if not trace.exists() or not trace.stat().st_size:
+        return False
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
+
 
 # nsys reaches the other processes in its own time: on an H200 1.2 ms after cudaProfilerStart had returned in the first,
 # another's range that was already open was lost.
@@ -139,7 +381,7 @@ class StepsRecorder:
             self._hooks.start_log()
         if self._order.annotate and self._order.recorder != "memory":
             self._hooks.start()
-            self._recording.enter_context(_collections_as_ranges(log))
+            self._recording.enter_context(collections_as_ranges(log))
 
     def stop(self) -> str | None:
         """End the recording, if there is one, and return why it could not be saved."""
@@ -179,36 +421,3 @@ class StepsRecorder:
         profiler, self._warmed_up = self._warmed_up, None
         if profiler is not None:
             drop_profiler(profiler)
-
-
-_FULL = 2
-"""The generation of Python's objects that a full collection looks at, and all younger ones with it."""
-
-
-@contextmanager
-def _collections_as_ranges(log: LiveLog | None) -> Iterator[None]:
-    """Record a range around each full collection of garbage: in the log, or without one in what records ranges.
-
-    The hooks are not shown it: a collection may begin in the middle of their work.
-    """
-    marker, opened = Range(COLLECTING, None), {}
-    entries: dict[int, list[int]] = {}
-
-    def note(phase: str, collection: dict[str, Any]) -> None:
-        if collection["generation"] < _FULL:
-            return
-        thread = get_ident()
-        if log is not None:
-            if thread not in entries:
-                entries[thread] = log.begin_thread()
-            entries[thread] += (log.number_of[COLLECTING] if phase == "start" else LEFT, time_ns())
-        elif phase == "start":
-            opened[thread] = marker.open(())
-        elif thread in opened:
-            marker.close(opened.pop(thread), ())
-
-    gc.callbacks.append(note)
-    try:
-        yield
-    finally:
-        gc.callbacks.remove(note)

@@ -52,7 +52,8 @@ _HOMES = {
     "report": "run_views",
     "scrub": "copies",
     "summary": "run_views",
-    "try": "try_",
+    "try": "edits",
+    "whatif": "edits",
 }
 """The module of each command that has not one of its own name."""
 

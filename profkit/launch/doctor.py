@@ -20,6 +20,7 @@ from typing import Literal
 from profkit.launch.gpu_state import cuda_of_driver, driver_in
 from profkit.launch.nsys import (
     CUPTI,
+    NO_ROOM_BYTES,
     Nsys,
     cupti_of,
     find_importer,
@@ -29,7 +30,6 @@ from profkit.launch.nsys import (
     list_installed,
     numbers,
 )
-from profkit.launch.nsys_session import NO_ROOM_BYTES
 
 State = Literal["ok", "note", "warning", "failed"]
 

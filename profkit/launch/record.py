@@ -18,8 +18,7 @@ from profkit.files import PARTIAL, clear_partial_files, user_cache
 from profkit.launch.another_try import AnotherTry, find_another_try, why_not_twice
 from profkit.launch.gpu_state import GpuState, describe_gpus, read_gpu_state, warn_of_used_gpus
 from profkit.launch.manifest import begin_manifest, utc_now, warn_of_run, with_outcome
-from profkit.launch.nsys import Nsys
-from profkit.launch.nsys_session import NsysSession, clear_unexported, lost_events, open_log, open_session
+from profkit.launch.nsys import Nsys, NsysSession, clear_unexported, lost_events, open_log, open_session
 from profkit.launch.passes import (
     Outcome,
     Pass,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profkit.capture.hooks.watcher import Watcher
+from profkit.capture.hooks.module_calls import Watcher
 from profkit.capture.line_samples import describe, find_place
 from profkit.capture.steps.policy import is_loss_module
 

@@ -44,7 +44,7 @@ from profkit.capture.errors import describe_error, find_failure, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.hooks.watcher import Watcher
+from profkit.capture.hooks.module_calls import Watcher
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.steps.data_loading import is_loader_worker
 from profkit.capture.steps.times import wait_for_device

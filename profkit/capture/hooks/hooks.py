@@ -39,14 +39,20 @@ from profkit.capture.hooks.backward_nodes import (
     watch_graph_end,
 )
 from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
-from profkit.capture.hooks.module_calls import Generation, ReplicaCall, observe_module_calls, watch_replicas
+from profkit.capture.hooks.module_calls import (
+    Generation,
+    ReplicaCall,
+    StepListener,
+    Watcher,
+    observe_module_calls,
+    watch_replicas,
+)
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.range_log import LiveLog
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.hooks.script_ranges import watch_script_ranges
-from profkit.capture.hooks.watcher import StepListener, Watcher
 from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes

@@ -6,14 +6,20 @@ profiler is called. The launcher joins the log and the trace (`profkit.run.range
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import sleep, time_ns
+from typing import Any
 
 import torch
 
-from profkit.run.range_log import ClockReading, LoggedCollective, RangeLog, ThreadEntries
+from profkit.annotation import Range
+from profkit.names import COLLECTING
+from profkit.run.range_log import LEFT, ClockReading, LoggedCollective, RangeLog, ThreadEntries
 
 MOST_ENTRIES = 4_000_000
 """More are not kept: they would take some 300 MB of the program's memory, and a trace that nobody can open."""
@@ -90,3 +96,36 @@ def _name_of_thread(number: int) -> str:
         return Path(f"/proc/self/task/{number}/comm").read_text().strip()
     except OSError:
         return threading.current_thread().name
+
+
+_FULL = 2
+"""The generation of Python's objects that a full collection looks at, and all younger ones with it."""
+
+
+@contextmanager
+def collections_as_ranges(log: LiveLog | None) -> Iterator[None]:
+    """Record a range around each full collection of garbage: in the log, or without one in what records ranges.
+
+    The hooks are not shown it: a collection may begin in the middle of their work.
+    """
+    marker, opened = Range(COLLECTING, None), {}
+    entries: dict[int, list[int]] = {}
+
+    def note(phase: str, collection: dict[str, Any]) -> None:
+        if collection["generation"] < _FULL:
+            return
+        thread = threading.get_ident()
+        if log is not None:
+            if thread not in entries:
+                entries[thread] = log.begin_thread()
+            entries[thread] += (log.number_of[COLLECTING] if phase == "start" else LEFT, time_ns())
+        elif phase == "start":
+            opened[thread] = marker.open(())
+        elif thread in opened:
+            marker.close(opened.pop(thread), ())
+
+    gc.callbacks.append(note)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(note)

@@ -1,4 +1,4 @@
-"""``profkit try``: edits made in runs of the program, without a change to it, and measured."""
+"""``profkit whatif`` and ``profkit try``: what changes would do to time and memory, predicted, or made and measured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from pathlib import Path
 
 import click
 
+from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.trials import latest_trials, summarize_trials
-from profkit.cli.options import POSITIVE
-from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
+from profkit.analysis.whatif.apply import Cost, cost_of_ranges
+from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options, plot_option
+from profkit.cli.outputs import (
+    Output,
+    output_options,
+    quote_path,
+    refuse_overwriting,
+    require_png,
+    say,
+    shown_after_a_second,
+)
 from profkit.cli.run import run as run_command
 from profkit.cli.run_options import RunCommand
 from profkit.errors import ProfkitError, RunError, UsageError
@@ -20,12 +30,14 @@ from profkit.files import collector_off
 from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
 from profkit.launch.passes import Pass, Target, command_name, target_kind
 from profkit.launch.trials import TrialOptions, TrialRunner
-from profkit.reading import open_capture
+from profkit.reading import open_capture, open_snapshot, open_trace
 from profkit.report.commands.trials import build_held_document, build_trials_document
+from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
 from profkit.run.edits import (
     EDITS,
+    FORMS,
     RunTrials,
     TrialPrediction,
     TrialProcess,
@@ -37,7 +49,94 @@ from profkit.run.edits import (
 from profkit.run.manifest import Workload, write_manifest
 from profkit.run.recording import Order
 
-FORMS = tuple(form for spec in EDITS for form in spec.forms if spec.can_be_tried)
+
+@click.command()
+@capture_argument("capture", "RUN")
+@click.option(
+    "--allocator",
+    "allocators",
+    multiple=True,
+    metavar="SETTINGS",
+    help="Settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True,max_split_size_mb:128.",
+)
+@click.option(
+    "--edit",
+    "edits",
+    multiple=True,
+    metavar="EDIT",
+    help="Change the program; several are applied together: "
+    + ", ".join(FORMS)
+    + ". `profkit help whatif` explains them.",
+)
+@click.option("--fit", type=SIZE, metavar="SIZE", help="Search for the cheapest edits that fit, such as 24GiB.")
+@click.option(
+    "--capacity",
+    type=SIZE,
+    help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
+)
+@plot_option("Draw the step's lanes now and after.")
+@peak_options
+@output_options
+def whatif(
+    capture: Path,
+    allocators: tuple[str, ...],
+    edits: tuple[str, ...],
+    fit: int | None,
+    capacity: int | None,
+    plot: Path | None,
+    device: int | None,
+    rank: int | None,
+    output: Output,
+) -> None:
+    """Predict a step's time and the peak of memory after changes of the program, or under other allocator settings.
+
+    RUN is a run directory, a trace (time alone) or a memory snapshot (memory alone). Of time, a recorded step is run
+    again with the change, once it has reproduced its own recording. Of memory, profkit simulates the allocator on the
+    recorded requests; with the recorded settings it must choose every recorded address.
+    """
+    if fit is not None and (edits or allocators or capacity is not None):
+        raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
+    require_png(plot)
+    refuse_overwriting([capture], [output.path, plot])
+    with shown_after_a_second(f"reading {capture.name}"):
+        opened = open_capture(capture, rank=rank) if edits else None
+        snapshot = open_snapshot(capture, rank=rank) if opened is None else None
+    with shown_after_a_second("replaying the step, simulating the allocator"):
+        if opened is not None:
+            predicted = opened.whatif(edits, allocators=allocators, device=device, capacity_bytes=capacity)
+        else:
+            assert snapshot is not None
+            memory = snapshot.whatif(
+                allocators=allocators,
+                fit=fit is not None,
+                device=device,
+                capacity_bytes=fit or capacity,
+                cost=_cost_of(capture) if fit else None,
+            )
+            predicted = Prediction(None, memory)
+    if plot is not None:
+        trace = None if opened is None else opened.trace
+        lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
+        if lanes is None:
+            raise UsageError("--plot draws a step's lanes, and its time is not predicted")
+        from profkit.report.plots import plot_lanes  # loads Matplotlib
+
+        plot_lanes(*lanes, edits, plot)
+    output.print(build_prediction_document(predicted))
+
+
+def _cost_of(path: Path) -> Cost | None:
+    """Return what tells how long ranges take, if the run has a trace that can be read."""
+    if not path.is_dir():
+        return None
+    try:
+        return cost_of_ranges(open_trace(path).ranges())
+    except ProfkitError:
+        return None
+
+
+_MEASURED = tuple(form for spec in EDITS for form in spec.forms if spec.can_be_tried)
+"""The forms of the edits that `profkit try` makes."""
 
 
 class TryCommand(RunCommand):
@@ -70,7 +169,7 @@ class TryCommand(RunCommand):
     "edits",
     multiple=True,
     metavar="EDIT",
-    help=f"Try this; given several times, each alone and then those that help together: {', '.join(FORMS)}.",
+    help=f"Try this; given several times, each alone and then those that help together: {', '.join(_MEASURED)}.",
 )
 @click.option("--together", is_flag=True, help="Try all edits together only, not each alone.")
 @click.option("--alone", is_flag=True, help="Try each edit alone only, not those together that help.")
@@ -113,7 +212,9 @@ def try_(
         run = _record(argv, directory)
     wanted = edits or (_find_tries(run) if run is not None else ())
     if not wanted:
-        raise UsageError(f"the summary of {run} proposes nothing that can be tried; --edit takes {', '.join(FORMS)}")
+        raise UsageError(
+            f"the summary of {run} proposes nothing that can be tried; --edit takes {', '.join(_MEASURED)}"
+        )
     parsed = parse_each(wanted)
     variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
     step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
