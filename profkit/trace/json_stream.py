@@ -14,11 +14,9 @@ from typing import Any, NoReturn
 
 _PIECE_BYTES = 2**22
 _SPACE = re.compile(r"[ \t\n\r]*+")
-_COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
-_SPACES = " \t\n\r"
-# Behind the last objects of a piece: within one of them are a few more, and between two a line break and a few spaces.
-_MOST_TRIES = 40
-_WIDEST_GAP = 40
+_BORDER = re.compile(r"\}[ \t\n\r]*+,[ \t\n\r]*+(?=\{)")
+_LONGEST_TAIL = 2**16
+"""The last border between two objects in a piece is looked for in so many characters."""
 # Kineto has printed C++'s words inf and nan (a bandwidth over a duration of zero).
 _BARE_NON_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:inf|nan)(?=\s*[,}\]])")
 # A value that is reported at its first letter may only be cut off: `tru`, `-Infini`.
@@ -44,8 +42,10 @@ class JsonStream:
         self._at = 0
         self._is_whole = False
         """Whether the rest of the file is in ``_text``."""
-        self._lines = self._column = 0
-        """Line breaks in what was dropped, and characters after the last one."""
+        self._dropped = 0
+        """How many characters before ``_text`` were taken and dropped."""
+        self._is_new = True
+        """Whether text was read since objects were last taken all at once."""
 
     def next_character(self) -> str:
         """Return the next character that is no space, without taking it; "" at the end."""
@@ -91,6 +91,7 @@ class JsonStream:
                 continue
             if _BARE_NON_NUMBER.search(self._text, self._at):
                 before = max(self._at - 1, 0)  # the word must stand behind a comma, a colon or a bracket
+                self._dropped += before
                 self._text, self._at = _BARE_NON_NUMBER.sub("null", self._text[before:]), self._at - before
                 continue
             self._refuse(message, at)
@@ -117,18 +118,9 @@ class JsonStream:
             self.take("]")
             return
         while True:
-            yield from self._whole_objects()
-            # Value after value while they stand whole in the text.
-            try:
-                while True:
-                    value, end = self._scan(self._text, self._at)
-                    comma = _COMMA.match(self._text, end)
-                    if comma is None:
-                        break
-                    self._at = comma.end()
-                    yield value
-            except (StopIteration, json.JSONDecodeError):
-                pass  # cut by the end of this piece, or damaged: reading one value below finds out which
+            if self._is_new:
+                self._is_new = False
+                yield from self._whole_objects()
             yield self.value()
             if self.take(",]") == "]":
                 return
@@ -138,30 +130,20 @@ class JsonStream:
 
         Returns none if there are none, or if the text is not plainly so: then to read one by one finds out why.
         """
-        last, following = self._last_border()
+        borders = list(_BORDER.finditer(self._text, max(self._at, len(self._text) - _LONGEST_TAIL)))
+        if not borders:
+            return []
+        border = borders[-1]
+        whole = f"[{self._text[self._at : border.start() + 1]}]"
         try:
-            whole = f"[{self._text[self._at : last]}]"
-            values, end = self._scan(whole, 0) if last > self._at else ([], 0)
+            values, end = self._scan(whole, 0)
         except (StopIteration, json.JSONDecodeError, RecursionError):
             return []
         if end < len(whole):  # the list ends before, and others follow
             return []
-        self._at = following
+        self._at = border.end()
         objects: list[Any] = values
         return objects
-
-    def _last_border(self) -> tuple[int, int]:
-        """Return where the last object but one ends, as far as its text shows, and where the one after it begins."""
-        begin = len(self._text)
-        for _ in range(_MOST_TRIES):
-            begin = self._text.rfind("{", self._at, begin)
-            if begin < 0:
-                break
-            before = self._text[max(begin - _WIDEST_GAP, self._at) : begin]
-            rest = before.rstrip(_SPACES)
-            if rest.endswith(",") and rest[:-1].rstrip(_SPACES).endswith("}"):
-                return begin - len(before) + len(rest[:-1].rstrip(_SPACES)), begin
-        return self._at, self._at
 
     def end(self) -> None:
         """Check that nothing follows.
@@ -177,13 +159,12 @@ class JsonStream:
         if self._is_whole:
             return False
         # The character before the value tells whether a bare word in it may stand there.
-        dropped = self._text[: max(self._at - 1, 0)]
-        self._lines += dropped.count("\n")
-        self._column = len(dropped) - dropped.rfind("\n") - 1 + (0 if "\n" in dropped else self._column)
-        rest = self._text[len(dropped) :]
+        taken = max(self._at - 1, 0)
+        rest = self._text[taken:]
         piece = self._read(max(_PIECE_BYTES, len(rest)))
-        self._is_whole = not piece
-        self._text, self._at = rest + self._decoder.decode(piece, final=not piece), self._at - len(dropped)
+        self._is_whole, self._is_new = not piece, True
+        self._text, self._at = rest + self._decoder.decode(piece, final=not piece), self._at - taken
+        self._dropped += taken
         return len(self._text) > len(rest) or not self._is_whole
 
     def _may_go_on(self, message: str, at: int) -> bool:
@@ -193,7 +174,4 @@ class JsonStream:
     def _refuse(self, message: str, at: int) -> NoReturn:
         if self._may_go_on(message, at) and not self._fill():
             raise CutOffError(message)
-        before = self._text[:at]
-        line = self._lines + before.count("\n") + 1
-        column = at - before.rfind("\n") if "\n" in before else self._column + at + 1
-        raise JsonError(f"line {line}, column {column}: {message}")
+        raise JsonError(f"character {self._dropped + at + 1:,}: {message}")
