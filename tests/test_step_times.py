@@ -15,9 +15,7 @@ from profkit.analysis.compare.comparison import compare_unprofiled
 from profkit.analysis.time_account.step_times import (
     PhaseTimes,
     StepTimes,
-    UnprofiledSteps,
     read_step_times,
-    read_unprofiled_steps,
     summarize_samples,
     summarize_step_times,
 )
@@ -138,9 +136,9 @@ def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_re
 
 def test_steps_that_wait_for_nothing_keep_their_median() -> None:
     times = _summarize({"attached": {"steps": [{"data_ns": 0, "step_ns": step} for step in (1, 2, 9)]}})
-    assert [(one.phase, one.clean_ns, one.clean_rate_ns) for one in times.phases] == [
-        ("data", 0, None),
-        ("step", 2, None),
+    assert [(one.phase, one.clean_ns, one.unprofiled.waits) for one in times.phases] == [
+        ("data", 0, False),
+        ("step", 2, False),
     ]
 
 
@@ -237,12 +235,8 @@ def manifest(times: list[int], source: str = "clean", **more: Any) -> dict[str, 
     return {source: {"steps": steps}}
 
 
-def steps_of(written: dict[str, Any]) -> UnprofiledSteps | None:
-    return read_unprofiled_steps(decode(Manifest, written))
-
-
 def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, int, int, str]]:
-    sides = [steps_of(one) for one in (before, after)]
+    sides = [_summarize(one) for one in (before, after)]
     assert sides[0] is not None
     assert sides[1] is not None
     result = compare_unprofiled(sides[0], sides[1])
@@ -278,15 +272,15 @@ def test_each_context_is_compared_separately() -> None:
 
 def test_the_label_says_in_which_process_steps_were_timed() -> None:
     for source, label in (("clean", "own process"), ("attached", "same process")):
-        steps = steps_of(manifest([300], source))
+        steps = _summarize(manifest([300], source))
         assert (steps.label, list(steps.samples)) == (label, ["forward", "step"])
-    assert steps_of({}) is steps_of({"clean": {"steps": []}}) is None
+    assert _summarize({}) is _summarize({"clean": {"steps": []}}) is None
 
 
 def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
     """The rest never differs, so all of the interval comes from the waits of one step in ten."""
     steps = [{"data_ns": 1_000 * (at % 10 == 0), "step_ns": 1_000 * (at % 10 == 0) + 50} for at in range(20)]
-    sides = [steps_of({"attached": {"steps": steps}}), steps_of({"attached": {"steps": steps[:11]}})]
+    sides = [_summarize({"attached": {"steps": steps}}), _summarize({"attached": {"steps": steps[:11]}})]
     assert sides[0] is not None
     assert sides[1] is not None
     change = compare_unprofiled(sides[0], sides[1]).changes[-1]
@@ -297,7 +291,7 @@ def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
 
 def test_a_time_says_whether_it_is_a_median_or_holds_the_mean_wait() -> None:
     for data_ns, statistic in ((0, "medians"), (40, "mean waits and medians of the rest")):
-        steps = steps_of({"attached": {"steps": [{"data_ns": data_ns, "step_ns": 50}] * 3}})
+        steps = _summarize({"attached": {"steps": [{"data_ns": data_ns, "step_ns": 50}] * 3}})
         assert steps is not None
         result = compare_unprofiled(steps, steps)
         (step,) = (change for change in result.changes if change.is_whole_step)

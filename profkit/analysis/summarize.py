@@ -222,7 +222,7 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
     if not steps and recorded_ns is not None:
         yield StepUse(None, None, 0, None, None, recorded_ns)
     for step in steps:
-        waits = None if timed is None or step.clean_rate_ns is None else timed.find(DATA, step.context)
+        waits = None if timed is None or not step.unprofiled.waits else timed.find(DATA, step.context)
         yield StepUse(
             step.context,
             step.clean_ns,

@@ -20,7 +20,7 @@ from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.statistics import FEWEST
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, read_unprofiled_steps
+from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, summarize_step_times
 from profkit.analysis.tree.selection import find_near_names, select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
@@ -140,7 +140,7 @@ def check_budgets(
 
 
 def _judge_step(run: OpenedCapture, limit_ns: int) -> Iterator[BudgetLine]:
-    steps = None if run.run is None else read_unprofiled_steps(run.run.manifest)
+    steps = None if run.run is None else summarize_step_times(run.run.manifest)
     times = {} if steps is None else {name: samples for name, samples in steps.samples.items() if is_whole_step(name)}
     if steps is None or not times:
         yield not_judged(MAX_STEP, "ns", limit_ns, _NO_STEP_TIMES)

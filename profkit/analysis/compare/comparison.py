@@ -26,10 +26,10 @@ from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.statistics import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.time_account.step_times import (
     PhaseSamples,
-    UnprofiledSteps,
+    StepTimes,
     is_whole_step,
     name_statistic,
-    read_unprofiled_steps,
+    summarize_step_times,
 )
 from profkit.errors import Finding, UsageError
 
@@ -231,7 +231,7 @@ def compare_captures(
         )
     traces = [_with_work(capture.trace) for capture in (before, after)]
     runs = (before.run, after.run)
-    steps = [None if run is None else read_unprofiled_steps(run.manifest) for run in runs]
+    steps = [None if run is None else summarize_step_times(run.manifest) for run in runs]
     time = clean = memory = modules = recorded_step = None
     if traces[0] is not None and traces[1] is not None:
         samples = sample_both(traces[0].attribution, traces[1].attribution, range)
@@ -269,7 +269,7 @@ def compare_captures(
     )
 
 
-def compare_unprofiled(before: UnprofiledSteps, after: UnprofiledSteps) -> CleanComparison:
+def compare_unprofiled(before: StepTimes, after: StepTimes) -> CleanComparison:
     """Return what changed in the phases that both runs timed."""
     shared = [name for name in before.samples if name in after.samples]
     changes = [_compare_samples(name, before.samples[name], after.samples[name]) for name in shared]
@@ -317,7 +317,7 @@ def _warn_of_missing(what: str, before: object, after: object) -> tuple[Finding,
     return (Finding("one-sided", f"{what}: only {'after' if before is None else 'before'} has them; not compared"),)
 
 
-def _warn_of_phases(before: UnprofiledSteps | None, after: UnprofiledSteps | None) -> Iterator[Finding]:
+def _warn_of_phases(before: StepTimes | None, after: StepTimes | None) -> Iterator[Finding]:
     """Name what only one side timed: the changes of the other phases do not add up to that of the step."""
     if before is None or after is None:
         return
@@ -342,6 +342,6 @@ def _list_holdings(capture: OpenedCapture) -> list[str]:
         held.append("kernel times")
     elif capture.trace is not None:
         held.append("a trace without GPU kernels")
-    if capture.run is not None and read_unprofiled_steps(capture.run.manifest) is not None:
+    if capture.run is not None and summarize_step_times(capture.run.manifest) is not None:
         held.append("unprofiled steps")
     return held + (["a memory snapshot"] if capture.snapshot is not None else [])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.time_account.step_times import read_unprofiled_steps
+from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.run.manifest import Manifest, find_condition
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
 
@@ -134,7 +134,7 @@ def _state_facts(capture: OpenedCapture) -> dict[str, str]:
             facts[fact] = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
     if "GPU" not in facts and manifest.gpu is not None:
         facts["GPU"] = manifest.gpu
-    steps = read_unprofiled_steps(manifest)
+    steps = summarize_step_times(manifest)
     if steps is not None:
         facts["unprofiled steps"] = steps.label
     return facts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,33 +113,44 @@ def name_statistic(*, waits: bool, several: bool = False) -> str:
     return "mean wait for data and median of the rest" if waits else "median"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PhaseTimes:
-    """One phase (or the whole step): its time in ns without a profiler and with one.
-
-    ``clock`` says what measured both: CUDA events around the phase, on the GPU's own clock, or the host's clock.
-    ``clean_rate_ns`` and ``profiled_rate_ns`` are `PhaseSamples.time_ns` where data was waited for, else None.
-    """
+    """One phase (or the whole step): its samples without a profiler, and with one if it was timed by the same clock."""
 
     phase: str
     context: int | None
-    clock: Clock
-    clean: SampleStatistics
-    profiled: SampleStatistics | None
-    clean_rate_ns: float | None = None
-    profiled_rate_ns: float | None = None
+    unprofiled: PhaseSamples
+    recorded: PhaseSamples | None
+
+    @property
+    def name(self) -> str:
+        """Return the phase, in a run of several contexts as ``context 128, forward``."""
+        return self.phase if self.context is None else f"{context_range(self.context)}, {self.phase}"
+
+    @property
+    def clock(self) -> Clock:
+        """Return what measured both: CUDA events around the phase, on the GPU's own clock, or the host's clock."""
+        return self.unprofiled.clock
+
+    @cached_property
+    def clean(self) -> SampleStatistics:
+        """The statistics of the samples without a profiler."""
+        return summarize_samples(self.unprofiled.total_ns)
+
+    @cached_property
+    def profiled(self) -> SampleStatistics | None:
+        """The statistics of those with one."""
+        return None if self.recorded is None else summarize_samples(self.recorded.total_ns)
 
     @property
     def clean_ns(self) -> float:
         """What one takes without a profiler."""
-        return self.clean.median if self.clean_rate_ns is None else self.clean_rate_ns
+        return self.unprofiled.time_ns
 
     @property
     def profiled_ns(self) -> float | None:
         """What one takes with a profiler; None if it was not timed."""
-        if self.profiled_rate_ns is not None or self.profiled is None:
-            return self.profiled_rate_ns
-        return self.profiled.median
+        return None if self.recorded is None else self.recorded.time_ns
 
     @property
     def cost(self) -> float | None:
@@ -146,6 +158,19 @@ class PhaseTimes:
         if self.phase == DATA or self.profiled_ns is None or self.clean_ns <= 0:
             return None
         return self.profiled_ns / self.clean_ns - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data; the rates are `PhaseSamples.time_ns` where data was waited for, else None."""
+        return {
+            "phase": self.phase,
+            "context": self.context,
+            "clock": self.clock,
+            "clean": asdict(self.clean),
+            "profiled": None if self.profiled is None else asdict(self.profiled),
+            "clean_rate_ns": self.clean_ns if self.unprofiled.waits else None,
+            "profiled_rate_ns": self.profiled_ns if self.recorded is not None and self.recorded.waits else None,
+            "cost": self.cost,
+        }
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,30 +194,29 @@ class StepTimes(NotebookResult):
         return next((times for times in self.phases if (times.phase, times.context) == (phase, context)), None)
 
     @property
+    def label(self) -> str:
+        """Return where the unprofiled steps ran, in words."""
+        return _LABELS[self.twin]
+
+    @property
+    def samples(self) -> dict[str, PhaseSamples]:
+        """Return the unprofiled samples of each phase by its name."""
+        return {times.name: times.unprofiled for times in self.phases}
+
+    @property
     def inflated(self) -> tuple[PhaseTimes, ...]:
         """Return the phases of which it is known what profiling cost them."""
         return tuple(times for times in self.phases if times.cost is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers unrounded."""
-        return {"twin": self.twin, "phases": [{**asdict(times), "cost": times.cost} for times in self.phases]}
+        return {"twin": self.twin, "phases": [times.to_dict() for times in self.phases]}
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per phase and context; columns such as ``clean_median`` and ``profiled_p90``, in ns."""
         import pandas as pd
 
         return pd.json_normalize(self.to_dict()["phases"], sep="_")
-
-
-@dataclass(frozen=True)
-class UnprofiledSteps:
-    """The unprofiled steps of a run: where they ran, and the samples of each phase, the whole step last.
-
-    The names of several contexts are ``context 128, forward`` and so on.
-    """
-
-    label: str
-    samples: dict[str, PhaseSamples]
 
 
 def read_step_times(run: str | Path) -> StepTimes | None:
@@ -215,18 +239,6 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     return StepTimes(_twin_of(manifest), tuple(phases), on_host) if phases else None
 
 
-def read_unprofiled_steps(manifest: Manifest) -> UnprofiledSteps | None:
-    """Return the samples of the unprofiled steps in a run's manifest; None if there are none."""
-    unprofiled = manifest.unprofiled
-    if unprofiled is None:
-        return None
-    samples = {}
-    for context in unprofiled.contexts:
-        for phase, times in samples_by_phase(unprofiled, context).items():
-            samples[phase if context is None else f"{context_range(context)}, {phase}"] = times
-    return UnprofiledSteps(_LABELS[_twin_of(manifest)], samples)
-
-
 def measure_memory_cost(manifest: Manifest) -> float | None:
     """Return what recording the allocator added to the step time, as a fraction of it; None if either is unknown."""
     if manifest.memory is None or manifest.unprofiled is None:
@@ -238,7 +250,7 @@ def measure_memory_cost(manifest: Manifest) -> float | None:
 
 
 def is_whole_step(name: str) -> bool:
-    """Return whether a name in `UnprofiledSteps.samples` is that of a whole step, not of a phase."""
+    """Return whether a name in `StepTimes.samples` is that of a whole step, not of a phase."""
     return name == STEP or name.endswith(f", {STEP}")
 
 
@@ -274,16 +286,7 @@ def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> I
         for phase, times in profiled.times_ns(clock, context).items()
     }
     for phase, clean in samples_by_phase(unprofiled, context).items():
-        with_profiler = recorded.get((phase, clean.clock))
-        yield PhaseTimes(
-            phase,
-            context,
-            clean.clock,
-            summarize_samples(clean.total_ns),
-            None if with_profiler is None else summarize_samples(with_profiler.total_ns),
-            clean.time_ns if clean.waits else None,
-            with_profiler.time_ns if with_profiler is not None and with_profiler.waits else None,
-        )
+        yield PhaseTimes(phase, context, clean, recorded.get((phase, clean.clock)))
 
 
 def find_timing_doubts(timed: StepTimes | None) -> Iterator[Finding]:
@@ -299,7 +302,7 @@ def _find_uneven_steps(timed: StepTimes) -> Iterator[Finding]:
     for step in timed.phases:
         deviation = step.clean.relative_deviation
         if step.phase == STEP and deviation is not None and deviation > _WIDE:
-            used = name_statistic(waits=step.clean_rate_ns is not None)
+            used = name_statistic(waits=step.unprofiled.waits)
             yield Finding(
                 "uneven-clean-steps",
                 f"{step.clean.count} unprofiled steps{_where(step)} vary widely: their standard deviation is"

@@ -91,7 +91,7 @@ def _time_notes(times: StepTimes) -> list[str]:
         _WHERE[times.twin].format(format_count(clean, "step")),
         f"profiled: {format_count(profiled, 'recorded step')}",
     ]
-    waits = any(phase.clean_rate_ns is not None for phase in times.phases)
+    waits = any(phase.unprofiled.waits for phase in times.phases)
     lines.append(
         "times are medians" + ("; of data the mean wait, of the step this and the median of the rest" if waits else "")
     )
