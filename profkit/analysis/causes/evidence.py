@@ -346,6 +346,11 @@ def find_line(text: str) -> SourceLine | None:
     return None if match is None else SourceLine(text[: match.start()], int(match[1]), text[match.end() :])
 
 
+def name_times(count: float) -> str:
+    """Return how often something happens: ``once a step``, ``8 times a step``."""
+    return "once a step" if count == 1 else f"{count:.3g} times a step"
+
+
 def edits(*texts: str) -> tuple[StepChange, ...]:
     """Return edits, as on the command line, as changes of a step."""
     return tuple(change_of(edit) for edit in parse_edits(texts))

@@ -12,7 +12,7 @@ from profkit.analysis.causes.changes import (
     without_calls,
     without_copies,
 )
-from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, source_line
+from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
 from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
@@ -239,8 +239,8 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     yield Cause(
         code="pageable-copy",
-        cause=f"{len(calls)} copies a step come from memory that is not pinned",
-        detail=", and hold the host",
+        cause="data is copied from memory that is not pinned",
+        detail=f", {name_times(len(calls))}, while the host waits",
         line=None if line is None else source_line(line),
         change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
         changes=edits("pin-memory"),
@@ -276,7 +276,7 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
     time_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in step.allocating)
     yield Cause(
         code="allocations",
-        cause=f"CUDA allocates or frees memory {len(step.allocating)} times a step",
+        cause=f"CUDA allocates or frees memory {name_times(len(step.allocating))}",
         detail=": memory grows, or is in pieces",
         change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         changes=[without_calls("allocations", lambda step: list(step.allocating))],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from profkit.analysis.causes.changes import By, drop_some_launches, stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, source_line
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, name_times, source_line
 from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
@@ -50,7 +50,8 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         edit = f"no-wait:{line.file}:{line.line}"
         yield Cause(
             code="waits",
-            cause=f"{_name_call(line.called)} waits for the GPU, {count:.3g} times a step",
+            cause=f"{_name_call(line.called)} waits for the GPU",
+            detail=f", {name_times(count)}",
             line=source_line(line),
             change="keep the value on the GPU, and read it every 50 steps or so",
             changes=edits(edit),

@@ -103,7 +103,7 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
     edit = f"no-checkpoint:{block.removesuffix('*')}*"
     yield Cause(
         code="recompute",
-        cause=f"{block} is computed again in backward",
+        cause="checkpointed modules are computed again in backward",
         detail=f", and {1 - held / capacity:.0%} of the GPU's memory is free",
         module=block,
         change=f"no torch.utils.checkpoint around {block}",
