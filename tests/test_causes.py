@@ -365,7 +365,7 @@ def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Pat
     program = equal_steps(within("forward", *[launch(NVJET, 60_000, 5), wait, python(60_000)] * 8))
     late = program.write(tmp_path / "late", [line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)])
     advice = by_code(late)["waits"]
-    assert (advice.cause, advice.detail) == ("y.mean().item() waits for the GPU", ", 8 times a step")
+    assert advice.cause == "y.mean().item() waits for the GPU, 8 times a step"
     assert (advice.edit, advice.evidence["waits"]) == ("no-wait:/work/train.py:30", 8)
     program = equal_steps(within("forward", launch(NVJET, 300_000, 40), wait))
     last = program.write(tmp_path / "last", [line(MS, "forward", "loss.item", waits=1, waiting_ns=MS)])
