@@ -125,7 +125,7 @@ FAULTS = (
     Fault("layout of images", "vision", ("layout",), ("channels-last",), module=""),
     Fault("deterministic algorithms", "transformer", ("deterministic",), ("deterministic",), module=""),
     Fault("benchmark off", "vision", (), without=("benchmark",)),
-    Fault("workers of many threads", "vision", ("threads",), steps=60),
+    Fault("workers of many threads", "vision", ("threads",)),
     Fault("HF, fp32", "hf_trainer", ("fp32",), ("tf32",), module="", steps=120, fits=False),
     Fault(
         "Lightning, loop optimizer", "lightning_module", ("for-loop",), ("optimizer",), module="optimizer", fits=False
