@@ -17,23 +17,7 @@ from profkit.report.commands.machine import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.work import read_ceilings
 from tests.in_process import run_profkit
-
-CEILINGS: dict[str, Any] = {
-    "version": 1,
-    "device": {"name": "NVIDIA H200", "uuid": "GPU-0", "clock_mhz": 1755, "clock_max_mhz": 1980},
-    "torch": "2.13.0",
-    "driver": "580.159.03",
-    "measured_utc": "2026-01-01T00:00:00+00:00",
-    "gemm": [
-        {"dtype": "bf16", "m": 8192, "n": 8192, "k": 8192, "best_flops_per_s": 8e14, "median_flops_per_s": 7.5e14}
-    ],
-    "copy": {"bytes": 2**30, "best_bytes_per_s": 4e12, "median_bytes_per_s": 3.9e12},
-}
-
-
-def _write(path: Path, content: Any) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
+from tests.test_run_files import CEILINGS
 
 
 @pytest.mark.parametrize(
@@ -79,7 +63,8 @@ def test_the_table_is_consistent() -> None:
 def _rendered(tmp_path: Path, name: str, style: Any = "table") -> str:
     content = copy.deepcopy(CEILINGS)
     content["device"]["name"] = name
-    return render(build_ceilings_document(read_ceilings(_write(tmp_path / "ceilings.json", content))), style)
+    (tmp_path / "ceilings.json").write_text(json.dumps(content))
+    return render(build_ceilings_document(read_ceilings(tmp_path / "ceilings.json")), style)
 
 
 def test_measured_and_datasheet_figures_stand_side_by_side(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from profkit.launch import gpu_state, manifest
 from profkit.launch import nsys as nsys_module
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import (
-    Nsys,
-    build_nsys_argv,
     export_report,
     find_importer,
     find_nsys,
@@ -136,26 +134,6 @@ class TestFindNsys:
         broken = _program(tmp_path / "nsys", "echo 'libnope.so: cannot open' >&2; exit 127")
         with pytest.raises(ToolError, match=r"nsys does not start: libnope\.so: cannot open"):
             find_nsys({"PATH": str(broken.parent)}, tmp_path)
-
-
-class TestCommandLines:
-    def test_profile_with_cuda(self) -> None:
-        assert build_nsys_argv(
-            Nsys(Path("/n/nsys"), "1.0"), Path("run/trace"), ["python", "x"], cuda=True, temporary="/t"
-        ) == [
-            "/n/nsys",
-            "profile",
-            "--trace=cuda,nvtx",
-            "--sample=none",
-            "--cpuctxsw=none",
-            "--cuda-graph-trace=node",
-            "--capture-range=cudaProfilerApi",
-            "--capture-range-end=stop",
-            "--env-var=TMPDIR=/t",
-            "--output=run/trace",
-            "python",
-            "x",
-        ]
 
 
 class TestImporter:

@@ -19,6 +19,8 @@ from profkit.launch import processes
 from profkit.launch.processes import run_child, run_tool
 from tests.launched import LAUNCHER, NEEDS_PROC, is_alive, start_launcher, wait_until
 
+pytestmark = NEEDS_PROC
+
 LEAVES_A_DAEMON = """
 import subprocess, sys, time, signal
 for number in {ignored}: signal.signal(number, signal.SIG_IGN)
@@ -57,7 +59,6 @@ def _launch(tmp_path: Path, ignored: str = "()", patience_s: float = 60, run: st
 STUBBORN = "(signal.SIGINT, signal.SIGTERM)"
 
 
-@NEEDS_PROC
 @pytest.mark.parametrize(
     ("number", "status", "ignored", "patience_s"),
     [
@@ -81,7 +82,6 @@ def test_a_signal_ends_the_child_and_what_it_put_into_a_session_of_its_own(
     assert not is_alive(daemon)
 
 
-@NEEDS_PROC
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_patience_and_leaves_no_child(tmp_path: Path, second: signal.Signals) -> None:
     process, daemon = _launch(tmp_path, STUBBORN)
@@ -93,7 +93,6 @@ def test_a_second_signal_ends_the_patience_and_leaves_no_child(tmp_path: Path, s
     assert not is_alive(daemon)
 
 
-@NEEDS_PROC
 def test_a_second_sigterm_leaves_no_child_that_ignores_it(tmp_path: Path) -> None:
     process, daemon = _launch(tmp_path, STUBBORN)
     while process.poll() is None:
@@ -105,7 +104,6 @@ def test_a_second_sigterm_leaves_no_child_that_ignores_it(tmp_path: Path) -> Non
     assert not is_alive(daemon)
 
 
-@NEEDS_PROC
 def test_a_program_that_saves_when_it_is_asked_to_end_leaves_with_its_own_status(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
@@ -135,7 +133,6 @@ sys.exit(status)
 """
 
 
-@NEEDS_PROC
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_for_the_program_reaches_it_alone_and_ends_nobody(tmp_path: Path, number: signal.Signals) -> None:
     process = start_launcher(SAVES, str(tmp_path / "saved"))
@@ -166,7 +163,6 @@ def test_a_signal_that_comes_while_the_program_is_being_started_reaches_it_then(
     assert program.signals == [signal.SIGUSR2, signal.SIGUSR1]
 
 
-@NEEDS_PROC
 def test_under_a_tool_the_signal_reaches_what_the_tool_started(tmp_path: Path) -> None:
     """A copy of the shell plays the tool: what it starts lies elsewhere, and it would die of the signal."""
     tool = tmp_path / "tool" / "sh"
@@ -184,7 +180,6 @@ def test_under_a_tool_the_signal_reaches_what_the_tool_started(tmp_path: Path) -
     assert (tmp_path / "saved").read_text() == "SIGUSR1"
 
 
-@NEEDS_PROC
 def test_ctrl_c_does_not_reach_a_tool_that_ends_when_its_target_has(tmp_path: Path) -> None:
     """The launcher's Python plays the tool here, so that no process of the child gets the signal."""
     process, daemon = _launch(tmp_path, patience_s=0.5, run="run_tool")
@@ -195,7 +190,6 @@ def test_ctrl_c_does_not_reach_a_tool_that_ends_when_its_target_has(tmp_path: Pa
     assert not is_alive(daemon)
 
 
-@NEEDS_PROC
 def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = LEAVES_A_DAEMON.format(pids=str(pids), ignored="()")
@@ -208,7 +202,6 @@ def test_the_children_of_a_killed_tool_are_ended(tmp_path: Path) -> None:
     assert not is_alive(int(pids.read_text()))
 
 
-@NEEDS_PROC
 def test_a_child_is_ended_that_was_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come when the program runs already and Popen has not returned yet."""
     real, started = subprocess.Popen, []

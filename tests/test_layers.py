@@ -150,6 +150,7 @@ def _loaded_by(*commands: list[str]) -> set[str]:
 
 def test_help_loads_nothing_heavy() -> None:
     assert not _loaded_by(["--help"]) & {"pandas", "torch", "numpy", "matplotlib", "sqlite_utils", "rich"}
+    assert not _loaded_by(["doctor"]) & {"pandas", "torch", "numpy", "nvtx"}
 
 
 TRACES = PACKAGE.parent / "traces"

@@ -27,6 +27,14 @@ def test_a_real_nsys_names_all_that_is_used() -> None:
     assert all(word.partition("=")[0] in known for word in _argv() if word.startswith("--"))
 
 
+def test_an_nsys_of_which_nothing_is_known_gets_all_flags() -> None:
+    argv = build_nsys_argv(Nsys(Path("/n/nsys"), "1.0"), Path("run/trace"), ["python", "x"], cuda=True, temporary="/t")
+    assert " ".join(argv) == (
+        "/n/nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node "
+        "--capture-range=cudaProfilerApi --capture-range-end=stop --env-var=TMPDIR=/t --output=run/trace python x"
+    )
+
+
 def test_the_choice_for_graphs_is_passed_on() -> None:
     assert "--cuda-graph-trace=graph" in _argv(cuda_graph_trace="graph")
 

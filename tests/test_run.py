@@ -144,13 +144,9 @@ def test_torch_is_never_imported_by_the_launcher(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_missing_torch_is_one_line_and_nothing_is_made(tmp_path: Path) -> None:
-    code = (
-        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
-        "from profkit.cli import main\nmain(['run', 'model.tiny', '-o', 'run'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+def test_missing_torch_is_one_line_and_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profkit.launch.record.find_spec", lambda _name: None)
+    done = _profkit("model.tiny", "-o", "run", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("profkit: torch is not installed here: pip install 'profkit[cpu]'")
     assert list(tmp_path.iterdir()) == []
@@ -195,11 +191,8 @@ def test_wrong_inputs_are_named_and_write_nothing(tmp_path: Path, arguments: lis
 
 
 def test_no_nsys_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import profkit.cli.run_options as module\nmodule.find_nsys = lambda environment: None\n"
-        "from profkit.cli import main\nmain(['run', '--nsys', 'model.tiny', '-o', 'run'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    monkeypatch.setattr("profkit.cli.run_options.find_nsys", lambda _environment: None)
+    done = _profkit("--nsys", "model.tiny", "-o", "run", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "install it (nsight-systems-cli), put nsys on PATH or name it in $NSYS; or leave --nsys out" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -33,8 +33,8 @@ from tests.forked_scripts import Forks
 from tests.in_process import ended, manifest_of
 from tests.training_scripts import training
 
-EVALUATES = "model = nn.Linear(4, 4)\nfor _ in range(8):\n    model(torch.ones(2, 4))"
-SHORT, EVALUATED_FIRST = training(3), training(5).replace("model = nn.Linear(4, 4)", EVALUATES)
+SHORT = training(3)
+EVALUATED_FIRST = training(5, model="nn.Linear(4, 4)\nfor _ in range(8):\n    model(torch.ones(2, 4))")
 WRITES = "\nimport sys\nopen(sys.argv[1], 'a').write('a line')"
 
 

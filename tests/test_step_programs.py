@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from profkit.run.manifest import Process
 from profkit.run.recording import COMPLETE, CUT_SHORT, NOT_REACHED, Order, describe_step
 from tests.forked_scripts import Forks
 from tests.in_process import check_profkit, manifest_of
+from tests.training_scripts import training
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,21 +36,8 @@ for _ in range(6):
     x = torch.tanh(x @ x)
 """
 
-EVALUATED_FIRST = """
-import torch
-from torch import nn
-
-model = nn.Linear(4, 1)
-with torch.no_grad():
-    for _ in range(8):
-        model(torch.ones(2, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(5):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        model(torch.ones(2, 4))
-"""
+EVALUATES = "with torch.no_grad():\n    model(torch.ones(2, 4))"
+EVALUATED_FIRST = training(5, EVALUATES, model=f"nn.Linear(4, 4)\nfor _ in range(8):\n{indent(EVALUATES, ' ' * 4)}")
 
 
 Record = Callable[..., CompletedProcess[str]]
