@@ -3,7 +3,6 @@
 Each program runs in a process of its own, because the settings are read once. It allocates and frees at random on two
 streams, with tensors used across streams, empties the cache, captures a CUDA graph into a private pool, and records
 from its start, from its midst, or into a buffer that wraps; then it dumps the snapshot and torch's own statistics.
-Run as a script (`python -m tests.test_allocator_gpu FOLDER`), it prints one line a program.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -194,30 +189,3 @@ def test_the_peaks_under_other_settings_are_those_that_torch_has(tmp_path: Path,
 def test_the_request_that_fails_under_a_limit_is_the_predicted_one(tmp_path: Path, setting: str) -> None:
     told, agrees = fail_program(tmp_path, setting, seed=6)
     assert agrees, told
-
-
-def main() -> None:
-    """Run all programs, eight at a time, and print what came of each."""
-    work: dict[str, Callable[[Path], tuple[str, bool]]] = {}
-    for setting, recording in product(SETTINGS, RECORDINGS):
-        what = {"setting": setting, "recording": recording}
-        work[f"replay {setting} {recording}"] = partial(replay_program, **what, seed=1)
-        work[f"simulate {setting} {recording}"] = partial(simulate_program, **what, seed=4)
-    for before, after in product(("default", "expandable"), ("default", "expandable", "roundup", "max split")):
-        work[f"predict {before} to {after}"] = partial(predict_program, before=before, after=after, seed=5)
-    for setting in ("default", "expandable", "max split"):
-        work[f"fail {setting}"] = partial(fail_program, setting=setting, seed=6)
-
-    def run(name: str) -> str:
-        folder = Path(sys.argv[1]) / name.replace(" ", "-")
-        folder.mkdir(parents=True)
-        told, agrees = work[name](folder)
-        return f"{'agrees ' if agrees else 'DIFFERS'} {name}: {told}"
-
-    with ThreadPoolExecutor(8) as pool:
-        for line in pool.map(run, work):
-            print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,6 @@ from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
 from profkit.run.light_record import Group, LightRecord
 from tests.kineto_builder import row
-from tests.launch_queues import simulate_queues
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     BYTES,
@@ -241,62 +240,6 @@ def _compare_recorded(name: str) -> RanksResult:
     if not name.startswith("full-"):
         return read_ranks(RECORDED / name)
     return compare_ranks([read_reduced(REDUCED / name.removeprefix("full-"), rank) for rank in range(2)])
-
-
-HOST_PACED, BALANCED, GPU_PACED = 1_200, 4_500, 9_000
-"""How long a kernel takes, in ns, so that the host sets the pace, in the optimizer neither does, or the GPU does."""
-
-
-@pytest.mark.parametrize(
-    ("delay", "delay_ms", "kernel_ns", "cause", "phase"),
-    [
-        ("data", 15, HOST_PACED, "data", "data"),
-        ("forward", 15, HOST_PACED, "python", "forward"),
-        ("backward", 15, HOST_PACED, "python", "backward"),
-        ("optimizer", 15, HOST_PACED, "python", "optimizer"),
-        ("after", 15, HOST_PACED, "python", "before data"),
-        ("kernels", 15, HOST_PACED, "kernels", "forward"),
-        ("data", 3, BALANCED, "data", "data"),
-        ("optimizer", 15, BALANCED, "python", "optimizer"),
-        ("data", 15, GPU_PACED, "data", "data"),
-        ("forward", 5, GPU_PACED, "python", "forward"),
-        ("backward", 15, GPU_PACED, "python", "backward"),
-        ("after", 15, GPU_PACED, "python", "before data"),
-        ("kernels", 15, GPU_PACED, "kernels", "forward"),
-    ],
-)
-def test_a_delay_is_named_though_full_queues_hold_up_hosts(
-    delay: str, delay_ms: int, kernel_ns: float, cause: str, phase: str
-) -> None:
-    for ranks, seed in ((2, 1), (4, 3)):
-        records = simulate_queues(ranks, 40, delay=delay, delay_ns=delay_ms * MS, kernel_ns=kernel_ns, seed=seed)
-        found = late_rank(compare_records(records))
-        assert (found.rank, found.cause, found.phase) == (1, cause, phase)
-        assert MS < found.gain_ns <= found.extra_ns < (delay_ms + 3) * MS
-
-
-@pytest.mark.parametrize(
-    ("delay", "kernel_ns", "slower_gpu"),
-    [
-        ("", HOST_PACED, 1.0),
-        ("", BALANCED, 1.0),
-        ("", GPU_PACED, 1.0),
-        ("", BALANCED, 1.3),
-        ("", GPU_PACED, 1.1),
-        # Its cause is not where the other host is held up.
-        ("after", BALANCED, 1.0),
-    ],
-)
-def test_nobody_is_named_for_a_phase_in_which_others_are_held_up_without_a_delay_there(
-    delay: str, kernel_ns: float, slower_gpu: float
-) -> None:
-    for ranks in (2, 4):
-        for seed in range(2):
-            records = simulate_queues(
-                ranks, 40, delay=delay, delay_ns=3 * MS, kernel_ns=kernel_ns, slower_gpu=slower_gpu, seed=seed
-            )
-            culprit = compare_records(records).verdict.culprit
-            assert culprit is None or culprit.phase == "before data"
 
 
 def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:

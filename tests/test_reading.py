@@ -105,6 +105,15 @@ def test_the_summary_is_what_the_command_prints(path: Path) -> None:
     assert html.count("<") == html.count(">") == 2, "all of the page is escaped"
 
 
+def test_questions_give_what_readers_give() -> None:
+    trace, read = profkit.open(NSYS), profkit.read_trace(NSYS)
+    assert trace.kernels("backward") == read.kernels("backward")
+    for asked, given in ((trace.ranges(), read.ranges()), (trace.efficiency("forward"), read.efficiency("forward"))):
+        assert asked.to_pandas().equals(given.to_pandas())
+    memory = profkit.open(SNAPSHOT).memory(at="phase:forward")
+    assert memory.to_dict() == profkit.read_snapshot(SNAPSHOT).memory(at="phase:forward").to_dict()
+
+
 def test_budgets_are_judged_as_by_the_command() -> None:
     check = profkit.open(NSYS).check(max_idle=0.5, max_shares={"category:gemm": 0.75})
     assert [line.held for line in check.lines] == [False, True]
