@@ -200,15 +200,6 @@ def test_a_thread_keeps_its_own_name_before_its_process_name(tmp_path: Path) -> 
         assert sorted(trace.thread_names.values()) == ["pt_autograd_0", "python3"]
 
 
-def test_a_thread_of_autograd_nodes_alone_is_known_without_a_name(tmp_path: Path) -> None:
-    trace = read(tmp_path, [thread_name(AUTOGRAD, "thread 117 (python3)"), *backward_events()])
-    autograd = {thread for thread, name in trace.thread_names.items() if name.startswith("pt_autograd")}
-    assert len(autograd) == 1
-    assert not autograd & trace.main_threads
-    mixed = [*backward_events(), row("cpu_op", "aten::mm", 300, 5, AUTOGRAD)]
-    assert not read(tmp_path, mixed).thread_names
-
-
 def test_cpu_operators_count_by_self_time(tmp_path: Path) -> None:
     trace = read(
         tmp_path,

@@ -32,7 +32,6 @@ from profkit.trace.kineto_events import (
 from profkit.trace.kineto_gpu import CollectiveArguments, GpuReader
 from profkit.trace.nesting import NO_RANGE, nest_spans
 
-_AUTOGRAD_THREAD = "pt_autograd"
 THREAD_NAME = re.compile(r"^thread -?\d{1,20} \((.*)\)$")
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 """How the operator begins in which the autograd engine runs one node of the graph."""
@@ -74,7 +73,6 @@ def read_kineto(path: Path) -> Trace:
     elif not on_gpu:
         work = _cpu_work(operators, forest.self_ns)
         _note_missing_gpu(reading, call_rows, len(copies))
-    of_autograd = _threads_of_nodes_alone(reading, operators, forest.parent)
     return Trace(
         path=str(path),
         source="kineto",
@@ -84,7 +82,7 @@ def read_kineto(path: Path) -> Trace:
         copies=copies,
         calls=_build_calls(call_rows, gpu),
         ranges=ranges,
-        thread_names=_thread_names(rows["metadata"], reading, of_autograd),
+        thread_names=_thread_names(rows["metadata"], reading),
         process_ids={pid: pid for pid in sorted({*reading.processes(), *work.process.tolist()})},
         main_threads=frozenset(thread for (pid, tid), thread in reading.threads.items() if pid == tid),
         gpus=tuple(str(device.get("name", "unnamed GPU")) for device in objects_in(header.get("deviceProperties"))),
@@ -186,11 +184,10 @@ def _note_missing_gpu(reading: Reading, calls: HostRows, copy_count: int) -> Non
         )
 
 
-def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) -> dict[int, str]:
+def _thread_names(events: list[Event], reading: Reading) -> dict[int, str]:
     """Return the threads' own names: ``pt_autograd_0`` of ``thread 1385 (pt_autograd_0)``.
 
-    A thread may be named twice, the second time after its process; then the other name stands. Older traces know only
-    the process's name: a thread that runs nothing but autograd nodes (``of_autograd``) then gets the engine's.
+    A thread may be named twice, the second time after its process; then the other name stands.
     """
     process_names: dict[int | None, str] = {}
     names: dict[int, str] = {}
@@ -204,19 +201,7 @@ def _thread_names(events: list[Event], reading: Reading, of_autograd: set[int]) 
             own = inner.group(1) if inner else name.strip()
             if place is not None and names.get(place[1]) in (None, process_names.get(place[0])):
                 names[place[1]] = own
-    for thread in of_autograd:
-        if not names.get(thread, "").startswith(_AUTOGRAD_THREAD):
-            names[thread] = _AUTOGRAD_THREAD
     return names
-
-
-def _threads_of_nodes_alone(reading: Reading, operators: HostRows, parent: Ints) -> set[int]:
-    """Return the threads on which every outermost operator is a node of the autograd engine."""
-    nodes, others = set[int](), set[int]()
-    for index in np.flatnonzero(parent < 0).tolist():
-        is_node = reading.names[operators.name[index]].startswith(BACKWARD_NODE)
-        (nodes if is_node else others).add(int(operators.thread[index]))
-    return nodes - others
 
 
 def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:

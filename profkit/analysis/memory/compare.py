@@ -20,7 +20,7 @@ import numpy as np
 
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.recorded import read_metadata, read_text
+from profkit.analysis.memory.recorded import read_metadata
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import Finding
 
@@ -98,10 +98,7 @@ class _Side:
             frames = self.memory.stacks.facts[number].but_compiler
             self._normalised[number] = tuple((name, file.rpartition("/")[2]) for name, file, _ in frames)
         is_from_before = int(self.replay.birth[row]) < 0
-        raw = self.memory.stacks.raw_of(row)
-        # An earlier profkit wrote its text in the backward pass alone, where there is no stack.
-        metadata = None if number and read_text(raw) else read_metadata(raw)
-        return self._normalised[number], metadata, is_from_before
+        return self._normalised[number], read_metadata(self.memory.stacks.raw_of(row)), is_from_before
 
     def identity(self, row: int) -> Key:
         """Return what an allocation matches by: its tensor's name if both runs know it, else its origin."""

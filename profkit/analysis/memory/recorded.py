@@ -212,7 +212,7 @@ def match_owners(recorded: Owners, device: int, replay: Replay, timeline: Timeli
     missed = 0
     for entry in recorded.owned:
         if entry.device != device or not entry.size_bytes:
-            continue  # a tensor without bytes has no allocation; an older run wrote it down
+            continue  # a tensor without bytes has no allocation
         match = _find(entry, rows_at.get((entry.address, entry.size_bytes), []), replay, timeline)
         if match is None:
             missed += 1
