@@ -224,12 +224,10 @@ def read_trace_file(path: Path) -> Trace:
     """Return the columns of one file, by the reader that its content calls for."""
     if path.suffix == _REPORT and path.is_file():
         path = _find_export(path)
-    from profkit.trace.columns import refuse_impossible_times, refuse_too_many_open, refuse_too_many_places
+    from profkit.trace.columns import refuse_impossible
 
     trace = _read_columns(path)
-    refuse_impossible_times(trace)
-    refuse_too_many_open(trace)
-    refuse_too_many_places(trace)
+    refuse_impossible(trace)
     return trace
 
 

@@ -265,12 +265,20 @@ LARGEST_TIME_NS = 2**62
 """No time is as large, and no sum of durations: 146 years, and sums of two still fit in 64 bits."""
 
 
-def refuse_impossible_times(trace: Trace) -> None:
-    """Raise if a time, or the sum of a table's durations, does not fit in 64 bits with room to add.
+def refuse_impossible(trace: Trace) -> None:
+    """Raise if a trace is damaged, or larger in some respect than any program's.
 
     Raises:
-        TraceError: with the table at fault.
+        TraceError: a time, or the sum of a table's durations, does not fit in 64 bits with room to add; more ranges are
+            open on one thread at once than `MOST_OPEN_RANGES`; or there are more than `MOST_GPUS`, `MOST_PROCESSES` or
+            `MOST_THREADS`, each of which is looked at by itself.
     """
+    _refuse_impossible_times(trace)
+    _refuse_too_many_open(trace)
+    _refuse_too_many_places(trace)
+
+
+def _refuse_impossible_times(trace: Trace) -> None:
     for what, table in (
         ("kernels", trace.work),
         ("copies", trace.copies),
@@ -299,14 +307,8 @@ MOST_OPEN_RANGES = 2500
 """As many ranges may be open on a thread at once: more than Python nests calls, or a server holds requests."""
 
 
-def refuse_too_many_open(trace: Trace) -> None:
-    """Raise if more ranges are open on one thread at once than `MOST_OPEN_RANGES`.
-
-    To place work under each of them takes time, and memory, that grow with the square of their number.
-
-    Raises:
-        TraceError: there are more.
-    """
+def _refuse_too_many_open(trace: Trace) -> None:
+    """To place work under each of them takes time, and memory, that grow with the square of their number."""
     ranges = trace.ranges
     change = np.repeat([1, -1], len(ranges))
     thread = np.concatenate([ranges.thread, ranges.thread])
@@ -323,12 +325,7 @@ MOST_GPUS, MOST_PROCESSES, MOST_THREADS = 256, 4096, 2**14
 """No machine has as many GPUs, each divided into seven; no program as many processes and threads that do something."""
 
 
-def refuse_too_many_places(trace: Trace) -> None:
-    """Raise if the trace has work on too many GPUs, or of too many threads or processes: each is looked at by itself.
-
-    Raises:
-        TraceError: there are more than `MOST_GPUS`, `MOST_PROCESSES` or `MOST_THREADS`.
-    """
+def _refuse_too_many_places(trace: Trace) -> None:
     work, copies, ranges = trace.work, trace.copies, trace.ranges
     for what, most, columns in (
         ("GPUs", MOST_GPUS, (work.device, copies.device)),

@@ -143,15 +143,17 @@ class DeviceMemory:
             held.source, StackFacts((*facts.python[:1], (function, file, int(line) if line.isdecimal() else 0)))
         )
 
+    @cached_property
+    def matched_owners(self) -> tuple[dict[int, Owner], int]:
+        """The recorded tensors of each allocation (a row) that the run knows, and how many owners match none."""
+        if self.recorded is None:
+            return {}, 0
+        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
+
     @property
     def owners(self) -> dict[int, Owner]:
         """The recorded tensors of each allocation (a row of the replay) that the run knows."""
-        return self._owners[0]
-
-    @property
-    def unmatched_entries(self) -> int:
-        """How many recorded owners on this device match no allocation of the history."""
-        return self._owners[1]
+        return self.matched_owners[0]
 
     def live_rows(self, moment: int) -> list[int]:
         """Return the allocations (rows of the replay) that were live at a moment on the curves."""
@@ -170,12 +172,6 @@ class DeviceMemory:
             PhasePeak(name, len(moments[name]), int(allocated[peak]), self.history.time_us(peak) or 0, peak)
             for name, peak in peaks.items()
         )
-
-    @cached_property
-    def _owners(self) -> tuple[dict[int, Owner], int]:
-        if self.recorded is None:
-            return {}, 0
-        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ class OpenedSnapshot:
         moment = find_moment(memory, at)
         composition = compose(memory, at, moment)
         leaks = check_leaks(memory)
-        check = check_with_allocator(memory.recorded, memory.history, memory.unmatched_entries)
+        check = check_with_allocator(memory.recorded, memory.history, memory.matched_owners[1])
         capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
         return MemoryResult(
             snapshot=self.snapshot.path,

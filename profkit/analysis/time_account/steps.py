@@ -11,7 +11,7 @@ import numpy as np
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
-from profkit.trace.nesting import NO_RANGE, mark_nested
+from profkit.trace.nesting import NO_RANGE, ancestors, mark_nested
 
 _STEP = re.compile(rf"{STEP}( (\d{{1,18}}|\*))?", re.I)
 _CONTEXT = re.compile(rf"{CONTEXT} (\d{{1,18}})")
@@ -58,10 +58,7 @@ def _find_measured(attribution: Attribution) -> dict[str, Ints]:
 def _unfinished_steps(attribution: Attribution, is_step: Bools) -> list[int]:
     names, unfinished = attribution.trace.names, []
     for mark in np.flatnonzero(attribution.trace.ranges.name == names.index(UNFINISHED)) if UNFINISHED in names else ():
-        around = int(attribution.parent[mark])
-        while around != NO_RANGE and not is_step[around]:
-            around = int(attribution.parent[around])
-        unfinished += [around] if around != NO_RANGE else []
+        unfinished += [around for around in ancestors(attribution.parent, int(mark)) if is_step[around]][:1]
     return unfinished
 
 
