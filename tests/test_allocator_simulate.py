@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
-from hypothesis import strategies as st
 
-from profkit.allocator.heap import Heap, Limit
 from profkit.allocator.replay import History, replay_history
-from profkit.allocator.requests import Requests, requests_of
+from profkit.allocator.requests import requests_of
 from profkit.allocator.simulate import Simulation, check_identity, simulate
 from profkit.snapshot.columns import Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
@@ -125,41 +122,3 @@ def test_the_peaks_under_other_settings_are_those_of_a_run_with_them(before: str
             assert peaks(simulation) == other.peaks()
             exact += 1
     assert exact >= 10
-
-
-# -- its state --------------------------------------------------------------------------------------------------
-
-
-def check_state(heap: Heap, requests: Requests, live: set[int]) -> None:
-    """Blocks and addresses without pages tile the segments, and every free block is in its list once."""
-    inside = [(heap.addresses[row], heap.addresses[row] + heap.sizes[row]) for row in live]
-    free = [(begin, begin + size) for begin, size in heap._free.items()]
-    holes = list(heap._unmapped.items())
-    pieces = sorted([*inside, *free, *holes])
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(pieces))
-    space = sum(end - base for base, end in heap._bases._end.items())
-    assert sum(end - begin for begin, end in pieces) == space
-    assert heap.reserved_bytes == space - sum(end - begin for begin, end in holes)
-    assert sorted(key for blocks in heap._lists for key in blocks) == sorted((e - b << 64) + b for b, e in free)
-    assert all(blocks == sorted(blocks) for blocks in heap._lists)
-    assert {begin: end for end, begin in heap._start_of.items()} == dict(free)
-
-
-@given(st.integers(0, 10**6), st.sampled_from(list(VARIANTS)), st.sampled_from([None, 300 * MIB]))
-@examples(max_examples=60, deadline=None)
-def test_blocks_always_tile_the_segments(seed: int, variant: str, capacity: int | None) -> None:
-    allocator = ReferenceAllocator()
-    drive(allocator, [("malloc", 1, 0, (0, 0)), *random_steps(random.Random(seed), 0)], record_at=0)
-    requests = requests_of(recorded(allocator))
-    heap = Heap(requests, VARIANTS[variant][1], draw=seed % 4, limit=None if capacity is None else Limit(capacity))
-    births = [(position, row) for row, position in enumerate(requests.born.tolist())]
-    frees = [(position, ~row) for row, position in enumerate(requests.completed.tolist())]
-    live: set[int] = set()
-    for position, operation in sorted(births + frees):
-        if position < requests.event_count:
-            heap.run([operation])
-            if heap.failed is not None:
-                assert capacity is not None
-                break
-            live = live | {operation} if operation >= 0 else live - {~operation}
-            check_state(heap, requests, live - set(heap.completed_early))

@@ -33,7 +33,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.late_program import MARKS  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "late_program.py"
@@ -320,56 +319,3 @@ def test_who_is_late_is_what_the_programs_own_log_says(gpu: None, recorded: Reco
     if IS_ON_CPU and (case.delay == "copy" or case.is_bound):
         pytest.skip("needs a GPU")
     _assert_right(case, recorded)
-
-
-def _log(folder: Path, *, step_ms: float = 17.0, delay_ms: float = 0.0, slower_ms: float = 0.0) -> Log:
-    """Return a log of steps of this length, in which rank 0's host takes so much longer for backward passes."""
-    folder.mkdir()
-    for rank in range(2):
-        steps = []
-        for number in range(WARMUP + STEPS + AFTER):
-            begin = round(number * step_ms * 1e6)
-            backward = begin + 4_000_000 + round(slower_ms * 1e6) * (rank == 0)
-            steps.append([begin, *(begin + at * 1_000_000 for at in (1, 2, 3)), *[backward] * 4])
-        content = {"marks": MARKS, "steps": steps, "done_ns": round(len(steps) * step_ms * 1e6)}
-        delays = [round(delay_ms * 1e6)] * len(steps) * rank
-        (folder / f"log{rank}.json").write_text(json.dumps({**content, "delay_ns": delays}))
-    return Log(folder)
-
-
-def _found(rank: int | None, cause: str = "python", phase: str = "backward", ms: float = 30.0) -> dict[str, Any]:
-    culprit = {"rank": rank, "cause": cause, "phase": phase, "late_steps": 11, "steps": 11}
-    times = {f"{name}_ns": round(ms * 1e6) for name in ("extra", "late", "gain")}
-    return {"culprit": None if rank is None else culprit | times, "latest": None, "waits_untimed": False}
-
-
-@pytest.mark.parametrize(
-    ("delay", "cost_ms", "slower_ms", "found", "is_right"),
-    [
-        ("backward", 30, 0, _found(1), True),
-        ("backward", 30, 0, _found(0), False),
-        ("backward", 30, 0, _found(None), False),
-        ("backward", 30, 0, _found(1, "data"), False),
-        ("backward", 30, 0, _found(1, phase="forward"), False),
-        ("backward", 30, 0, _found(1, ms=10), False),
-        ("backward", 30, 0, _found(1, ms=60), False),
-        ("backward", 0.1, 0, _found(None), True),
-        ("backward", 0.1, 0, _found(1), False),
-        ("backward", 1.2, 0, _found(None), True),
-        ("backward", 1.2, 0, _found(1), True),
-        ("backward", -6, 0, _found(1), True),
-        ("none", 0, 0, _found(None), True),
-        ("none", 0, 0, _found(0, ms=6), False),
-        ("none", 0, 6, _found(0, ms=6), True),
-        ("none", 0, 6, _found(1, ms=6), False),
-        ("kernels", 30, 0, _found(1, "kernels", "forward"), True),
-        ("kernels", 30, 0, _found(1, "python", "forward"), False),
-    ],
-)
-def test_what_profkit_says_is_judged_by_the_log(
-    tmp_path: Path, delay: str, cost_ms: float, slower_ms: float, found: dict[str, Any], is_right: bool
-) -> None:
-    without = _log(tmp_path / "without")
-    log = _log(tmp_path / "with", step_ms=17 + cost_ms, delay_ms=0 if delay == "none" else 30.0, slower_ms=slower_ms)
-    judged = judge(Case("kineto", "ddp", delay), found, log, without)
-    assert (not judged.wrong) == is_right, judged.line

@@ -70,16 +70,14 @@ STEPS = st.lists(st.dictionaries(PLACES, KERNELS, max_size=3), min_size=1, max_s
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS, STEPS)
-def test_the_parts_sum_to_the_whole(before: list[Step], after: list[Step]) -> None:
+def test_the_parts_sum_to_the_whole_and_a_capture_does_not_differ_from_itself(
+    before: list[Step], after: list[Step]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        compared(Path(folder), before, after)
-
-
-@settings(max_examples=20, deadline=None)
-@given(STEPS)
-def test_a_capture_compared_with_itself_has_no_change(steps: list[Step]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert_nothing_changed(compared(Path(folder), steps, steps))
+        paths = [write_steps(Path(folder) / name, steps) for name, steps in (("a", before), ("b", after))]
+        sides = [sampled(path) for path in paths]
+    checked(*sides)
+    assert_nothing_changed(checked(sides[0], sides[0]))
 
 
 def assert_nothing_changed(result: TimeComparison) -> None:
