@@ -14,7 +14,6 @@ import pytest
 
 from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_trace
-from profkit.report.export import _numbered
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
 
@@ -123,12 +122,6 @@ def run_of(folder: Path) -> Path:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
     return folder
-
-
-def test_ids_fit_into_32_bits_and_no_two_are_equal() -> None:
-    numbers = _numbered({1: 2**40, 2: 7, 3: -1, 4: 7}, {8})
-    assert (numbers[2], len(set(numbers.values()))) == (7, 4)
-    assert all(0 < number < 2**31 for number in numbers.values())
 
 
 def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:

@@ -139,13 +139,9 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
     attribution = capture.trace.attribution
     steps = measured_ranges(attribution).get(STEP, empty_ints())
     each = np.unique(attribution.trace.ranges.process[steps], return_counts=True)[1]
-    names = [attribution.trace.names[index] for index in attribution.trace.ranges.name[steps].tolist()]
-    numbers = [int(name.rpartition(" ")[2]) for name in names if is_step(name) and name[-1].isdigit()]
     return replace(
         head,
         steps=int(each[0]) if len(set(each.tolist())) == 1 else None,
-        first_step=min(numbers, default=None),
-        last_step=max(numbers, default=None),
         drained_steps=0 if manifest.loading is None else manifest.loading.drained_steps,
     )
 

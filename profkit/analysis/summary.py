@@ -184,9 +184,9 @@ SMALL = (
 class Head:
     """What was run: the command as it was given, on which GPUs, in which precision, and how it ended.
 
-    ``steps`` are the measured ones of each process, from ``first_step`` to ``last_step`` by their names;
-    ``drained_steps`` before them were recorded and left out, for they emptied a data loader's queue.
-    ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a run ended that is not complete.
+    ``steps`` are the measured ones of each process; ``drained_steps`` before them were recorded and left out, for they
+    emptied a data loader's queue. ``is_compiled`` says whether compiled code ran, None if unknown. ``ending`` is how a
+    run ended that is not complete.
     """
 
     command: tuple[str, ...] = ()
@@ -198,8 +198,6 @@ class Head:
     dtype: str | None = None
     is_compiled: bool | None = None
     steps: int | None = None
-    first_step: int | None = None
-    last_step: int | None = None
     drained_steps: int = 0
     ending: str | None = None
 

@@ -43,10 +43,6 @@ LAUNCHING, SYNCHRONISING, OUTSIDE = (
     "Python ran without CUDA calls",
 )
 
-_THREAD_MASK = 0xFFFFFF
-_LARGEST_ID = 2**30
-"""Perfetto's processes and threads have ids of 32 bits, with a sign; no system gives larger ones than this."""
-
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -65,7 +61,7 @@ class Layout:
 def lay_out(trace: Trace, ranks: Ranks) -> Layout:
     """Return the layout of a trace.
 
-    A main thread's id is its pid. The other threads keep their ids where the trace has them, which is under nsys alone.
+    A main thread has the number of its process, as Perfetto takes it.
     """
     owners: dict[int, int] = {}
     tables = (
@@ -82,11 +78,12 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
                 owners.setdefault(number, int(process[row]))
     processes = {*owners.values(), *distinct_values(trace.work.process).tolist()}
     processes |= set(distinct_values(trace.copies.process).tolist())
-    pids = _numbered({process: trace.process_ids.get(process, 1) for process in sorted(processes)}, set())
-    main = {thread: pids[owners[thread]] for thread in owners if thread in trace.main_threads}
-    others = [thread for thread in sorted(owners) if thread not in main]
-    keeps_ids = trace.source == "nsys"
-    wanted = {thread: thread & _THREAD_MASK if keeps_ids else number for number, thread in enumerate(others, 1)}
+    pids = {process: number for number, process in enumerate(sorted(processes), 1)}
+    numbers = count(len(pids) + 1)
+    tids = {
+        thread: pids[process] if thread in trace.main_threads else next(numbers)
+        for thread, process in sorted(owners.items())
+    }
     rank_of = {process: number for number, process in ranks.members}
     first_ns = min(
         int(table.start_ns.min(initial=0)) for table in (trace.work, trace.copies, trace.calls, trace.ranges)
@@ -94,21 +91,10 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
     return Layout(
         pids=pids,
         labels={process: f"rank {rank_of[process]}" if process in rank_of else "process" for process in pids},
-        tids=main | _numbered(wanted, {*main.values(), *pids.values()}),
+        tids=tids,
         owners=owners,
         shift_ns=-first_ns,
     )
-
-
-def _numbered(wanted: Mapping[int, int], taken: set[int]) -> dict[int, int]:
-    """Return the wanted numbers, those that are taken already replaced by free ones above all others."""
-    used, numbers = set(taken), dict[int, int]()
-    free = max((number for number in (*wanted.values(), *taken) if number <= _LARGEST_ID), default=0) + 1
-    for key, number in wanted.items():
-        numbers[key] = number if 0 < number <= _LARGEST_ID and number not in used else free
-        free += numbers[key] == free
-        used.add(numbers[key])
-    return numbers
 
 
 def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
