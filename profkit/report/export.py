@@ -97,7 +97,7 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
     )
 
 
-def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
+def _launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
     """Return the row in ``trace.calls`` that launched each row, or -1."""
     calls, launching = trace.calls, np.full(len(rows), -1, dtype=np.int64)
     calls_of = rows_by_value(calls.thread)
@@ -111,7 +111,7 @@ def launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
     return launching
 
 
-def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
+def _assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
     """Return a lane for each row: the lowest whose last row has ended, so that no two rows of a lane run at once."""
     lanes = [0] * len(start_ns)
     running: list[tuple[int, int]] = []
@@ -125,7 +125,7 @@ def assign_lanes(start_ns: Ints, end_ns: Ints) -> list[int]:
     return lanes
 
 
-def find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
+def _find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
     """Return the rows that begin within another one and end after it: all others lie in one another, or apart."""
     crossing = []
     around: list[int] = []
@@ -150,7 +150,7 @@ class IdleTime:
     causes: tuple[tuple[str, Stretches], ...]
 
 
-def find_idle_time(trace: Trace) -> list[IdleTime]:
+def _find_idle_time(trace: Trace) -> list[IdleTime]:
     """Return each GPU's idle time in disjoint stretches, which sum to all of it between its first and last work."""
     if trace.measure != "gpu-kernel":
         return []
@@ -245,7 +245,7 @@ class _Rows:
         ranges = self._trace.ranges
         aside: dict[int, tuple[str, str]] = {}
         for thread, mine in rows_by_value(ranges.thread).items():
-            for at in find_crossing(ranges.start_ns[mine], ranges.end_ns[mine]):
+            for at in _find_crossing(ranges.start_ns[mine], ranges.end_ns[mine]):
                 pid, tid = self._layout.pids[self._layout.owners[thread]], next(self._free_tids)
                 aside[int(mine[at])] = (
                     f'"pid": {pid}, "tid": {tid}',
@@ -266,7 +266,7 @@ class _Rows:
         yield from names
         placed = self._placed(self._attribution.work)
         columns = _columns(work, "name", "start_ns", "end_ns", "device", "stream")
-        calls = launching_calls(self._trace, work).tolist()
+        calls = _launching_calls(self._trace, work).tolist()
         operators = [-1] * len(work) if work.operator is None else work.operator.tolist()
         for row, (name, start, end, device, stream) in enumerate(columns):
             arguments = f'"device": {device}, "stream": {stream}{placed[row]}{self._launched_by(calls[row])}'
@@ -281,7 +281,7 @@ class _Rows:
         yield from names
         placed = self._placed(self._attribution.copies)
         columns = _columns(copies, "start_ns", "end_ns", "device", "is_memset", "from_host", "byte_count")
-        calls = launching_calls(self._trace, copies).tolist()
+        calls = _launching_calls(self._trace, copies).tolist()
         for row, (start, end, device, is_memset, from_host, byte_count) in enumerate(columns):
             category = "gpu_memset" if is_memset else "gpu_memcpy"
             name = '"Memset"' if is_memset else '"Memcpy HtoD"' if from_host else '"Memcpy"'
@@ -295,7 +295,7 @@ class _Rows:
         places = np.stack([rows.process, rows.device, stream])
         _, place_of_row = np.unique(places, axis=1, return_inverse=True)
         for mine in rows_by_value(place_of_row.reshape(-1)).values():
-            lanes[mine] = assign_lanes(rows.start_ns[mine], rows.end_ns[mine])
+            lanes[mine] = _assign_lanes(rows.start_ns[mine], rows.end_ns[mine])
         tracks: dict[tuple[int, ...], str] = {}
         names = []
         of_row = []
@@ -317,7 +317,7 @@ class _Rows:
         return list(map(arguments, placed.innermost.tolist(), placed.verdict.tolist()))
 
     def _idle(self) -> Iterator[str]:
-        for idle in find_idle_time(self._trace):
+        for idle in _find_idle_time(self._trace):
             tid = next(self._free_tids)
             pid = self._layout.pids[idle.process]
             yield _metadata("thread_name", pid, tid, f"GPU {idle.device} idle, by cause")

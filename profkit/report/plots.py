@@ -45,7 +45,7 @@ _DPI = 150
 
 
 @contextmanager
-def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+def _draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
     """Yield an empty figure of ``width`` by ``height`` inches and its axes; write it to ``path`` when the block ends.
 
     A dollar sign in a name is a dollar sign, and no formula; a missing glyph is a box.
@@ -88,7 +88,7 @@ def plot_kernels(
     """
     steps = None if totals else result.steps
     bars = _list_bars(result, min(top, MOST_BARS), sort)
-    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
+    with _draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
         texts = _draw_bars(axes, bars, result.total_ns, steps)
         what = "self time" if result.measure == "cpu-operator" else "kernel time"
         axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
@@ -217,7 +217,7 @@ def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path
         for name, step in (("now", before), ("after", after))
         for lane, spans in step.lanes.items()
     ]
-    with draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
+    with _draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
         for number, (_, spans) in enumerate(rows):
             axes.broken_barh(
                 [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
@@ -254,7 +254,7 @@ def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult) -> Non
     """
     bins = bin_history(memory)
     by_events = bins.prefers_events or not bins.has_times
-    with draw_png(path, 10, 5.6) as (figure, axes):
+    with _draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6
         handles = [*_draw_series(axes, x, bins), _draw_reserved(axes, x, bins)]
         _shade_phases(axes, memory, by_events)

@@ -124,7 +124,7 @@ def rank_number(environment: Mapping[str, str]) -> int | None:
 
 def rank_of_command(environment: Mapping[str, str], words: Sequence[str]) -> int | None:
     """Return the rank of the process that runs ``words``; None also of a launcher of torch's that Slurm started."""
-    return None if names_torch_launcher(words) else rank_number(environment)
+    return None if _names_torch_launcher(words) else rank_number(environment)
 
 
 def _task(environment: Mapping[str, str]) -> tuple[int, int | None]:
@@ -141,7 +141,7 @@ def local_rank_number(environment: Mapping[str, str]) -> int | None:
     return number_in(environment, "LOCAL_RANK", *_MPI[3], "SLURM_LOCALID")
 
 
-def names_torch_launcher(words: Sequence[str]) -> bool:
+def _names_torch_launcher(words: Sequence[str]) -> bool:
     """Return whether a command starts a launcher of torch's, which starts ranks and is none."""
     before_script = itertools.takewhile(lambda word: not word.endswith(".py"), words[:6])
     return any(Path(word).name in _TORCH for word in before_script)
@@ -240,7 +240,7 @@ def _share(shared: Path, job: Job) -> _SharedJob:
 
 def _options(words: Sequence[str]) -> dict[str, str]:
     """Return what the options of a launcher of torch's say; none for another program."""
-    if not names_torch_launcher(words):
+    if not _names_torch_launcher(words):
         return {}
     said: dict[str, str] = {}
     for at, word in enumerate(words):

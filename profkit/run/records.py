@@ -34,7 +34,7 @@ class WrongRecord(ValueError):
     """A value is not of its type; the message begins with the key that it stands under."""
 
 
-def read_json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
@@ -114,7 +114,7 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
         RunError: it cannot be read, is not JSON, is of another version, or holds a value of another type; the key is
             named.
     """
-    content = read_json(path)
+    content = _read_json(path)
     stated = content.get("version") if isinstance(content, dict) else None
     if version is not None and stated != version:
         raise RunError(f"{path}: has version {stated}, and this profkit reads version {version}; record it again")

@@ -315,7 +315,7 @@ def _winsorized(values: Floats) -> tuple[Floats, int]:
     return apart - apart.mean(), len(values) - 2 * cut
 
 
-def chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN_SPREAD) -> float:
+def _chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN_SPREAD) -> float:
     """Return how often a rank that drifts is, in as many steps, typically as late as this, or more clearly so.
 
     ``known_spread`` is by what share of a step ranks are known to vary.
@@ -404,11 +404,11 @@ def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> B
     tests = (2 + (len(cost.saved_ns) > _MANY)) * len(cost.saved_ns) * len(cost.causes)
     all_ns = cost.saved_ns if cause is None else cost.of_cause(cause)
     beside = chance_beside(late_ns, np.delete(all_ns, rank, axis=0), step_ns)
-    if min(chance_of_level(late_ns, step_ns, spread), beside) * tests <= CHANCE:
+    if min(_chance_of_level(late_ns, step_ns, spread), beside) * tests <= CHANCE:
         return np.ones(count, dtype=np.bool_)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], late_ns >= LEAST_SHARE * step_ns, [0]]).astype(np.int64)))
     begin, end = max(edges.reshape(-1, 2).tolist(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
-    chance = chance_of_level(late_ns[begin:end], step_ns, spread) * count * (count + 1) / 2
+    chance = _chance_of_level(late_ns[begin:end], step_ns, spread) * count * (count + 1) / 2
     if (end - begin) * 2 <= count or chance * tests > CHANCE:
         return None
     return np.isin(np.arange(count), np.arange(begin, end))

@@ -57,7 +57,7 @@ class GroupRow:
     waiting_ns: int
 
 
-def group_label(group: Group, world_size: int) -> str:
+def _group_label(group: Group, world_size: int) -> str:
     """Return what people call a group: its mesh dimension, else all ranks, else its size."""
     if group.dimension:
         return group.dimension
@@ -96,7 +96,7 @@ def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_s
     """
     parts_of_row: dict[_Key, list[_Part]] = {}
     for kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
-        key = group_label(part.group, world_size), len(part.group.ranks), kind, dtype
+        key = _group_label(part.group, world_size), len(part.group.ranks), kind, dtype
         parts_of_row.setdefault(key, []).append(part)
     rows = [_sum_one(*key, parts) for key, parts in parts_of_row.items()]
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))

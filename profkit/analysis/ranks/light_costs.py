@@ -203,7 +203,7 @@ def cost_by_waits(
     on_gpu = sum(np.maximum(saved_beside(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
     saved = np.maximum(longest, np.minimum(on_gpu, total))
     if is_untimed:
-        by_hosts = late_hosts(idle, phases, free)
+        by_hosts = _late_hosts(idle, phases, free)
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     did = [
         replace(account, own=replace(account.own, times_ns=_times_if_free(account.own, phases.names, where)[compared]))
@@ -374,7 +374,7 @@ def _edges(phases: Phases, count: int) -> Ints:
     return edges
 
 
-def late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
+def _late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
 
     ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).

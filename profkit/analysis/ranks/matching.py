@@ -225,7 +225,7 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     length = np.where(at_end, exposed, duration) if at_end.any() else duration
     may_wait = np.array([kind in WAITS_FOR_ALL for kind, _ in names], dtype=np.bool_)
     waits = may_wait & (length >= 0).all(axis=0)
-    waited, last = wait_for_last(length)
+    waited, last = _wait_for_last(length)
     wait = np.where(waits, waited, 0)
     is_late = wait.max(axis=0) >= LATE_NS
     return Matched(
@@ -249,7 +249,7 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     )
 
 
-def wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
+def _wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
     """Return how long each rank waited in each collective, as (ranks, collectives), and who came last (its position).
 
     A collective ends on all ranks at once: whoever's part is the shortest came last.
@@ -364,7 +364,7 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
             continue
         is_known[partners.reshape(-1)] = True
         starts = work.start_ns[partners]
-        waited, last = wait_for_last(work.duration_ns[partners])
+        waited, last = _wait_for_last(work.duration_ns[partners])
         for here, device in enumerate(devices):
             for there in distinct_values(last[last != here]).tolist():
                 which = last == there

@@ -83,14 +83,13 @@ def find_ranks(trace: Trace, known: Mapping[int, int] | None = None) -> Ranks:
     launching = distinct_values(trace.work.process if len(trace.work) else trace.ranges.process).tolist()
     if len(launching) < 2:
         return Ranks()
-    devices = {process: main_device(trace, process) for process in launching}
+    devices = {process: _main_device(trace, process) for process in launching}
     if len(trace.work) and len(set(devices.values())) == len(launching):
         return Ranks(tuple(enumerate(sorted(launching, key=lambda process: devices[process] or 0))), BY_DEVICE)
     return Ranks(tuple(enumerate(sorted(launching, key=lambda process: trace.process_ids.get(process, 0)))), BY_PID)
 
 
-def main_device(trace: Trace, process: int) -> int | None:
-    """Return the GPU on which a process ran most of its kernels; None without one."""
+def _main_device(trace: Trace, process: int) -> int | None:
     if trace.measure != "gpu-kernel":
         return None
     used = trace.work.device[trace.work.process == process]
@@ -138,7 +137,7 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
             RankRow(
                 rank=number,
                 process=trace.process_ids.get(process, process),
-                device=main_device(trace, process),
+                device=_main_device(trace, process),
                 instances=None if outermost is None else len(outermost),
                 kernel_count=int(mine.sum()),
                 kernel_time_ns=int(work.duration_ns[mine].sum()),

@@ -183,7 +183,7 @@ def _pieces_within(table: Work | Copies, rows: Ints, when: Stretches) -> tuple[I
     none = np.zeros(len(rows), dtype=np.int64)
     _, start_ns, end_ns = disjoint_pieces(none, table.start_ns[rows], table.end_ns[rows])
     edges = np.sort(np.concatenate([when.start_ns, when.end_ns]))
-    start_ns, end_ns, piece = cut_at(edges, start_ns, end_ns)
+    start_ns, end_ns, piece = _cut_at(edges, start_ns, end_ns)
     kept = when.within(start_ns, end_ns) > 0
     return start_ns[kept], end_ns[kept], rows[piece[kept]]
 
@@ -328,11 +328,11 @@ class _HostPlaces:
 
     def cut(self, when: Stretches) -> tuple[Ints, Ints]:
         """Return the stretches cut wherever the host's place may change."""
-        start_ns, end_ns, _ = cut_at(self._edges, when.start_ns, when.end_ns)
+        start_ns, end_ns, _ = _cut_at(self._edges, when.start_ns, when.end_ns)
         return start_ns, end_ns
 
 
-def cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
+def _cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the intervals cut at the edges, which are sorted, and of each piece which interval it is of."""
     first = np.searchsorted(edges_ns, start_ns, side="right")
     last = np.searchsorted(edges_ns, end_ns, side="left")

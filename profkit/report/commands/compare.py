@@ -124,7 +124,7 @@ def _changed_words(before: Sequence[str], after: Sequence[str]) -> Iterator[str]
 
 
 def _head(result: CaptureComparison) -> Iterator[str]:
-    yield from map(describe_headline, result.headlines)
+    yield from map(_describe_headline, result.headlines)
     names = [PurePath(path).name for path in (result.before, result.after)]
     names = [result.before, result.after] if names[0] == names[1] else names
     yield f"before  {names[0]}"
@@ -142,7 +142,7 @@ def _head(result: CaptureComparison) -> Iterator[str]:
             yield f"unknown in {side}: {', '.join(facts)}"
 
 
-def describe_headline(headline: Headline) -> str:
+def _describe_headline(headline: Headline) -> str:
     """Return ``step 30.02 → 21.01 ms: -30.0%, speed × 1.43, -9.022 … -8.989 ms (…)``."""
     times = f"{headline.what} {format_ns(headline.before_ns)} → {format_ns(headline.after_ns)}"
     said: list[str] = []

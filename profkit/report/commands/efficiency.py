@@ -99,7 +99,7 @@ def _columns(result: EfficiencyResult, steps: int | None) -> tuple[Column, ...]:
     known = result.work_source is not None
     depth = min((len(split_path(row.path)) - 1 for row in result.ranges), default=0)
     return (
-        Column("path", "range", TEXT, flexible=True, on_screen=lambda row: tree_name(row)[depth:]),
+        Column("path", "range", TEXT, flexible=True, on_screen=lambda row: _tree_name(row)[depth:]),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row.domain for row in result.ranges) else []),
         Column("instances", "times", count_over(steps)),
         Column("wall_ns", "Python time", ns_over(steps), wide=True),
@@ -330,7 +330,7 @@ def build_ranges_document(
     # Ranges that stand for operator links were never open.
     python_time = Unit(lambda value: each.show(value) if value else UNKNOWN)
     columns = (
-        Column("path", "range", TEXT, flexible=True, on_screen=tree_name),
+        Column("path", "range", TEXT, flexible=True, on_screen=_tree_name),
         *([Column("domain", "domain", TEXT, wide=True)] if any(row["domain"] for row in rows) else []),
         Column("instances", "times", count_over(steps)),
         Column("wall_ns", "Python time", python_time),
@@ -345,7 +345,7 @@ def build_ranges_document(
     return Document("ranges", result.to_dict(), parts, table, result.warnings, self_check)
 
 
-def tree_name(row: Row) -> str:
+def _tree_name(row: Row) -> str:
     """Return a range's name as a tree shows it: indented by its depth, followed by its domain."""
     depth = str(row["path"]).replace("\\/", "").count("/")
     return f"{' ' * depth}{row['name']}" + (f" [{row['domain']}]" if row["domain"] else "")

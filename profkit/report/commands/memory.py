@@ -63,7 +63,7 @@ def build_memory_document(
         top: how many stacks or modules a table shows; other stacks are added up in one more line. CSV holds all.
         leaks: also show what each step left behind; JSON always holds it.
     """
-    parts: list[Table | Lines] = [Lines(head_lines(result), "head")]
+    parts: list[Table | Lines] = [Lines(_head_lines(result), "head")]
     if result.oom is not None:
         parts.append(_oom_lines(result.oom, result.history.zero_us))
     parts += _tables(result, by, top)
@@ -71,13 +71,13 @@ def build_memory_document(
         parts.append(_leak_table(result.leaks))
     hint = by is None and names_modules(result.composition.by_module)
     parts.append(Lines([*_notes(result, hint=hint), *(_leak_lines(result.leaks) if leaks else ())]))
-    exact = exact_parts(result.composition, by) if by in ("module", "phase") else _exact_table(result, leaks, by)
+    exact = _exact_parts(result.composition, by) if by in ("module", "phase") else _exact_table(result, leaks, by)
     return Document("memory", result.to_dict(), parts, exact, result.warnings)
 
 
 def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table | Lines]:
     if by == "module":
-        return build_module_parts(result.composition, _moment(result), top)
+        return _build_module_parts(result.composition, _moment(result), top)
     if by == "phase":
         return [build_phase_part(result.composition, _moment(result))]
     stacks = _stack_table(result, top or TOP_STACKS, "" if by is None else _moment(result))
@@ -86,8 +86,7 @@ def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table 
     return [_category_table(result) if by == "category" else stacks]
 
 
-def head_lines(result: MemoryResult) -> list[str]:
-    """Return what was recorded, and the peaks and ends of every device."""
+def _head_lines(result: MemoryResult) -> list[str]:
     totals, history = result.totals, result.history
     recorded = f"{history.events:,} events"
     if history.start_us is not None:
@@ -321,7 +320,7 @@ def _mebibytes(value: int) -> str:
 _MIB = Unit(_mebibytes)
 
 
-def build_module_parts(at: Composition, title: str, top: int | None) -> list[Table | Lines]:
+def _build_module_parts(at: Composition, title: str, top: int | None) -> list[Table | Lines]:
     """Return the tree of modules: of siblings that differ only in a number one row, and at most ``top`` rows."""
     rows = fold(at.by_module)
     # A module is never larger than the one around it, so the largest rows are a tree too.
@@ -337,7 +336,7 @@ def build_phase_part(at: Composition, title: str) -> Table:
     return _cross_table(Column("name", "allocated in", TEXT, flexible=True), at.by_phase, at.by_phase, title)
 
 
-def exact_parts(at: Composition, by: str | None) -> Table:
+def _exact_parts(at: Composition, by: str | None) -> Table:
     """Return the table of CSV: every module or phase with its bytes by category; modules include those in them."""
     rows = at.by_module if by == "module" else at.by_phase
     categories = list(dict.fromkeys(name for row in rows for name in row.categories))

@@ -87,7 +87,7 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
         ranks,
         Lines(_notes(result)),
     ]
-    return Document("ranks", {"run": run, **_to_json(result)}, parts, ranks, [*find_lost(result)])
+    return Document("ranks", {"run": run, **_to_json(result)}, parts, ranks, [*_find_lost(result)])
 
 
 def _to_json(result: RanksResult) -> dict[str, Any]:
@@ -437,8 +437,7 @@ def _place(culprit: Culprit) -> str:
     return place + (f" ({culprit.module})" if culprit.module else "")
 
 
-def find_lost(result: RanksResult) -> Iterator[Finding]:
-    """Yield which ranks are lost and why, and which have a record that ends before those of the others."""
+def _find_lost(result: RanksResult) -> Iterator[Finding]:
     by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(result.lost.items()):
         by_reason.setdefault(reason, []).append(rank)

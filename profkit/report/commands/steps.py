@@ -202,7 +202,7 @@ def limit_parts(limits: StepLimits) -> Iterator[Table | Lines]:
         yield Lines([f"What limits the step: {describe_limits(limits)}"])
         return
     rows: list[Row] = [
-        {"phase": phase, "cause": name_cause(cause), "time_ns": time_ns, "share": time_ns / limits.step_ns}
+        {"phase": phase, "cause": _name_cause(cause), "time_ns": time_ns, "share": time_ns / limits.step_ns}
         for phase, causes in limits.by_phase.items()
         for cause, time_ns in causes.items()
     ]
@@ -211,7 +211,7 @@ def limit_parts(limits: StepLimits) -> Iterator[Table | Lines]:
     rest: Row = {"phase": "", "cause": f"{len(rows) - _MOST_ROWS} more", "time_ns": left_ns}
     shown = [*rows[:_MOST_ROWS], *([{**rest, "share": left_ns / limits.step_ns}] if left_ns else [])]
     assert limits.proof is not None
-    proof = describe_proof(limits.proof, limits.fit, is_unprofiled=limits.unprofiled_ns is not None)
+    proof = _describe_proof(limits.proof, limits.fit, is_unprofiled=limits.unprofiled_ns is not None)
     yield Lines([f"The step is limited by {describe_limits(limits)}", proof])
     yield Table(
         (
@@ -224,8 +224,7 @@ def limit_parts(limits: StepLimits) -> Iterator[Table | Lines]:
     )
 
 
-def name_cause(cause: str) -> str:
-    """Return a cause as people read it: a category of kernels is named as such."""
+def _name_cause(cause: str) -> str:
     return _CAUSES.get(cause, f"{cause} kernels")
 
 
@@ -233,19 +232,18 @@ def describe_limits(limits: StepLimits) -> str:
     """Return what limits the step, the largest shares first, or why that is unknown."""
     if limits.refusal is not None:
         return f"unknown: {limits.refusal}"
-    return describe_shares(limits.limited_by)
+    return _describe_shares(limits.limited_by)
 
 
-def describe_shares(limited_by: Mapping[str, int]) -> str:
-    """Return the largest shares of a step by cause."""
+def _describe_shares(limited_by: Mapping[str, int]) -> str:
     whole = sum(limited_by.values()) or 1
     named = dict(islice(limited_by.items(), _CAUSES_NAMED))
-    words = [f"{name_cause(cause)} {format_share(time_ns / whole)}" for cause, time_ns in named.items()]
+    words = [f"{_name_cause(cause)} {format_share(time_ns / whole)}" for cause, time_ns in named.items()]
     rest = sum(limited_by.values()) - sum(named.values())
     return ", ".join([*words, *([f"others {format_share(rest / whole)}"] if rest else [])])
 
 
-def describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
+def _describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
     """Return how well the replay reproduces the recording, and the host's speed in it."""
     lengths = (
         f"{format_ns(proof.replayed_ns)} replayed for {format_ns(proof.recorded_ns)} recorded ({proof.error:+.2%})"
@@ -348,9 +346,9 @@ def time_table(answer: TimeAnswer | None) -> Table:
 
 def _rests_on(answer: TimeAnswer) -> Iterator[str]:
     if answer.limited_by is not None:
-        yield f"The step would be limited by {describe_shares(answer.limited_by)}"
+        yield f"The step would be limited by {_describe_shares(answer.limited_by)}"
     assert answer.proof is not None
-    yield describe_proof(answer.proof, answer.fit, is_unprofiled=answer.unprofiled_ns is not None)
+    yield _describe_proof(answer.proof, answer.fit, is_unprofiled=answer.unprofiled_ns is not None)
     widths = answer.widths_ns or {}
     if any(widths.values()):
         cause, width_ns = next(iter(widths.items()))

@@ -127,20 +127,20 @@ def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> It
     yield "STEP", join(describe_step(summary))
     yield from (("STEP", row) for row in (() if summary.tree is None else draw_tree(summary.tree)))
     yield "LIMIT", "" if summary.limits is None else describe_limits(summary.limits)
-    yield "GPU", describe_gpu(summary)
-    yield "WORK", join(describe_work(summary))
-    yield "MODULE", join(describe_modules(summary))
+    yield "GPU", _describe_gpu(summary)
+    yield "WORK", join(_describe_work(summary))
+    yield "MODULE", join(_describe_modules(summary))
     if summary.lines:
         yield "LINES", "Python spends, per step: " + "; ".join(map(describe_line, summary.lines))
     yield "MEMORY", join(describe_memory(summary))
-    yield "RANKS", join(list_ranks(summary, ""))
+    yield "RANKS", join(_list_ranks(summary, ""))
     yield "Try", advice.nothing or ""
     yield from _tries_in_full(summary, advice)
     yield from _tried(advice)
     yield from (("Note", note) for note in advice.notes)
     yield from (("Care", message) for message in cares)
     yield from _missing(summary)
-    yield "Closed", join(describe_closing(summary))
+    yield "Closed", join(_describe_closing(summary))
 
 
 def _fit_screen(answer: str, summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> list[Line]:
@@ -168,10 +168,10 @@ def _in_short(
 ) -> Iterator[Line]:
     """Yield what stands below the tree, each line as long as a screen is wide if it can be; some are empty."""
     join = _cut if "ends" in left_out else _fit
-    yield "WORK", _cut(describe_work(summary))
-    yield "MODULE", _cut(describe_modules(summary))
+    yield "WORK", _cut(_describe_work(summary))
+    yield "MODULE", _cut(_describe_modules(summary))
     yield "MEMORY", _cut(describe_memory(summary))
-    yield "RANKS", join(list_ranks(summary, answer))
+    yield "RANKS", join(_list_ranks(summary, answer))
     yield "Try", advice.nothing or ""
     yield from _tries(summary, advice, left_out)
     yield from _tried(advice)
@@ -179,7 +179,7 @@ def _in_short(
     yield "Care", join(f"{care}{more}" for care in cares[:1])
     yield from _missing(summary)
     warnings = f"{format_count(len(cares), 'warning')} (--all)" if cares and "Care" in left_out else ""
-    yield "Closed", join_parts(_fit(describe_closing(summary)), warnings)
+    yield "Closed", join_parts(_fit(_describe_closing(summary)), warnings)
 
 
 def _cut(parts: Iterable[str]) -> str:
@@ -287,8 +287,7 @@ def _describe_time(step: StepUse) -> str:
     return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
 
 
-def describe_gpu(summary: Summary) -> str:
-    """Return how long the GPUs are busy and idle, and why they are idle; empty without one."""
+def _describe_gpu(summary: Summary) -> str:
     gpu = summary.gpu
     if gpu is None:
         return ""
@@ -314,8 +313,7 @@ def describe_gpu(summary: Summary) -> str:
     return text
 
 
-def describe_work(summary: Summary) -> Iterator[str]:
-    """Yield how much of the kernel time is matrix products, how near these come to the peak, and what else there is."""
+def _describe_work(summary: Summary) -> Iterator[str]:
     work = summary.work
     if work is None:
         if summary.has_trace:
@@ -350,8 +348,7 @@ def _of_each(head: Head) -> str:
     return " per rank" if head.rank_count > 1 else ""
 
 
-def describe_modules(summary: Summary) -> Iterator[str]:
-    """Yield the module that the time goes to, with what it does, then what else holds much of the time."""
+def _describe_modules(summary: Summary) -> Iterator[str]:
     module, work = summary.costliest_module, summary.work
     if module is None or work is None:
         return
@@ -429,8 +426,7 @@ def _holders(modules: Sequence[PartRow]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def list_ranks(summary: Summary, answer: str) -> Iterator[str]:
-    """Yield who is late, unless the answer says so, and the ranks' own time."""
+def _list_ranks(summary: Summary, answer: str) -> Iterator[str]:
     verdict = describe_ranks(summary)
     if verdict and verdict[1:] not in answer:
         yield verdict
@@ -440,8 +436,7 @@ def list_ranks(summary: Summary, answer: str) -> Iterator[str]:
         yield f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"
 
 
-def describe_closing(summary: Summary) -> Iterator[str]:
-    """Yield the sums that close, and what of them is in no named line; nothing of figures that cannot be trusted."""
+def _describe_closing(summary: Summary) -> Iterator[str]:
     texts, open_ends = [], []
     if summary.ledger is not None and summary.work is not None:
         kind = "kernels" if summary.work.measure == "gpu-kernel" else "operators"

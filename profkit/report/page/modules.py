@@ -68,7 +68,7 @@ def build_modules(run: Results) -> dict[str, Any]:
         view[0]["text"] = view[0]["text"].removeprefix(f"{parent}.").removeprefix(f"{parent} ")
     return {
         "table": table,
-        "choices": pack_choices(run, rows[: len(table["rows"])]),
+        "choices": _pack_choices(run, rows[: len(table["rows"])]),
         "is_joined": bool(times) and bool(parts),
         "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + together,
         "moment": None if run.memory is None else run.memory.composition.what,
@@ -241,7 +241,7 @@ def _columns(run: Results) -> list[Column]:
     return [Column("name", "module", TEXT), *columns]
 
 
-def pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
+def _pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Return what the page's script needs to show one module, for the rows of the tree that the page shows."""
     texts = Interned()
     data = {
