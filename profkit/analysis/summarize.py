@@ -98,7 +98,6 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
 
 
 def _missing(capture: OpenedCapture) -> Iterator[str]:
-    """Yield what recording a run's command again would add to its steps."""
     if capture.run is None or capture.trace is None or not len(capture.trace.account.steps):
         return
     if not capture.run.manifest.argv:

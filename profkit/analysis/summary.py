@@ -99,7 +99,6 @@ def _by_limits(limits: StepLimits) -> Iterator[StepPart]:
 
 
 def _join(parts: Iterable[StepPart]) -> Iterator[StepPart]:
-    """Yield the parts of each kind as one, with its phases."""
     kinds: dict[Kind, list[StepPart]] = {}
     for part in parts:
         kinds.setdefault(part.kind, []).append(part)

@@ -241,7 +241,6 @@ class _Rows:
             yield self._slice("user_annotation", self._names[name], (start, end), where, ", ".join(arguments))
 
     def _tracks_aside(self) -> dict[int, tuple[str, str]]:
-        """Return a track, and the row that names it, for each range that crosses another one of its thread."""
         ranges = self._trace.ranges
         aside: dict[int, tuple[str, str]] = {}
         for thread, mine in rows_by_value(ranges.thread).items():
@@ -356,7 +355,6 @@ def _columns(table: object, *names: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _microseconds(time_ns: int) -> str:
-    """Return a time as a JSON number of microseconds, exact."""
     return f"{time_ns // 1000}.{time_ns % 1000:03d}"
 
 

@@ -132,7 +132,6 @@ def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
-    """Draw the bars, each with its waiting part hatched, and return the figures that stand behind them."""
     places, unit = range(len(bars)), 1e6 * (steps or 1)
     working = [(bar.time_ns - bar.waiting_ns) / unit for bar in bars]
     waiting = [bar.waiting_ns / unit for bar in bars]
@@ -276,7 +275,6 @@ def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult) -> Non
 
 
 def _draw_series(axes: Axes, x: Any, bins: Bins) -> list[Patch]:
-    """Stack the categories under the allocated memory; return what the legend shows of them."""
     series = bins.by_category
     shades = [colours.MEMORY[part.name] for part in series]
     axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=shades, step="post", linewidth=0, zorder=2)

@@ -207,7 +207,6 @@ def _first_difference(texts: set[str]) -> int:
 
 
 def _shorten_around(text: str, at: int, width: int) -> str:
-    """Return text of at most ``width`` characters with its beginning, and what stands at ``at`` and a little before."""
     head = width // 3
     room = width - head - 1
     if room < 3:

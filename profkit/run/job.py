@@ -239,7 +239,6 @@ def _share(shared: Path, job: Job) -> _SharedJob:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Return what the options of a launcher of torch's say; none for another program."""
     if not _names_torch_launcher(words):
         return {}
     said: dict[str, str] = {}

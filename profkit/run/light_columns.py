@@ -358,7 +358,6 @@ def _refuse_reversed(what: str, start_ns: Ints, end_ns: Ints) -> None:
 
 
 def _texts(what: str, column: Any, count: int) -> tuple[tuple[str, ...], Ints]:
-    """Return the different ones of ``count`` texts, sorted, and the position of each in these."""
     _require_texts(what, column)
     if len(column) != count:
         raise WrongRecord(f"{what} does not hold {count} names")

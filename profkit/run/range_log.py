@@ -231,7 +231,6 @@ class _Fit:
 
 
 def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, int]) -> tuple[_Fit, _Fit]:
-    """Return the first fit and the last."""
     fits = []
     for readings in log.readings:
         made = calls.get(row_of[readings[0].handle], [])
@@ -346,7 +345,6 @@ def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, b
 def _blocks_of_calls(
     calls: list[tuple[int, LoggedCollective]], kernels: list[tuple[int, Event]]
 ) -> Iterator[tuple[list[LoggedCollective], list[Event]]]:
-    """Yield calls in a row and the kernels that were launched before the next call."""
     block: list[LoggedCollective] = []
     events: list[Event] = []
     moments: list[tuple[int, LoggedCollective | Event]] = [*calls, *kernels]

@@ -295,7 +295,6 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
 
 
 def _compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
-    """Return by how much the rank with the highest peak exceeds the median rank; None if by nothing."""
     known = sorted((row.peak_bytes, -row.rank) for row in ranks if row.peak_bytes is not None)
     if not known or known[0][0] == known[-1][0]:
         return None

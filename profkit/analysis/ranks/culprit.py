@@ -255,7 +255,6 @@ class _Court:
         )
 
     def _weigh(self, late: int, cause: Cause, late_ns: Floats) -> Culprit | Doubt:
-        """Return the suspect as the culprit, or why it is not named."""
         cost, doubt = self.cost, self._doubt_profiler(late, cause)
         if doubt is not None:
             return doubt

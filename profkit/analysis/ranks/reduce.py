@@ -196,7 +196,6 @@ def _find_ranges(trace: Trace) -> _Recorded:
 
 
 def _tabulate_calls(attribution: Attribution, steps: StepColumns) -> tuple[CallColumns, tuple[Group, ...]]:
-    """Return the collectives in the order in which they were called, and their groups."""
     is_on_gpu = attribution.trace.measure == "gpu-kernel"
     found = _find_kernels(attribution) if is_on_gpu else _find_ranges(attribution.trace)
     facts, numbers = found.facts, {key: number for number, key in enumerate(dict.fromkeys(found.groups))}
@@ -233,7 +232,6 @@ def _guess_kind(attribution: Attribution, row: int) -> CollectiveCall:
 
 
 def _number_names(pairs: Iterable[tuple[str, str | None]]) -> tuple[tuple[tuple[str, str | None], ...], Ints]:
-    """Return the different kinds and dtypes, and the position of each among them."""
     names: dict[tuple[str, str | None], int] = {}
     what = np.array([names.setdefault(pair, len(names)) for pair in pairs], dtype=np.int64)
     return tuple(names), what

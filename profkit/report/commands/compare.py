@@ -223,7 +223,6 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
 
 
 def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: int) -> Iterator[Table | Lines]:
-    """Yield a table of modules, each below the one around it, and one of what was fused into what."""
     if modules is None:
         yield Lines(["neither capture has ranges of modules"])
         return

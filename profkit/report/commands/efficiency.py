@@ -125,7 +125,6 @@ def _row(row: EfficiencyRow, words: str | None) -> dict[str, Any]:
 
 
 def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
-    """Return the columns of the steps; where there are ranks, a GPU stands with the rank that it works for."""
     return (
         Column("name", "step", TEXT, flexible=True),
         *([Column("rank", "rank")] if any(step.rank is not None for step in result.steps) else []),
@@ -140,7 +139,6 @@ def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
 
 
 def _sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
-    """Return the time of all steps on all GPUs in its parts, and their waits for data."""
     return (
         GpuParts(*(sum(getattr(step.gpu, part.name) for step in steps) for part in fields(GpuParts))),
         DataWait(*(sum(getattr(step.data, part.name) for step in steps) for part in fields(DataWait))),

@@ -372,7 +372,6 @@ def _rank_table(result: KernelsResult, steps: int | None) -> Table:
 
 
 def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
-    """Return which rank is late, and how the ranks are known if that was a guess."""
     is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
     lines = [f"ranks are {result.rank_evidence}"] * is_guess
     if compared is not None:

@@ -157,7 +157,6 @@ def _show_phase(row: Row) -> str:
 
 
 def _short_names(files: set[str]) -> dict[str, str]:
-    """Return the shortest ends of paths that tell the files apart."""
     short = {}
     for file in files:
         parts = Path(file).parts
@@ -244,7 +243,6 @@ def _describe_shares(limited_by: Mapping[str, int]) -> str:
 
 
 def _describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
-    """Return how well the replay reproduces the recording, and the host's speed in it."""
     lengths = (
         f"{format_ns(proof.replayed_ns)} replayed for {format_ns(proof.recorded_ns)} recorded ({proof.error:+.2%})"
     )
@@ -299,7 +297,6 @@ def name_limits(rows: Sequence[EfficiencyRow], limits: StepLimits | None) -> dic
 
 
 def _names_within(rows: Sequence[EfficiencyRow]) -> dict[str, set[str]]:
-    """Return by path the names of a range and of all ranges in it."""
     names: dict[str, set[str]] = {row.path: set() for row in rows}
     for row in rows:
         parts = split_path(row.path)

@@ -122,7 +122,6 @@ def _failures(summary: Summary) -> Iterator[Line]:
 
 
 def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> Iterator[Line]:
-    """Yield each line with its word; one of which nothing is known is empty."""
     join = SEPARATOR.join
     yield "STEP", join(describe_step(summary))
     yield from (("STEP", row) for row in (() if summary.tree is None else draw_tree(summary.tree)))
@@ -144,7 +143,6 @@ def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> It
 
 
 def _fit_screen(answer: str, summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> list[Line]:
-    """Return the lines that fit a screen below the answer: as few are left out as must be."""
     lines: list[Line] = []
     left_out: set[str] = set()
     for least_share, words in _ATTEMPTS:
@@ -199,7 +197,6 @@ def _fit(parts: Iterable[str]) -> str:
 
 
 def _tries(summary: Summary, result: AdviceResult, left_out: Collection[str]) -> Iterator[Line]:
-    """Yield the Tries in about a line each, the first one whole, and what measures them."""
     for number, advice in enumerate(result.tries, 1):
         room = ROOM if number > 1 or "costs" in left_out else TWO_LINES
         yield "Try", describe_try(number, advice, room, is_cut=number > 1 and "ends" in left_out)

@@ -103,7 +103,6 @@ def _interval(trial: Trial) -> str | None:
 
 
 def _describe_loss(loss: LossChange) -> str:
-    """Return in words how far the losses depart from those of the program as it is."""
     if not loss.is_comparable:
         return "not comparable"
     if loss.departs:
@@ -202,7 +201,6 @@ def _to_make(best: Trial | None, as_is: Trial, *, with_source: bool) -> Iterator
 
 
 def _describe_change(edit: Edit, place: str | None, *, with_source: bool) -> Iterator[str]:
-    """Yield the line that an edit changes as it is and as it would be, or else what a person writes."""
     changed = write_change(place, edit) if place is not None and with_source else None
     if place is None:
         yield write_code(edit.text)

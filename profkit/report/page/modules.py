@@ -161,7 +161,6 @@ def _match(known: Sequence[str], parts: Sequence[PartRow]) -> dict[str, list[Par
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the dotted names around a module's, the nearest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -242,7 +241,6 @@ def _columns(run: Results) -> list[Column]:
 
 
 def _pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return what the page's script needs to show one module, for the rows of the tree that the page shows."""
     texts = Interned()
     data = {
         "steps": run.steps,

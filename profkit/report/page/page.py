@@ -297,7 +297,6 @@ def _trust_section(run: Results) -> Section:
 
 
 def _find_missing(run: Results) -> Iterator[tuple[str, str]]:
-    """Yield what was not recorded and the command that records it."""
     capture, again = run.capture, run.record_again
     directory, trace = capture.run, capture.trace
     if trace is None or run.kernels is None:
