@@ -41,14 +41,11 @@ _AMPERE = 8
 
 def measure() -> dict[str, Any]:
     """Return ``device``, ``gemm``, ``copy`` and ``torch`` of ``ceilings.json``."""
-    gemm = [_gemm(dtype) for dtype in _dtypes()]
+    # Types that the GPU does not multiply natively would be computed in a different one.
+    is_older = torch.cuda.get_device_capability()[0] < _AMPERE
+    gemm = [_gemm(dtype) for dtype in (("fp32", "fp16") if is_older else _DTYPES)]
     copied = _copy()
     return {"device": _describe(), "gemm": gemm, "copy": copied, "torch": torch.__version__}
-
-
-def _dtypes() -> list[str]:
-    """Return the types that the GPU multiplies natively; others would be computed in a different type."""
-    return ["fp32", "fp16"] if torch.cuda.get_device_capability()[0] < _AMPERE else list(_DTYPES)
 
 
 def _gemm(dtype: str) -> dict[str, Any]:

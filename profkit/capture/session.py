@@ -183,7 +183,6 @@ class Session:
             raise SystemExit(0)
 
     def _pass_after(self, number: int) -> None:
-        """Go on after the recorded steps."""
         spans = self.hooks.clock.take()
         self._after.step_ended(spans)
         self._leave_why_uncounted()
@@ -240,7 +239,6 @@ class Session:
             self._warm_up_profiler()
 
     def _keep_graph(self, graph: CapturedGraph) -> None:
-        """Write down what was captured into a CUDA graph."""
         append_records(self._records, [graph])
 
     def own_boundary(self) -> None:
@@ -372,7 +370,6 @@ class Session:
             self._leave(replace(self._process, uncounted=reason))
 
     def _note_step(self) -> None:
-        """Note when the step ended."""
         if self._begun < 0:
             return
         spans = self._samples.step_ended({} if self.context is None else {"context": self.context})
@@ -383,7 +380,6 @@ class Session:
             self._light.step_ended(spans)
 
     def _note_in_memory(self, number: int) -> None:
-        """Note the step in the file of owners."""
         assert self.memory is not None
         shown = self._number_in_range(number)
         if shown is not None:

@@ -240,14 +240,10 @@ def model_passes(
     recorded = (options, order)
     passes = []
     for trained, how in (*wanted, *((clean, recorded) if options.compile_mode == "none" else (recorded, clean))):
-        words = _python("profkit.models", *trained.to_argv())
+        # -P: a file in the working directory must not take the place of a module of the same name.
+        words = [sys.executable, "-P", "-m", "profkit.models", *trained.to_argv()]
         passes.append(Pass(tuple(build_rank_argv(words, ranks) if ranks > 1 else words), how))
     return passes
-
-
-def _python(module: str, *words: str) -> list[str]:
-    # -P: a file in the working directory must not take the place of a module of the same name.
-    return [sys.executable, "-P", "-m", module, *words]
 
 
 def why_nothing(run: Path, processes: Sequence[Process], order: Order) -> str | None:

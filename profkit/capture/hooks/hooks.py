@@ -50,9 +50,8 @@ from profkit.capture.hooks.module_calls import (
 from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
-from profkit.capture.hooks.range_log import LiveLog
+from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
 from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
-from profkit.capture.hooks.script_ranges import watch_script_ranges
 from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
@@ -149,7 +148,7 @@ class Hooks(RangeObserver):
         self.has_detected_anomalies = False
         """The types that autocast computed in around the modules called while ranges were open."""
         self.optimizers = UsedOptimizers()
-        self._boundaries = Boundaries(self._begin_step, self._count_script_ranges)
+        self._boundaries = Boundaries(self._begin_step, lambda: self.on_thread.ranges.scripts)
         self._is_interrupted = False
         self.times_waits = False
         """Whether the clock also notes when a backward pass has nothing left to do but wait for other ranks."""
@@ -253,9 +252,6 @@ class Hooks(RangeObserver):
     def script_closed(self) -> None:
         self.on_thread.ranges.note_closed()
         self._range_closed()
-
-    def _count_script_ranges(self) -> int:
-        return self.on_thread.ranges.scripts
 
     def _range_closes(self) -> None:
         opened = self.on_thread.ranges

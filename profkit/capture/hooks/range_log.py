@@ -1,25 +1,111 @@
-"""The ranges of this process while torch.profiler records CUDA's activities alone: profkit's own log of them.
+"""The ranges of this process that its hooks do not open, and the log of all of them.
 
-Entering or leaving a range appends two numbers to a list that one thread alone writes to: no string is made, and no
-profiler is called. The launcher joins the log and the trace (`profkit.run.range_log`) once the program has ended.
+While torch.profiler records CUDA's activities alone, entering or leaving a range appends two numbers to a list that one
+thread alone writes to: no string is made, and no profiler is called. The launcher joins the log and the trace
+(`profkit.run.range_log`) once the program has ended.
+
+The script's own ranges are those of NVTX and of ``record_function``. A thread's ranges close in the opposite order of
+their opening, whoever opened them: what profkit opens in between would otherwise close in the place of the script's.
+NVTX keeps such a stack for each thread and domain. Full collections of garbage are ranges too.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
 
+import nvtx
 import torch
+from torch.autograd.profiler import record_function
 
-from profkit.annotation import Range
+from profkit.annotation import Range, own_kind
+from profkit.capture.patches import Function, call_between, patch
 from profkit.names import COLLECTING
 from profkit.run.range_log import LEFT, ClockReading, LoggedCollective, RangeLog, ThreadEntries
+
+Opening = Callable[[Callable[[], str]], None]
+"""Is called before a range of the script's opens, with what returns its name."""
+
+
+def watch_script_ranges(opening: Opening, closing: Callable[[], None], closed: Callable[[], None]) -> None:
+    """Call these around each range of the script's, on the thread on which it opens and closes.
+
+    The ranges that profkit itself opens keep the methods of now.
+    """
+    for kind in (nvtx.annotate, record_function):
+        own_kind(kind)
+    closes = call_between(closing, closed)
+    patch("nvtx.annotate.__enter__", partial(_opens, opening, _name_of_marker))
+    patch("nvtx.annotate.__exit__", closes)
+    patch("nvtx.annotate.__call__", partial(_decorates, opening, closing, closed))
+    patch("nvtx.push_range", partial(_opens, opening, _name_given))
+    patch("nvtx.pop_range", closes)
+    patch("torch.cuda.nvtx.range_push", partial(_opens, opening, _name_given))
+    patch("torch.cuda.nvtx.range_pop", closes)
+    opens_record = partial(_opens, opening, lambda record, *_: str(record.name))
+    patch("torch.autograd.profiler.record_function.__enter__", partial(_unless_torchs, opens_record))
+    patch("torch.autograd.profiler.record_function.__exit__", partial(_unless_torchs, closes))
+
+
+def _opens(opening: Opening, name: Callable[..., str], plain: Function) -> Function:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        opening(partial(name, *args, **kwargs))
+        return plain(*args, **kwargs)
+
+    return watched
+
+
+def _name_given(message: object = "", *_more: Any, msg: object = None, **_named: Any) -> str:
+    """The name among the arguments of NVTX's ``push_range`` (``message``) or torch's ``range_push`` (``msg``)."""
+    return str(message if msg is None else msg)
+
+
+def _name_of_marker(marker: Any, *_more: Any) -> str:
+    message = getattr(getattr(marker, "attributes", None), "message", "")
+    return str(getattr(message, "string", message))
+
+
+_TORCHS = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward", "enumerate(DataLoader)#")
+"""How the names of ranges begin that torch itself opens in each step. The hooks need not see them: no step begins in
+them, or the hooks learn of it in another way."""
+
+
+def _unless_torchs(wrap: Callable[[Function], Function], plain: Function) -> Function:
+    watched = wrap(plain)
+
+    def called(record: Any, *args: Any, **kwargs: Any) -> Any:
+        return (plain if str(record.name).startswith(_TORCHS) else watched)(record, *args, **kwargs)
+
+    return called
+
+
+def _decorates(
+    opening: Opening, closing: Callable[[], None], closed: Callable[[], None], decorate: Function
+) -> Function:
+    def decorated(marker: Any, function: Any) -> Any:
+        annotated = decorate(marker, function)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            opening(partial(_name_of_marker, marker))
+            try:
+                return annotated(*args, **kwargs)
+            finally:
+                closing()
+                closed()
+
+        return watched
+
+    return decorated
+
 
 MOST_ENTRIES = 4_000_000
 """More are not kept: they would take some 300 MB of the program's memory, and a trace that nobody can open."""
