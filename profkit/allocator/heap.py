@@ -157,7 +157,7 @@ class Heap:
 
     def release(self, release: Release) -> None:
         """Release cached memory where the recording did: all of it for the program, else the recorded pieces alone."""
-        numbers = [self._number_at.get(self._bases.of(address)) for address, _ in release.pieces]
+        numbers = [self._number_at.get(self._bases.base_around(address)) for address, _ in release.pieces]
         self._seen_released |= {self._requests.kinds[number // 2][0] for number in numbers if number is not None}
         if release.by_program:
             self._release_all(release.position)
@@ -165,7 +165,7 @@ class Heap:
         for address, size in release.pieces:
             if self._segments.get(address) == size == self._free.get(address):
                 self._release_segment(address, release.position)
-            elif self._bases.of(address) in self._spaces:
+            elif self._bases.base_around(address) in self._spaces:
                 self._unmap(address, size, release.position)
 
     @property
@@ -222,9 +222,9 @@ class Heap:
         if size is not None:
             self._segments[base] = size
             return
-        self._spaces[base] = self._unmapped[base] = min(base + SPACE_BYTES, self._bases.after(base))
+        self._spaces[base] = self._unmapped[base] = min(base + SPACE_BYTES, self._bases.base_after(base))
         insort(self._holes[number], base)
-        before = self._bases.of(base - 1)
+        before = self._bases.base_around(base - 1)
         if self._spaces.get(before, base) > base:
             holes = self._holes[self._number_at[before]]
             self._spaces[before] = self._unmapped[holes[bisect_left(holes, base) - 1]] = base
@@ -339,7 +339,7 @@ class Heap:
                 base, size = key & ADDRESS, key >> SHIFT
                 if self._segments.get(base) == size:
                     self._release_segment(base, position)
-                elif self._bases.of(base) in self._spaces:
+                elif self._bases.base_around(base) in self._spaces:
                     self._unmap(base, size, position)
 
     def _release_segment(self, base: int, position: float) -> None:
@@ -355,7 +355,7 @@ class Heap:
 
     def _unmap(self, begin: int, size: int, position: float) -> None:
         """Unmap the whole pages of a range that is free (``unmap_block``)."""
-        space = self._bases.of(begin)
+        space = self._bases.base_around(begin)
         number = self._number_at[space]
         page = SMALL_SEGMENT_BYTES if number % 2 else LARGE_SEGMENT_BYTES
         low = space + -(-(begin - space) // page) * page

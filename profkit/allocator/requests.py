@@ -123,7 +123,7 @@ def requests_of(history: History) -> Requests:
     )
 
 
-def until(requests: Requests, event: int) -> Requests:
+def cut_off_at(requests: Requests, event: int) -> Requests:
     """Return the requests that came before an event, as if the history ended with it."""
     came = requests.born < event
     return replace(
@@ -140,7 +140,7 @@ def until(requests: Requests, event: int) -> Requests:
     )
 
 
-def with_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
+def add_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
     """Return the requests and one more that comes with an event and stays, in the default pool of a stream."""
     kinds, kind = requests.kinds, (DEFAULT_POOL, stream)
     kinds = kinds if kind in kinds else (*kinds, kind)
@@ -355,7 +355,7 @@ class Bases:
         """Note whether the choice between equal free blocks, the first of which is at ``at``, hangs on a base."""
         size, bases = blocks[at] >> SHIFT, set()
         while at < len(blocks) and blocks[at] >> SHIFT == size:
-            bases.add(self.of(blocks[at] & ADDRESS))
+            bases.add(self.base_around(blocks[at] & ADDRESS))
             at += 1
         self.decide = len(bases) > 1 and not bases <= self.proven
 
@@ -364,12 +364,12 @@ class Bases:
         del self._known[bisect_left(self._known, base)], self._end[base]
         self.proven.discard(base)
 
-    def of(self, address: int) -> int:
+    def base_around(self, address: int) -> int:
         """Return the base of the segment that a reserved address lies in; -1 if it is below all."""
         at = bisect_right(self._known, address) - 1
         return self._known[at] if at >= 0 else -1
 
-    def after(self, base: int) -> int:
+    def base_after(self, base: int) -> int:
         """Return the next base above one; if there is none, an address above all."""
         at = bisect_right(self._known, base)
         return self._known[at] if at < len(self._known) else 1 << SHIFT - 1

@@ -140,7 +140,7 @@ class _Grouping:
         groups = []
         stacks = defaultdict[str, set[tuple[str, ...]]](set)
         for row in self._rows:
-            facts = self._memory.stacks.of(row)
+            facts = self._memory.stacks.facts_of(row)
             groups.append(facts.label)
             stacks[facts.label].add(facts.user_first)
         return tuple(
@@ -185,7 +185,7 @@ class _Grouping:
 
     def _shape(self, row: int) -> Shape:
         replay, times = self._memory.history.replay, self._memory.timeline.times_us
-        claim, facts = self._claims[row], self._memory.stacks.of(row)
+        claim, facts = self._claims[row], self._memory.stacks.facts_of(row)
         birth, freed = int(replay.birth[row]), int(replay.freed[row])
         zero = self._memory.device.zero_us
         is_freed = freed < replay.event_count

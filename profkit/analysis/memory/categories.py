@@ -201,7 +201,7 @@ class Classifier:
     @cached_property
     def _has_modules(self) -> bool:
         rows = range(self._history.replay.start_count, len(self._history.replay))
-        return any(any(frame[0] == "_call_impl" for frame in self._stacks.of(row).python) for row in rows)
+        return any(any(frame[0] == "_call_impl" for frame in self._stacks.facts_of(row).python) for row in rows)
 
     @cached_property
     def _backward_events(self) -> Ints:

@@ -112,7 +112,7 @@ class _Side:
         return int(self.replay.birth[row]) < moment <= int(self.replay.freed[row])
 
     @cached_property
-    def all_like(self) -> dict[Key, list[int]]:
+    def rows_by_key(self) -> dict[Key, list[int]]:
         """Identity and requested size → the allocations of the whole history, by birth."""
         rows_by_key: dict[Key, list[int]] = defaultdict(list)
         for row, requested in enumerate(self.replay.requested_bytes.tolist()):
@@ -125,7 +125,7 @@ class _Side:
         starts = np.array([step.start_us for step in self.memory.timeline.steps], dtype=np.int64)
         times = self.memory.timeline.times_us
         ordinal_of: dict[int, int] = {}
-        for rows in self.all_like.values():
+        for rows in self.rows_by_key.values():
             births = self.replay.birth[rows]
             born = times[np.maximum(births, 0)] if len(times) else births
             last, ordinal = None, 0
@@ -135,9 +135,9 @@ class _Side:
                 ordinal_of[row] = ordinal
         return ordinal_of
 
-    def like(self, other: _Side, row: int) -> list[int]:
+    def matches_of(self, other: _Side, row: int) -> list[int]:
         """Return this side's allocations that match one of the other side's."""
-        return self.all_like.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
+        return self.rows_by_key.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
 
 
 _Share = tuple[int, _Side, int]
@@ -177,7 +177,7 @@ def _names(memory: DeviceMemory) -> frozenset[Named]:
 
 def _sum_up(kind: str, shares: list[_Share]) -> Part:
     _, side, row = shares[-1]
-    stack = side.memory.stacks.of(row)
+    stack = side.memory.stacks.facts_of(row)
     owners: dict[str | None, int] = defaultdict(int)
     for size, side, row in shares:
         owners[side.memory.owner_of(row, side.peak)] += abs(size)
@@ -221,8 +221,8 @@ def _pair(old: _Side, new: _Side) -> tuple[list[tuple[int, int]], list[int], lis
                 unmatched.append(row)
         left, right = [row for queue in waiting.values() for row in queue], unmatched
         if depth == 2:  # the other run made the rest too, in the same size, but not at its peak: not another size
-            left_made, left = _split(left, lambda row: bool(new.like(old, row)))
-            right_made, right = _split(right, lambda row: bool(old.like(new, row)))
+            left_made, left = _split(left, lambda row: bool(new.matches_of(old, row)))
+            right_made, right = _split(right, lambda row: bool(old.matches_of(new, row)))
     return pairs, left + left_made, right + right_made
 
 
@@ -240,10 +240,10 @@ def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -
     moment = _corresponding(side, other)
     judged = []
     for row in rows:
-        likes = other.like(side, row)
-        if not likes:
+        matches = other.matches_of(side, row)
+        if not matches:
             judged.append((never, row))
-        elif any(other.is_live(like, moment) for like in likes):
+        elif any(other.is_live(match, moment) for match in matches):
             judged.append(("moved peak", row))
         else:
             judged.append((lives_otherwise, row))
@@ -254,8 +254,8 @@ def _corresponding(side: _Side, other: _Side) -> int:
     """Return the moment of the other run that corresponds to this side's peak, in the step of the other's peak."""
     peak_step = other.memory.timeline.step_at(other.peak - 1)
     for row in sorted(side.live, key=lambda row: -int(side.replay.birth[row])):
-        for like in other.like(side, row):
-            birth = int(other.replay.birth[like])
-            if other.memory.timeline.step_at(birth) == peak_step and other.ordinals[like] == side.ordinals[row]:
+        for match in other.matches_of(side, row):
+            birth = int(other.replay.birth[match])
+            if other.memory.timeline.step_at(birth) == peak_step and other.ordinals[match] == side.ordinals[row]:
                 return birth + 1
     return other.peak

@@ -130,13 +130,13 @@ class DeviceMemory:
 
     def stack_of(self, row: int, moment: int) -> StackFacts:
         """Return the stack that asked for an allocation; of compiled code the line whose result it holds then."""
-        facts, held = self.stacks.of(row), self.generated.held(row, moment)
+        facts, held = self.stacks.facts_of(row), self.generated.held(row, moment)
         if held is None or held.source is None or (held.is_first and facts.own):
             return facts
         for other in self.generated.same_call(row):
-            like = self.stacks.of(other)
-            if like.own and format_frame(like.own[0]).endswith(held.source):
-                return like
+            stack = self.stacks.facts_of(other)
+            if stack.own and format_frame(stack.own[0]).endswith(held.source):
+                return stack
         place, _, function = held.source.rpartition(" ")
         file, _, line = place.rpartition(":")
         return self._lines.setdefault(

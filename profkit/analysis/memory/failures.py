@@ -143,7 +143,7 @@ def _judge(memory: DeviceMemory, rows: Ints, moments: Ints, firsts: Ints) -> Lea
     # What began in the last step may be freed in the next.
     last = births[births < len(moments) - 1].max()
     left = kept[births == last]
-    stack: StackFacts = memory.stacks.of(int(left[0]))
+    stack: StackFacts = memory.stacks.facts_of(int(left[0]))
     size = int(replay.size_bytes[left].sum())
     return LeakRow(size, len(left), stack.user_first, stack.label, round(float(np.median(gaps))))
 
@@ -260,7 +260,7 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     """
     # Most histories hold no failure, and need no simulator.
     from profkit.allocator.heap import Limit
-    from profkit.allocator.requests import requests_of, until, with_request
+    from profkit.allocator.requests import add_request, cut_off_at, requests_of
     from profkit.allocator.simulate import check_identity, simulate
 
     history, events = memory.history, memory.device.events
@@ -268,7 +268,7 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     requests = requests_of(history)
     if requests.start or not check_identity(history, requests).exact:
         return None
-    requests = with_request(until(requests, event), event, wanted, int(events.stream[event]))
+    requests = add_request(cut_off_at(requests, event), event, wanted, int(events.stream[event]))
     least = max(int(reserved.max()), 0 if is_limited else int(reserved[-1] + events.address[event]))
     most = int(reserved[-1]) + segment_size_bytes(wanted) - 1 if is_limited else least
 
@@ -324,7 +324,7 @@ def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stre
             key[1],
             key == own,
             tuple(
-                Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.of(row).label)
+                Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.facts_of(row).label)
                 for row in block.pinned_by[:_PINS_SHOWN]
             ),
         )

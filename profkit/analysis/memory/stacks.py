@@ -164,13 +164,13 @@ class StackBook:
             self._by_list[place] = number
         return number
 
-    def of(self, row: int) -> StackFacts:
+    def facts_of(self, row: int) -> StackFacts:
         """Return the stack that asked for an allocation."""
         return self.facts[self.number_of(row)]
 
     def sum_by_stack(self, rows: Sequence[int]) -> list[tuple[StackFacts, int, int]]:
         """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
-        return sum_by_stack(map(self.of, rows), self._replay.size_bytes[rows].tolist())
+        return sum_by_stack(map(self.facts_of, rows), self._replay.size_bytes[rows].tolist())
 
     def birth_of(self, row: int) -> int:
         """Return the event that began an allocation; negative where that was before the recording."""

@@ -22,7 +22,7 @@ from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
-from profkit.analysis.whatif.edits import Program, with_failed_request
+from profkit.analysis.whatif.edits import Program, add_failed_request
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
 
@@ -119,7 +119,7 @@ def what_if(
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [variant for variant in variants if allocators or not variant.garbage_collection_threshold]
-        asked = with_failed_request(memory, requests)
+        asked = add_failed_request(memory, requests)
         cases, _ = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
         edited = has_found = None
     else:
@@ -174,16 +174,16 @@ def _edited_cases(
     if fit:
         if capacity is None or not is_proven:
             raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
-        if today.fits and not len(with_failed_request(memory, program.recorded().requests)) > len(program.replay):
+        if today.fits and not len(add_failed_request(memory, program.recorded().requests)) > len(program.replay):
             return [], None, True
         rung, has_found = find_fitting(program, memory.history.settings, capacity, cost)
         texts, variants = rung.edits, [rung.settings]
     stream, applied = apply_edits(program, texts)
-    requests = with_failed_request(memory, stream.requests)
+    requests = add_failed_request(memory, stream.requests)
     cases, simulations = _cases(memory, requests, variants, texts, capacity=capacity, is_proven=is_proven)
     if any(edit.unknown for edit in applied):
         extremes = [apply_edits(program, texts, bound=bound)[0] for bound in ("least", "most")]
-        asked = [with_failed_request(memory, stream.requests) for stream in extremes]
+        asked = [add_failed_request(memory, stream.requests) for stream in extremes]
         cases = [
             _widen(case, asked, settings, is_proven=is_proven) for case, settings in zip(cases, variants, strict=True)
         ]
@@ -282,7 +282,7 @@ def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is
         limited = predict(requests, history.settings, capacity)
         fits, failed = limited.fits, limited.failed
     failed_bytes = None if failed is None else failed.requested_bytes
-    if len(with_failed_request(memory, requests)) > len(requests):
+    if len(add_failed_request(memory, requests)) > len(requests):
         fits, failed_bytes = False, requests.failures[-1][1]
     return Case(
         allocator=format_settings(history.settings),

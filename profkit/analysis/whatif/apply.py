@@ -28,12 +28,12 @@ from profkit.analysis.whatif.edits import (
     Change,
     Program,
     Stream,
+    add_failed_request,
     drop_gradients,
     edit_gradients,
     edit_loss,
     edit_optimizer,
     edit_parameters,
-    with_failed_request,
 )
 from profkit.errors import UsageError
 from profkit.names import BACKWARD
@@ -118,7 +118,7 @@ def _place(program: Program, stream: Stream, position: float) -> str | None:
     row = int(stream.source[at[0]])
     module = next((name for name, _ in program.memory.place_of(row).modules if name), None)
     again = "" if stream.is_recorded[at[0]] else " (computed again)"
-    return f"{module + ': ' if module else ''}{program.memory.stacks.of(row).label}{again}"
+    return f"{module + ': ' if module else ''}{program.memory.stacks.facts_of(row).label}{again}"
 
 
 def _by_category(program: Program, rows: Iterable[tuple[int, int]]) -> dict[str, int]:
@@ -223,7 +223,7 @@ def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost
         stream = _stream(program, rung.edits, streams)
         if stream is None:
             continue
-        requests = with_failed_request(program.memory, stream.requests)
+        requests = add_failed_request(program.memory, stream.requests)
         requested = highest_sum(requests, requests.requested_bytes, requests.completed)
         if requested < least_bytes:
             least, least_bytes = rung, requested

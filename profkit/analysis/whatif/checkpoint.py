@@ -255,12 +255,12 @@ def _checkpoint(
     is_changed = np.zeros(len(stream), dtype=np.bool_)
     is_changed[at[new_freed != freed]] = True
     edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
-    edited = edited.with_copies(of, stream.requests.requested_bytes[of], births, frees)
+    edited = edited.add_copies(of, stream.requests.requested_bytes[of], births, frees)
     workspace = at[_shared_workspaces(program, stream.source[at], sizes, freed)]
     is_needed = bound == "most" or (bound == "likely" and bool(np.isin(workspace, of).any()))
     if len(workspace) and is_needed:
         never = np.array([float(stream.requests.event_count)])
-        edited = edited.with_copies(workspace[:1], np.array([_WORKSPACE_BYTES], dtype=np.int64), births[:1], never)
+        edited = edited.add_copies(workspace[:1], np.array([_WORKSPACE_BYTES], dtype=np.int64), births[:1], never)
     return edited, len(copies)
 
 

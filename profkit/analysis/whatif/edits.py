@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from profkit.allocator.requests import ADDED, Floats, Requests, highest_sum, requests_of, with_request
+from profkit.allocator.requests import ADDED, Floats, Requests, add_request, highest_sum, requests_of
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.failures import last_failure
@@ -47,11 +47,11 @@ class Stream:
         """Whether a request is a recorded allocation, not one that an edit added."""
         return np.not_equal(self.requests.row, ADDED)
 
-    def of(self, is_row: Bools) -> Bools:
+    def select(self, is_row: Bools) -> Bools:
         """Return which requests come from an allocation for which ``is_row`` is true."""
         return is_row[self.source]
 
-    def without(self, gone: Bools) -> Stream:
+    def drop(self, gone: Bools) -> Stream:
         """Return the stream without some requests."""
         kept = ~gone
         columns = ("requested_bytes", "born", "freed", "completed", "kind", "row")
@@ -70,7 +70,7 @@ class Stream:
         freed[where] = completed[where] = positions
         return replace(self, requests=replace(self.requests, freed=freed, completed=completed))
 
-    def with_copies(self, of: Ints, requested_bytes: Ints, born: Floats, freed: Floats) -> Stream:
+    def add_copies(self, of: Ints, requested_bytes: Ints, born: Floats, freed: Floats) -> Stream:
         """Return the stream with further requests: of the kind and the source of the requests ``of`` (indices)."""
         old = self.requests
         requests = replace(
@@ -89,12 +89,12 @@ class Stream:
         return highest_sum(self.requests, self.requests.requested_bytes, self.requests.completed)
 
 
-def with_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
+def add_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
     """Return the requests with the one that failed last, if that ended the program: edits should let it through."""
     event, events = last_failure(memory), memory.device.events
     if event is None or np.any(events.action[event:] == ALLOC):
         return requests
-    return with_request(requests, event, int(events.size_bytes[event]), int(events.stream[event]))
+    return add_request(requests, event, int(events.size_bytes[event]), int(events.stream[event]))
 
 
 class Program:
@@ -143,7 +143,7 @@ class Program:
         def is_one(row: int) -> bool:
             if self.claims[row].category != "temporaries":
                 return False
-            frames = memory.stacks.of(row).frames
+            frames = memory.stacks.facts_of(row).frames
             return self.phases[row] == OPTIMIZER or any("torch/optim/" in file for _, file, _ in frames)
 
         return self._mask(is_one(row) for row in range(len(self.replay)))
@@ -208,18 +208,18 @@ def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
     if kind not in _OPTIMIZERS:
         raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
     is_state = _find_tensors(program, stream, "optimizer_state")
-    is_temporary = stream.of(program.is_optimizer_temporary)
+    is_temporary = stream.select(program.is_optimizer_temporary)
     temporaries = int(np.count_nonzero(is_temporary))
     removed = f"{temporaries:,} temporaries of its steps removed"
     if kind in ("none", "sgd", "offload"):
-        return Change(stream.without(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: known state and {removed}")
+        return Change(stream.drop(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: known state and {removed}")
     names = {_state_name(program, row) for row in stream.source[is_state].tolist()}
     if not names <= _ADAM:
         raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(names - _ADAM))}, which Adam does not")
     if kind == "sgd-momentum":  # one buffer of the parameter's size, made in the first step
         names_of = [_state_name(program, row) for row in stream.source[is_state].tolist()]
         is_state[np.flatnonzero(is_state)] = [name != "exp_avg" for name in names_of]
-        return Change(stream.without(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
+        return Change(stream.drop(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
     if kind == "adamw-fused":
         return _fuse(program, stream, is_state, is_temporary)
     return _make_8bit(program, stream, is_state, is_temporary)
@@ -248,10 +248,10 @@ def _fuse(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools
         of = np.array(first, dtype=np.int64)
         sizes = np.full(len(of), _FUSED_STEP_BYTES, dtype=np.int64)
         requests = stream.requests
-        stream = stream.with_copies(of, sizes, requests.born[of] - 0.5, requests.freed[of])
+        stream = stream.add_copies(of, sizes, requests.born[of] - 0.5, requests.freed[of])
         is_temporary = np.append(is_temporary, np.zeros(len(of), dtype=np.bool_))
     text = f"{_OPTIMIZERS['adamw-fused']}: {count:,} temporaries of its steps removed, known state as recorded"
-    return Change(stream.without(is_temporary), text)
+    return Change(stream.drop(is_temporary), text)
 
 
 def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools) -> Change:
@@ -270,8 +270,8 @@ def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: 
     more = np.concatenate([extra[extra > 0], np.full(_TABLES, _TABLE_BYTES)])
     requests = stream.requests
     edited = stream.resized(is_state, np.array(sizes, dtype=np.int64))
-    edited = edited.with_copies(of, more, requests.born[of] + 0.5, requests.freed[of])
-    edited = edited.without(np.append(gone, np.zeros(len(of), dtype=np.bool_)))
+    edited = edited.add_copies(of, more, requests.born[of] + 0.5, requests.freed[of])
+    edited = edited.drop(np.append(gone, np.zeros(len(of), dtype=np.bool_)))
     text = f"{_OPTIMIZERS['adamw-8bit']}: known state in 8 bits with a maximum for each 256 elements; no temporaries"
     return Change(edited, text, _unsure_of_elements(program, stream.source[where]))
 
@@ -310,15 +310,15 @@ def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
         raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
     where = _find_tensors(program, stream, "parameter")
     stream = _halve(program, stream, where, "parameters")
-    follows = stream.of(program.is_role("gradient") | program.is_role("optimizer_state"))
+    follows = stream.select(program.is_role("gradient") | program.is_role("optimizer_state"))
     stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
-    rows = stream.source[stream.of(program.is_role("parameter"))]
-    is_copy = stream.of(program.is_category("autocast copies"))
+    rows = stream.source[stream.select(program.is_role("parameter"))]
+    is_copy = stream.select(program.is_category("autocast copies"))
     if is_copy.any():
         text = "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters"
         unknown = "activations and temporaries that autocast left in fp32 are taken as recorded"
-        return Change(stream.without(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
-    others = stream.of(program.is_category("activations", "temporaries"))
+        return Change(stream.drop(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
+    others = stream.select(program.is_category("activations", "temporaries"))
     others &= ~(follows | where)
     stream = _halve(program, stream, others, "activations", may_change_nothing=True)
     text = "known parameters, gradients and optimizer state in bf16; activations and temporaries of 4-byte elements too"
@@ -346,7 +346,7 @@ def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
     of, born, freed = _made_again(program, stream, at, ends)
     stream = stream.freed_at(kept, positions[kept])
     return Change(
-        stream.with_copies(of, stream.requests.requested_bytes[of], born, freed),
+        stream.add_copies(of, stream.requests.requested_bytes[of], born, freed),
         f"{len(at):,} known gradients are freed after each optimizer step",
         (f"when in later {BACKWARD} passes each gradient is made: taken as in the first",),
     )
@@ -387,7 +387,7 @@ def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_cha
 
 def _find_tensors(program: Program, stream: Stream, role: str) -> Bools:
     """Return which requests are tensors of a role; raise if the run recorded none on the GPU."""
-    where = stream.of(program.is_role(role))
+    where = stream.select(program.is_role(role))
     if where.any():
         return where
     if program.memory.recorded is None:
@@ -429,7 +429,7 @@ def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
     in_loss = [
         row
         for row in range(len(program.replay))
-        if any(name == function and file in path for name, path, _ in memory.stacks.of(row).frames)
+        if any(name == function and file in path for name, path, _ in memory.stacks.facts_of(row).frames)
     ]
     if not in_loss:
         raise CannotModelError("no line of the snapshot calls torch's cross_entropy")
@@ -441,7 +441,7 @@ def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
             is_near[max(row - _NEAR, 0) : row + _NEAR] = is_near[max(end - _NEAR, 0) : end + _NEAR] = True
     is_near[in_loss] = True
     is_logits = np.isin(sizes, [largest, 2 * largest, largest // 2]) & ~program.is_category(*_KNOWN)
-    where = stream.of(is_logits & is_near)
+    where = stream.select(is_logits & is_near)
     now = stream.requests.requested_bytes[where]
     return Change(
         stream.resized(where, -(-now // number)),
