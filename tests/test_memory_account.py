@@ -18,7 +18,7 @@ from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 from tests.captures import capture
-from tests.memory_captures import Training, assert_books_close
+from tests.memory_captures import Training, assert_books_close, sizes
 
 
 @pytest.fixture
@@ -34,6 +34,7 @@ def test_categories_and_stacks_of_real_snapshots_sum_to_what_is_allocated(name: 
     result = opened.memory()
     assert result.composition.allocated_bytes == result.totals.allocated_peak_bytes
     assert_books_close(result)
+    assert_books_close(opened.memory(stack="probe", min_bytes=MIB))
     for phase in result.phases:
         at = opened.memory(at=f"phase:{phase.name}").composition
         assert at.allocated_bytes == phase.peak_bytes
@@ -47,6 +48,13 @@ def test_nested_phases_count_as_the_outermost_one(tmp_path: Path) -> None:
     training.mark("END", "opt")
     (phase,) = read_snapshot(training.write(tmp_path)).memory().phases
     assert (phase.name, phase.instances) == ("optimizer", 1)
+
+
+def test_a_filter_adds_up_the_other_allocations_in_one_line(opened: OpenedSnapshot) -> None:
+    result = opened.memory(stack="adam.py", min_bytes=MIB)
+    assert sizes(result) == {"optimizer state": 16 * MIB, "(not selected)": 32 * MIB + 3072}
+    assert_books_close(result)
+    assert [row.bytes for row in result.composition.largest] == [4 * MIB] * 4
 
 
 def test_a_moment_is_a_phase_or_a_time_and_anything_else_is_refused(opened: OpenedSnapshot) -> None:

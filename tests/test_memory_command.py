@@ -55,15 +55,18 @@ def test_a_run_directory_is_read_with_its_recorded_owners(tmp_path: Path) -> Non
     assert "known tensor" in out
 
 
-def test_a_moment_and_named_phases_can_be_chosen(snapshot: Path) -> None:
-    out = run(snapshot, "--at", "phase:forward", "--top", "1").stdout
+def test_moment_filters_and_named_phases_narrow_the_tables(snapshot: Path) -> None:
+    out = run(snapshot, "--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1").stdout
     assert "At phase:forward" in out
+    assert "(not selected)" in out
     assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
 
 
-def test_the_evidence_adds_up_to_what_is_allocated(snapshot: Path) -> None:
-    peak = json.loads(run(snapshot, "--format", "json").stdout)["peak"]
+@pytest.mark.parametrize("filters", [[], ["--stack", "adam.py"], ["--min-size", "1MiB"]])
+def test_the_evidence_adds_up_to_what_is_allocated_also_under_a_filter(snapshot: Path, filters: list[str]) -> None:
+    peak = json.loads(run(snapshot, *filters, "--format", "json").stdout)["peak"]
     assert sum(peak["evidence"].values()) == peak["allocated_bytes"]
+    assert ("not_selected" in peak["evidence"]) == bool(filters)
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "latex", "csv"])
@@ -113,13 +116,15 @@ def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
     assert (result.exit_code, result.exception) == (0, None)
 
 
-@pytest.mark.parametrize("option", ["--at noon", "--device 3", "--phase forward"])
-def test_a_wrong_option_is_a_usage_error(snapshot: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    "option", ["--at noon", "--device 3", "--phase forward", "--stack no-such-line", "--min-size 1TiB"]
+)
+def test_a_wrong_option_or_an_empty_selection_is_a_usage_error(snapshot: Path, option: str) -> None:
     assert isinstance(run(snapshot, *option.split()).exception, UsageError)
 
 
 def test_a_bad_size_and_a_directory_that_is_no_run_are_refused(snapshot: Path, tmp_path: Path) -> None:
-    assert run(snapshot, "--capacity", "much").exit_code == 2
+    assert run(snapshot, "--min-size", "much").exit_code == 2
     (tmp_path / "empty").mkdir()
     assert isinstance(run(tmp_path / "empty").exception, RunError)
 

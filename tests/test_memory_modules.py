@@ -181,6 +181,16 @@ def test_equal_allocations_of_like_modules_share_a_line(tmp_path: Path) -> None:
     at = at_peak(Layers(), tmp_path)
     assert {("h.*.mlp", 3), ("h.*.attn.weight", 3)} <= {(row.owner, row.count) for row in at.largest_groups}
     assert "wte.weight, head.weight (tied)" in {row.owner for row in at.largest}
+    one = {row.owner for row in at_peak(Layers(), tmp_path, stack="h.1.attn.weight").largest_groups}
+    assert one == {"h.1.attn.weight"}
+
+
+def test_what_a_filter_leaves_out_is_one_line_without_a_use(tmp_path: Path) -> None:
+    shown = run_command("memory", Layers().write_run(tmp_path), "--by", "module", "--stack", "h.1.attn").stdout
+    (line,) = [line for line in shown.splitlines() if line.startswith("(not selected)")]
+    assert line.split()[2:-2] == ["–"] * 2
+    (whole,) = [line for line in shown.splitlines() if line.startswith("all ")]
+    assert whole.split()[-1] == "100.0%"
 
 
 def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or_overlap(tmp_path: Path) -> None:
@@ -378,9 +388,11 @@ def test_ranges_of_one_thread_prove_no_module_of_the_backward_pass(tmp_path: Pat
 def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str) -> None:
     opened = read_snapshot(capture(name))
     memory, at = opened.device(), opened.memory().composition
-    assert sum(row.bytes for row in at.by_module if len(row.path) == 1) == at.allocated_bytes
-    assert sum(row.own_bytes for row in at.by_module) == at.allocated_bytes
-    assert sum(row.bytes for row in at.by_phase) == at.allocated_bytes
+    for options in ({}, {"min_bytes": MIB}):
+        found = opened.memory(**options).composition
+        assert sum(row.bytes for row in found.by_module if len(row.path) == 1) == found.allocated_bytes
+        assert sum(row.own_bytes for row in found.by_module) == found.allocated_bytes
+        assert sum(row.bytes for row in found.by_phase) == found.allocated_bytes
     by_phase: Counter[str] = Counter()
     for row in range(len(memory.history.replay)):
         birth, freed = int(memory.history.replay.birth[row]), int(memory.history.replay.freed[row])

@@ -8,8 +8,16 @@ import click
 
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import compare_opened
-from profkit.cli.options import FILE, capture_argument, obey_strict, range_option, rank_option, trace_options
-from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
+from profkit.cli.options import (
+    FILE,
+    capture_argument,
+    obey_strict,
+    plot_option,
+    range_option,
+    rank_option,
+    trace_options,
+)
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.answer import answer_capture
@@ -59,6 +67,7 @@ def ranges(
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=FILE, metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--by", type=click.Choice(["range", "line"]), default="range", help="What to show (default: range).")
+@plot_option("Draw the ranges on a roofline.")
 @trace_options
 @output_options
 def efficiency(
@@ -70,6 +79,7 @@ def efficiency(
     dtype: str | None,
     ceilings: Path | None,
     by: str,
+    plot: Path | None,
     thread_only: bool,
     strict: bool,
     output: Output,
@@ -83,7 +93,8 @@ def efficiency(
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
     computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
-    refuse_overwriting([trace, ceilings], [output.path])
+    require_png(plot)
+    refuse_overwriting([trace, ceilings], [output.path, plot])
     if by == "line":
         output.print(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)))
         return
@@ -104,6 +115,12 @@ def efficiency(
             limits=opened.step_limits,
             answer=answer,
         )
+        if plot is not None:
+            from profkit.report.roofline import plot_roofline
+
+            # A picture with a point for each layer and step would be unreadable.
+            folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result
+            plot_roofline(folded, plot, untrusted=check.failed)
     output.print(document)
     obey_strict(trace, check, strict=strict)
 

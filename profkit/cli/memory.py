@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from profkit.analysis.memory.device import Filter
 from profkit.analysis.memory.opened_snapshot import PEAK, MemoryResult, OpenedSnapshot
 from profkit.cli.options import FILE, POSITIVE, SIZE, capture_argument, peak_options
 from profkit.cli.outputs import Output, keep_to_the_end, output_options, refuse_overwriting, shown_after_a_second
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 )
 @click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
 @peak_options
+@click.option("--stack", metavar="TEXT", help="Show only allocations with TEXT in their stack or their tensor's name.")
+@click.option("--min-size", type=SIZE, default=0, help="Show only allocations of at least this size, such as 10MiB.")
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
 @click.option("--capacity", type=SIZE, help="The GPU's memory, to explain an out-of-memory error.")
 @click.option("--timeline", type=FILE, metavar="FILE", help="Draw memory over time: FILE.html or FILE.png.")
@@ -48,6 +51,8 @@ def memory(
     by: By | None,
     device: int | None,
     rank: int | None,
+    stack: str | None,
+    min_size: int,
     phases: tuple[str, ...],
     capacity: int | None,
     timeline: Path | None,
@@ -67,24 +72,24 @@ def memory(
     opened = _open(snapshot, phases, rank)
     keep_to_the_end(opened)
     with shown_after_a_second(f"analysing {snapshot.name}"):
-        result = opened.memory(at=at, device=device, capacity_bytes=capacity)
+        result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
-            _draw(timeline, _capture(snapshot, opened), result)
+            _draw(timeline, _capture(snapshot, opened), result, Filter(stack, min_size))
     output.print(build_memory_document(result, by=by, top=top, leaks=leaks))
 
 
-def _draw(path: Path, capture: OpenedCapture, result: MemoryResult) -> None:
+def _draw(path: Path, capture: OpenedCapture, result: MemoryResult, wanted: Filter) -> None:
     assert capture.snapshot is not None
     memory = capture.snapshot.device(result.totals.device)
     if path.suffix.lower() == ".png":
         from profkit.report.plots import plot_timeline  # loads Matplotlib
 
-        plot_timeline(path, memory, result)
+        plot_timeline(path, memory, result, wanted)
         return
     from profkit.report.page.page import render_memory_page, write_page  # loads Jinja2
 
-    write_page(path, render_memory_page(capture, memory, result))
+    write_page(path, render_memory_page(capture, memory, result, wanted))
 
 
 def _capture(path: Path, opened: OpenedSnapshot) -> OpenedCapture:

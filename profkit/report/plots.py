@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter
 
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
-from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
@@ -45,7 +45,7 @@ _DPI = 150
 
 
 @contextmanager
-def _draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
     """Yield an empty figure of ``width`` by ``height`` inches and its axes; write it to ``path`` when the block ends.
 
     A dollar sign in a name is a dollar sign, and no formula; a missing glyph is a box.
@@ -88,7 +88,7 @@ def plot_kernels(
     """
     steps = None if totals else result.steps
     bars = _list_bars(result, min(top, MOST_BARS), sort)
-    with _draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
+    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
         texts = _draw_bars(axes, bars, result.total_ns, steps)
         what = "self time" if result.measure == "cpu-operator" else "kernel time"
         axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
@@ -216,7 +216,7 @@ def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path
         for name, step in (("now", before), ("after", after))
         for lane, spans in step.lanes.items()
     ]
-    with _draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
+    with draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
         for number, (_, spans) in enumerate(rows):
             axes.broken_barh(
                 [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
@@ -245,15 +245,15 @@ _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 
 
-def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult) -> None:
+def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
     """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG.
 
     Raises:
         OSError: it cannot be written.
     """
-    bins = bin_history(memory)
+    bins = bin_history(memory, wanted)
     by_events = bins.prefers_events or not bins.has_times
-    with _draw_png(path, 10, 5.6) as (figure, axes):
+    with draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6
         handles = [*_draw_series(axes, x, bins), _draw_reserved(axes, x, bins)]
         _shade_phases(axes, memory, by_events)

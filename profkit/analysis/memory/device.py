@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,18 @@ from profkit.snapshot.columns import INACTIVE, OOM, Device, Settings
 if TYPE_CHECKING:
     from profkit.run.compiled_code import CompiledGraph
 
+NOT_SELECTED = "(not selected)"
+
 LARGEST_COUNT = 10
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which allocations are shown; the others are added up as one line, so that the sums stay whole."""
+
+    stack: str | None = None
+    """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
+    min_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,11 @@ class DeviceMemory:
         replay = self.history.replay
         return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
 
+    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
+        """Return for each allocation whether a filter wants it."""
+        sizes, text = self.history.replay.size_bytes, wanted.stack
+        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
+
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
         """Return each phase's peak, in the order in which they first occur."""
         moments: dict[str, list[int]] = {}
@@ -172,6 +189,10 @@ class DeviceMemory:
             PhasePeak(name, len(moments[name]), int(allocated[peak]), self.history.time_us(peak) or 0, peak)
             for name, peak in peaks.items()
         )
+
+    def _mentions(self, row: int, text: str) -> bool:
+        owner = self.owner_of(row) or ""
+        return text in owner or any(text in frame for frame in self.stacks.facts_of(row).user_first)
 
 
 @dataclass(frozen=True)
@@ -253,13 +274,22 @@ class Fragmentation:
     end_largest_free_bytes: int
 
 
-def compose(memory: DeviceMemory, what: str, moment: int) -> Composition:
+def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
     """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
     curves, replay = memory.history.curves, memory.history.replay
-    rows = memory.live_rows(moment)
+    live = memory.live_rows(moment)
+    rows = list(compress(live, memory.selects(live, wanted or Filter())))
     total = int(curves.allocated[moment])
+    rest_bytes, rest_count = total - int(replay.size_bytes[rows].sum()), len(live) - len(rows)
+    rest_share = _share(rest_bytes, total)
     pieces = [piece_of(memory, row, moment) for row in rows]
-    by_category = _by_category(pieces, total)
+    by_category, by_stack = _by_category(pieces, total), _by_stack(memory, moment, rows, total)
+    by_module, by_phase = sum_by_module(pieces, total, memory.places.modules), sum_by_phase(pieces, total)
+    if rest_count:
+        by_category.append(CategoryRow(NOT_SELECTED, rest_bytes, rest_share, rest_count, {}))
+        by_stack.append(StackRow(rest_bytes, rest_share, rest_count, (), NOT_SELECTED))
+        other = PartRow(NOT_SELECTED, (NOT_SELECTED,), rest_bytes, rest_share, rest_count, rest_bytes, {}, {})
+        by_module, by_phase = (*by_module, other), (*by_phase, other)
     ordered = sorted(rows, key=lambda row: (-int(replay.size_bytes[row]), row))
     return Composition(
         what=what,
@@ -267,12 +297,12 @@ def compose(memory: DeviceMemory, what: str, moment: int) -> Composition:
         time_us=memory.history.time_us(moment),
         phase=memory.timeline.phase_at(moment - 1),
         allocated_bytes=total,
-        requested_bytes=int(replay.requested_bytes[rows].sum()),
+        requested_bytes=int(replay.requested_bytes[live].sum()),
         reserved_bytes=int(curves.reserved[moment]),
         by_category=tuple(by_category),
-        by_stack=tuple(_by_stack(memory, moment, rows, total)),
-        by_module=sum_by_module(pieces, total, memory.places.modules),
-        by_phase=sum_by_phase(pieces, total),
+        by_stack=tuple(by_stack),
+        by_module=by_module,
+        by_phase=by_phase,
         largest=tuple(_large_row(memory, moment, row) for row in ordered[:LARGEST_COUNT]),
         largest_groups=_largest_groups(memory, moment, ordered),
         evidence={kind: sum(row.evidence.get(kind, 0) for row in by_category) for kind in EVIDENCE},

@@ -12,6 +12,7 @@ from profkit.analysis.memory.device import (
     CategoryRow,
     Composition,
     DeviceMemory,
+    Filter,
     Fragmentation,
     PhasePeak,
     compose,
@@ -118,6 +119,7 @@ class MemoryResult(NotebookResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data; ``peak`` describes the moment that was asked for."""
         at = self.composition
+        left_out = at.allocated_bytes - sum(at.evidence.values())
         return {
             "snapshot": self.snapshot,
             **self.totals.to_dict(),
@@ -141,7 +143,7 @@ class MemoryResult(NotebookResult):
                 ],
                 "largest": [_without(asdict(row), "label", "count") for row in at.largest],
                 "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
-                "evidence": at.evidence,
+                "evidence": at.evidence | ({"not_selected": left_out} if left_out else {}),
             },
             "phases": [asdict(phase) for phase in self.phases],
             "fragmentation": asdict(self.fragmentation),
@@ -242,6 +244,8 @@ class OpenedSnapshot:
         *,
         at: str = PEAK,
         device: int | None = None,
+        stack: str | None = None,
+        min_bytes: int = 0,
         capacity_bytes: int | None = None,
     ) -> MemoryResult:
         """Return how much was allocated, when it peaked, and what a moment was made of; ``profkit memory`` prints it.
@@ -250,15 +254,21 @@ class OpenedSnapshot:
             at: ``peak``; ``oom`` for the last allocation that failed; ``phase:NAME`` for the peak within a phase; or a
                 time: ``1.5s`` or ``300ms`` after the first event on any device, or microseconds since the epoch.
             device: the device's index; by default the one with the highest peak.
+            stack: show only allocations with this text in their stack or owner.
+            min_bytes: show only allocations of at least this size.
             capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default what the run
                 recorded.
 
         Raises:
-            UsageError: an unknown device, phase or form of time.
+            UsageError: an unknown device, phase or form of time, or a filter that leaves nothing.
         """
         memory = self.device(device)
         moment = find_moment(memory, at)
-        composition = compose(memory, at, moment)
+        composition = compose(memory, at, moment, Filter(stack, min_bytes))
+        if composition.allocated_bytes and not composition.largest:
+            words = [] if stack is None else [f"has {stack!r} in its stack or its tensor's name"]
+            words += [f"is of {min_bytes:,} B or more"] if min_bytes else []
+            raise UsageError(f"no allocation at this moment ({at}) {' and '.join(words)}")
         leaks = check_leaks(memory)
         check = check_with_allocator(memory.recorded, memory.history, memory.matched_owners[1])
         capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
