@@ -368,6 +368,32 @@ def test_a_step_that_no_speed_of_the_host_explains_is_not_the_typical_one() -> N
     assert replace(replay, steps=(longer,)).typical is longer, "the only one"
 
 
+@pytest.mark.parametrize(
+    ("pauses_ns", "phase", "kept"),
+    [
+        ((8, 0, 8), "forward", [1]),
+        ((8, 9, 8), "forward", [0, 1, 2]),  # the program's own, in every step
+        ((2, 0, 0), "forward", [0, 1, 2]),  # less than a quarter of the step
+        ((8, 0, 8), DATA, [0, 1, 2]),
+    ],
+)
+def test_a_step_in_which_the_machine_held_the_host_up_predicts_nothing(
+    pauses_ns: Sequence[int], phase: str, kept: Sequence[int]
+) -> None:
+    (step,) = recorded(PROGRAM).steps
+    gaps, phases = step.columns.gap_ns, step.gap_phases
+    steps = [
+        replace(
+            step,
+            columns=replace(step.columns, gap_ns=[gaps[0] + pause * 1_000_000, *gaps[1:]]),
+            gap_phases=[{phase: gaps[0] + pause * 1_000_000}, *phases[1:]],
+        )
+        for pause in pauses_ns
+    ]
+    replay = replace(recorded(PROGRAM), steps=tuple(steps), unprofiled_ns=20_000_000)
+    assert [steps.index(each) for each in replay.fitted] == kept
+
+
 def test_convolutions_stay_as_they_are_in_tf32() -> None:
     replay = with_kernels({3: "implicit_convolve_sgemm"})
     assert "no product runs in fp32" in (predict_time(replay, parse_edits(["tf32"]), ProgramFacts()).refusal or "")

@@ -16,6 +16,7 @@ from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.calibrate import (
     AS_RECORDED,
+    PAUSE_NS,
     PROFILED_HOST,
     Fit,
     Phases,
@@ -72,6 +73,7 @@ LARGEST_ERROR = 0.005
 _LEAST_SPREAD = 0.005
 """Unprofiled steps that differ less than this share of the step are not told apart."""
 
+_FOREIGN_PAUSE = 0.25
 _ALLOCATES = re.compile(
     r"^(cuda|cu)(Malloc|Free|HostAlloc|Host(Un)?[Rr]egister|Mem(Alloc|Free|Create|Release|Map|Unmap))"
 )
@@ -100,6 +102,12 @@ class ReplayedStep:
     allocating: Collection[int] = ()
     recomputing: Collection[int] = ()
     copied_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def paused_ns(self) -> int:
+        """How long the host stood still in long pauses, without waits for data."""
+        gaps = zip(self.columns.gap_ns, self.gap_phases, strict=True)
+        return sum(gap_ns - phases.get(DATA, 0) for gap_ns, phases in gaps if gap_ns > PAUSE_NS)
 
     def at_speed(self, factor: float) -> StepColumns:
         """Return the step with its host's time scaled."""
@@ -166,8 +174,14 @@ class StepReplay:
 
     @property
     def fitted(self) -> Sequence[ReplayedStep]:
-        """The steps that take as long as unprofiled at some speed of the host; all, where none does."""
-        return [step for step in self.steps if step.fit is not AS_RECORDED] or self.steps
+        """The steps that take as long as unprofiled at some speed of the host; all, where none does.
+
+        Without those whose host stood still for longer than another's by a quarter of the step: the machine did that.
+        """
+        fitting = [step for step in self.steps if step.fit is not AS_RECORDED] or self.steps
+        least_ns = min((step.paused_ns for step in fitting), default=0)
+        most_ns = least_ns + max(PAUSE_NS, _FOREIGN_PAUSE * (self.now_ns or 0))
+        return [step for step in fitting if step.paused_ns <= most_ns]
 
     @property
     def typical(self) -> ReplayedStep | None:
