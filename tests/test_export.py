@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.reading import open_trace
 from tests.kineto_builder import kernel, launch, row, written
 from tests.nsys_builder import NsysBuilder, process_of
@@ -104,16 +103,6 @@ def test_arrows_join_a_call_with_every_kernel_that_it_launched(read: Read) -> No
         one["start"] for one in (*read.of("cuda_runtime"), *read.of("cuda_driver"))
     }
     assert all(begins[number] <= ts for number, ts in ends.items())
-
-
-def test_the_idle_causes_sum_to_the_idle_time_of_the_gpu(read: Read) -> None:
-    by_cause = read.sums("gpu_idle", "name")
-    time = build_gpu_times(open_trace(NSYS).trace)[0]
-    parts = time.parts_within(time.starts_ns[:1], time.reach_ns[-1:])[0].tolist()
-    assert by_cause["Python prepared kernels"] == parts[4]
-    assert by_cause["Python waited for the GPU"] == parts[5]
-    assert by_cause["Python ran without CUDA calls"] == parts[6]
-    assert parts[6] > 0
 
 
 def run_of(folder: Path) -> Path:

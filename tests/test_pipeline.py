@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -170,20 +169,6 @@ def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path:
     run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
     (row,) = read_ranks(run, workers=1).groups
     assert row.group == "dp"
-
-
-def test_the_highest_peak_is_held_against_that_of_the_median_rank(tmp_path: Path) -> None:
-    run = _run(tmp_path / "run", _pipeline([10 * MS] * 3, 2), [(0, 1, 2)])
-    peaks = read_ranks(run, workers=1).peaks
-    assert (peaks.rank, peaks.median_rank) == (2, 1)
-    assert (peaks.peak_bytes, peaks.median_bytes) == (3 << 30, 2 << 30)
-    sentence = (
-        "peak memory is highest on rank 2 (stage 2): 3.000 GiB, 1.000 GiB (50.0%) more than on rank 1, the median"
-    )
-    assert sentence in said("ranks", run)
-    for rank in (1, 2):
-        shutil.copy(run / "light.jsonl", run / f"light.rank{rank}.jsonl")
-    assert read_ranks(run, workers=1).peaks is None, "all need the same"
 
 
 def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:

@@ -21,12 +21,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from profkit.analysis.intervals import Stretches, intersect
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.self_check import SelfCheck
-from profkit.analysis.time_account.gpu_time import build_gpu_times
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.names import kind_of
 from profkit.report.document import Column, Document, Lines, Table
@@ -37,11 +35,6 @@ from profkit.text_kinds import KERNEL, OPERATOR
 from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints, rows_by_value
 
 _ROWS_AT_ONCE = 8192
-LAUNCHING, SYNCHRONISING, OUTSIDE = (
-    "Python prepared kernels",
-    "Python waited for the GPU",
-    "Python ran without CUDA calls",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,34 +133,6 @@ def _find_crossing(start_ns: Ints, end_ns: Ints) -> list[int]:
     return crossing
 
 
-@dataclass(frozen=True, eq=False)
-class IdleTime:
-    """When a GPU was idle between its first and its last work, and what the host did then."""
-
-    device: int
-    process: int
-    """The process that used the GPU most."""
-    causes: tuple[tuple[str, Stretches], ...]
-
-
-def _find_idle_time(trace: Trace) -> list[IdleTime]:
-    """Return each GPU's idle time in disjoint stretches, which sum to all of it between its first and last work."""
-    if trace.measure != "gpu-kernel":
-        return []
-    idle = []
-    for device, time in build_gpu_times(trace).items():
-        whole = Stretches(time.starts_ns[:1], time.reach_ns[-1:])
-        causes = (
-            (LAUNCHING, intersect(time.launching, whole)),
-            (SYNCHRONISING, intersect(time.synchronising, whole)),
-            (OUTSIDE, time.outside_cuda(whole)),
-        )
-        users = np.concatenate([table.process[table.device == device] for table in (trace.work, trace.copies)])
-        names, counts = np.unique(users, return_counts=True)
-        idle.append(IdleTime(device, int(names[counts.argmax()]), causes))
-    return idle
-
-
 def write_chrome_trace(file: IO[bytes], opened: OpenedTrace, *, zipped: bool = True) -> None:
     """Write a trace as Chrome JSON. The same input gives the same bytes."""
     if not zipped:
@@ -213,7 +178,6 @@ class _Rows:
         else:
             yield from self._gpu_work()
         yield from self._copies()
-        yield from self._idle()
 
     def _metadata(self) -> Iterator[str]:
         layout = self._layout
@@ -314,15 +278,6 @@ class _Rows:
             return (f', "range": {self._paths[node]}' if node >= 0 else "") + words[verdict]
 
         return list(map(arguments, placed.innermost.tolist(), placed.verdict.tolist()))
-
-    def _idle(self) -> Iterator[str]:
-        for idle in _find_idle_time(self._trace):
-            tid = next(self._free_tids)
-            pid = self._layout.pids[idle.process]
-            yield _metadata("thread_name", pid, tid, f"GPU {idle.device} idle, by cause")
-            for cause, stretches in idle.causes:
-                for start, end in _columns(stretches, "start_ns", "end_ns"):
-                    yield self._slice("gpu_idle", json.dumps(cause), (start, end), f'"pid": {pid}, "tid": {tid}')
 
     def _launched_by(self, call: int) -> str:
         return f', "correlation": {self._trace.calls.correlation[call]}' if call >= 0 else ""

@@ -55,16 +55,6 @@ class RankSummary:
     throttle: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class PeakDifference:
-    """How much more memory the rank with the highest peak allocates than the median rank (of two, the other one)."""
-
-    rank: int
-    peak_bytes: int
-    median_rank: int
-    median_bytes: int
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class RanksResult(NotebookResult):
     """What the ranks of a run show together; times of ``ranks`` are per step, those of ``groups`` are sums.
@@ -82,8 +72,6 @@ class RanksResult(NotebookResult):
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
     recorded_step_count: int = 0
     pipelines: tuple[Pipeline, ...] = ()
-    peaks: PeakDifference | None = None
-    """None where all ranks need the same memory, or peaks are unknown."""
     is_untimed: bool = False
     """Whether ranks may have waited where nobody timed it, so that waits are the least that they may be."""
     by_clocks: bool = False
@@ -203,7 +191,6 @@ def compare_ranks(
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
         recorded_step_count=max(recorded.values(), default=0),
-        peaks=_compare_peaks(rows),
         is_untimed=is_untimed and not all(account.is_exact for account in accounts),
         by_clocks=any(
             match.only_called.any() and len({records[index[rank]].node for rank in match.ranks}) > 1
@@ -292,14 +279,6 @@ def compare_opened(opened: OpenedTrace | None, run: Run | None) -> RanksResult |
         return None
     read = read_and_reduce(light, None if opened is None else lambda: opened)
     return join_ranks([read]) if len(read.ranks) > 1 else None
-
-
-def _compare_peaks(ranks: Sequence[RankSummary]) -> PeakDifference | None:
-    known = sorted((row.peak_bytes, -row.rank) for row in ranks if row.peak_bytes is not None)
-    if not known or known[0][0] == known[-1][0]:
-        return None
-    (median_bytes, median_rank), (peak_bytes, rank) = known[(len(known) - 1) // 2], known[-1]
-    return PeakDifference(-rank, peak_bytes, -median_rank, median_bytes)
 
 
 def outliers_first(result: RanksResult) -> Sequence[RankSummary]:

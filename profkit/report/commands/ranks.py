@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from profkit.analysis.ranks.comparison import PeakDifference, RanksResult, RankSummary, outliers_first
+from profkit.analysis.ranks.comparison import RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.costs import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.culprit import Culprit, Doubt
 from profkit.analysis.ranks.groups import GroupRow, Pipeline
@@ -21,7 +21,6 @@ from profkit.report.units import (
     TEXT,
     Unit,
     count_over,
-    format_bytes,
     format_count,
     format_ns,
     format_share,
@@ -125,7 +124,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
             }
             for pipeline in result.pipelines
         ],
-        "peaks": None if result.peaks is None else asdict(result.peaks),
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
 
@@ -176,19 +174,6 @@ def _describe_pipeline(pipeline: Pipeline) -> list[str]:
         f"bubble of pipeline {name}: {format_ns(pipeline.bubble_ns)} a step{share}, what even rank {rank} spends there:"
         " the pipeline fills and drains, and data are sent; more micro-batches shorten it",
     ]
-
-
-def _describe_peaks(peaks: PeakDifference, pipelines: Sequence[Pipeline]) -> str:
-    more = peaks.peak_bytes - peaks.median_bytes
-    stage = next(
-        (f" (stage {pipeline.ranks.index(peaks.rank)})" for pipeline in pipelines if peaks.rank in pipeline.ranks), ""
-    )
-    share = f" ({format_share(more / peaks.median_bytes)})" if peaks.median_bytes else ""
-    return (
-        f"peak memory is highest on rank {peaks.rank}{stage}: {format_bytes(peaks.peak_bytes)},"
-        f" {format_bytes(more)}{share}"
-        f" more than on rank {peaks.median_rank}, the median"
-    )
 
 
 def _group_table(result: RanksResult) -> Table:
@@ -301,8 +286,6 @@ def _notes(result: RanksResult) -> Sequence[str]:
         lines.append(
             "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
         )
-    if result.peaks is not None:
-        lines.append(_describe_peaks(result.peaks, result.pipelines))
     return lines
 
 
