@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 
 pytest_plugins = ["tests.workers"]
 
+# All that tests start imports profkit and the tests from here.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 # A screen's width is each test's own affair.
 os.environ.pop("COLUMNS", None)
 # Two workers share two cores: further threads of torch's would wait for one another, and longer than they compute.

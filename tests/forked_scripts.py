@@ -44,10 +44,6 @@ _PATIENCE_S = 300
 _LAUNCHER = "torch.distributed.run"
 
 
-def _python_path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 class Forks:
     """The process that is forked; close it at the end."""
 
@@ -58,7 +54,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _python_path(), "KINETO_LOG_LEVEL": "99"},
+            env={**os.environ, "KINETO_LOG_LEVEL": "99"},
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
 from profkit.names import BACKWARD
 from profkit.trace.nesting import ancestors
-from tests.forked_scripts import ROOT, Forks
+from tests.forked_scripts import Forks
 from tests.in_process import run_profkit
 from tests.operator_links import ENGINE
 from tests.programs_counted import Program
@@ -46,7 +46,7 @@ def record(program: Program, forks: Forks, place: Path) -> Recording:
 
 def record_with_nsys(program: Program, place: Path) -> OpenedTrace:
     """Return what ``profkit run --nsys`` records of the program in the folder ``place``; it must end well."""
-    done = run_profkit("run", *OPTIONS, "--nsys", "--", sys.executable, *program.words, cwd=place, PYTHONPATH=str(ROOT))
+    done = run_profkit("run", *OPTIONS, "--nsys", "--", sys.executable, *program.words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert "Generating" not in done.stdout + done.stderr, "what nsys says is in its log"
     return read_trace(place / "run")

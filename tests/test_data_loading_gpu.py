@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +17,10 @@ from profkit import read_trace
 from profkit.report.commands.efficiency import limit_words
 from profkit.run.directory import Run
 from tests.efficiency_runs import rows_by_path
+from tests.in_process import check_profkit
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parent.parent
 
 TRAIN = """
 import sys
@@ -61,15 +59,8 @@ RECORDERS = [
 
 def _record(place: Path, recorder: str, *arguments: str) -> Path:
     (place / "train.py").write_text(TRAIN)
-    words = [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", recorder, "--steps", "8"]
-    subprocess.run(
-        [*words, "--", sys.executable, "train.py", *arguments],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    words = ("--", sys.executable, "train.py", *arguments)
+    check_profkit("run", "-o", "run", recorder, "--steps", "8", *words, cwd=place)
     return place / "run"
 
 

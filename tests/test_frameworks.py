@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from tests.in_process import manifest_of
 
 pytestmark = pytest.mark.frameworks
 
-ROOT = Path(__file__).parent.parent
 
 ACCELERATE = """
 import torch
@@ -97,8 +95,7 @@ CASES = {
 
 
 def _run(words: list[str], place: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=place, env=environment, timeout=300)
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=place, timeout=300)
 
 
 def _losses(text: str) -> list[str]:

@@ -208,7 +208,7 @@ def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         port = free.getsockname()[1]
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-id", "j7", "--rdzv-endpoint", f"localhost:{port}")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "profkit", "run", "-o", "shared", "--warmup", "1", "--steps", "2", "--", *torchrun)
     with ExitStack() as stack:
         launched = [stack.enter_context(started([*command, "train.py"], cwd=place, env=environment)) for _ in range(2)]
@@ -227,8 +227,7 @@ def test_what_a_rank_starts_does_not_take_its_place(tmp_path: Path, forks: Forks
         "subprocess.run([sys.executable, '-c', 'import torch'], check=True)\n"
     )
     words = ("--warmup", "1", "--steps", "2", "-o", "run", "--", sys.executable, "train.py")
-    rank = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    said = forks.run_profkit("run", *words, cwd=tmp_path, **rank).stderr
+    said = forks.run_profkit("run", *words, cwd=tmp_path, RANK="1", WORLD_SIZE="2").stderr
     assert "runs again" not in said  # as a script without steps would
     processes = manifest_of(tmp_path / "run")["processes"]
     assert [(process["rank"], len(process["profiled"])) for process in processes] == [(1, 2)], said

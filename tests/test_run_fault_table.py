@@ -26,8 +26,6 @@ from tests.in_process import manifest_of, names_in, run_command
 from tests.launched import NEEDS_PROC, is_alive, processes_in, start_launcher, wait_until
 from tests.training_scripts import training
 
-ROOT = Path(__file__).parent.parent
-
 QUIET = training(10)
 SAYS = training(10, "print(loss.item().hex(), flush=True)")
 
@@ -40,10 +38,6 @@ SHORT = ["--warmup", "2", "--steps", "2"]
 
 def _words(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *SHORT, *arguments]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 # Streams: what the shell does with them, the script, its status, what the run keeps, and what is said.
@@ -63,9 +57,7 @@ def test_a_stream_that_cannot_be_used_changes_no_status(tmp_path: Path, row: str
     shell, script, status, kept, said = STREAMS[row]
     (tmp_path / "train.py").write_text(script)
     line = shell.replace("CMD", shlex.join(_words("--", sys.executable, "train.py")))
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == status
     assert names_in(tmp_path / "run") == kept
     assert said in done.stderr
@@ -130,9 +122,7 @@ def test_a_fork_of_the_script_ends_with_its_own_status_while_it_is_recorded_and_
     at_step = "number in (2, 9) and end_of_fork()"
     (tmp_path / "train.py").write_text(f"import os, sys\n{FORKS}{training(10, at_step)}")
     words = _words("--", sys.executable, "train.py")
-    done = subprocess.run(
-        words, cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False, timeout=300
-    )
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("5\n5\n")
     assert names_in(tmp_path / "run") == ALL
@@ -295,7 +285,7 @@ def _run(forks: Forks, place: Path, moment: str, number: str) -> tuple[int, list
     (place / "train.py").write_text(MOMENTS)
     words = _words("--", sys.executable, "train.py", moment, number)
     if (moment, number) in WHOLE:
-        done = subprocess.run(words, cwd=place, env=_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
     else:
         done = forks.run(words, place)
     return done.returncode, done.stderr.splitlines()

@@ -21,8 +21,6 @@ pytest.importorskip("torch")
 from profkit import read_trace
 from profkit.analysis.ranks.members import PROVED
 
-ROOT = Path(__file__).parent.parent
-
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 MODEL = "nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))"
@@ -39,8 +37,8 @@ def run(tmp_path: Path) -> Run:
     (tmp_path / "ddp.py").write_text(DDP)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return run_profkit("run", "-o", "run", "--nproc-per-node", "2", *arguments, cwd=tmp_path, **environment)
+        words = ("run", "-o", "run", "--nproc-per-node", "2", *arguments)
+        return run_profkit(*words, cwd=tmp_path, OMP_NUM_THREADS="1")
 
     return call
 

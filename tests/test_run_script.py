@@ -97,10 +97,6 @@ FROM_INPUT = training(
 )
 
 
-def _environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-
-
 def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *arguments]
 
@@ -119,8 +115,7 @@ def start(place: Path) -> Start:
     """Return a function that records a command that starts as a new process, and must end well."""
 
     def call(*arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PYTHONPATH": str(ROOT), **variables}
-        return ended(run_profkit("run", "-o", "run", *arguments, cwd=place, **environment), status)
+        return ended(run_profkit("run", "-o", "run", *arguments, cwd=place, **variables), status)
 
     return call
 
@@ -160,7 +155,7 @@ def unedited(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> tuple[Pa
     words = [sys.executable, "train.py", "0.1", "7"]
     plain = forks.run(words, place)
     recorder = ("run", "-o", "run", "--warmup", "3", "--steps", "2", "--", *words)
-    done = check_profkit(*recorder, cwd=place, PYTHONPATH=str(ROOT))
+    done = check_profkit(*recorder, cwd=place)
     assert done.stdout.startswith(plain.stdout), "the script's output is untouched, its losses the same to the bit"
     assert without_doubts(done.stderr) == plain.stderr
     return place, done.stdout
@@ -340,7 +335,6 @@ def test_a_script_reads_our_standard_input(place: Path, profiler: str) -> None:
         text=True,
         check=False,
         cwd=place,
-        env=_environment(),
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -360,7 +354,6 @@ def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> N
             text=True,
             check=False,
             cwd=place,
-            env=_environment(),
             timeout=300,
         )
     assert done.returncode == 0, done.stderr

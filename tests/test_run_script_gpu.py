@@ -25,7 +25,6 @@ from tests.in_process import manifest_of
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parent.parent
 
 TRAIN = """
 import sys
@@ -137,8 +136,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def run(place: Path) -> Run:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         done = subprocess.run(
             [sys.executable, *words], capture_output=True, text=True, check=False, cwd=place, env=environment
         )

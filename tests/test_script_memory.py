@@ -21,8 +21,6 @@ from profkit.run.owners import Owners, read_owners
 from tests.forked_scripts import Forks
 from tests.in_process import ended, manifest_of, names_in, run_command
 
-ROOT = Path(__file__).parent.parent
-
 TRAIN = """
 import os, sys
 import torch
@@ -98,7 +96,7 @@ def run(place: Path, forks: Forks) -> Run:
         if "profkit" not in arguments:
             return forks.run(arguments, place)
         here = arguments[arguments.index("profkit") + 1 :]
-        return forks.run_profkit(*here, cwd=place, PYTHONPATH=str(ROOT), **variables)
+        return forks.run_profkit(*here, cwd=place, **variables)
 
     return call
 

@@ -42,9 +42,6 @@ from tests.forked_scripts import Forks
 from tests.in_process import check_profkit, ended, manifest_of
 from tests.training_scripts import training
 
-ROOT = Path(__file__).parent.parent
-
-
 PLAIN = """
 import torch
 
@@ -66,7 +63,7 @@ def record(tmp_path: Path, forks: Forks) -> Record:
         (tmp_path / "script.py").write_text(script)
         words = ["run", "-o", "run", *options, "--", sys.executable, "script.py"]
         run = check_profkit if "--nsys" in options else forks.check_profkit
-        return run(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        return run(*words, cwd=tmp_path)
 
     return call
 

@@ -227,8 +227,6 @@ def test_samples_are_kept_by_part_with_what_was_counted_in_each(monkeypatch: pyt
     assert samples.during == {"attached": {"compiled_graphs": 3}, "profiled": {"compiled_graphs": 0}}
 
 
-ROOT = Path(__file__).parent.parent
-
 SLOW = """
 import sys
 import time
@@ -322,7 +320,7 @@ def test_waiting_for_data_is_timed_by_the_host_also_where_cuda_is_in_use(monkeyp
 def test_each_recorded_step_begins_with_its_wait_for_data(forks: Forks, tmp_path: Path, workers: str) -> None:
     (tmp_path / "train.py").write_text(SLOW)
     words = ("--warmup", "3", "--steps", "4", "--", sys.executable, "train.py", workers)
-    forks.check_profkit("run", "-o", "run", *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    forks.check_profkit("run", "-o", "run", *words, cwd=tmp_path)
     events = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["traceEvents"]
     spans = {name: _spans(events, name) for name in ("data", "step 3", "step 4", "forward")}
     for name in ("step 3", "step 4"):
