@@ -212,9 +212,15 @@ class OpenedTrace:
     def program_facts(self) -> ProgramFacts:
         """Return what predictions rest on besides the trace."""
         from profkit.analysis.efficiency.work import read_run_facts
-        from profkit.analysis.optimizers import count_fused_bytes
         from profkit.analysis.step_replay.edits import ProgramFacts
-        from profkit.run.manifest import Conditions, Loading, Manifest, find_condition
+        from profkit.run.manifest import (
+            Conditions,
+            Loading,
+            Manifest,
+            can_all_be_fused,
+            find_condition,
+            used_optimizers,
+        )
 
         peaks = read_run_facts(self.trace, self.run).peaks
         manifest = Manifest() if self.run is None else self.run.manifest
@@ -225,7 +231,9 @@ class OpenedTrace:
         return ProgramFacts(
             lines=None if self.lines is None else self.lines.lines,
             callers=() if self.lines is None else self.lines.callers,
-            optimizer_bytes=None if self.run is None else count_fused_bytes(self.run.manifest),
+            optimizer_bytes=sum(used.fused_step_bytes for used in used_optimizers(manifest))
+            if can_all_be_fused(manifest)
+            else None,
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
             batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),
             workers=loading.workers,

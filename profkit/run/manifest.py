@@ -119,6 +119,12 @@ class Compiled:
     backends: tuple[dict[Word, Word | bool | int | object], ...] = ()
 
 
+_HAVE_FUSED_STEPS = ("Adam", "AdamW", "SGD")
+"""Classes of torch.optim with a fused step on CUDA in every torch from 2.4 on (Adagrad's began on the CPU alone)."""
+_OTHERS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_HAVE_FOREACH_STEPS = (*_HAVE_FUSED_STEPS, *_OTHERS)
+
+
 @dataclass(frozen=True)
 class UsedOptimizer:
     """An optimizer that made a step: its class, and if that is torch's own; its flags; what a step reads and writes.
@@ -134,6 +140,22 @@ class UsedOptimizer:
     differentiable: bool = False
     parameter_bytes: int = 0
     state_bytes: int = 0
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether ``fused=True`` can be added: a class of torch that has such a step, with no such choice made."""
+        is_free = self.fused is None and not (self.foreach or self.differentiable)
+        return self.is_torchs and self.name in _HAVE_FUSED_STEPS and is_free
+
+    @property
+    def can_be_foreach(self) -> bool:
+        """Whether torch has a step in few kernels for it."""
+        return self.is_torchs and self.name in _HAVE_FOREACH_STEPS and not self.differentiable
+
+    @property
+    def fused_step_bytes(self) -> int:
+        """What a fused step moves: it reads parameters, gradients and state, and writes parameters and state."""
+        return 3 * self.parameter_bytes + 2 * self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -415,3 +437,19 @@ def find_condition(run: Manifest, *names: str) -> object:
     each = [run.conditions, *(process.conditions for process in run.processes[:1])]
     values = [getattr(conditions, name) for conditions in each if conditions is not None for name in names]
     return next((value for value in values if value is not None), None)
+
+
+def used_optimizers(run: Manifest) -> tuple[UsedOptimizer, ...]:
+    """Return the optimizers that a run recorded."""
+    used = find_condition(run, "optimizers")
+    return used if isinstance(used, tuple) else ()
+
+
+def can_all_be_fused(run: Manifest) -> bool:
+    """Return whether ``fused=True`` can be added to every optimizer of a run.
+
+    In fp16 a GradScaler scales the loss, and Lightning refuses to clip the gradients of a fused optimizer then.
+    """
+    used, autocast = used_optimizers(run), find_condition(run, "autocast_dtypes")
+    is_fp16 = isinstance(autocast, tuple) and "float16" in autocast
+    return bool(used) and not is_fp16 and all(optimizer.can_be_fused for optimizer in used)

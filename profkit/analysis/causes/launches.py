@@ -7,7 +7,6 @@ from pathlib import PurePath
 
 from profkit.analysis.causes.changes import By, drop_some_launches, stop_chosen_waits
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, name_times, source_line
-from profkit.analysis.optimizers import can_all_be_foreach, can_all_be_fused, used_optimizers
 from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable
@@ -15,6 +14,7 @@ from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.names import FORWARD, OPTIMIZER
 from profkit.run.lines import LineTime
+from profkit.run.manifest import can_all_be_fused, used_optimizers
 
 _COPIES = (".to", ".cuda")
 _TRAINING = (".step", ".backward")
@@ -67,13 +67,14 @@ def _name_call(called: str | None) -> str:
 
 def _optimizer(evidence: Evidence) -> Iterator[Cause]:
     """An optimizer that launches kernels for each parameter, where torch has one for all of them."""
-    optimizer, used = evidence.summary.optimizer, used_optimizers(evidence.manifest)
+    optimizer, optimizers = evidence.summary.optimizer, used_optimizers(evidence.manifest)
     if optimizer is None or optimizer.kind not in ("foreach", "single tensor"):
         return
     launches = optimizer.launch_count / evidence.summary.program_steps
-    has_fused = can_all_be_fused(evidence.manifest, used)
-    names = ", ".join(dict.fromkeys(one.name for one in used)) or "the optimizer"
-    if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and can_all_be_foreach(used))):
+    has_fused = can_all_be_fused(evidence.manifest)
+    has_foreach = bool(optimizers) and all(used.can_be_foreach for used in optimizers)
+    names = ", ".join(dict.fromkeys(used.name for used in optimizers)) or "the optimizer"
+    if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and has_foreach)):
         return
     better = "fused" if has_fused else "foreach"
     kind = "in a loop over parameters" if optimizer.kind == "single tensor" else "in groups of parameters"
