@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -264,11 +264,18 @@ def make_clock(program: str) -> Any:
     return LightningClock()
 
 
-def measure_apart(program: str, variants: Iterable[tuple[str, ...]], *, tiny: bool) -> dict[str, Any]:
-    """Measure the variants of a program in a process of their own."""
+def measure_apart(
+    program: str, variants: Iterable[tuple[str, ...]], timeout_s: float | None, *, tiny: bool
+) -> dict[str, Any]:
+    """Measure the variants of a program in a process of their own, which may take so long; None: as long as it does."""
     words = [json.dumps([list(variant) for variant in variants]), *(["--tiny"] if tiny else [])]
     command = [sys.executable, __file__, "-", "--truth", program, *words]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not measured within {timeout_s:.0f} s"}
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": done.stderr[-1500:]}
 
@@ -300,14 +307,14 @@ def run_all(out: Path, faults: Sequence[Fault], *, tiny: bool, budget_s: float) 
     ]
     (out / "predictions.json").write_text(json.dumps(rows, indent=1))
     print("predicted", round(time.monotonic() - began), "s", flush=True)
-    truths = measure_all(rows, began + budget_s, tiny=tiny)
-    for row in rows:
-        row["truth_ms"] = find_truth(row, truths)
-    (out / "results.json").write_text(json.dumps({"rows": rows, "truths": truths}, indent=1))
+    for truths in measure_all(rows, began + budget_s, tiny=tiny):
+        for row in rows:
+            row["truth_ms"] = find_truth(row, truths)
+        (out / "results.json").write_text(json.dumps({"rows": rows, "truths": truths}, indent=1))
 
 
-def measure_all(rows: Sequence[dict[str, Any]], until: float, *, tiny: bool) -> dict[str, Any]:
-    """Return program → the times of its variants; those of what Tries advise, which may fail, have a name apart.
+def measure_all(rows: Sequence[dict[str, Any]], until: float, *, tiny: bool) -> Iterator[dict[str, Any]]:
+    """Yield program → the times of its variants, then also, under names apart, of what Tries advise, which may fail.
 
     What the clock leaves no time for is not measured.
     """
@@ -318,21 +325,26 @@ def measure_all(rows: Sequence[dict[str, Any]], until: float, *, tiny: bool) -> 
         faults = [row["fault"] for row in mine[program]]
         variants = [(), *(fault["without"] for fault in faults), *(fault["faults"] for fault in faults)]
         measure_in_time(truths, program, program, variants, until, tiny=tiny)
+    yield truths
     for program in programs:
         advised = [(row["fault"]["faults"], find_variants_of_tries(row)) for row in mine[program]]
         variants = [variant for now, tries in advised if tries for variant in (now, *tries.values())]
         measure_in_time(truths, f"{program}, Tries", program, variants, until, tiny=tiny)
-    return truths
+        yield truths
 
 
 def measure_in_time(
     truths: dict[str, Any], key: str, program: str, variants: Iterable[Iterable[str]], until: float, *, tiny: bool
 ) -> None:
-    """Measure variants in a process of their own, if there are any and there is time, and note what came of it."""
+    """Measure variants, if there are any and there is time left to begin, and note what came of it.
+
+    What Tries advise, such as compiling, may take no longer than that time.
+    """
     distinct = dict.fromkeys(tuple(variant) for variant in variants)
     able = [variant for variant in distinct if not _AT_START.intersection(variant)]
-    if able and time.monotonic() < until:
-        truths[key] = measure_apart(program, able, tiny=tiny)
+    left_s = until - time.monotonic()
+    if able and left_s > 0:
+        truths[key] = measure_apart(program, able, None if key == program else left_s, tiny=tiny)
     print("measured" if key in truths else "not measured", key, flush=True)
 
 
