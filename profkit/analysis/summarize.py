@@ -25,14 +25,13 @@ from profkit.analysis.summary import (
     Head,
     MemoryUse,
     OptimizerUse,
-    RankUse,
     StepUse,
     Summary,
     WorkUse,
     divide_step,
 )
 from profkit.analysis.time_account.account import TimeAccount, divide_idle, recorded_idle
-from profkit.analysis.time_account.gpu_time import DataWait, communication_rows
+from profkit.analysis.time_account.gpu_time import DataWait
 from profkit.analysis.time_account.step_times import (
     StepTimes,
     find_timing_doubts,
@@ -196,7 +195,7 @@ def _add_time(summary: Summary, opened: OpenedTrace, uncounted: str | None) -> t
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
     summary = _add_costliest_module(summary, attribution)
-    return _add_ranks(summary, opened, rows), [*opened.self_check.findings, *doubts]
+    return summary, [*opened.self_check.findings, *doubts]
 
 
 def _add_costliest_module(summary: Summary, attribution: Attribution) -> Summary:
@@ -303,20 +302,6 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse |
         sum(row.gpu.span_ns for row in rows if row.gpu is not None),
         sum(row.launch_count for row in rows),
     )
-
-
-def _add_ranks(summary: Summary, opened: OpenedTrace, rows: Bools) -> Summary:
-    if len(opened.ranks.members) < 2 or not len(rows):
-        return summary
-    work = opened.trace.work
-    waits = {} if summary.compared is None else summary.compared.waited_ns
-    talks = communication_rows(opened.trace)
-    ranks = []
-    for rank, process in opened.ranks.members:
-        mine = rows & (work.process == process)
-        own_ns, communication_ns = (int(work.duration_ns[mine & some].sum()) for some in (~talks, talks))
-        ranks.append(RankUse(rank, own_ns, communication_ns, waits.get(rank)))
-    return replace(summary, ranks=tuple(ranks))
 
 
 def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | None:

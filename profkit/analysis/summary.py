@@ -330,16 +330,6 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class RankUse:
-    """One rank: its kernel time without communication, and how long it waited in the collectives that are compared."""
-
-    rank: int
-    own_ns: int
-    communication_ns: int
-    waiting_ns: int | None
-
-
-@dataclass(frozen=True)
 class Summary:
     """Everything that the lines state.
 
@@ -367,7 +357,6 @@ class Summary:
     recomputes: bool = False
     passes: float | None = None
     memory: MemoryUse | None = None
-    ranks: tuple[RankUse, ...] = ()
     compared: RanksResult | None = None
     has_trace: bool = False
     ledger: Ledger | None = None

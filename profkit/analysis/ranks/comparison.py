@@ -122,12 +122,6 @@ class RanksResult(NotebookResult):
         return self.verdict.most_rank if self.verdict.most_ns else None
 
     @property
-    def waited_ns(self) -> dict[int, int]:
-        """Rank → how long it waited in the collectives that are compared; without ranks of which that is unknown."""
-        sums = self.waits_ns.sum(axis=1).tolist()
-        return {rank.rank: waited for rank, waited in zip(self.ranks, sums, strict=True) if rank.waiting_ns is not None}
-
-    @property
     def why_unknown(self) -> str | None:
         """Return why nobody can say whether a rank is late; None if somebody can."""
         if self.verdict.most_rank is not None:

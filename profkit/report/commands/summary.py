@@ -132,7 +132,7 @@ def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> It
     if summary.lines:
         yield "LINES", "Python spends, per step: " + "; ".join(map(describe_line, summary.lines))
     yield "MEMORY", join(describe_memory(summary))
-    yield "RANKS", join(_list_ranks(summary, ""))
+    yield "RANKS", _describe_late_rank(summary, "")
     yield "Try", advice.nothing or ""
     yield from _tries_in_full(summary, advice)
     yield from _tried(advice)
@@ -169,7 +169,7 @@ def _in_short(
     yield "WORK", _cut(_describe_work(summary))
     yield "MODULE", _cut(_describe_modules(summary))
     yield "MEMORY", _cut(describe_memory(summary))
-    yield "RANKS", join(_list_ranks(summary, answer))
+    yield "RANKS", join([_describe_late_rank(summary, answer)])
     yield "Try", advice.nothing or ""
     yield from _tries(summary, advice, left_out)
     yield from _tried(advice)
@@ -246,9 +246,6 @@ _CAUSES = {
 _MUCH = 0.05
 _PART = 0.005
 """A part of the time below this share has no place in a line."""
-
-_MOST_RANKS = 8
-"""The line of ranks shows the own time of this many."""
 
 
 def describe_step(summary: Summary) -> Iterator[str]:
@@ -423,14 +420,10 @@ def _holders(modules: Sequence[PartRow]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _list_ranks(summary: Summary, answer: str) -> Iterator[str]:
+def _describe_late_rank(summary: Summary, answer: str) -> str:
+    """Return who is late, unless the answer says so."""
     verdict = describe_ranks(summary)
-    if verdict and verdict[1:] not in answer:
-        yield verdict
-    own = [f"rank {row.rank} {format_ns(summary.per_step(row.own_ns) * len(summary.ranks))}" for row in summary.ranks]
-    more = [f"{len(own) - _MOST_RANKS} more"] if len(own) > _MOST_RANKS else []
-    if own:
-        yield f"own kernels a step: {', '.join(own[:_MOST_RANKS] + more)}"
+    return "" if verdict[1:] in answer else verdict
 
 
 def _describe_closing(summary: Summary) -> Iterator[str]:
