@@ -56,14 +56,6 @@ def started(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[s
             process.kill()
 
 
-def first_line(process: subprocess.Popen[str], begins: str) -> str:
-    """Return the first line that the process prints and that begins so; fail if the process ends before."""
-    assert process.stdout is not None
-    found = next((line for line in process.stdout if line.startswith(begins)), None)
-    assert found is not None, f"no line begins with {begins!r}"
-    return found
-
-
 def is_alive(process: int) -> bool:
     """Return whether a process runs: one that only waits to be reaped does not."""
     try:
