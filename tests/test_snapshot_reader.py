@@ -15,7 +15,7 @@ from profkit.errors import SnapshotError
 from profkit.reading import open_snapshot
 from profkit.report.commands.memory import build_memory_document
 from profkit.report.document import render
-from profkit.snapshot import reader
+from profkit.snapshot import unpickler
 from profkit.snapshot.columns import ALLOC, ALLOCATED, OTHER, PENDING, Annotation
 from profkit.snapshot.reader import read_snapshot
 from tests.allocator_reference import ReferenceAllocator
@@ -162,7 +162,7 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_gzip_that_decompresses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_DECOMPRESSED_BYTES", 2**20)
+    monkeypatch.setattr(unpickler, "MAX_DECOMPRESSED_BYTES", 2**20)
     path = tmp_path / "bomb.pickle.gz"
     path.write_bytes(gzip.compress(pickle.dumps({"segments": b"0" * 2**24})))
     with pytest.raises(SnapshotError, match="decompresses to more than"):
@@ -313,6 +313,27 @@ def test_an_odd_value_that_counts_for_nothing_is_passed_over(tmp_path: Path, nam
     assert not found.startswith("refused")
     assert '"peak_bytes"' in found
     assert expected.split('"peak_bytes": ')[1].split(",")[0] == found.split('"peak_bytes": ')[1].split(",")[0]
+
+
+def nested_key() -> bytes:
+    """A dictionary with one key, a tuple of 2^60 leaves: to hash it takes for ever."""
+    pairs = b"".join(bytes([0x68, i, 0x68, i, 0x86, 0x94]) for i in range(60))  # (get, get) as tuple, remembered
+    return b"\x80\x04}()\x94" + pairs + b"K\x01u."
+
+
+def keys_of_one_hash(count: int) -> bytes:
+    """A dictionary whose keys are multiples of 2^61 - 1, which all hash to 0."""
+    keys = (b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"K\x00" for k in range(1, count))
+    return b"\x80\x04}(" + b"".join(keys) + b"u."
+
+
+@pytest.mark.parametrize("content", [nested_key(), keys_of_one_hash(150_000)], ids=["a nested key", "keys of one hash"])
+def test_a_pickle_that_keeps_the_unpickler_busy_for_years_is_refused(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpickler, "_REHEARSAL_CPU_SECONDS", 1)
+    (tmp_path / "busy.pickle").write_bytes(content)
+    assert "more time or memory" in report(tmp_path / "busy.pickle")
 
 
 def test_a_gzip_is_stopped_while_it_is_inflated(tmp_path: Path) -> None:

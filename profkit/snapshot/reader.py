@@ -1,8 +1,4 @@
-"""Read a PyTorch memory snapshot into columns, from a pickle that is read as data only.
-
-A pickle is a program for a small machine, dangerous because it may name any importable object and call it. A snapshot
-holds dictionaries, lists, tuples, strings and numbers and names no object, so reading stops at the first global,
-persistent id or extension code. (Data alone can keep the unpickler busy: keys that all hash alike. Ctrl-C ends it.)
+"""Read a PyTorch memory snapshot into columns.
 
 The file is what ``torch.cuda.memory._dump_snapshot`` writes (torch/csrc/cuda/memory_snapshot.cpp and Module.cpp): a
 dictionary of ``segments`` and ``device_traces``, which newer versions of torch extend by ``allocator_settings``,
@@ -10,32 +6,27 @@ dictionary of ``segments`` and ``device_traces``, which newer versions of torch 
 counted. A bare list of segments (``torch.cuda.memory_snapshot()``) is a snapshot without history.
 
 Every value is of its expected type before anything is done with it: one that is nested in itself a hundred times fits
-in a kilobyte, and to print, compare or hash it would take for ever. The blocks of a segment tile it; a file in which
-they do not is damaged.
+in a kilobyte, and to print, compare or hash it would take for ever.
+
+The blocks of a segment tile it: the first begins where the segment begins, each next one where the one before ends, and
+the last ends where the segment ends. A file in which they do not is damaged.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
-import pickle
-import stat
 import sys
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from profkit.errors import SnapshotError
-from profkit.files import GZIP_RATIO, bounded_memory, collector_off
 from profkit.snapshot.columns import (
     ACTIONS,
     ALLOCATED,
@@ -54,6 +45,7 @@ from profkit.snapshot.columns import (
     Snapshot,
     read_pool,
 )
+from profkit.snapshot.unpickler import load_data
 
 _LARGEST = 2**60
 """Every address, size and time is smaller, so that sums of them stay within 64 bits."""
@@ -70,109 +62,6 @@ _STATES = {
     "active_awaiting_free": PENDING,  # what the docstring calls it
     "inactive": INACTIVE,
 }
-
-
-MAX_DECOMPRESSED_BYTES = 4 * 2**30
-"""A ``.pickle.gz`` may not decompress to more than this."""
-
-_GZIP_MAGIC = b"\x1f\x8b"
-# Real snapshots take 7 bytes of memory for each of their own.
-_MEMORY_PER_BYTE = 12
-
-
-class _RefusedError(Exception):
-    """The pickle asks for something that is no data."""
-
-
-class _DataUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise _RefusedError(f"it names the Python object {module_name}.{global_name}")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise _RefusedError("it refers to an object outside itself")
-
-
-class _BoundedReader(io.RawIOBase):
-    """A stream that refuses to yield more than ``limit`` bytes."""
-
-    def __init__(self, stream: gzip.GzipFile, limit: int) -> None:
-        self._stream = stream
-        self._left = limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        self._left -= len(data)
-        if self._left < 0:
-            raise _RefusedError(f"it decompresses to more than {MAX_DECOMPRESSED_BYTES // 2**30} GiB")
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def load_data(path: Path) -> Any:
-    """Return the data in a pickle file, plain or gzipped, without running anything in it.
-
-    Raises:
-        SnapshotError: the file is missing, unreadable, empty, cut off, no pickle, names a global, or decompresses
-            to more than `MAX_DECOMPRESSED_BYTES`.
-    """
-    try:
-        # Opening a pipe blocks until somebody writes to it, and its size is not known.
-        if not stat.S_ISREG((status := path.stat()).st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise SnapshotError(f"{path}: not a regular file; write the snapshot to a file and give that")
-        with path.open("rb") as file:
-            head = file.peek(2)[:2]
-            if not head:
-                raise SnapshotError(f"{path}: empty file; was the dump interrupted?")
-            is_gzip = head == _GZIP_MAGIC
-            with collector_off(), bounded_memory(_MEMORY_PER_BYTE * status.st_size * (GZIP_RATIO if is_gzip else 1)):
-                return _load(file, is_gzip)
-    except FileNotFoundError:
-        raise SnapshotError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise SnapshotError(f"{path}: a directory, not a snapshot") from None
-    except PermissionError:
-        raise SnapshotError(f"{path}: permission denied") from None
-    except _RefusedError as error:
-        raise SnapshotError(f"{path}: refused: {error}; a memory snapshot holds data only") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise SnapshotError(f"{path}: cut off or damaged; dump or copy it again") from None
-    except MemoryError:
-        raise SnapshotError(f"{path}: damaged, or too large for this machine's memory") from None
-    except SnapshotError:
-        raise
-    except Exception as error:
-        # Bad input raises whatever the unpickler's operations raise: UnpicklingError, but also ValueError,
-        # IndexError, TypeError, KeyError, UnicodeDecodeError, AttributeError, OverflowError.
-        if isinstance(error, pickle.UnpicklingError) and "truncated" in str(error):
-            raise SnapshotError(f"{path}: cut off; dump or copy it again") from None
-        if isinstance(error, OSError):
-            raise SnapshotError(f"{path}: {error.strerror or error}") from None
-        raise SnapshotError(f"{path}: not a pickle, or a damaged one") from None
-
-
-def _load(file: IO[bytes], is_gzip: bool) -> Any:
-    with _unprinted_errors():
-        if not is_gzip:
-            return _DataUnpickler(file).load()
-        with gzip.GzipFile(fileobj=file) as stream:
-            return _DataUnpickler(io.BufferedReader(_BoundedReader(stream, MAX_DECOMPRESSED_BYTES), 2**20)).load()
-
-
-@contextmanager
-def _unprinted_errors() -> Iterator[None]:
-    """Let CPython not print its own SystemError where a pickle ends within a bytearray: the one that it raises says it.
-
-    Objects/bytearrayobject.c, bytearray_dealloc: what was read of the array is still exported when it is freed.
-    """
-    hook = sys.excepthook
-    sys.excepthook = lambda *_: None
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
 
 
 def read_snapshot(path: str | Path) -> Snapshot:

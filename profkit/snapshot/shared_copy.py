@@ -16,7 +16,8 @@ from typing import Any
 from profkit.files import collector_off, whole_stream
 from profkit.names import MEMORY_TEXT
 from profkit.snapshot.columns import MOST_FRAMES, read_frame, read_pool, write_frame
-from profkit.snapshot.reader import build_snapshot, load_data
+from profkit.snapshot.reader import build_snapshot
+from profkit.snapshot.unpickler import load_data
 from profkit.text_kinds import ALLOCATOR, LABEL, LEFT_OUT, MODULE, RANGE, WORD, Keeper, Kind, base_name
 
 _NUMBER = (int, float)
