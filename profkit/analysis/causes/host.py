@@ -13,7 +13,7 @@ from profkit.analysis.causes.changes import (
     without_copies,
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
-from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT
+from profkit.analysis.step_replay.columns import COPY, LAUNCH
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
@@ -254,16 +254,14 @@ def _anomaly(evidence: Evidence) -> Iterator[Cause]:
     """Anomaly detection: every operation keeps its stack, and every gradient is searched for NaN, which waits."""
     if evidence.condition("anomaly_detection") is not True or evidence.step is None:
         return
-
     step = evidence.step
-    calls = zip(step.columns.kind, step.phase, strict=True)
     yield Cause(
         code="anomaly",
         cause="anomaly detection is on: every gradient is searched for NaN, and every operation keeps its stack",
         change="torch.autograd.set_detect_anomaly(False)",
         changes=edits("no-anomaly"),
         edit="no-anomaly",
-        evidence={"waits": sum(kind in (WAIT, COPY) and phase == BACKWARD for kind, phase in calls)},
+        evidence={"waits": len(step.columns.waits_among(step.calls_in({BACKWARD})))},
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import PurePath
 
 from profkit.analysis.causes.changes import By, drop_some_launches, stop_chosen_waits
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, name_times, source_line
-from profkit.analysis.step_replay.columns import COPY, WAIT
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable
 from profkit.analysis.step_replay.limits import Limit
@@ -199,8 +198,7 @@ def _can_be_captured(evidence: Evidence) -> bool:
 
 def _find_waits(step: ReplayedStep) -> list[int]:
     """Return the calls within what would be captured in which the host waits for the GPU."""
-    kinds = step.columns.kind
-    return [call for call, phase in enumerate(step.phase) if phase in COMPILED_PHASES and kinds[call] in (WAIT, COPY)]
+    return step.columns.waits_among(step.calls_in(COMPILED_PHASES))
 
 
 def _waiting_lines(evidence: Evidence) -> list[LineTime]:

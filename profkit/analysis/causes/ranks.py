@@ -68,7 +68,7 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
         return
 
     def find_early(step: ReplayedStep) -> list[int]:
-        last = max((call for call, phase in enumerate(step.phase) if phase == FORWARD), default=0)
+        last = max(step.calls_in({FORWARD}), default=0)
         return [one.at for one in evidence.operations(step) if _sums_gradients(one) and one.call < last]
 
     early = find_early(evidence.step)

@@ -8,7 +8,7 @@ the last one of its own thread. An operation on the GPU follows the one before i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -89,6 +89,10 @@ class StepColumns:
     def recorded_ns(self) -> int:
         """How long the step took: until its host and its GPUs had ended."""
         return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
+
+    def waits_among(self, calls: Iterable[int]) -> list[int]:
+        """Return those of some calls in which the host waits for the GPU, or until it has copied pageable memory."""
+        return [call for call in calls if self.kind[call] in (WAIT, COPY)]
 
 
 @dataclass(frozen=True, eq=False)

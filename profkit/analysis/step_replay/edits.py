@@ -155,7 +155,7 @@ class Setting:
     argument: str = ""
 
     def calls_in(self, phases: Collection[str]) -> list[int]:
-        return [at for at, phase in enumerate(self.step.phase) if phase in phases]
+        return self.step.calls_in(phases)
 
     @property
     def training_phases(self) -> set[str]:
@@ -203,7 +203,7 @@ def drop_operations(columns: StepColumns, rows: Iterable[int]) -> StepColumns:
 
 
 def _refuse_waits(columns: StepColumns, calls: Iterable[int]) -> None:
-    if any(columns.kind[call] in (WAIT, COPY) for call in calls):
+    if columns.waits_among(calls):
         raise CannotPredictError("the host waits for the GPU, or copies pageable memory, within what would be captured")
 
 
@@ -361,7 +361,7 @@ def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
     if not any(count for _, count in counts):
         raise CannotPredictError("this line does not wait for the GPU")
     for phase, count in counts:
-        waits = [call for call in setting.calls_in({phase}) if columns.kind[call] in (WAIT, COPY)]
+        waits = columns.waits_among(setting.calls_in({phase}))
         waits = [call for call in waits if columns.kind[call] == WAIT or call + 1 not in waits]
         by_length = sorted(waits, key=lambda call: columns.call_start_ns[call] - columns.call_end_ns[call])
         every = max(1, len(waits) // max(count, 1))

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from profkit.analysis.kernels.categories import product_dtype
-from profkit.analysis.step_replay.columns import COPY, WAIT, StepColumns
+from profkit.analysis.step_replay.columns import COPY, StepColumns
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,
@@ -151,7 +151,7 @@ def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
 def _replay_passes(columns: StepColumns, setting: Setting) -> StepColumns:
     """Return the step in which one call launches each pass."""
     calls, phases = setting.calls_in(COMPILED_PHASES), setting.step.phase
-    if any(columns.kind[call] in (WAIT, COPY) for call in calls):
+    if columns.waits_among(calls):
         raise CannotPredictError("the host waits for the GPU within a pass, which no graph can hold")
     columns = drop_calls(columns, calls)
     own = list(columns.own_ns)
@@ -199,8 +199,7 @@ def stop_anomaly_detection(columns: StepColumns, setting: Setting) -> StepColumn
     if not setting.facts.detects_anomalies:
         raise CannotPredictError("anomaly detection was not on, or the run does not say whether it was")
     backward = setting.calls_in({BACKWARD})
-    waits = [call for call in backward if columns.kind[call] in (WAIT, COPY)]
-    columns = stop_waiting(columns, waits, setting.constants)
+    columns = stop_waiting(columns, columns.waits_among(backward), setting.constants)
     checks = set(find_rows(columns, setting, _is_nan_check))
     launched = {call: range(*columns.launches[call]) for call in backward if range(*columns.launches[call])}
     checking = [call for call, rows in launched.items() if checks.issuperset(rows)]
