@@ -26,6 +26,7 @@ from profkit.run.light_record import (
     NO_CALLS,
     OF_CALLS,
     OF_STEPS,
+    P2P,
     TABLES,
     TEXTS,
     UNKNOWN_CELL,
@@ -140,6 +141,11 @@ class CallColumns:
     end_ns: Ints
     hidden_ns: Ints
     exposed_ns: Ints
+
+    @property
+    def is_pairwise(self) -> npt.NDArray[np.bool_]:
+        """Whether each is sent to or received from one other rank."""
+        return np.array([kind in P2P for kind, _ in self.names], dtype=np.bool_)[self.what]
 
 
 @dataclass(frozen=True, eq=False)

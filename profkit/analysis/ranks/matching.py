@@ -18,7 +18,7 @@ from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unit
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.run.light_columns import UNKNOWN, LightColumns, StepColumns
-from profkit.run.light_record import P2P, WAITS_FOR_ALL, Group, LightRecord
+from profkit.run.light_record import WAITS_FOR_ALL, Group, LightRecord
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 LATE_NS = 20_000
@@ -108,7 +108,7 @@ def tabulate_calls(rank: LightColumns) -> tuple[dict[int, Calls], dict[int, Call
     every = _calls_since_epoch(rank)
     collectives: dict[int, Calls] = {}
     sent: dict[int, Calls] = {}
-    is_pairwise = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what]
+    is_pairwise = calls.is_pairwise
     for number in np.unique(calls.group[counts[calls.step]]).tolist():
         in_group = (calls.group == number) & counts[calls.step]
         rows = np.flatnonzero(in_group & ~is_pairwise)

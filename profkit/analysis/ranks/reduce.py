@@ -284,7 +284,7 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
 
 def _sum_sending(calls: CallColumns, rows: Ints, time_ns: Ints) -> dict[int, int]:
     """Return by group what sends and receives took of these times, each spent in the collective of that row."""
-    is_sent = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what[rows]]
+    is_sent = calls.is_pairwise[rows]
     groups, number = np.unique(calls.group[rows[is_sent]], return_inverse=True)
     sums = np.zeros(len(groups), dtype=np.int64)
     np.add.at(sums, number, time_ns[is_sent])
@@ -317,11 +317,9 @@ def _complete(mine: LightColumns, light: LightColumns) -> LightColumns:
     pairs = _pair_calls(mine, light, theirs)
     if pairs is not None:
         return LightColumns(record, steps, _take_over(calls, light.calls, pairs, unnamed, number_of))
-    is_sent = np.array([kind in P2P for kind, _ in light.calls.names], dtype=np.bool_)[light.calls.what]
-    sending = {number_of[number] for number in np.unique(light.calls.group[is_sent]).tolist()}
+    sending = {number_of[number] for number in np.unique(light.calls.group[light.calls.is_pairwise]).tolist()}
     if len(sending) == 1:
-        may_be = np.array([kind in P2P for kind, _ in calls.names], dtype=np.bool_)[calls.what] & unnamed
-        calls = replace(calls, group=np.where(may_be, sending.pop(), calls.group))
+        calls = replace(calls, group=np.where(calls.is_pairwise & unnamed, sending.pop(), calls.group))
     return LightColumns(record, steps, calls)
 
 
