@@ -614,6 +614,20 @@ def test_lines_that_no_unprofiled_step_is_near_to_say_so(run_with_lines: Path) -
     assert "scaled, phase by phase" not in shown
 
 
+LOOPING = training(
+    9,
+    before="""import time
+
+def make_batch():
+    total, until = 0, time.process_time() + 0.03
+    while time.process_time() < until:
+        total += 1
+    return torch.ones(2, 4)
+""",
+    batch="make_batch()",
+)
+"""Its steps take so long that a look at the stack, every ms, finds its lines."""
+
 COMMAND = ("run", "-o", "run", "--warmup", "3", "--steps", "1")
 SCRIPT = ("--", sys.executable, "train.py")
 
@@ -622,7 +636,7 @@ SCRIPT = ("--", sys.executable, "train.py")
 def test_a_script_that_ends_early_leaves_the_lines_of_its_last_steps_if_they_are_looked_for(
     tmp_path: Path, forks: Forks, option: str, is_looked_for: bool
 ) -> None:
-    (tmp_path / "train.py").write_text(training(9))
+    (tmp_path / "train.py").write_text(LOOPING)
     assert forks.run_profkit(*COMMAND, option, *SCRIPT, cwd=tmp_path).returncode == 0
     assert (tmp_path / "run" / "lines.jsonl").exists() == is_looked_for
     assert not is_looked_for or 1 <= find_lines(Run(tmp_path / "run")).steps <= 5
@@ -671,7 +685,7 @@ def test_spawned_workers_show_their_lines_train_nothing_and_leave_no_file(tmp_pa
 
 def test_lines_that_fail_leave_the_recording(tmp_path: Path, forks: Forks) -> None:
     failing = "import ast\ndef fail(_):\n    raise KeyError('no such place')\nast.unparse = fail\n"
-    (tmp_path / "train.py").write_text(failing + training(9))
+    (tmp_path / "train.py").write_text(failing + LOOPING)
     done = forks.check_profkit(*COMMAND, *SCRIPT, cwd=tmp_path)
     assert "the lines could not be saved: KeyError" in done.stderr
     assert Run(tmp_path / "run").traces
