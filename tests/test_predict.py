@@ -311,6 +311,39 @@ def test_what_a_checkpoint_would_compute_again_comes_on_top() -> None:
         assert holds(answer, [*PROGRAM[:60], *again, *PROGRAM[60:]])
 
 
+@pytest.mark.parametrize(
+    ("edit", "module", "last", "is_saved"),
+    [
+        ("checkpoint:blocks.*", "blocks.*.out", "CUDAFunctor_add<float>", False),
+        ("checkpoint:blocks.*:reentrant", "blocks.*.out", "CUDAFunctor_add<float>", True),
+        ("checkpoint:blocks.*", "blocks.*.out", "MulFunctor<float>", True),
+        ("checkpoint:blocks.*", "blocks.*", "CUDAFunctor_add<float>", True),
+    ],
+)
+def test_a_checkpoint_computes_again_what_was_saved_and_not_the_product_and_sum_after_it(
+    edit: str, module: str, last: str, is_saved: bool
+) -> None:
+    replay = recorded(PROGRAM)
+    (step,) = replay.steps
+    assert not any("gemm" in name for name in step.categories.values())
+    modules = ["blocks.*" if call in range(20) else None for call in range(len(PROGRAM))]
+    modules[60:80] = ["blocks.*"] * 20
+    phase = ["backward" if call in range(60, 80) else name for call, name in enumerate(step.phase)]
+    rows = range(*step.columns.launches[18]), range(*step.columns.launches[19])
+    assert [len(each) for each in rows] == [1, 1]
+    (product,), (added,) = rows
+    operations = [module if row == product else each for row, each in enumerate(step.operation_module)]
+    categories = {**step.categories, product: "gemm", added: "elementwise"}
+    names = {**step.names, added: last}
+    step = replace(step, module=modules, operation_module=operations, phase=phase, categories=categories, names=names)
+    answer = predict_time(replace(replay, steps=(step,)), parse_edits([edit]), ProgramFacts())
+    whole = predict_time(replace(replay, steps=(step,)), parse_edits(["checkpoint:blocks.*:reentrant"]), ProgramFacts())
+    assert answer.expected_ns is not None
+    assert whole.expected_ns is not None
+    assert (answer.expected_ns == whole.expected_ns) is is_saved
+    assert answer.expected_ns <= whole.expected_ns
+
+
 def with_kernels(names: Mapping[int, str], category: str = "gemm") -> StepReplay:
     """Return the replay of the program, some of whose kernels have these names."""
     replay = recorded(PROGRAM)

@@ -70,6 +70,8 @@ _FEWEST_ZEROED = 4
 _SUM_TO_FILL = 3
 """How many times the bytes of a fill a sum moves."""
 _MOST_NAMED = 3
+_SUM = "CUDAFunctor_add"
+"""What torch's kernels are called that add two tensors."""
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
 
@@ -479,7 +481,10 @@ def _calls_of_modules(setting: Setting, pattern: str) -> set[int]:
 
 
 def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
-    """What matching modules compute in forward passes runs once more, spread over their backward passes."""
+    """What matching modules compute in forward passes runs once more, spread over their backward passes.
+
+    A checkpoint that is not reentrant stops computing once it has all that was saved.
+    """
     pattern, _, options = setting.argument.partition(":")
     if options.removeprefix("reentrant"):
         raise CannotPredictError("what checkpoints of some of the modules, or of groups, do to the time is not known")
@@ -490,14 +495,33 @@ def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
         raise CannotPredictError("no module of this name has forward and backward passes; `profkit ranges` shows names")
     if any(columns.kind[call] == WAIT for call in forward):
         raise CannotPredictError("these modules wait for the GPU in their forward passes")
-    rows = [row for call in forward for row in range(*columns.launches[call])]
-    gpu_ns = sum(columns.duration_ns[row] + max(0, columns.between_ns[row]) for row in rows)
-    python_ns = _AGAIN[setting.world] * sum(max(0, columns.gap_ns[call]) + columns.own_ns[call] for call in forward)
+    rows = {row for call in forward for row in range(*columns.launches[call])}
+    again = rows if options else rows - _unsaved_ends(columns, setting, pattern, sorted(rows))
+    gpu_ns = sum(columns.duration_ns[row] + max(0, columns.between_ns[row]) for row in again)
+    calls = [call for call in forward if again.issuperset(range(*columns.launches[call]))]
+    python_ns = _AGAIN[setting.world] * sum(max(0, columns.gap_ns[call]) + columns.own_ns[call] for call in calls)
     gap, duration = list(columns.gap_ns), list(columns.duration_ns)
     for call in backward:
         gap[call] += round(python_ns / len(backward))
         duration[columns.launches[call][0]] += gpu_ns // len(backward)
     return replace(columns, gap_ns=gap, duration_ns=duration)
+
+
+def _unsaved_ends(columns: StepColumns, setting: Setting, pattern: str, rows: Sequence[int]) -> set[int]:
+    """Return the operations at the ends of modules whose results no backward pass needs: a last product, and sums.
+
+    A product needs its factors and a sum nothing, so nobody saved what they make. Each product of the same module
+    within the matching one is such an end if as many sums follow it.
+    """
+    is_sum = [_SUM in setting.name(columns, row) for row in rows]
+    modules = [setting.step.operation_module[row] for row in rows]
+    products = [at for at, row in enumerate(rows) if setting.category(columns, row) == "gemm"]
+    last = products[-1] if products else len(rows) - 1
+    within, sums = (modules[last] or "").rpartition(".")[0], is_sum[last + 1 :]
+    if not sums or not all(sums) or not fnmatchcase(within, pattern):
+        return set()
+    ends = [at for at in products if modules[at] == modules[last] and is_sum[at + 1 : at + 1 + len(sums)] == sums]
+    return {row for at in ends for row in rows[at : at + 1 + len(sums)]}
 
 
 def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
