@@ -345,7 +345,6 @@ class Bases:
         return base
 
     def note(self, base: int, size: int, *, is_proven: bool = True) -> None:
-        """Add a segment."""
         insort(self._known, base)
         self._end[base] = base + size
         if is_proven:
@@ -360,7 +359,6 @@ class Bases:
         self.decide = len(bases) > 1 and not bases <= self.proven
 
     def forget(self, base: int) -> None:
-        """Remove a segment."""
         del self._known[bisect_left(self._known, base)], self._end[base]
         self.proven.discard(base)
 

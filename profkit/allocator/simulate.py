@@ -67,17 +67,14 @@ class Simulation:
 
     @property
     def allocated_peak_bytes(self) -> int:
-        """The highest allocated memory."""
         return int(self.allocated.max())
 
     @property
     def requested_peak_bytes(self) -> int:
-        """The highest requested memory."""
         return int(self.requested.max())
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The highest reserved memory."""
         return int(self.reserved.max())
 
     @property

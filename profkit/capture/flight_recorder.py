@@ -140,7 +140,6 @@ class FlightRecorder:
         return all(collective.is_settled for collective in self._known)
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop what was called before a time since the epoch."""
         self._known = self._known[bisect_left(self._known, time_ns, key=_called) :]
         self._dropped = [(first, last) for first, last in self._dropped if last >= time_ns]
 

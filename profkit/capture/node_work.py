@@ -194,11 +194,7 @@ def _value(arg: Any) -> Any:
 
 
 def _stand_in(arg: Any) -> Any:
-    """Return an argument with tensors of the same sizes that hold nothing and know no symbols.
-
-    Raises:
-        _UnknownSize: a size is a symbol.
-    """
+    """Return an argument with tensors of the same sizes that hold nothing and know no symbols."""
     value = _value(arg)
     if isinstance(value, Tensor):
         sizes = [_number(size) for size in value.shape]

@@ -231,7 +231,6 @@ class OwnerLedger:
         self._note("gradient", ((name, p.grad) for name, p in parameters if p.grad is not None))
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Write down where the optimizer's state lies, named by parameter and state."""
         for parameter, state in optimizer.state.items():
             owner = names.get(parameter, "(a parameter outside the modules)")
             self._note("optimizer_state", ((f"{owner}.{k}", v) for k, v in state.items() if isinstance(v, Tensor)))
@@ -316,7 +315,6 @@ class OwnerLedger:
 
     @staticmethod
     def _is_ours(tensor: Tensor) -> bool:
-        """Return whether the CUDA allocator gave the tensor its memory."""
         return tensor.device.type == "cuda"
 
     def _write(self, entry: dict[str, Any]) -> None:

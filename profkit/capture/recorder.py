@@ -103,7 +103,6 @@ def warmed_up_profiler(device: torch.device, scripts: ScriptsProfiler | None, lo
 
 
 def drop_profiler(profiler: profile) -> None:
-    """End a profiler that was only warmed up."""
     with _kineto_silent():
         profiler.start_trace()
         profiler.profiler.acc_events = False
@@ -329,7 +328,6 @@ class StepsRecorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether something records."""
         return self._recording is not None
 
     @property

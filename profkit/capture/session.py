@@ -168,7 +168,6 @@ class Session:
                 self.hooks.begin_whole()
 
     def boundary(self, number: int) -> None:
-        """Time the step that ended; begin or end the recording if it is time to."""
         if self._begun < 0 and is_loader_worker():
             self.abandon()
         if self._is_over:
@@ -208,7 +207,6 @@ class Session:
         self.hooks.rest(is_wanted=not wants_phases and self.memory is None)
 
     def _pass(self, number: int) -> None:
-        """Begin or end the recording if it is time to."""
         if number <= self._begun:  # the script has shown what its steps are, and counting begins anew
             self._samples = StepCollector(self.hooks.clock)
             self.hooks.loading.forget_steps()
@@ -242,7 +240,6 @@ class Session:
         append_records(self._records, [graph])
 
     def own_boundary(self) -> None:
-        """One of the target's own steps has ended."""
         self.boundary(self._begun + 1)
 
     @property
@@ -256,7 +253,6 @@ class Session:
             self.boundary(0)
 
     def hooks_failed(self, error: Exception) -> None:
-        """Note why the hooks ended."""
         self._failure = f"profkit's hooks failed ({type(error).__name__}: {error})"
         self._after.end()
 
@@ -355,12 +351,10 @@ class Session:
         self.hooks.clock.stop()
 
     def begin_counting(self) -> None:
-        """Count the work of one of the target's own steps, which begins."""
         self._samples.end()
         self._after.counted.begin(self._rank)
 
     def end_counting(self) -> None:
-        """Write down the work that was counted, or why it was not."""
         self._after.counted.end(keeps_ranges=self._recorder.is_on)
         self._leave_why_uncounted()
 

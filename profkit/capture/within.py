@@ -54,7 +54,6 @@ class Stages:
             raise
 
     def next(self) -> None:
-        """End the session that runs, if one does, and begin the next one, if there is one."""
         session, self.session = self.session, None
         if session is not None:
             session.detach()

@@ -103,12 +103,11 @@ def _exact(number: str) -> Fraction:
     return Fraction(number.strip())
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean: MiB is 2²⁰, MB is 10⁶, and a bare M is 2²⁰.
+# Each of the following raises ValueError for a text that is nothing of the kind, and says how to write it.
 
-    Raises:
-        ValueError: it is no size.
-    """
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``10MiB``, ``1.5 GB`` or ``4096`` mean: MiB is 2²⁰, MB is 10⁶, and a bare M is 2²⁰."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512, 10MiB or 1.5GB")
@@ -125,11 +124,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_limit(text: str) -> int:
-    """Return the bytes of a size with its unit: ``40GiB``, ``512 B``.
-
-    Raises:
-        ValueError: it is no size, or a number without a unit, which could be meant as GiB.
-    """
+    """Return the bytes of a size with its unit, ``40GiB`` or ``512 B``: a number alone could be meant as GiB."""
     size = parse_bytes(text)
     if text.strip().isdigit():
         raise ValueError(f"{text.strip()} has no unit; write {text.strip()}GiB, {text.strip()}MiB or {text.strip()}B")
@@ -137,11 +132,7 @@ def parse_limit(text: str) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """Return the fraction that ``10%`` or ``10`` means; below 1 the sign is needed, as 0.1 may mean a tenth.
-
-    Raises:
-        ValueError: it is not a percentage from 0 to 100.
-    """
+    """Return the fraction that ``10%`` or ``10`` means; below 1 the sign is needed, as 0.1 may mean a tenth."""
     match = _PERCENT.fullmatch(text.strip())
     if match is None or _exact(match["number"]) > 100:
         raise ValueError(f"{text!r} is not a percentage from 0% to 100%, such as 10%")
@@ -151,11 +142,7 @@ def parse_percent(text: str) -> float:
 
 
 def parse_milliseconds(text: str) -> int:
-    """Return the nanoseconds of a number of milliseconds.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
+    """Return the nanoseconds of a number of milliseconds."""
     number = _exact(text) if _NUMBER.fullmatch(text.strip()) else 0
     if number <= 0:
         raise ValueError(f"{text!r} is not a number of milliseconds above 0, such as 120 or 0.5")
@@ -163,11 +150,7 @@ def parse_milliseconds(text: str) -> int:
 
 
 def parse_share(text: str) -> tuple[str, float]:
-    """Return the name and the fraction of ``softmax=15%``.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
+    """Return the name and the fraction of ``softmax=15%``."""
     name, _, percent = text.rpartition("=")
     if not name.strip():
         raise ValueError(f"{text!r} is not NAME=PERCENT, such as softmax=15%")

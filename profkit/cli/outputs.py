@@ -99,9 +99,6 @@ def refuse_overwriting(captures: Iterable[Path | None], outputs: Iterable[Path |
 
     Every analyzer calls this before it reads or writes anything; links to the same file count as that file. Of a
     capture whose run was cut off it warns: what can be read is what was there by then.
-
-    Raises:
-        UsageError: an output would.
     """
     read = [capture for capture in captures if capture is not None]
     named = [output for output in outputs if output is not None]
@@ -117,11 +114,7 @@ def refuse_overwriting(captures: Iterable[Path | None], outputs: Iterable[Path |
 
 
 def require_png(plot: Path | None) -> None:
-    """Refuse a name for a picture that does not end in ``.png``.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Refuse a name for a picture that does not end in ``.png``."""
     if plot is not None and plot.suffix.lower() != ".png":
         raise UsageError(f"--plot {plot}: the picture is a PNG file; end its name in .png")
 
@@ -192,7 +185,6 @@ def _colour(text: str, role: Role) -> str:
 
 
 def write_warnings(messages: Iterable[str]) -> None:
-    """Print warnings to stderr, one line each."""
     for message in messages:
         _write_error(f"warning: {message}")
 

@@ -264,7 +264,6 @@ _OPTIONS = (
 
 
 def add_options(function: Function) -> Function:
-    """Add the options of ``profkit run``, to be shown in their order."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

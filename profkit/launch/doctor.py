@@ -60,7 +60,6 @@ class Package:
 
 
 def installed_package(name: str) -> Package | None:
-    """Return the installed package, without importing it."""
     try:
         installed = distribution(name)
     except PackageNotFoundError:

@@ -135,7 +135,6 @@ class HasShape(Protocol):
 
 
 def forward_flops(preset: Preset, batch: int, context: int) -> int:
-    """Return the FLOPs of one forward pass."""
     tokens = batch * context
     return preset.num_layers * _layer(preset, tokens, context) + 2 * tokens * preset.d_model * preset.vocab_size
 

@@ -172,7 +172,6 @@ class Run:
 
     @property
     def light_records(self) -> dict[int, Path]:
-        """Return the light records by rank."""
         return self._by_rank(RANK_LIGHT)
 
     @property

@@ -50,12 +50,10 @@ class EditSpec:
 
     @property
     def can_be_tried(self) -> bool:
-        """Whether `profkit try` makes the edit in a run of the program."""
         return self.trying_needs is not None
 
     @property
     def has_optional_argument(self) -> bool:
-        """Whether it is written with an argument or without."""
         return self.forms[0].startswith(f"{self.name}[:")
 
 
@@ -358,11 +356,7 @@ class RunTrials:
 
 
 def write_trials(path: Path, trials: RunTrials) -> None:
-    """Write the file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, whole or not at all."""
     lines = [line for call in trials.calls for line in _lines(call)]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")

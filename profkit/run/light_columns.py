@@ -167,11 +167,7 @@ def read_light_columns(path: Path) -> LightColumns:
 
 
 def read_light(path: Path) -> tuple[LightColumns, LightRecord]:
-    """Return the record of a rank as columns, and with an object for each step; the file is read once.
-
-    Raises:
-        RunError: as `read_light_columns` does.
-    """
+    """Return the record of a rank as columns, and with an object for each step; the file is read once."""
     columns, steps, calls = _read(path)
     return columns, replace(columns.record, steps=tuple(unpack(steps, calls)))
 

@@ -235,7 +235,6 @@ class StepLines:
         self._count = 0
 
     def of(self, steps: Sequence[StepRecord]) -> str:
-        """Return the lines of some steps."""
         lines: list[str] = []
         for first in range(0, len(steps), TOGETHER):
             some = steps[first : first + TOGETHER]
@@ -270,11 +269,7 @@ def _pack(steps: Sequence[StepRecord], numbers: list[int]) -> Columns:
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:
-    """Write a whole record.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a whole record."""
     parts = [header_line(record), *map(group_line, record.groups), StepLines().of(record.steps)]
     path.write_text("".join(parts), encoding="utf-8")
 

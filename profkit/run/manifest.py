@@ -65,7 +65,6 @@ class Samples:
         return {phase: by_phase[phase] for phase in sorted(by_phase, key=phase_order)}
 
     def step_ns(self, context: int | None = None) -> list[int]:
-        """Return the time of each step of one context length."""
         return self.times_ns("wall", context).get(STEP, [])
 
 
@@ -440,7 +439,6 @@ def find_condition(run: Manifest, *names: str) -> object:
 
 
 def used_optimizers(run: Manifest) -> tuple[UsedOptimizer, ...]:
-    """Return the optimizers that a run recorded."""
     used = find_condition(run, "optimizers")
     return used if isinstance(used, tuple) else ()
 

@@ -143,11 +143,7 @@ def read_owners(path: Path) -> Owners:
 
 
 def write_owners(path: Path, owners: Owners) -> None:
-    """Write a whole file of owners.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a whole file of owners."""
     lines: list[dict[str, Any]] = [{"kind": "header", "version": VERSION}]
     lines += [{"kind": "step", **asdict(step)} for step in owners.steps]
     for owned in owners.owned:

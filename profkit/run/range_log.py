@@ -124,16 +124,11 @@ class Alignment:
 
 
 def write_range_log(path: Path, log: RangeLog) -> None:
-    """Write the log.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the log."""
     write_whole(path, json.dumps(asdict(log), separators=(",", ":")).encode())
 
 
 def read_range_log(path: Path) -> RangeLog:
-    """Return the log that `write_range_log` wrote."""
     with collector_off():
         content = json.loads(path.read_bytes())
     threads = [ThreadEntries(**thread) for thread in content.pop("threads")]
@@ -290,7 +285,6 @@ class _Clock:
         self.error_ns = max(first.error_ns, last.error_ns)
 
     def on_trace(self, time_ns: int) -> int:
-        """Return when a time of the log is on the trace's clock."""
         return time_ns + self.first.shift_ns + round(self._drift * (time_ns - self.first.at_ns))
 
 

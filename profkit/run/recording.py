@@ -199,12 +199,10 @@ class Order:
     trial: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
-        """Return the order as the environment carries it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Order:
-        """Return the order that a process was given."""
         order: Order = decode(cls, json.loads(environment[VARIABLE]))
         return order
 
@@ -242,12 +240,10 @@ def leave_unsaved(run: Path, pid: int, error: OSError) -> None:
 
 
 def leave_process(run: Path, process: Process) -> None:
-    """Leave what a process knows of its steps."""
     write_json(run / _PROCESS.format(process.process), asdict(process))
 
 
 def leave_failure(run: Path, name: str, failure: Failure) -> None:
-    """Leave what ended the process ``name``."""
     write_json(run / _FAILURE.format(name), asdict(failure))
 
 
@@ -270,12 +266,11 @@ def lines_flag(run: Path, pid: int) -> Path:
     return run / _LINES.format(pid)
 
 
-def take_attached(run: Path) -> Attached:
-    """Return what processes left of being attached, and remove the files.
+# Each of the following raises RunError if a file cannot be read.
 
-    Raises:
-        RunError: a file cannot be read.
-    """
+
+def take_attached(run: Path) -> Attached:
+    """Return what processes left of being attached, and remove the files."""
     unended, ended, refused = (sorted(run.glob(name.format("*"))) for name in (_ATTACHED, _ENDED, _REFUSED))
     unsaved = sorted(run.glob(_UNSAVED.format("*", "*")))
     attached = Attached(
@@ -290,11 +285,7 @@ def take_attached(run: Path) -> Attached:
 
 
 def has_recorded(run: Path) -> bool:
-    """Return whether the recording began in any process, by what they left.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
+    """Return whether the recording began in any process, by what they left."""
     return any(read_record(Process, path).state != NOT_REACHED for path in run.glob(_PROCESS.format("*")))
 
 
@@ -307,11 +298,7 @@ def _take(kind: type[T], paths: Iterable[Path]) -> list[T]:
 
 
 def take_processes(run: Path) -> tuple[Process, ...]:
-    """Return what the processes left, the first rank first, without ranks the one that recorded most; remove the files.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
+    """Return what processes left, the first rank first, without ranks the one that recorded most; remove the files."""
     processes = _take(Process, sorted(run.glob(_PROCESS.format("*"))))
     # One that showed no step, as a launcher of others, is of use only where none did.
     used = [
@@ -332,9 +319,6 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
 
     The others often fail because the first one is gone. A rank that a signal ended counts as the first: it is known
     only when torchrun has seen it.
-
-    Raises:
-        RunError: a file cannot be read.
     """
     failures = _take(Failure, sorted(run.glob(_FAILURE.format("*")), key=lambda path: path.stat().st_mtime_ns))
     for path in run.glob(_MEETING.format("*")):
@@ -343,26 +327,17 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
 
 
 def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
-    """Leave in ``folder`` what the process ``pid`` measured, for the launcher.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Leave in ``folder`` what the process ``pid`` measured, for the launcher."""
     write_json(folder / _MEASURED.format(pid), asdict(measured))
 
 
 def take_measured(folder: Path) -> tuple[Measured, ...]:
-    """Return what processes left in ``folder``, the first rank first, and remove it.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
+    """Return what processes left in ``folder``, the first rank first, and remove it."""
     measured = _take(Measured, sorted(folder.glob(_MEASURED.format("*"))))
     return tuple(sorted(measured, key=lambda process: (process.rank is None, process.rank or 0)))
 
 
 def count_left(folder: Path) -> int:
-    """Return how many processes have left what they measured."""
     return len(list(folder.glob(_MEASURED.format("*"))))
 
 

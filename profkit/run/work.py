@@ -89,7 +89,6 @@ class RunWork:
     missing: tuple[OperatorName, ...]
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
-        """Return the work of the range at ``path``, or None."""
         return next((work for work in self.ranges if work.path == path), None)
 
 
@@ -103,18 +102,15 @@ def read_work(path: Path) -> RunWork:
 
 
 def write_work(path: Path, work: RunWork) -> None:
-    """Write a ``work.json``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a ``work.json``."""
     write_json(path, asdict(work))
 
 
 @dataclass(frozen=True)
 class MeasuredDevice:
     """What was measured. ``clock_mhz`` is the SMs' clock seen under load and ``clock_max_mhz`` what the device allows;
-    None where the device does not report it."""
+    None where the device does not report it.
+    """
 
     name: GpuName
     uuid: Message | None = None
@@ -175,11 +171,7 @@ def read_ceilings(path: Path) -> Ceilings:
 
 
 def write_ceilings(path: Path, ceilings: Ceilings) -> None:
-    """Write the ceilings to a file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the ceilings to a file."""
     write_json(path, asdict(ceilings))
 
 

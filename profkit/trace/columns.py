@@ -341,7 +341,6 @@ Table = TypeVar("Table", Work, Copies, Calls, Syncs, Ranges, Origins)
 
 
 def array_columns(table: Table) -> list[str]:
-    """Return the names of a table's columns."""
     return [field.name for field in fields(table) if isinstance(getattr(table, field.name), np.ndarray)]
 
 
@@ -443,10 +442,8 @@ def number_in_graph(node_id: Ints) -> Ints:
 
 
 def empty_ints() -> Ints:
-    """Return an integer column of no rows."""
     return np.empty(0, dtype=np.int64)
 
 
 def empty_bools() -> Bools:
-    """Return a truth column of no rows."""
     return np.empty(0, dtype=np.bool_)

@@ -112,7 +112,6 @@ class JsonStream:
                 return
 
     def items(self) -> Iterator[Any]:
-        """Yield the values of a list."""
         self.take("[")
         if self.next_character() == "]":
             self.take("]")

@@ -197,12 +197,10 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def intern(self, text: str) -> int:
-        """Return the index of a name."""
         return self._names.intern(text.encode("utf-8", "replace").decode())  # replaces a lone surrogate
 
     @property
     def names(self) -> list[str]:
-        """All names so far."""
         return self._names.strings
 
     def thread_of(self, event: Event) -> tuple[int, int] | None:
@@ -297,7 +295,6 @@ def objects_in(value: object) -> list[dict[str, Any]]:
 
 
 def name_of(event: Event) -> str:
-    """Return the name of a row."""
     name = event.get("name")
     return name if isinstance(name, str) and name else "(unnamed)"
 
@@ -350,5 +347,4 @@ def parse_id(event: Event, name: str) -> int:
 
 
 def integers(values: list[int]) -> Ints:
-    """Return a column."""
     return np.array(values, dtype=np.int64)

@@ -168,7 +168,6 @@ class Names(NamesWithNew):
         return indices
 
     def values(self, string_ids: list[int]) -> dict[int, str]:
-        """Return the strings of these ids."""
         strings: dict[int, str] = {}
         for start in range(0, len(string_ids), 500):
             some = string_ids[start : start + 500]

@@ -104,7 +104,6 @@ class _KinetoCopy:
         return copy
 
     def rows(self, rows: Rows) -> Iterator[str]:
-        """Yield the rows that are read, as JSON."""
         for kind, (category, name_kind) in _ROWS.items():
             for event in rows[kind]:
                 name = self.keeper.text_or_none(name_kind, event.get("name"))

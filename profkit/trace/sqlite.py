@@ -145,7 +145,6 @@ class SqliteFile:
         return TraceError(f"{self.path}: SQLite says: {text}")
 
     def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """Return all rows of a query."""
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except (sqlite3.Error, UnicodeDecodeError) as error:

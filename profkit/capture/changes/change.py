@@ -170,7 +170,6 @@ class CudnnBenchmark(_Setting):
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's convolutions."""
     return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 

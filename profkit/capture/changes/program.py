@@ -215,8 +215,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class _OperatorNames(TorchDispatchMode):
-    """Notes which operators run while it is entered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

@@ -141,13 +141,11 @@ class Trial:
         self._is_over = False
 
     def begin(self) -> None:
-        """Make what is made before the script goes on, and count steps."""
         for change in self._changes:
             change.begin()
         self._hooks.install()
 
     def boundary(self, number: int) -> None:
-        """A step begins: time the steps that are to be timed."""
         if self._begun < 0 and is_loader_worker():
             self.abandon()
         if self._is_over:

@@ -83,7 +83,6 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
 
 
 def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
-    """Mark one node, as `mark_nodes` does."""
     notes = node.metadata
     if MARK in notes:
         return
@@ -98,7 +97,6 @@ def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
 
 
 def is_marked(node: Any) -> bool:
-    """Return whether a node is marked."""
     return MARK in node.metadata
 
 
@@ -130,7 +128,6 @@ def watch_graph_end(
 
 
 def at_graph_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -208,11 +205,9 @@ class OutsideNodes:
         self._before: dict[object, set[Any]] = {}
 
     def call_begins(self, carrier: Carrier) -> None:
-        """An outermost call of a module begins."""
         self._calls.begin = carrier.passed = next_number()
 
     def call_ended(self) -> None:
-        """It has ended."""
         self._calls.spans.append((self._calls.begin, next_number()))
 
     def passes(self, values: Iterable[Any], hook: NodeHook, call: NodeHook | None, carrier: Carrier) -> None:

@@ -159,7 +159,6 @@ class GraphNodes(RangeObserver):
 
     @_harmless
     def capture_began(self, graph: Any) -> None:
-        """What follows on the current stream is captured into ``graph``."""
         self._forget()
         if self._keep is None:
             return
@@ -176,7 +175,6 @@ class GraphNodes(RangeObserver):
 
     @_harmless
     def capture_ends(self) -> None:
-        """The capture is about to end."""
         graph = None if self._capturing is None else self._capturing()
         try:
             if graph is not None and self._driver is not None:
@@ -225,7 +223,6 @@ class GraphNodes(RangeObserver):
 
     @_harmless
     def replay_begins(self, graph: Any) -> None:
-        """``graph`` is about to be replayed."""
         work = None
         found = self._captured.get(graph)
         if found is not None and self._hooks.is_recording:
@@ -236,7 +233,6 @@ class GraphNodes(RangeObserver):
 
     @_harmless
     def replay_ends(self, _graph: Any) -> None:
-        """It has been launched."""
         self._hooks.on_thread.ranges.close(_REPLAY)
 
     def _note(self) -> None:

@@ -209,7 +209,6 @@ class Hooks(RangeObserver):
         self.is_resting = is_wanted and may_rest and self.steps.needs_optimizers_alone
 
     def begin_whole(self) -> None:
-        """Begin the one step that the whole script is."""
         self._shown(self.steps.begin_whole)
 
     @_harmless
@@ -438,7 +437,6 @@ class Hooks(RangeObserver):
         self._make_boundary(self.steps.call_ends(models[-1]))
 
     def name_model(self, model: nn.Module) -> None:
-        """Name a model and its modules, unless it has a name."""
         if self.names.part(model) is None:
             self.names.name_root(model, self.steps.name_of(model))
 
@@ -520,7 +518,6 @@ class Hooks(RangeObserver):
         at_graph_end(self._leave_backward)
 
     def call_to_recompute(self) -> Call | None:
-        """Return the call in whose forward pass a checkpoint's part begins."""
         return self.on_thread.ranges.call if self.is_recording else None
 
     @_harmless
@@ -531,7 +528,6 @@ class Hooks(RangeObserver):
 
     @_harmless
     def recompute_ends(self, key: object, kept: Callable[[], list[Tensor]]) -> None:
-        """Close it, and go on with the backward work that it interrupted."""
         self._watcher.recompute_ends(kept)
         self.on_thread.ranges.resume_backward(key)
 
@@ -591,7 +587,6 @@ class Hooks(RangeObserver):
             self._boundaries.due(number)
 
     def _begin_step(self, number: int) -> None:
-        """End the step that runs, and begin this one."""
         opened = self.on_thread.ranges
         opened.close(_STEP)
         self.begun = number

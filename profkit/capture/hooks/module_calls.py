@@ -269,7 +269,6 @@ class Generation(threading.local):
             kinds += kind.__subclasses__()
 
     def remove(self) -> None:
-        """Give the classes back the methods that they had."""
         while _watched:
             base, method = _watched.pop()
             setattr(base, _METHOD, method)

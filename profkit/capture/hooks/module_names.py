@@ -109,7 +109,6 @@ class ModuleNames:
         return part
 
     def name_replicas(self, model: nn.Module, replicas: Iterable[nn.Module]) -> None:
-        """Name the modules of copies of ``model`` as its own."""
         for replica in replicas:
             for module, copy in zip(model.modules(), replica.modules(), strict=True):
                 known = self.parts.get(id(module))
@@ -168,7 +167,6 @@ class Roots:
         return [model for one in self._roots if (model := one()) is not None]
 
     def name(self, model: nn.Module, name: str) -> None:
-        """Call a model ``name``, unless it has a name."""
         self._prefixes.setdefault(model, prefix_of(model, name))
 
     def prefix(self, model: nn.Module) -> str:

@@ -255,7 +255,6 @@ class OpenRanges:
         return self.call
 
     def has_range(self, name: str) -> bool:
-        """Return whether a range of this name is open on this thread."""
         return any(entry[_NAME] == name for entry in self._entries)
 
     def close(self, key: object) -> bool:
@@ -277,11 +276,9 @@ class OpenRanges:
         return False
 
     def close_all(self) -> None:
-        """Close whatever is open on this thread."""
         self._close_down_to(0)
 
     def has(self, key: object) -> bool:
-        """Return whether an entry of ``key`` is open."""
         for entry in self._entries:  # noqa: SIM110  `any` makes a generator, in each step of a program
             if entry[_KEY] is key:
                 return True

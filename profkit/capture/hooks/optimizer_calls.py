@@ -126,7 +126,6 @@ def unwatch_steps() -> None:
 
 
 def optimizer_classes() -> Iterator[Any]:
-    """Yield every class of optimizers that this process knows."""
     classes: list[Any] = list(Optimizer.__subclasses__())
     while classes:
         kind = classes.pop()

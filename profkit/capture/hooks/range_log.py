@@ -158,7 +158,6 @@ class LiveLog:
         self._readings.append(readings)
 
     def content(self) -> RangeLog:
-        """Return all that was logged."""
         names, ended_ns = list(self.number_of), time_ns()
         return RangeLog(os.getpid(), names, self._threads, self._readings, ended_ns, self.collectives)
 
@@ -169,8 +168,6 @@ class LiveLog:
 
 
 class _Numbers(dict[str, int]):
-    """The ranges' numbers by their names."""
-
     def __missing__(self, name: str) -> int:
         number = self[name] = len(self)
         return number

@@ -92,7 +92,8 @@ class OwnStepListener(Protocol):
 
 class OwnSteps(RangeObserver):
     """Takes the target's own ranges ``warmup``, ``step N``, ``context N`` and ``counted step`` on the thread that
-    attached as what they are called."""
+    attached as what they are called.
+    """
 
     def __init__(self, listener: OwnStepListener) -> None:
         self._listener = listener

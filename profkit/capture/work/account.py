@@ -57,7 +57,6 @@ class Instance:
         self.work = Work()
 
     def chain(self) -> list[Instance]:
-        """Return this instance and all around it."""
         found: list[Instance] = [self]
         while (around := found[-1].around) is not None:
             found.append(around)
@@ -89,7 +88,6 @@ class WorkAccount:
         self._buffers: dict[Hashable, _Buffer] = {}
 
     def open(self, name: str, around: Instance) -> Instance:
-        """Return a new instance of the range ``name``."""
         self.instances.append(Instance(name, around))
         return self.instances[-1]
 
@@ -103,7 +101,6 @@ class WorkAccount:
         recomputed_flops: int = 0,
         other_flops: int = 0,
     ) -> None:
-        """Add an operator's FLOPs to the ranges that it ran in."""
         for instance in innermost.chain():
             work = instance.work
             if flops:
@@ -113,7 +110,6 @@ class WorkAccount:
             work.other_flops += other_flops
 
     def move(self, innermost: Instance, reads: Iterable[Access], writes: Iterable[Access]) -> None:
-        """Add what an operator reads, then what it writes."""
         chain = innermost.chain()
         for access in reads:
             self._read(access, chain)

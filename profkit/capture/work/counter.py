@@ -122,7 +122,6 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._leave()
 
     def stop(self) -> None:
-        """Count no more."""
         self._leave()
         ignore_ranges(self)
         replay_observers.remove(self._replayed)
@@ -149,11 +148,9 @@ class WorkCounter(OperatorMode, RangeObserver):
             _push_mode(mode)
 
     def content(self) -> RunWork:
-        """Return the content of ``work.json``."""
         return summarize_work(self._work, self._model_flops, self._missing)
 
     def opening(self, name: str) -> None:
-        """Take note of a range that opens on this thread."""
         with self._lock:
             thread = threading.get_ident()
             if read_graph_range(name) is None:
@@ -208,7 +205,6 @@ class WorkCounter(OperatorMode, RangeObserver):
                 now = part.ranges
 
     def _launch(self, thread: int, place: LaunchPlace, around: Instance) -> None:
-        """Count the products of a launch of compiled code, which begins."""
         self._has_seen_launch = True
         stack, launches = self._open.setdefault(thread, []), self._launches.setdefault(thread, [])
         # A launch within another says nothing: the outer one is what the program called.
@@ -258,7 +254,6 @@ class WorkCounter(OperatorMode, RangeObserver):
         return stack[-1] if stack else self._account.step
 
     def _did(self, work: OperatorWork, thread: int) -> None:
-        """Count an operator in the innermost range."""
         innermost, launches = self._innermost(), self._launches.get(thread)
         if work.missing is not None:
             self._missing.add(work.missing)
