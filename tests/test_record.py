@@ -443,7 +443,7 @@ def test_a_disk_that_is_full_ends_no_program(forks: Forks, tmp_path: Path) -> No
     code = """
 import errno
 import profkit.recording
-from profkit.capture import lines
+from profkit.capture.steps import after
 from profkit.errors import RunError
 
 def full(*_, **__):
@@ -463,7 +463,7 @@ with profkit.record(steps=2, warmup=4, path="later") as run:
     loop(3)
 note_error(run.summary)
 profkit.recording.write_manifest = write
-lines.WorkerLines = full
+after.WorkerLines = full
 note_error(profkit.record(path="at once").__enter__)
 tell(said=said)
 """

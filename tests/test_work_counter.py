@@ -383,7 +383,7 @@ def _hooks(*, has_captured: bool = False) -> Hooks:
     ("forbids", "reason"),
     [
         ("several_ranks", "several ranks need --flops"),
-        ("has_compiled", "compiled code needs --flops"),
+        ("count_compiled_graphs", "compiled code needs --flops"),
         ("graphs", "CUDA graphs need --flops"),
     ],
 )

@@ -31,8 +31,7 @@ from profkit.names import COMPILING
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records
 
 _DYNAMO = "torch._dynamo"
-_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
-_AUTOTUNING = f"{_HEURISTICS}.CachingAutotuner.autotune_to_one_config"
+_AUTOTUNING = "torch._inductor.runtime.triton_heuristics.CachingAutotuner.autotune_to_one_config"
 _EXPLANATION = "  Explanation: "
 _HINT = "  Hint: "
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
@@ -113,8 +112,7 @@ class CompilationRecorder:
 
             return choosing
 
-        kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
-        if kind is not None and not is_patched(_AUTOTUNING):
+        if not is_patched(_AUTOTUNING):
             patch(_AUTOTUNING, wrap, stays=True)
 
     def _begins(self, *given: Any) -> None:
@@ -240,7 +238,7 @@ def _describe_running(frame: FrameType | None) -> str:
         if frame.f_globals.get("__name__") == f"{_DYNAMO}.convert_frame" and "code" in frame.f_locals:
             code = frame.f_locals["code"]
             resumed = _RESUMED.fullmatch(code.co_name)
-            name = resumed[1] if resumed else getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no other
+            name = resumed[1] if resumed else code.co_qualname
             return f"{COMPILING} {name.rpartition('<locals>.')[2]}"
         frame = frame.f_back
     return f"{COMPILING} backward"
@@ -280,9 +278,3 @@ def _text(value: Any) -> str | None:
 def is_compiling() -> bool:
     """Return whether Dynamo traces on this thread, or what it made is being compiled: that takes gradients of fakes."""
     return torch.compiler.is_compiling() or CompileContext.try_get() is not None
-
-
-def has_compiled() -> bool:
-    """Return whether Dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get(f"{_DYNAMO}.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -15,6 +15,7 @@ import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from time import time_ns
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
@@ -199,8 +200,7 @@ class FlightRecorder:
         return dimensions
 
 
-def _called(collective: Collective) -> int:
-    return collective.called_ns
+_called = attrgetter("called_ns")
 
 
 def _dumps() -> Iterator[tuple[str, Mapping[str, Any]]]:

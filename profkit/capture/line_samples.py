@@ -28,6 +28,7 @@ import torch
 import profkit.capture
 import profkit.models
 from profkit.capture.hooks.hooks import Hooks
+from profkit.capture.patches import patch, restore
 from profkit.capture.steps.times import wait_for_device
 from profkit.capture.steps.variable_names import call_at
 from profkit.run.lines import Line, Thread
@@ -305,6 +306,8 @@ _FILTER: tuple[Any, ...] = (
     0,
 )
 _WARN, _ERROR = 1, 2
+_SHOWN = "warnings._showwarnmsg"
+_MUTATED = ("warnings._filters_mutated", "warnings._filters_mutated_lock_held")  # Python 3.14 has the second
 
 
 class Waits:
@@ -323,7 +326,8 @@ class Waits:
         self._phase = phase
         self._mode = 0
         self._passes_on = False
-        self._restore: list[Callable[[], None]] = []
+        self._lists: dict[int, list[Any]] = {}
+        """The lists of filters that have the one that collects, by their ids."""
 
     def start(self) -> None:
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -339,7 +343,7 @@ class Waits:
 
     def stop(self) -> None:
         """End; filters, functions and torch's mode are again as they were."""
-        if not self._restore:
+        if not self._lists:
             return
         try:
             # A script that has set another mode meanwhile keeps it.
@@ -350,30 +354,16 @@ class Waits:
 
     def forget(self) -> None:
         """Leave Python's state as it was, and torch's mode alone: a forked copy cannot use CUDA."""
-        while self._restore:
-            self._restore.pop()()
+        restore(_SHOWN, *_MUTATED)
+        _leave_out(*self._lists.values())
+        self._lists.clear()
 
     def _collect(self) -> None:
         """Put a filter before all others, keep it there, and take what it lets through."""
-        lists: dict[int, list[Any]] = {}
-        _put_first(lists)
-        self._restore.append(lambda: _leave_out(*lists.values()))
-        for name in ("_filters_mutated", "_filters_mutated_lock_held"):  # Python 3.14 has the second
-            self._wrap(name, lambda original: _keeps_first(original, lists))
-        self._wrap("_showwarnmsg", self._takes)
-
-    def _wrap(self, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(warnings, name, None)
-        if original is None:
-            return
-        replaced = wrapped(original)
-        setattr(warnings, name, replaced)
-
-        def restore() -> None:
-            if getattr(warnings, name) is replaced:
-                setattr(warnings, name, original)
-
-        self._restore.append(restore)
+        _put_first(self._lists)
+        for target in _MUTATED:
+            patch(target, lambda original: _keeps_first(original, self._lists))
+        patch(_SHOWN, self._takes)
 
     def _takes(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def take(message: Any) -> None:

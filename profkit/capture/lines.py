@@ -23,12 +23,9 @@ from typing import Any
 
 from torch.utils.data._utils import fetch, worker
 
-from profkit.capture.errors import describe_error, say
-from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.line_samples import PERIOD_NS, Stack, StackSampler, Waits, describe
-from profkit.capture.steps.times import Span, sum_times, wait_for_device
 from profkit.files import write_whole
-from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines, write_lines
+from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
 
 FEWEST_STEPS = 3
@@ -97,63 +94,6 @@ class LineRecorder:
             batch_cpu_ns=of_workers.batch_cpu_ns or None,
         )
         return split_lines(steps, rows)
-
-
-class LineSearch:
-    """The steps of a program in which lines are looked for, and the file that is left of them.
-
-    Workers of data loaders that start from now on can be told to look, too.
-    """
-
-    def __init__(self, run: Path, hooks: Hooks) -> None:
-        self._run = run
-        self._hooks = hooks
-        self._workers = WorkerLines(run)
-        self._recorder: LineRecorder | None = None
-        self._start_ns = 0
-
-    @property
-    def is_on(self) -> bool:
-        return self._recorder is not None
-
-    def begin(self) -> bool:
-        self._recorder = LineRecorder(lambda: self._hooks.clock.phase, self._workers)
-        self._hooks.clock.start()
-        try:
-            self._recorder.start()
-        except Exception as error:  # no thread can be started, say: the target trains on
-            say(f"{self._run}: no lines are looked for: {describe_error(error)}")
-            return False
-        self._hooks.on_backward = self._recorder.backward_begins
-        self._start_ns = perf_counter_ns()
-        return True
-
-    def step_ended(self, spans: list[Span]) -> bool:
-        """Note that a step has ended in these phases, if lines are looked for; return whether there are enough."""
-        if self._recorder is None:
-            return False
-        wait_for_device()
-        is_enough = self._recorder.step_ended({**sum_times(spans), "step_ns": perf_counter_ns() - self._start_ns})
-        self._start_ns = perf_counter_ns()
-        return is_enough
-
-    def end(self, path: Path) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            self._workers.close()
-            return
-        self._hooks.on_backward = None
-        try:
-            lines = recorder.stop()
-            if lines is not None:
-                write_lines(path, lines)
-        except Exception as error:  # a full disk, say: what was recorded before is kept
-            say(f"{self._run}: the lines could not be saved: {describe_error(error)}")
-
-    def forget(self) -> None:
-        """Leave Python as it was in this process, a forked copy in which nobody samples."""
-        if self._recorder is not None:
-            self._recorder.forget()
 
 
 _Row = tuple[Line, str | None, Thread, bool]

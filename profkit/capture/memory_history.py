@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 from weakref import WeakSet
 
@@ -201,7 +202,7 @@ class MemoryRecording(Watcher):
             return
         try:
             self._open_files()
-            self._writes_text = can_write_text()
+            self._writes_text = hasattr(torch._C, "_cuda_setMemoryMetadata")
             switch_on(self._options.stacks, self._options.max_entries)
             call_when_full(self._when_full)
             for name in _RESETS:
@@ -267,7 +268,8 @@ class MemoryRecording(Watcher):
         restore(*_RESETS, *_RECORDS)
         call_when_full(None)
         if not self._is_scripts_own:
-            switch_off()
+            record_in_torch(False)
+            torch.cuda.memory._record_memory_history(None)
         try:
             owners.close()
         except OSError as error:  # what could not be written before is tried again
@@ -304,11 +306,6 @@ def switch_on(stacks: str, max_entries: int) -> None:
     record_in_torch(True)
 
 
-def switch_off() -> None:
-    record_in_torch(False)
-    torch.cuda.memory._record_memory_history(None)
-
-
 def call_when_full(full: Callable[[int], None] | None) -> None:
     """Call ``full(device)`` from now on whenever an allocation fails; None: call nothing.
 
@@ -321,22 +318,13 @@ def call_when_full(full: Callable[[int], None] | None) -> None:
         _observer.is_attached = True
 
 
-class _Observer:
-    full: Callable[[int], None] | None = None
-    is_attached = False
-
-
-_observer = _Observer()
+_observer = SimpleNamespace(full=None, is_attached=False)
 
 
 def dump(path: Path) -> None:
     """Write the allocator's snapshot as a pickle; ``path`` appears whole or not at all."""
     with whole_file(path) as partial, partial.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file, protocol=_PROTOCOL)
-
-
-def can_write_text() -> bool:
-    return hasattr(torch.cuda.memory, "_get_memory_metadata") and hasattr(torch._C, "_cuda_setMemoryMetadata")
 
 
 def write_text(phase: str | None, module: str | None) -> None:

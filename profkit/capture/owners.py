@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,11 +77,7 @@ def watch_hooks() -> None:
         patch("torch._C._autograd._push_saved_tensors_default_hooks", note_use)
 
 
-class _Hooks:
-    were_used = False
-
-
-_hooks = _Hooks()
+_hooks = SimpleNamespace(were_used=False)
 
 
 class _Walk:

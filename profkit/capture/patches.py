@@ -69,6 +69,9 @@ REASONS = {
     "torch.utils.data.dataloader.DataLoader.__init__": "a trial changes how batches are made",
     "torch.utils.data.dataloader.DataLoader.__iter__": "the program waits for data",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "the program waits for data",
+    "warnings._filters_mutated": "the filter that lets torch's warnings of waits through stays the first",
+    "warnings._filters_mutated_lock_held": "the same, in Python 3.14",
+    "warnings._showwarnmsg": "calls that wait for the GPU, each of which torch warns of",
 }
 """Every function of others that profkit replaces, and what for."""
 

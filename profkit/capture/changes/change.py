@@ -67,11 +67,6 @@ def is_training_call(module: nn.Module) -> bool:
     return is_training and any(parameter.requires_grad for parameter in module.parameters())
 
 
-def device_of(module: nn.Module) -> str:
-    """Return the kind of device that a model's first parameter is on."""
-    return next(module.parameters()).device.type
-
-
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 loader``, ``2 loaders``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

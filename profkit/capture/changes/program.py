@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from profkit.capture.changes.change import NO_CALL, NO_GPU, Change, count, device_of, is_convolution, is_training_call
+from profkit.capture.changes.change import NO_CALL, NO_GPU, Change, count, is_convolution, is_training_call
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.conditions import count_compiled_graphs
@@ -175,7 +175,7 @@ class Autocast(Change):
         if self.refusal is not None or self._open is not None or not is_training_call(module):
             return
         self.note_place()
-        device = device_of(module)
+        device = next(module.parameters()).device.type
         if torch.is_autocast_enabled(device):
             self.refuse("the script computes under autocast already")
         elif all(parameter.dtype in _HALVES for parameter in module.parameters()):

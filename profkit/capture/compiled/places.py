@@ -128,7 +128,7 @@ def _traced(output: Any, gm: Any) -> TracedGraph:
             modules[source] = TracedModule(source if path is None else plain_name(path), path, ref(module))
     if root is None:
         _name_in_their_models(modules)
-    name = f"{getattr(code, 'co_qualname', code.co_name)} {code.co_filename}:{code.co_firstlineno}"
+    name = f"{code.co_qualname} {code.co_filename}:{code.co_firstlineno}"
     return TracedGraph(
         name=name,
         code=(code.co_filename, code.co_name),

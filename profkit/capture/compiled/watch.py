@@ -155,11 +155,7 @@ class CompiledCode:
 
 
 loaded: dict[str, dict[int, Launch]] = {}
-
-
-def launch_at(graph: str, line: int) -> Launch | None:
-    """Return a launch of a graph that this process has loaded, by the graph's id and the line; None if it has none."""
-    return loaded.get(graph, {}).get(line)
+"""The launches of the graphs that this process has loaded, by the graph's id and the line."""
 
 
 class _Ranges:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def watch_backward_calls(begins: Begins, ends: Ends) -> None:
 
 def is_creating_graph() -> bool:
     """Return whether a backward call runs, or is beginning or ending, that makes a graph for a second derivative."""
-    return _creating_graph.count > 0
+    return bool(_creating_graph.count)
 
 
 def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
@@ -183,13 +184,8 @@ def _watched(backward: Callable[..., Any], begins: Begins, ends: Ends) -> Callab
     return watched
 
 
-class _Creating:
-    """How many calls that make a graph run now: autograd's threads do not say for which call they work."""
-
-    count = 0
-
-
-_creating_graph = _Creating()
+_creating_graph = SimpleNamespace(count=0)
+"""How many calls that make a graph run now: autograd's threads do not say for which call they work."""
 
 
 _LEAF = "torch::autograd::AccumulateGrad"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
 from threading import get_ident
@@ -125,14 +124,6 @@ def _harmless(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class _Replay:
-    """A graph as it is replayed: the name of the range around it, and what it does, None if nobody counts work."""
-
-    range: str
-    work: GraphWork | None
-
-
 class GraphNodes(RangeObserver):
     """Writes down what each graph is made of, and puts a range around its replays.
 
@@ -147,7 +138,8 @@ class GraphNodes(RangeObserver):
         self._keep = keep
         self._counts_work = counts_work
         self._driver: Driver | None = None
-        self._captured: WeakKeyDictionary[Any, _Replay] = WeakKeyDictionary()
+        self._captured: WeakKeyDictionary[Any, tuple[str, GraphWork | None]] = WeakKeyDictionary()
+        """Graph → the name of the range around its replays, and what one does; None if nobody counts work."""
         self._kept: set[str] = set()
         self._capturing: ref[Any] | None = None
         self._operators: CapturedOperators | None = None
@@ -184,7 +176,7 @@ class GraphNodes(RangeObserver):
                     buffers = {} if self._operators is None else self._operators.buffers
                     record = CapturedGraph.of(_runs(kinds, self._parts), is_chain=is_chain)
                     work = GraphWork(tuple(self._parts), buffers)
-                    self._captured[graph] = _Replay(graph_range(record.id), work if self._counts_work else None)
+                    self._captured[graph] = graph_range(record.id), work if self._counts_work else None
                     self._write(record)
         finally:
             self._forget()
@@ -224,10 +216,9 @@ class GraphNodes(RangeObserver):
     @_harmless
     def replay_begins(self, graph: Any) -> None:
         work = None
-        found = self._captured.get(graph)
-        if found is not None and self._hooks.is_recording:
-            self._hooks.on_thread.ranges.open(_REPLAY, found.range)
-            work = found.work
+        if graph in self._captured and self._hooks.is_recording:
+            name, work = self._captured[graph]
+            self._hooks.on_thread.ranges.open(_REPLAY, name)
         for observer in replay_observers:
             observer(work)
 

@@ -104,7 +104,7 @@ def _shown_to(observer: CallObserver, plain: Callable[..., Any]) -> Callable[...
     is_dynamo_tracing = torch.compiler.is_dynamo_compiling
     is_tracing = torch._C._is_tracing
     # The callback with which Dynamo compiles what this thread runs, or None; torch 2.4 has no way to ask for it.
-    in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _no_callback)
+    in_compiled_code = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
     compile_with = torch._C._dynamo.eval_frame.set_eval_frame
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -157,10 +157,6 @@ def _hide_frames(code: CodeType, error: BaseException) -> None:
         while entry.tb_next is not None and entry.tb_next.tb_frame.f_code is code:
             entry.tb_next = entry.tb_next.tb_next
         entry = entry.tb_next
-
-
-def _no_callback() -> None:
-    return None
 
 
 def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -121,13 +120,13 @@ class ModuleNames:
 
     def _paths_with_range(self, model: nn.Module) -> frozenset[str]:
         if self._depth == BY_TREE:
-            reach = reach_by_tree(model)
-            if reach.left_out is not None and (self.left_out is None or self.left_out.modules < reach.left_out.modules):
-                self.left_out = reach.left_out
-            return reach.paths
+            paths, left_out = reach_by_tree(model)
+            if left_out is not None and (self.left_out is None or self.left_out.modules < left_out.modules):
+                self.left_out = left_out
+            return paths
         depth = self._depth or 0
-        paths = (plain_name(path) for path, _ in model.named_modules())
-        return frozenset(path for path in paths if path.count(".") < depth)
+        names = (plain_name(path) for path, _ in model.named_modules())
+        return frozenset(name for name in names if name.count(".") < depth)
 
     def _register(self, module: nn.Module, name: str, owner: str, range_: str | None, path_range: str | None) -> Part:
         key, parts = id(module), self.parts
@@ -188,16 +187,11 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.|\._orig_mod$")
 _NUMBERED = re.compile(r"(.*?)\d+")
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The dotted names of the modules that get a range, and what was left out because it would be too much."""
+def reach_by_tree(model: nn.Module) -> tuple[frozenset[str], RangesLeftOut | None]:
+    """Return which of the model's modules get a range, and what was left out because it would be too much.
 
-    paths: frozenset[str]
-    left_out: RangesLeftOut | None
-
-
-def reach_by_tree(model: nn.Module) -> Reach:
-    """Return which of the model's modules get a range, without the model itself, which has no dotted name."""
+    The model itself, which has no dotted name, is not among them.
+    """
     # Of a part that was compiled by itself the eager module stays, not its wrapper.
     modules = {plain_name(path): module for path, module in model.named_modules() if path}
     levels = _levels(modules)
@@ -207,7 +201,7 @@ def reach_by_tree(model: nn.Module) -> Reach:
         deepest -= 1
     missing = [path for path in modules if deepest < levels[path] <= wanted and _is_called(modules[path])]
     left_out = RangesLeftOut(len(missing), max(map(_parts, missing))) if missing else None
-    return Reach(frozenset(path for path in modules if levels[path] <= deepest), left_out)
+    return frozenset(path for path in modules if levels[path] <= deepest), left_out
 
 
 def plain_name(name: str) -> str:

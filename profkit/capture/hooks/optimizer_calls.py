@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -74,14 +73,10 @@ def _watch_made_before(listener: OptimizerListener) -> None:
         before = vars(kind)["step"]
         kind.step = Optimizer.profile_hook_step(before.__wrapped__)
         kind.step.hooked = True
-        vars(kind.step)[_UNWATCHED] = partial(_itself, before)
+        vars(kind.step)[_UNWATCHED] = lambda before=before: before
     for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)] if made else ():
         if "step" in vars(optimizer):
             _unwatch_own.append(_watch_own_step(optimizer, listener))
-
-
-def _itself(step: Callable[..., Any]) -> Callable[..., Any]:
-    return step
 
 
 def _watch_own_step(optimizer: Any, listener: OptimizerListener) -> Callable[[], None]:

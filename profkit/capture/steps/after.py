@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter_ns
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profkit.annotation import annotate
-from profkit.capture.compilations import has_compiled
-from profkit.capture.errors import describe_error
+from profkit.capture.errors import describe_error, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.lines import LineSearch
-from profkit.capture.steps.times import Span
+from profkit.capture.lines import LineRecorder, WorkerLines
+from profkit.capture.steps.conditions import count_compiled_graphs
+from profkit.capture.steps.times import Span, sum_times, wait_for_device
 from profkit.capture.work.counter import WorkCounter
 from profkit.names import WARMUP
 from profkit.run.directory import LINES, WORK, name_of_rank
+from profkit.run.lines import write_lines
 from profkit.run.recording import Order
 from profkit.run.work import write_work
 
@@ -31,18 +33,21 @@ class StepsAfter:
         self._order = order
         self._hooks = hooks
         self._rank: int | None = None
-        self._lines: LineSearch | None = None
+        self._workers: WorkerLines | None = None
+        """Workers of data loaders, while they can still be told to look for lines."""
+        self._lines: LineRecorder | None = None
+        self._step_began_ns = 0
         self.counted = CountedStep(order, hooks)
 
     @property
     def is_on(self) -> bool:
         """Whether the step that runs now is counted, or shows lines."""
-        return self.counted.is_on or (self._lines is not None and self._lines.is_on)
+        return self.counted.is_on or self._lines is not None
 
     def prepare(self) -> None:
         """Have workers of data loaders that start from now on be able to look for lines, too."""
         if self._order.lines:
-            self._lines = LineSearch(Path(self._order.run), self._hooks)
+            self._workers = WorkerLines(Path(self._order.run))
 
     def begin(self, rank: int | None, *, shows_lines: bool) -> None:
         """The recorded steps have ended, and the first one after them begins; ``rank`` is this process's, if any."""
@@ -59,8 +64,12 @@ class StepsAfter:
         if self.counted.is_on:
             self.counted.end()
             self._begin_lines()
-        elif self._lines is not None and self._lines.step_ended(spans):
-            self._end_lines()
+        elif self._lines is not None:
+            wait_for_device()
+            times = {**sum_times(spans), "step_ns": perf_counter_ns() - self._step_began_ns}
+            self._step_began_ns = perf_counter_ns()
+            if self._lines.step_ended(times):
+                self._end_lines()
 
     def end(self) -> None:
         """Write down the lines, also where there were too few steps; a step that is not whole does not count."""
@@ -70,21 +79,38 @@ class StepsAfter:
     def forget(self) -> None:
         """Do nothing more: this process is a forked copy."""
         self.counted.drop()
-        lines, self._lines = self._lines, None
+        lines, self._lines, self._workers = self._lines, None, None
         if lines is not None:
             lines.forget()
 
     def _begin_lines(self) -> None:
-        if self._lines is not None and not self._lines.begin():
+        if self._workers is None:
+            return
+        self._lines = LineRecorder(lambda: self._hooks.clock.phase, self._workers)
+        self._hooks.clock.start()
+        try:
+            self._lines.start()
+        except Exception as error:  # no thread can be started, say: the target trains on
+            say(f"{self._order.run}: no lines are looked for: {describe_error(error)}")
             self._end_lines()
+            return
+        self._hooks.on_backward = self._lines.backward_begins
+        self._step_began_ns = perf_counter_ns()
 
     def _end_lines(self) -> None:
-        lines, self._lines = self._lines, None
+        (lines, self._lines), (workers, self._workers) = (self._lines, None), (self._workers, None)
         if lines is None:
+            if workers is not None:
+                workers.close()
             return
-        if lines.is_on:
-            self._hooks.clock.stop()
-        lines.end(Path(self._order.run) / name_of_rank(LINES, self._rank or 0))
+        self._hooks.clock.stop()
+        self._hooks.on_backward = None
+        try:
+            result = lines.stop()
+            if result is not None:
+                write_lines(Path(self._order.run) / name_of_rank(LINES, self._rank or 0), result)
+        except Exception as error:  # a full disk, say: what was recorded before is kept
+            say(f"{self._order.run}: the lines could not be saved: {describe_error(error)}")
 
 
 _NOT_REACHED = "the program ended too soon"
@@ -157,7 +183,7 @@ class CountedStep:
             return None
         if rank is not None or several_ranks():
             return "several ranks need --flops"
-        if has_compiled():
+        if count_compiled_graphs():
             return "compiled code needs --flops"
         if self._hooks.steps.has_captured:
             return "CUDA graphs need --flops"

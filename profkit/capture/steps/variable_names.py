@@ -173,12 +173,7 @@ def _values(frame: FrameType) -> list[Any]:
     return values
 
 
-def _find_get_variable() -> Callable[[FrameType, str], Any] | None:
-    function = getattr(ctypes.pythonapi, "PyFrame_GetVar", None)
-    if function is not None:
-        function.argtypes = [ctypes.py_object, ctypes.py_object]
-        function.restype = ctypes.py_object
-    return function
-
-
-_get_variable = _find_get_variable()
+_get_variable: Callable[[FrameType, str], Any] | None = None
+if hasattr(ctypes.pythonapi, "PyFrame_GetVar"):
+    _get_variable = ctypes.pythonapi.PyFrame_GetVar
+    _get_variable.argtypes, _get_variable.restype = [ctypes.py_object, ctypes.py_object], ctypes.py_object

@@ -23,9 +23,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
-from profkit.capture.compilations import has_compiled
-from profkit.capture.compiled.watch import launch_at, loaded
+from profkit.capture.compiled.watch import loaded
 from profkit.capture.errors import describe_error
+from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work.account import Instance, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
     Buffers,
@@ -126,7 +126,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         ignore_ranges(self)
         replay_observers.remove(self._replayed)
         # Where launches are known and none ran, no compiled code did.
-        if has_compiled() and not loaded and not self._has_seen_launch:
+        if count_compiled_graphs() and not loaded and not self._has_seen_launch:
             self._missing.add(_COMPILED)
         self._work = self._account.by_path(lambda key: not self._buffers[key].expired())  # type: ignore[index]
         self._buffers.clear()
@@ -210,7 +210,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         # A launch within another says nothing: the outer one is what the program called.
         innermost = around if launches else self._compiled.enter(thread, place, around)
         stack.append(innermost)
-        launch = _Launch(launch_at(place.graph, place.line))
+        launch = _Launch(loaded.get(place.graph, {}).get(place.line))
         launches.append((len(stack), launch))
         record = launch.record
         # What is captured into a CUDA graph runs when that is replayed.
