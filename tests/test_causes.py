@@ -44,6 +44,7 @@ CONVERT = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)0, (bo
 MISALIGNED = "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_128x64_32x6_nn_align1>(T1::Params)"
 SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>(cutlass_80_simt_sgemm_64x64_8x5_tn_align1)"
 ALIGNED = MISALIGNED.replace("align1", "align8")
+TF32 = SGEMM.replace("f32f32_f32f32", "f32f32_tf32f32")
 LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>(int, T2, const T1 *)"
 SCATTER = "void at::native::indexFuncLargeIndex<float, long>(T1)"
 ADAMW = {"name": "AdamW", "is_torchs": True, "parameter_bytes": 4 * 10**6, "state_bytes": 8 * 10**6}
@@ -251,6 +252,9 @@ TRAINER = {"lines": [line(4 * MS, called="trainer.fit"), line(MS, "backward", "t
         ("pageable-copy", pageable_copy(0), IMAGES),
         ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
         ("tf32", products(NVJET), {}),
+        # TF32 is the change that keeps more of the numbers; these are outside of autocast on purpose.
+        ("autocast", products(SGEMM), {}),
+        ("autocast", products(TF32), {"conditions": {"autocast_dtypes": ["bfloat16"]}}),
         ("sizes", products(ALIGNED), {}),
         # Without tensor cores every size is aligned to one number.
         ("sizes", products(SIMT), {}),
@@ -384,6 +388,15 @@ def test_fp32_products_are_named_with_their_module(tmp_path: Path) -> None:
     assert advice.cause == "4 matrix products run in fp32, without tensor cores, 3 of them in one module"
     low, expected, high = after(advice)
     assert low < 4 * MS / 7.4 < expected < high < 1.6 * MS
+
+
+def test_autocast_comes_after_the_other_tries_whatever_it_saves(tmp_path: Path) -> None:
+    program = equal_steps(python(2 * MS), within("forward/model/head", launch(TF32, MS, 8)), wait)
+    result = program.write(tmp_path, [line(2 * MS, called="make_batch")])
+    assert [advice.code for advice in result.tries] == ["python", "autocast"]
+    other, last = result.tries
+    assert (last.module, last.edit) == ("head", "autocast:bf16")
+    assert last.effect_ns > other.effect_ns > 0
 
 
 def _write_work(folder: Path, flops: dict[str, float], least_bytes: int = 1_000) -> None:

@@ -38,6 +38,8 @@ _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
+_LAST = ("autocast",)
+"""Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
@@ -151,9 +153,13 @@ def add_trials(result: AdviceResult, trials: RunTrials) -> AdviceResult:
     others = [trial for trial in tried.values() if trial.change_ns is not None]
     return replace(
         result,
-        tries=tuple(sorted(tries, key=lambda advice: -advice.effect_ns)),
+        tries=tuple(sorted(tries, key=lambda advice: (_is_last(advice), -advice.effect_ns))),
         trials=tuple(sorted(others, key=lambda trial: trial.change_ns or 0.0)),
     )
+
+
+def _is_last(advice: Advice) -> bool:
+    return advice.code in _LAST and advice.measured is None
 
 
 def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
@@ -165,7 +171,7 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     notes = tuple(note for find in NOTES for note in find(evidence))
     if not chosen.causes:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
-    by_effect = sorted(chosen.causes, key=lambda cause: -_weight(evidence, cause, _Chosen()))
+    by_effect = sorted(chosen.causes, key=lambda cause: (cause.code in _LAST, -_weight(evidence, cause, _Chosen())))
     tries = tuple(_advise(evidence, cause) for cause in by_effect)
     timed = [cause for cause in chosen.causes if cause.changes]
     together = _interval(evidence.predict(chosen.changes)) if len(timed) > 1 else None
@@ -180,11 +186,14 @@ def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 
 
 def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
-    """Return up to three causes: each adds more than any other to those before it, and holds when predicted."""
+    """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
+
+    Those that come last are asked when no other adds anything.
+    """
     chosen, left = _Chosen(), list(causes)
     while left and len(chosen.causes) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
-        best = max(range(len(left)), key=weights.__getitem__)
+        best = max(range(len(left)), key=lambda at: (weights[at] > 0, left[at].code not in _LAST, weights[at]))
         if weights[best] <= 0:
             break
         cause = left.pop(best)
