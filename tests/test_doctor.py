@@ -23,8 +23,8 @@ from profkit.launch.doctor import (
     check_nsys_against_driver,
     check_nvtx,
     check_torch,
-    driver_version,
     examine,
+    find_driver,
     installed_package,
 )
 from profkit.launch.nsys import Nsys, cupti_of
@@ -174,10 +174,10 @@ def test_whether_nsys_sees_nvtx(machine: Machine, nvtx: str | None, nsys: str, s
 
 
 def test_gpus_are_read_from_the_kernel_module_alone(machine: Machine) -> None:
-    assert driver_version(machine) is None
+    assert find_driver(machine) is None
     assert check_driver(machine, None).state == "note"
     machine = _with_gpu(machine)
-    assert driver_version(machine) == "580.159.03"
+    assert find_driver(machine) == "580.159.03"
     assert check_driver(machine, "580.159.03") == Check("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
     for hidden in ("", "-1"):
         hides = replace(machine, environment={"CUDA_VISIBLE_DEVICES": hidden})
@@ -191,7 +191,7 @@ def test_gpus_are_read_from_nvidia_smi_alone(machine: Machine) -> None:
     answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
     machine = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
     _file(machine.root / "dev/dxg")
-    assert driver_version(machine) == "550.54.15"
+    assert find_driver(machine) == "550.54.15"
     assert check_driver(machine, "550.54.15").found == "1 × NVIDIA L4, 1 × NVIDIA T4, driver 550.54.15"
 
 

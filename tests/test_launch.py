@@ -230,15 +230,15 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
 
 
 class TestManifest:
-    def testdriver_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        file = tmp_path / "version"
-        monkeypatch.setattr(gpu_state, "_DRIVER", file)
-        assert gpu_state.driver_version() is None
+    def test_the_driver_is_what_its_kernel_module_says(self, tmp_path: Path) -> None:
+        file = tmp_path / "proc/driver/nvidia/version"
+        file.parent.mkdir(parents=True)
+        assert gpu_state.driver_version(tmp_path) is None
         file.write_text(
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n"
             "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
         )
-        assert gpu_state.driver_version() == "580.159.03"
+        assert gpu_state.driver_version(tmp_path) == "580.159.03"
 
     def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

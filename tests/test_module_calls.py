@@ -18,11 +18,18 @@ from torch.utils import checkpoint
 
 from profkit.annotation import RangeObserver
 from profkit.capture.hooks import backward_nodes, module_calls
-from profkit.capture.hooks.backward_nodes import Carrier, OutsideNodes, is_marked, mark_node
+from profkit.capture.hooks.backward_nodes import (
+    Carrier,
+    OutsideNodes,
+    is_first_pass,
+    is_marked,
+    is_recomputing,
+    mark_node,
+    watch_recompute,
+)
 from profkit.capture.hooks.module_names import reach_by_tree
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.range_log import watch_script_ranges
-from profkit.capture.hooks.recompute import is_first_pass, is_recomputing, watch_recompute
 from profkit.capture.patches import restore
 
 

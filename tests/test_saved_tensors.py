@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame, checkpoint
 
 from profkit.capture import owners
-from profkit.capture.hooks.recompute import watch_recompute
+from profkit.capture.hooks.backward_nodes import watch_recompute
 from profkit.capture.owners import is_cast_of_parameter, read_saved, tensors_at_hand
 
 needs_content = pytest.mark.skipif(not owners._SHOWS_CONTENT, reason="this torch does not show what is packed")

@@ -108,13 +108,8 @@ def _open(path: Path, phases: tuple[str, ...], rank: int | None) -> OpenedSnapsh
         named[name] = glob
     with shown_after_a_second(f"replaying {path.name}"):
         opened = open_snapshot(path, phases=named, rank=rank)
-    _show_rank(path, opened, rank)
+    ranks = Run(path).snapshots if rank is None and path.is_dir() else {}
+    if len(ranks) > 1:
+        chosen = next(number for number, file in ranks.items() if str(file) == opened.snapshot.path)
+        click.echo(f"rank {chosen} of {len(ranks)}, the one with the highest peak; --rank for another", err=True)
     return opened
-
-
-def _show_rank(path: Path, opened: OpenedSnapshot, rank: int | None) -> None:
-    if rank is None and path.is_dir():
-        ranks = Run(path).snapshots
-        if len(ranks) > 1:
-            chosen = next(number for number, file in ranks.items() if str(file) == opened.snapshot.path)
-            click.echo(f"rank {chosen} of {len(ranks)}, the one with the highest peak; --rank for another", err=True)

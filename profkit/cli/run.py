@@ -16,10 +16,9 @@ from profkit.cli.run_options import (
     RunCommand,
     add_options,
     names_recorder,
+    parse_option,
     refuse_options_of_other_kinds,
     require_nsys,
-    require_rank_choice,
-    require_step_choice,
 )
 from profkit.errors import CaptureError, UsageError
 from profkit.launch.nsys import GraphTrace
@@ -39,7 +38,7 @@ from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run
 from profkit.run.edits import can_be_tried
-from profkit.run.job import FIRST_OF_JOB, JOB, is_of_job, starts_on_all_machines
+from profkit.run.job import FIRST_OF_JOB, JOB, RankChoice, is_of_job, starts_on_all_machines
 from profkit.run.manifest import Workload
 from profkit.run.recording import (
     BY_TREE,
@@ -49,6 +48,7 @@ from profkit.run.recording import (
     Order,
     Recorder,
     Stacks,
+    StepChoice,
     describe_step,
 )
 
@@ -119,7 +119,7 @@ def run(
     recorder: Recorder = "nsys" if with_nsys else "kineto"
     allocator = MemoryOptions(memory_stacks, memory_entries) if memory or memory_only or oom else None
     warmup_steps = warmup if warmup is not None else COMMAND_WARMUP if kind == "command" else _WARMUP
-    if step_on is not None and require_step_choice(step_on).is_whole:
+    if step_on is not None and parse_option("--step-on", StepChoice.parse, step_on).is_whole:
         warmup_steps, steps = 0, 1
         if flops:
             raise UsageError("--flops counts the step after the recorded ones, and --step-on whole has none")
@@ -127,7 +127,7 @@ def run(
     if operators and with_nsys:
         raise UsageError("--operators: Nsight Systems records no CPU operators; leave --nsys out")
     if full_ranks is not None:
-        require_rank_choice(full_ranks)
+        parse_option("--ranks", RankChoice.parse, full_ranks)
         if with_nsys:
             raise UsageError("--ranks: Nsight Systems records all ranks of a machine; leave --ranks or --nsys out")
     reach = BY_TREE if depth is None else depth

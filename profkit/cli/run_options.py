@@ -16,17 +16,13 @@ from click.core import ParameterSource
 
 from profkit.cli.options import FILE, POSITIVE
 from profkit.errors import ToolError, UsageError
-from profkit.launch.nsys import (
-    GraphTrace,
-    Nsys,
-    find_nsys,
-)
+from profkit.launch.nsys import GraphTrace, Nsys, find_nsys
 from profkit.models.options import CompileMode, Device, Dtype, Passes
-from profkit.run.job import RankChoice
 from profkit.run.manifest import Kind
-from profkit.run.recording import MEMORY_ENTRIES, Stacks, StepChoice
+from profkit.run.recording import MEMORY_ENTRIES, Stacks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Parsed = TypeVar("Parsed")
 
 _MODEL: tuple[Kind, ...] = ("model",)
 _COMMAND: tuple[Kind, ...] = ("command",)
@@ -269,20 +265,12 @@ def add_options(function: Function) -> Function:
     return function
 
 
-def require_rank_choice(text: str) -> None:
-    """Raise `UsageError` unless ``text`` says which ranks to record."""
+def parse_option(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
+    """Return what ``parse`` makes of an option's text; where it refuses that, raise `UsageError`."""
     try:
-        RankChoice.parse(text)
+        return parse(text)
     except ValueError as error:
-        raise UsageError(f"--ranks {error}") from None
-
-
-def require_step_choice(text: str) -> StepChoice:
-    """Return what a step is; raise `UsageError` unless ``text`` says that."""
-    try:
-        return StepChoice.parse(text)
-    except ValueError as error:
-        raise UsageError(f"--step-on {error}") from None
+        raise UsageError(f"{option} {error}") from None
 
 
 def refuse_options_of_other_kinds(kind: Kind) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from profkit.launch.passes import Outcome, Pass
-from profkit.run.manifest import Process, Workload
+from profkit.launch.passes import Outcome
+from profkit.run.manifest import Process
 from profkit.run.recording import CUT_SHORT, NOT_REACHED, Order, StepChoice, StepKind, describe_step
 
 _COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -50,15 +51,10 @@ class AnotherTry:
     def why_failed(self) -> str:
         return f"its first run ended well and its second failed: run it with {self.options}, and it runs once"
 
-    def adjust(self, planned: Pass) -> Pass:
-        """Return a pass with what is recorded changed to this."""
-        order = self.order
-        ordered = replace(planned.order, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
-        return replace(planned, order=ordered)
-
-    def describe(self, workload: Workload) -> Workload:
-        order = self.order
-        return replace(workload, warmup_steps=order.warmup_steps, steps=order.steps, step_on=order.step_on)
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What it changes of an order, and of the workload in the manifest."""
+        return {name: getattr(self.order, name) for name in ("warmup_steps", "steps", "step_on")}
 
 
 def find_another_try(outcome: Outcome) -> AnotherTry | None:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
-from profkit.launch.gpu_state import cuda_of_driver, driver_in
+from profkit.launch.gpu_state import cuda_of_driver, driver_version
 from profkit.launch.nsys import (
     CUPTI,
     NO_ROOM_BYTES,
@@ -103,7 +103,7 @@ class Machine:
 
 def examine(machine: Machine, nsys: Nsys | str | None) -> list[Check]:
     """Return all findings; ``nsys`` is the one in use, why it does not start, or None where there is none."""
-    driver = driver_version(machine)
+    driver = find_driver(machine)
     of_nsys: list[Check] = []
     if isinstance(nsys, Nsys):
         of_nsys = [
@@ -191,9 +191,9 @@ def _short(nsys: Nsys) -> str:
     return ".".join(map(str, numbers(nsys.version)[:3]))
 
 
-def driver_version(machine: Machine) -> str | None:
+def find_driver(machine: Machine) -> str | None:
     """Return the NVIDIA driver's version, from the kernel module or from nvidia-smi."""
-    version = driver_in(machine.text("proc/driver/nvidia/version") or "")
+    version = driver_version(machine.root)
     if version is not None:
         return version
     said = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])

@@ -179,28 +179,20 @@ _BRANCHES = (
 )
 
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def driver_in(text: str) -> str | None:
-    """Return the driver's version from the text of NVIDIA's kernel module, or None."""
-    version = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return version[0] if version else None
-
-
 def cuda_of_driver(driver: str) -> str | None:
     """Return the newest CUDA version that a driver (``580.159.03``) knows, or None for one before CUDA 11.8."""
     branch = numbers(driver)[0]
     return next((cuda for first, cuda in _BRANCHES if branch >= first), None)
 
 
-def driver_version() -> str | None:
+def driver_version(root: Path = Path("/")) -> str | None:
     """Return the NVIDIA driver's version as its kernel module reports it, None if there is no driver."""
     try:
-        text = _DRIVER.read_text()
-    except FileNotFoundError:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return None
-    return driver_in(text)
+    version = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return version[0] if version else None
 
 
 def measure_ceilings() -> Ceilings:

@@ -76,7 +76,10 @@ def list_installed(root: Path = Path("/")) -> list[Path]:
     installed: list[Path] = []
     for place in _PLACES:
         candidates = [path for path in root.glob(place) if os.access(path, os.X_OK)]
-        installed += sorted(candidates, key=_version_in_path, reverse=True)
+        # The newest version first.
+        installed += sorted(
+            candidates, key=lambda path: list(map(int, re.findall(r"\d+", str(path.parent)))), reverse=True
+        )
     return installed
 
 
@@ -105,11 +108,6 @@ def build_nsys_argv(
     return [str(nsys.path), "profile", *flags, f"--env-var=TMPDIR={temporary}", f"--output={output}", *target]
 
 
-def build_export_argv(nsys: Path, report: Path, export: Path) -> list[str]:
-    """Return the command that exports ``report`` to the SQLite file ``export``."""
-    return [str(nsys), "export", "--type=sqlite", "--quiet=true", f"--output={export}", str(report)]
-
-
 def _started(path: Path) -> Nsys:
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
@@ -120,10 +118,6 @@ def _started(path: Path) -> Nsys:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise ToolError(f"{path}: nsys does not start: {said[-1] if said else f'exit status {done.returncode}'}")
     return Nsys(path, version[1])
-
-
-def _version_in_path(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", str(path.parent))]
 
 
 def cupti_of(nsys: Path) -> str | None:
@@ -358,7 +352,8 @@ def export_to(nsys: Nsys, report: Path, export: Path, log: IO[bytes]) -> None:
     said_from = log.tell()
     partial = export.with_name(f"partial-{os.getpid()}.{export.name}")
     try:
-        status = run_tool(build_export_argv(nsys.path, report, partial), os.environ, log)
+        argv = [str(nsys.path), "export", "--type=sqlite", "--quiet=true", f"--output={partial}", str(report)]
+        status = run_tool(argv, os.environ, log)
         # nsys 2023.4.4 leaves an empty file on a full disk, and exits 0.
         if _is_full(export.parent):
             raise ToolError(f"{export.parent}: the disk is full; free some space, then export {report} again")

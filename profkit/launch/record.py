@@ -236,10 +236,11 @@ class _Recording:
             again = self._another_try()
             if again is not None:
                 tried = again
-                passes = [again.adjust(each) for each in (*([last] if self._makes_anew else []), *passes)]
+                left = (*([last] if self._makes_anew else []), *passes)
+                passes = [replace(each, order=replace(each.order, **again.changed)) for each in left]
                 if passes:
                     self._say(again.why)
-                    self.manifest = replace(self.manifest, workload=again.describe(self.manifest.workload))
+                    self.manifest = replace(self.manifest, workload=replace(self.manifest.workload, **again.changed))
             elif not outcome.may_go_on:
                 break
 

@@ -52,10 +52,6 @@ class EditSpec:
     def can_be_tried(self) -> bool:
         return self.trying_needs is not None
 
-    @property
-    def has_optional_argument(self) -> bool:
-        return self.forms[0].startswith(f"{self.name}[:")
-
 
 _ROUNDING = 1e-3
 _HALF = 2e-2
@@ -234,7 +230,7 @@ def _parse(text: str) -> Edit:
     name, _, argument = text.partition(":")
     for spec in sorted(EDITS, key=lambda spec: not spec.choices):
         takes_none = spec.forms == (spec.name,)
-        is_complete = spec.has_optional_argument or takes_none == (not argument)
+        is_complete = spec.forms[0].startswith(f"{name}[:") or takes_none == (not argument)
         is_known = not argument or not spec.choices or argument in spec.choices
         if spec.name == name and is_complete and is_known:
             return Edit(text, argument, spec)

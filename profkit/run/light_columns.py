@@ -342,12 +342,8 @@ def _listed(what: str, values: Sequence[Any], *, may_lack: bool) -> Ints:
     raise WrongRecord(f"{what} holds something else than whole numbers")
 
 
-def _steps_of(what: str, counts: Any, count: int) -> Ints:
-    return np.repeat(np.arange(count), _numbers(f"{what}.count", counts, count))
-
-
 def _build_phases(what: str, table: Columns, count: int) -> Phases:
-    step = _steps_of(what, table["count"], count)
+    step = np.repeat(np.arange(count), _numbers(f"{what}.count", table["count"], count))
     names, name = _texts(what, table["name"], len(step))
     start_ns, end_ns = (_numbers(what, table[column], len(step)) for column in ("start_ns", "end_ns"))
     _refuse_reversed(what, start_ns, end_ns)

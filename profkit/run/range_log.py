@@ -156,18 +156,21 @@ def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
     calls = _calls_by_row(trace, log.process, base_ns)
     clock = _Clock(*_fit_clocks(log, calls, row_of))
     ranges: list[Event] = []
-    fits = []
+    call_count = across = 0
+    error_ns = clock.error_ns
     for handle, logged in _ranges_by_handle(log).items():
         rows = [(name, clock.on_trace(start), clock.on_trace(end)) for name, start, end in logged]
-        fits.append(_fit_calls(calls.get(row_of[handle], []), sorted(edge for _, *edges in rows for edge in edges)))
+        made = calls.get(row_of[handle], [])
+        crossing, room_ns = _fit_calls(made, sorted(edge for _, *edges in rows for edge in edges))
+        call_count, across, error_ns = call_count + len(made), across + crossing, min(error_ns, room_ns)
         thread: Event = {"pid": log.process, "tid": number_of[handle]}
         ranges += ({**thread, **_range_row(name, start - base_ns, end - base_ns)} for name, start, end in rows)
     fit = Alignment(
         clock.first.shift_ns,
         clock.last.shift_ns,
-        min(clock.error_ns, *(each.room_ns for each in fits)),
-        sum(each.calls for each in fits),
-        sum(each.across for each in fits),
+        error_ns,
+        call_count,
+        across,
         *_describe_collectives(trace, log, clock, base_ns),
     )
     if fit.across > _MOST_ACROSS * fit.calls:
@@ -367,23 +370,15 @@ def _arguments_of(calls: list[LoggedCollective], kernels: int) -> dict[str, Any]
     return arguments
 
 
-@dataclass(frozen=True)
-class _CallFit:
-    """How many calls of a thread lie across an edge of its ranges, and how far its edges may move until one does."""
-
-    calls: int
-    across: int
-    room_ns: int
-
-
-def _fit_calls(calls: list[_Call], edges: list[int]) -> _CallFit:
+def _fit_calls(calls: list[_Call], edges: list[int]) -> tuple[int, int]:
+    """Return how many calls of a thread lie across an edge of its ranges, and how far edges may move until one does."""
     across, room_ns = 0, _FARTHEST_NS
     for start, end, _ in calls:
         before, after = bisect_right(edges, start), bisect_left(edges, end)
         across += before < after
         gaps = [start - edges[before - 1]] * (before > 0) + [edge - end for edge in edges[after : after + 1]]
         room_ns = min([room_ns, *gaps])
-    return _CallFit(len(calls), across, max(0, room_ns))
+    return across, max(0, room_ns)
 
 
 def _range_row(name: str, start_ns: int, end_ns: int) -> Event:

@@ -268,10 +268,6 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
     return segments, Blocks(address, size_bytes, requested_bytes, state_codes.astype(np.int8), segment, raw)
 
 
-def _is_number(text: Any) -> bool:
-    return isinstance(text, str) and len(text) < 20 and text.isdecimal()
-
-
 def _pool(value: Any) -> tuple[int, int]:
     pool = (0, 0) if value is None else read_pool(value)
     if pool is None:
@@ -294,7 +290,8 @@ def _read_settings(entry: Any) -> Settings:
     if not isinstance(threshold, int | float) or not math.isfinite(threshold):
         raise ValueError("garbage_collection_threshold is no number")
     divisions = entry.get("roundup_power2_divisions") or {}
-    if not isinstance(divisions, dict) or not all(_is_number(key) for key in divisions):
+    keys = divisions if isinstance(divisions, dict) else [None]
+    if not all(isinstance(key, str) and len(key) < 20 and key.isdecimal() for key in keys):
         raise ValueError("roundup_power2_divisions is no table of integers")
     ordered = tuple(_integer(divisions, key) for key in sorted(divisions, key=int))
     if not all(0 <= count <= _MOST_DIVISIONS for count in ordered):

@@ -14,9 +14,10 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from profkit.capture.compiled.generated_file import GeneratedFile, is_copy, workspace_of
+from profkit.capture.hooks.hooks import Hooks
 
 Around = Callable[[Callable[..., Any], FrameType, tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of a launch in a frame of the generated file, with what belongs around it.
@@ -25,13 +26,7 @@ The frame and not its line: Python finds a line by counting through the function
 """
 
 
-class Switch(Protocol):
-    """Says whether launches matter now."""
-
-    is_recording: bool
-
-
-def stand_in(module: ModuleType, file: GeneratedFile, switch: Switch, around: Around) -> None:
+def stand_in(module: ModuleType, file: GeneratedFile, switch: Hooks, around: Around) -> None:
     """Have ``around`` make all launches of a loaded file while ``switch.is_recording``."""
     names: dict[str, Any] = vars(module)
     if _MARK in names:  # loaded before, and used again
@@ -78,7 +73,7 @@ class _Launches(_Names):
         return self.__dict__["_profkit_call"](*args, **kwargs)
 
 
-def _proxy(target: Any, branch: dict[str, Any], switch: Switch, around: Around) -> Any:
+def _proxy(target: Any, branch: dict[str, Any], switch: Hooks, around: Around) -> Any:
     parts = {name: below for name, below in branch.items() if name}
     if not parts:
         return _launch(target, switch, around)
@@ -95,7 +90,7 @@ def _proxy(target: Any, branch: dict[str, Any], switch: Switch, around: Around) 
     return proxy
 
 
-def _launch(function: Callable[..., Any], switch: Switch, around: Around) -> Callable[..., Any]:
+def _launch(function: Callable[..., Any], switch: Hooks, around: Around) -> Callable[..., Any]:
     frame = sys._getframe
 
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +104,7 @@ def _launch(function: Callable[..., Any], switch: Switch, around: Around) -> Cal
 _CALL = "_profkit_call_method"
 
 
-def stand_in_for_methods(module: ModuleType, text: str, switch: Switch, around: Around) -> None:
+def stand_in_for_methods(module: ModuleType, text: str, switch: Hooks, around: Around) -> None:
     """Have ``around`` make these calls of a loaded file while ``switch.is_recording``."""
     tree = ast.parse(text)
     through = _Through()
@@ -141,7 +136,7 @@ class _Through(ast.NodeTransformer):
         return ast.copy_location(ast.Call(ast.Name(_CALL, ast.Load()), arguments, node.keywords), node)
 
 
-def _method(switch: Switch, around: Around) -> Any:
+def _method(switch: Hooks, around: Around) -> Any:
     frame = sys._getframe
 
     def call(tensor: Any, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.errors import describe_error, say
-from profkit.capture.hooks.open_ranges import OpenOnThread
+from profkit.capture.hooks.open_ranges import RangeHooks
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.policy import StepPolicy
 from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers
@@ -101,16 +101,6 @@ class Driver:
         return None if self._nodes(graph, None, ctypes.byref(count)) else count.value
 
 
-class Recorder(Protocol):
-    """Opens the ranges of this process."""
-
-    is_recording: bool
-    on_thread: OpenOnThread
-
-    def capture_runs(self, runs: bool) -> None:
-        """A capture has begun, during which ranges are wanted, or has ended."""
-
-
 def _harmless(method: Method) -> Method:
     """End the notes on the graph if something fails, say so, and let the script go on."""
 
@@ -133,7 +123,7 @@ class GraphNodes(RangeObserver):
         counts_work: whether somebody may ask what a replay computes.
     """
 
-    def __init__(self, hooks: Recorder, keep: Callable[[CapturedGraph], None] | None, *, counts_work: bool) -> None:
+    def __init__(self, hooks: RangeHooks, keep: Callable[[CapturedGraph], None] | None, *, counts_work: bool) -> None:
         self._hooks = hooks
         self._keep = keep
         self._counts_work = counts_work

@@ -31,12 +31,15 @@ from profkit.capture.hooks.backward_nodes import (
     NodeHook,
     OutsideNodes,
     at_graph_end,
+    is_computed_again,
+    is_first_pass,
     mark_node,
     mark_nodes,
     next_number,
     running_graph,
     watch_backward_calls,
     watch_graph_end,
+    watch_recompute,
 )
 from profkit.capture.hooks.graph_nodes import GraphNodes, watch_graphs
 from profkit.capture.hooks.module_calls import (
@@ -51,7 +54,6 @@ from profkit.capture.hooks.module_names import ModuleNames
 from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
-from profkit.capture.hooks.recompute import is_computed_again, is_first_pass, watch_recompute
 from profkit.capture.patches import restore
 from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes

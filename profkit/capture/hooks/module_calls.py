@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import Range
-from profkit.capture.hooks.open_ranges import Call, OpenOnThread, OpenRanges
+from profkit.capture.hooks.open_ranges import Call, OpenRanges, RangeHooks
 from profkit.capture.patches import Function, patch
 from profkit.names import DECODE, PREFILL
 
@@ -68,16 +68,12 @@ class Watcher:
         """An optimizer's step has ended well."""
 
 
-class CallObserver(Protocol):
+class CallObserver(RangeHooks, Protocol):
     """Sees each call of a module begin and end, on the thread that makes it. It must not raise.
 
     While ``is_recording`` is False it sees only the outermost calls. While ``is_resting`` (never
     while it records) it sees none.
     """
-
-    is_recording: bool
-    is_resting: bool
-    on_thread: OpenOnThread
 
     def enter(
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -37,7 +37,7 @@ class Call:
         self,
         name: str | None,
         around: Call | None,
-        hooks: BackwardHooks,
+        hooks: RangeHooks,
         owner: str | None = None,
         module: ref[nn.Module] | None = None,
     ) -> None:
@@ -66,16 +66,20 @@ class NoCall(Call):
 
     __slots__ = ()
 
-    def __init__(self, hooks: BackwardHooks) -> None:
+    def __init__(self, hooks: RangeHooks) -> None:
         super().__init__(None, None, hooks)
         self.depth = -1
 
 
-class BackwardHooks(Protocol):
-    """Whose calls' backward work gets ranges."""
+class RangeHooks(Protocol):
+    """What opens the ranges of this process."""
 
     is_recording: bool
+    is_resting: bool
     on_thread: OpenOnThread
+
+    def capture_runs(self, runs: bool) -> None:
+        """The capture of a CUDA graph has begun, during which ranges are wanted, or has ended."""
 
     def enter_graph(self, opened: OpenRanges) -> None:
         """A backward pass runs on this thread, of which nothing is known yet."""
@@ -245,7 +249,7 @@ class OpenRanges:
                 return entry[_KEY] is key
         return False
 
-    def note_call(self, hooks: BackwardHooks) -> Call | None:
+    def note_call(self, hooks: RangeHooks) -> Call | None:
         """Make the script's innermost range that of a call, and return the call."""
         if not self._entries or self._entries[-1][_KEY] is not _SCRIPTS:  # it opened before anybody took note
             return None

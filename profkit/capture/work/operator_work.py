@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profkit.capture.hooks.recompute import is_computed_again, is_recomputing
+from profkit.capture.hooks.backward_nodes import is_computed_again, is_recomputing
 from profkit.capture.work.account import Access
 from profkit.capture.work.operators import (
     BLANK,
