@@ -41,12 +41,7 @@ _NS_PER_S = 10**9
 
 
 class CompilationRecorder:
-    """Writes what torch.compile does to a run's file. What fails in here ends that with a line, and never the script.
-
-    Args:
-        path: the file.
-        is_recording: whether ranges are to be opened now.
-    """
+    """Writes what torch.compile does to a run's file. A failure ends that with a line, and never the script."""
 
     def __init__(self, path: Path, is_recording: Callable[[], bool]) -> None:
         self._path = path

@@ -99,7 +99,6 @@ class LightRecorder:
     """Writes this rank's record into ``run``, from what the session says of steps.
 
     Args:
-        run: the run's directory.
         first: the number of the step that is called ``step 0``; those before it are left out.
     """
 

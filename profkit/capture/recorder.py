@@ -120,8 +120,6 @@ def recorded_by_kineto(
     """Record the block, and write the gzipped Chrome trace to ``path``, whole or not at all, when it has gone well.
 
     Args:
-        path: where the trace goes.
-        device: where the program computes.
         scripts: knows the script's own profilers.
         log: the log of ranges, if CUDA's activities alone are recorded. Then the trace and the log are left for
             `profkit.run.range_log.finish_trace`, so that the program does not wait until they are joined and zipped.
@@ -312,8 +310,6 @@ class StepsRecorder:
     """Starts and stops what records this process, and the hooks' ranges with it.
 
     Args:
-        order: what is asked for.
-        hooks: whose ranges are recorded.
         records_memory: whether the allocator's history is kept at the same time.
     """
 
@@ -357,8 +353,7 @@ class StepsRecorder:
         """Record from now on.
 
         Args:
-            rank: which rank this is, None if none.
-            make_way: is called before the script starts a torch.profiler of its own.
+                make_way: is called before the script starts a torch.profiler of its own.
         """
         wait_for_device()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

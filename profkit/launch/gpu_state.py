@@ -42,11 +42,7 @@ class GpuState:
 
 
 def read_gpu_state(nvml: Any = None) -> GpuState:
-    """Return the state of the GPUs now.
-
-    Args:
-        nvml: the module that reads it; by default nvidia-ml-py's.
-    """
+    """Return the state of the GPUs now, as ``nvml`` reads it, by default nvidia-ml-py."""
     if nvml is None:
         try:
             import pynvml

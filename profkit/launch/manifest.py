@@ -271,7 +271,6 @@ def warn_of_run(manifest: Manifest, *, knows_compilations: bool = False) -> list
     """Return warnings about the times in a run's manifest.
 
     Args:
-        manifest: the run's.
         knows_compilations: whether the run's own records say what was compiled in recorded steps, and why.
     """
     warnings = []

@@ -240,12 +240,8 @@ class NsysSession:
     ) -> int:
         """Run a program under nsys to its end and return its exit status.
 
-        nsys is started up to `_STARTS` times, until the program has begun.
-
-        Args:
-            words: the program.
-            environment: its environment.
-            reads_input: whether it reads our standard input, which nsys hands on to it; else that is empty.
+        nsys is started up to `_STARTS` times, until the program has begun. A program that ``reads_input`` gets our
+        standard input, which nsys hands on to it; else that is empty.
 
         Raises:
             ToolError: nsys was killed, did not understand how it was called, or did not start the program.

@@ -135,7 +135,6 @@ def record_run(
     Args:
         command: profkit's own command line, for the manifest.
         progress: makes a context manager that shows what is being done.
-        say: shows a line between two passes.
         secret_names: options with such names have their values left out of the manifest.
 
     Raises:

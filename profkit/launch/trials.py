@@ -63,8 +63,6 @@ class TrialRunner:
 
     Args:
         run: the run directory; what processes leave lies in a folder of it until the end.
-        progress: makes a context manager that shows what is being done.
-        say: shows a line.
     """
 
     def __init__(

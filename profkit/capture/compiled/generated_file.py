@@ -116,8 +116,6 @@ def describe_memory(
     """Return the record of a graph with the memory that its generated code holds.
 
     Args:
-        graph: the record, with its launches.
-        file: the generated file.
         owners: module (by `named_modules` of the compiled one) and line whose result each buffer is, by its name. A
             buffer that is not in it belongs to the module and the line of the launch that writes it, if those are one.
     """

@@ -214,18 +214,14 @@ class _Ranges:
 
 
 class _Sites(dict[tuple[int, int], Range | None]):
-    """The ranges of launches by the instruction that makes each, of a code object and an offset in it.
+    """The ranges of launches by the instruction that makes each, of a code object and an offset in it."""
 
-    Args:
-        by_line: the ranges by the launches' lines.
-    """
-
-    def __init__(self, by_line: dict[int, Range]) -> None:
+    def __init__(self, range_of_line: dict[int, Range]) -> None:
         super().__init__()
-        self._by_line = by_line
+        self._range_of_line = range_of_line
 
     def find(self, site: tuple[int, int], frame: FrameType) -> Range | None:
-        self[site] = self._by_line.get(frame.f_lineno)
+        self[site] = self._range_of_line.get(frame.f_lineno)
         return self[site]
 
 

@@ -70,9 +70,6 @@ def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NES
     ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first hook that it is
     marked with: that of the innermost call in whose forward it was made, because what a module returns is seen as its
     output before it is seen as the output of the module around it, or as the next one's input.
-
-    Args:
-        carrier: this thread's.
     """
     if isinstance(value, Tensor):
         node = value.grad_fn
@@ -120,9 +117,6 @@ def watch_graph_end(
 
     It comes before what was to be called at the pass's end by nodes that ran, such as DDP's and FSDP's waits for
     reductions. Return what ends the watch; None where there is nothing to watch, or Dynamo compiles backward passes.
-
-    Args:
-        carrier: this thread's.
     """
     if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
         return None

@@ -25,10 +25,7 @@ class Call:
 
     Args:
         name: that of its range; None: it has none.
-        around: the call around it.
-        hooks: what opens the ranges of its backward work.
         owner: what the memory of the called module is named.
-        module: the called module.
     """
 
     __slots__ = ("around", "depth", "hooks", "module", "name", "owner")

@@ -192,8 +192,6 @@ class QueueDrain:
         All ranks that meet leave out equally many, as many as the one that needs most. All must come here.
 
         Args:
-            number: the number of the step that begins now.
-            unprofiled: the times of the steps before.
             may_drain: False where the number of steps that follow is fixed.
         """
         start_ns = perf_counter_ns() - self._began_ns
@@ -236,14 +234,11 @@ class QueueDrain:
 def count_steps_to_drain(
     before: Queue, after: Queue, batches_per_step: float, *, usually_waits: bool, keeps_full: bool
 ) -> int:
-    """Return how many steps empty a full queue, if it was filled only while the program was held up.
+    """Return how many steps empty a full queue, if it was filled only while the recorder's start held the program up.
 
     Where the workers keep the queue full, data are ready anyway, unless the program usually waits.
 
     Args:
-        before: the queue before the recorder was started.
-        after: the queue when that was done.
-        batches_per_step: how many batches a step takes.
         usually_waits: the unprofiled steps waited for data, or will when the queue is empty.
         keeps_full: the queue was nearly full at the end of every step before.
     """

@@ -117,11 +117,7 @@ class WorkAccount:
             self._write(access, chain)
 
     def by_path(self, is_alive: Callable[[Hashable], bool]) -> dict[Path, list[Work]]:
-        """Return the instances' work by path, in the order in which they were opened first; called once, at the end.
-
-        Args:
-            is_alive: whether a buffer is still there.
-        """
+        """Return the instances' work by path, in the order in which they were opened first; called once, at the end."""
         for key, buffer in self._buffers.items():
             alive = is_alive(key)
             for instance, use in buffer.uses.items():

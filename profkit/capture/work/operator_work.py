@@ -248,7 +248,6 @@ class CapturedOperators(OperatorMode):
     """Notes what is captured.
 
     Args:
-        count_nodes: says how many nodes the graph has so far.
         fail: is called with what went wrong; nothing is noted any more then.
     """
 

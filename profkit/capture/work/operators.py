@@ -234,12 +234,7 @@ def _with_own_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def other_flops(func: Any, given: dict[str, Any], results: Sequence[Tensor]) -> int | None:
-    """Return the FLOPs of an operator without matrix products, None if there is no formula for it.
-
-    Args:
-        given: its arguments by name.
-        results: what it returns or writes to.
-    """
+    """Return the FLOPs of an operator without matrix products, None if there is no formula for it."""
     name = base_name(func)
     if name.startswith(_CPU_ATTENTION):
         return _attention_flops(name, given)
@@ -300,11 +295,7 @@ def _allows_tf32(*, is_convolution: bool) -> bool:
 
 
 def masked_flops(func: Any, given: dict[str, Any], flops: int) -> int:
-    """Return how much of an attention's FLOPs goes into keys that its causal mask hides: query q sees keys 0 to q.
-
-    Args:
-        given: its arguments by name.
-    """
+    """Return how much of an attention's FLOPs goes into keys that its causal mask hides: query q sees keys 0 to q."""
     query, key = given.get("query"), given.get("key")
     is_causal = given.get("is_causal") or given.get("custom_mask_type") == 1
     if not is_causal or query is None or key is None or query.dim() != 4:
