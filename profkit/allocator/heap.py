@@ -114,7 +114,9 @@ class Heap:
         if at < len(blocks):
             key = blocks[at]
             if self._unmapped and (key & ADDRESS) + (key >> SHIFT) in self._unmapped:
-                at = self._prefer_unexpandable(blocks, at)
+                # Where the best fit could grow, that which could grow least is taken (``get_free_block``).
+                while at + 1 < len(blocks) and self._expanded_bytes(blocks[at + 1]) < self._expanded_bytes(blocks[at]):
+                    at += 1
             elif at + 1 < len(blocks) and (blocks[at + 1] ^ key) >> SHIFT == 0 and not self._bases.decide:
                 self._bases.note_tie(blocks, at)
             if self._is_limited and is_oversized(blocks[at] >> SHIFT, want, self._settings):
@@ -235,12 +237,6 @@ class Heap:
         blocks = self._lists[number]
         del blocks[bisect_left(blocks, (size << SHIFT) + begin)]
         return size
-
-    def _prefer_unexpandable(self, blocks: list[int], at: int) -> int:
-        """Return the block to take where the best fit could grow: that which could grow least (``get_free_block``)."""
-        while at + 1 < len(blocks) and self._expanded_bytes(blocks[at + 1]) < self._expanded_bytes(blocks[at]):
-            at += 1
-        return at
 
     def _expanded_bytes(self, key: int) -> int:
         """Return how large a free block could become if the addresses behind it got pages."""

@@ -208,11 +208,6 @@ class WorkerLines:
         self._remove()
         return _join(contents)
 
-    def close(self) -> None:
-        self._shared[0] = _OVER
-        self._uninstall()
-        self._remove()
-
     def _uninstall(self) -> None:
         if worker._worker_loop is _worker_loop:
             worker._worker_loop = self._original

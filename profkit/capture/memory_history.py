@@ -109,7 +109,7 @@ class MemoryRecording(Watcher):
         self._notes_steps = False
 
     def close(self) -> None:
-        """Stop recording: the process ends. A ledger without a snapshot is deleted."""
+        """Stop recording, and delete unfinished files: a ledger without a snapshot is one."""
         self._stop()
         for path in self._files or ():
             _partial(path).unlink(missing_ok=True)
@@ -120,12 +120,9 @@ class MemoryRecording(Watcher):
         self.owners = None
 
     def give_up(self, error: Exception) -> None:
-        """Stop recording because of ``error``, and delete unfinished files."""
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self._failure = next(iter(said.strip().splitlines()), "") or type(error).__name__
-        self._stop()
-        for path in self._files or ():
-            _partial(path).unlink(missing_ok=True)
+        self.close()
 
     def result(self) -> ProcessMemory | None:
         """Return what the launcher needs to know; None if this process never used CUDA."""

@@ -269,7 +269,10 @@ class Session:
 
     def end(self) -> None:
         """At the process's end: keep what was recorded, if it was cut short, and say what ended the process."""
-        self._leave_failure()
+        failure = find_failure(self._rank)
+        if failure is not None:
+            with suppress(OSError):  # a full disk may be the very reason
+                leave_failure(self.run, self._name, failure)
         self._end_steps()
 
     def detach(self) -> None:
@@ -504,9 +507,3 @@ class Session:
             compiled_failure=self._compiled.failure,
             uncounted=self._after.counted.why_not,
         )
-
-    def _leave_failure(self) -> None:
-        failure = find_failure(self._rank)
-        if failure is not None:
-            with suppress(OSError):  # a full disk may be the very reason
-                leave_failure(self.run, self._name, failure)

@@ -19,7 +19,6 @@ from profkit.cli.outputs import (
     output_options,
     quote_path,
     refuse_overwriting,
-    require_png,
     say,
     shown_after_a_second,
 )
@@ -96,7 +95,6 @@ def whatif(
     """
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
-    require_png(plot)
     refuse_overwriting([capture], [output.path, plot])
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture, rank=rank) if edits else None
@@ -331,7 +329,7 @@ def _measure(
 
     def keep(process: TrialProcess) -> None:
         measured.append(process)
-        _write(place, (*before, Trials(plan, (), tuple(measured))))
+        write_trials(place / TRIALS, RunTrials((*before, Trials(plan, (), tuple(measured)))))
 
     status = 0
     try:
@@ -340,15 +338,8 @@ def _measure(
         status = 130
     tried = list(dict.fromkeys(process.edits for process in measured if process.edits))
     trials = Trials(plan, () if run is None else _predict(run, tried), tuple(measured))
-    _write(place, (*before, trials))
+    write_trials(place / TRIALS, RunTrials((*before, trials)))
     return status, place, trials
-
-
-def _write(run: Path, calls: tuple[Trials, ...]) -> None:
-    try:
-        write_trials(run / TRIALS, RunTrials(calls))
-    except OSError as error:
-        raise RunError(f"{run / TRIALS}: {error.strerror}") from None
 
 
 def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from profkit.cli.options import (
     rank_option,
     trace_options,
 )
-from profkit.cli.outputs import Output, output_options, refuse_overwriting, require_png, shown_after_a_second
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.answer import answer_capture
@@ -93,7 +93,6 @@ def efficiency(
     launches), idle while it does anything else (Python), communication that nothing hides (communication), or
     computing. Computing is limited by the peak that it would reach first: arithmetic or memory bandwidth.
     """
-    require_png(plot)
     refuse_overwriting([trace, ceilings], [output.path, plot])
     if by == "line":
         output.print(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)))

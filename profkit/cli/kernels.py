@@ -24,7 +24,6 @@ from profkit.cli.outputs import (
     Output,
     output_options,
     refuse_overwriting,
-    require_png,
     shown_after_a_second,
     write_warnings,
 )
@@ -89,7 +88,6 @@ def kernels(
     """
     if explain and by != "kernel":
         raise UsageError(f"--explain: rules are for kernels, not --by {by}")
-    require_png(plot)
     refuse_overwriting([trace], [output.path, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)

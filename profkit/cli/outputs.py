@@ -113,12 +113,6 @@ def refuse_overwriting(captures: Iterable[Path | None], outputs: Iterable[Path |
     write_warnings(filter(None, map(_how_cut_off, read)))
 
 
-def require_png(plot: Path | None) -> None:
-    """Refuse a name for a picture that does not end in ``.png``."""
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: the picture is a PNG file; end its name in .png")
-
-
 def _is_terminal(output: Path) -> bool:
     if not output.is_char_device():
         return False

@@ -279,7 +279,8 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
     for parameter in ctx.command.params:
         if ctx.get_parameter_source(parameter.name or "") is not ParameterSource.COMMANDLINE:
             continue
-        name = _given_name(parameter, ctx)
+        said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
+        name = (parameter.secondary_opts if said_no else parameter.opts)[0]
         kinds = _MEANT_FOR.get(parameter.name or "", (kind,))
         if kind not in kinds:
             raise UsageError(f"{name} is for {' and '.join(_KIND_NAMES[kind] for kind in kinds)}; leave it out")
@@ -287,11 +288,6 @@ def refuse_options_of_other_kinds(kind: Kind) -> None:
             raise UsageError(f"{name} goes with --nsys")
         if parameter.name == "with_nsys" and ctx.params["memory_only"]:
             raise UsageError(f"{name} records a trace and --memory-only none; --memory records both")
-
-
-def _given_name(parameter: click.Parameter, ctx: click.Context) -> str:
-    said_no = parameter.secondary_opts and ctx.params[parameter.name or ""] is False
-    return (parameter.secondary_opts if said_no else parameter.opts)[0]
 
 
 def names_recorder() -> bool:

@@ -94,11 +94,8 @@ def _steps_made(process: Process) -> tuple[str | None, int]:
     """Return what the process's steps are and how many it made; its strongest kind if none was counted."""
     if process.step is not None:
         return None, process.steps_seen or 0
-
-    def strength(seen: str) -> int:
-        return max(kind for kind in StepKind if kind.word == StepChoice.parse(seen).word)
-
-    strongest = max(process.seen, key=strength, default=None)
+    strength = {seen: max(k for k in StepKind if k.word == StepChoice.parse(seen).word) for seen in process.seen}
+    strongest = max(strength, key=lambda seen: strength[seen], default=None)
     return strongest, 0 if strongest is None else process.seen[strongest]
 
 

@@ -143,7 +143,9 @@ class TrialRunner:
         order = Order(
             str(folder), "none", self._warmup, self._steps, step_on=self._options.step_on, trial=edits, depth=None
         )
-        environment = build_environment({**os.environ, **_allocator_settings(edits)}, order)
+        settings = [edit.argument for edit in parse_edits(edits) if edit.spec.name == "allocator"]
+        variables = {name: text for text in settings for name in _ALLOCATOR_VARIABLES}
+        environment = build_environment({**os.environ, **variables}, order)
         began = monotonic()
         with (folder / "output.txt").open("w+b") as output:
             status = run_child(self._argv, environment, output=output)
@@ -177,11 +179,6 @@ class TrialRunner:
 def _first_words(failure: Failure) -> str:
     """Return what ended a program; of an allocation that failed, without what PyTorch says of the GPU's other users."""
     return failure.error.partition(". GPU ")[0] if failure.out_of_memory else failure.error
-
-
-def _allocator_settings(edits: Edits) -> dict[str, str]:
-    settings = [edit.argument for edit in parse_edits(edits) if edit.spec.name == "allocator"]
-    return {name: text for text in settings for name in _ALLOCATOR_VARIABLES}
 
 
 def _why_not_measured(measured: Sequence[Measured], wanted: int) -> str | None:

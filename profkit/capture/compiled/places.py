@@ -206,7 +206,7 @@ def places_in(graph: LoadedGraph, opened: OpenRanges, hooks: Hooks, given: nn.Mo
 
     ``given`` is the module that the compiled function was called with, if it is known.
     """
-    call = opened.running_call
+    call = opened.call or opened.backward_call
     around = _names_around(call, hooks)
     if call is None and opened.has_range(OPTIMIZER):
         around = (OPTIMIZER,)

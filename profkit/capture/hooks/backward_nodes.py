@@ -244,10 +244,6 @@ class OutsideNodes:
         if is_creating_graph():
             self._before[key] = _nodes_behind(tensors[0])
 
-    def awaits_end(self, key: object) -> bool:
-        """Return whether `backward_ended` has anything to do for a backward call that has ended."""
-        return key in self._before
-
     def backward_ended(self, key: object, gradients: Any, mark: Callable[[Any, NodeHook | None], None]) -> None:
         """It has ended, and returned ``gradients``; ``mark`` is for the second derivative's work."""
         before = self._before.pop(key, None)

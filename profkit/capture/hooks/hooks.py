@@ -237,7 +237,11 @@ class Hooks(RangeObserver):
 
     @_harmless
     def closing(self) -> None:
-        self._range_closes()
+        opened = self.on_thread.ranges
+        if self.is_recording and opened.is_in_scripts(_STEP):
+            # Ranges close in the opposite order of their opening: the step goes on outside.
+            opened.close(_STEP)
+            self._is_interrupted = True
 
     @_harmless
     def closed(self) -> None:
@@ -253,13 +257,6 @@ class Hooks(RangeObserver):
     def script_closed(self) -> None:
         self.on_thread.ranges.note_closed()
         self._range_closed()
-
-    def _range_closes(self) -> None:
-        opened = self.on_thread.ranges
-        if self.is_recording and opened.is_in_scripts(_STEP):
-            # Ranges close in the opposite order of their opening: the step goes on outside.
-            opened.close(_STEP)
-            self._is_interrupted = True
 
     def _range_closed(self) -> None:
         if self._is_interrupted and self.is_recording:
@@ -315,7 +312,7 @@ class Hooks(RangeObserver):
     def _data_ends(self) -> None:
         opened = self.on_thread.ranges
         if opened.has(_LOADER):  # else it began at rest
-            self._range_closes()
+            self.closing()
             opened.note_closed()
             self._end_phase(_LOADER)
             self._range_closed()
@@ -364,8 +361,7 @@ class Hooks(RangeObserver):
                 self._outside.passes((output,), call, call, opened.carrier)
             opened.close(call)
             if opened.root is None:
-                if opened.is_interrupted_by(module):
-                    opened.resume_backward(module)
+                opened.resume_backward(module)
             elif opened.root is call:
                 self._end_outermost(opened, call, module, kwargs)
         except Exception as error:
@@ -504,8 +500,7 @@ class Hooks(RangeObserver):
                 self._unwatch_graph()
                 self._unwatch_graph = None
             self._end_phase(key)
-        if self._outside.awaits_end(key):
-            self._outside.backward_ended(key, gradients, self._mark_here())
+        self._outside.backward_ended(key, gradients, self._mark_here())
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
 

@@ -326,11 +326,6 @@ class OpenRanges:
             self._backward.append(self.begin_range(missing.pop()))
 
     @property
-    def running_call(self) -> Call | None:
-        """The call whose forward or backward runs on this thread now, or None."""
-        return self.call or self.backward_call
-
-    @property
     def backward_call(self) -> Call | None:
         """The call whose backward runs on this thread now, or None."""
         top = self._entries[-1] if self._entries else None
@@ -342,12 +337,8 @@ class OpenRanges:
         self.leave_backward()
         self.open(key, name, call)
 
-    def is_interrupted_by(self, key: object) -> bool:
-        """Return whether ``key`` is open, and was opened by `interrupt_backward`."""
-        return key in self._interrupted
-
     def resume_backward(self, key: object) -> None:
-        """Close ``key`` and all above it, and open the backward ranges that were interrupted there."""
+        """Close ``key``, if it is open, and all above it, and open the backward ranges that were interrupted there."""
         interrupted = self._interrupted.pop(key, None)
         if self.close(key):
             self.enter_backward_of(interrupted)

@@ -101,7 +101,7 @@ class StepsAfter:
         (lines, self._lines), (workers, self._workers) = (self._lines, None), (self._workers, None)
         if lines is None:
             if workers is not None:
-                workers.close()
+                workers.stop()
             return
         self._hooks.clock.stop()
         self._hooks.on_backward = None
@@ -150,7 +150,7 @@ class CountedStep:
 
     def end(self, *, keeps_ranges: bool = False) -> None:
         """Write down what was counted; ``keeps_ranges``: the hooks' ranges go on."""
-        counter = self._stop()
+        counter = self.drop()
         if counter is None:
             return
         if not keeps_ranges:
@@ -163,11 +163,8 @@ class CountedStep:
         except OSError as error:
             self.why_not = describe_error(error)
 
-    def drop(self) -> None:
+    def drop(self) -> WorkCounter | None:
         """Count no more, and leave nothing: the step is not whole, or this process is a forked copy."""
-        self._stop()
-
-    def _stop(self) -> WorkCounter | None:
         counter, self._counter, self.is_on = self._counter, None, False
         if counter is not None:
             self._hooks.on_backward = None

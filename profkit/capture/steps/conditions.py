@@ -114,7 +114,7 @@ def autocast_dtypes() -> set[str]:
 
 
 def read_counters() -> dict[str, int]:
-    """Return what has happened so far in this process that makes a step slow: `counted_since` gives the difference.
+    """Return what has happened so far in this process that makes a step slow.
 
     ``compiled_graphs`` counts each graph that Dynamo handed to a compiler, those of recompilations too
     (``torch._dynamo.utils.counters``); the others are the caching allocator's own on the current device: cudaMalloc
@@ -136,10 +136,6 @@ def count_compiled_graphs() -> int:
     """Return how many graphs Dynamo has handed to a compiler in this process, without loading it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters.get("stats", {}).get("unique_graphs", 0))
-
-
-def counted_since(before: dict[str, int]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in read_counters().items()}
 
 
 def _read(setting: Callable[[], Any]) -> Any:

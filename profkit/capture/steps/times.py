@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from profkit.capture.steps.conditions import counted_since, read_counters
+from profkit.capture.steps.conditions import read_counters
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
 
 Part = Literal["attached", "profiled"]
@@ -161,10 +161,9 @@ class PhaseClock:
 
     def _mark_before_cuda(self) -> Mark:
         """Return this moment, with an event as soon as CUDA is in use: it stays so."""
-        if not torch.cuda.is_initialized():
-            return mark_on_host()
-        self._mark = mark_on_gpu
-        return mark_on_gpu()
+        if torch.cuda.is_initialized():
+            self._mark = mark_on_gpu
+        return mark_moment()
 
     def take(self) -> list[Span]:
         """Return the phases since the last call; one that is open ends here."""
@@ -291,7 +290,7 @@ class StepCollector:
     def end(self) -> None:
         self.read()
         if self._part is not None:
-            self.during[self._part] = counted_since(self._before)
+            self.during[self._part] = {name: n - self._before[name] for name, n in read_counters().items()}
             self._part = None
 
     def step_begins(self) -> None:
