@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import sys
+import sysconfig
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -406,6 +407,31 @@ def test_lines_of_one_phase_and_thread_are_one_row_with_its_error() -> None:
     assert len(found.steps.steps) == 3
 
 
+def test_a_line_that_calls_a_library_waits_where_the_library_does() -> None:
+    """A trainer's line runs the whole model; of its time only that of the calls that wait is waiting."""
+    library: dict[str, Callable[[Callable[[], None], Callable[[], None]], None]] = {}
+    file = str(Path(sysconfig.get_path("purelib"), "trainer.py"))
+    exec(compile("def train(work, wait):\n    work()\n    wait()\n    work()\n", file, "exec"), library)
+    recorder = LineRecorder(lambda: "forward")
+    sampler, main = recorder._sampler, threading.get_ident()
+    sampler.watch(main, "main")
+
+    def work() -> None:
+        sampler._add({main: sys._getframe(1)}, "forward", 400)
+
+    def wait() -> None:
+        sampler._add({main: sys._getframe(1)}, "forward", 100)
+        recorder._waits.note(sys._getframe(1))  # torch warns when the call is over
+
+    for _ in range(2):
+        library["train"](work, wait)
+        recorder.step_ended({"step_ns": 1000})
+    found = recorder.stop()
+    assert found is not None
+    (row,) = found.lines
+    assert (row.time_ns, row.waits, row.waiting_ns) == (900, 1.0, 100)
+
+
 def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() -> None:
     stacks = []
 
@@ -422,9 +448,11 @@ def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() ->
     sampler = recorder._sampler
     for stack, time_ns in zip(stacks, (100, 400), strict=True):
         sampler._step[stack, None, "main"] = time_ns
+        sampler._step_at[(stack, None, "main"), (0, len(stack))] = time_ns
         sampler.samples[stack, None, "main"] += 10
     recorder.step_ended({"step_ns": 1000})
     recorder._waits.counts[stacks[1], None, "main"] = 3
+    recorder._waits.spots.add((0, len(stacks[1])))
     found = recorder.stop()
     assert found is not None
     (own,) = found.lines

@@ -176,6 +176,13 @@ _PROMPT_NS = 100_000
 
 Key = tuple[Stack, str | None, Thread]
 
+Spot = tuple[int, int]
+"""The code, by its number in `_codes`, and the instruction at which a thread stands: a library's or the user's own."""
+
+
+def _spot_of(frame: FrameType) -> Spot:
+    return _number(frame.f_code), frame.f_lasti
+
 
 class StackSampler:
     """Adds up, by stack, phase and thread, the time between samples, each step for itself.
@@ -192,11 +199,14 @@ class StackSampler:
         self.times: dict[Key, list[int]] = {}
         """Nanoseconds of each step, in order."""
         self.samples: defaultdict[Key, int] = defaultdict(int)
+        self.times_at: defaultdict[tuple[Key, Spot], int] = defaultdict(int)
+        """Nanoseconds of all steps by where the thread stood in them."""
         self._phase = phase
         self._outermost = outermost
         self._watched: dict[int, Thread] = {}
-        self._last: dict[int, Key] = {}
+        self._last: dict[int, tuple[Key, Spot]] = {}
         self._step: dict[Key, int] = {}
+        self._step_at: dict[tuple[Key, Spot], int] = {}
         self._steps = 0
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -217,6 +227,9 @@ class StackSampler:
     def step_ended(self) -> None:
         with self._lock:
             step, self._step = self._step, {}
+            step_at, self._step_at = self._step_at, {}
+        for at, time_ns in step_at.items():
+            self.times_at[at] += time_ns
         for key, time_ns in step.items():
             times = self.times.setdefault(key, [])
             times += [0] * (self._steps - len(times))
@@ -236,7 +249,7 @@ class StackSampler:
         if self._thread is not None and sys.getswitchinterval() == min(self._interval, _SWITCH_INTERVAL_S):
             sys.setswitchinterval(self._interval)
         self._thread = None
-        self._step = {}
+        self._step, self._step_at = {}, {}
 
     def _run(self) -> None:
         before_ns = perf_counter_ns()
@@ -260,10 +273,12 @@ class StackSampler:
             if frame is None or (self._outermost and working is None) or is_profkits(frame):
                 continue
             key: Key = find_stack(frame, working), None if kind == "backward" else phase, kind
-            before, self._last[thread] = self._last.get(thread, key), key
+            at = key, _spot_of(frame)
+            before, self._last[thread] = self._last.get(thread, at), at
             if is_late:
-                key = before
+                key, _ = at = before
             self._step[key] = self._step.get(key, 0) + time_ns
+            self._step_at[at] = self._step_at.get(at, 0) + time_ns
             self.samples[key] += 1
 
 
@@ -321,6 +336,8 @@ class Waits:
 
     def __init__(self, phase: Callable[[], tuple[str | None, Thread]]) -> None:
         self.counts: Counter[Key] = Counter()
+        self.spots: set[Spot] = set()
+        """Where they are: a line that calls a library's model does much else besides."""
         self.unknown: str | None = None
         """Why the calls are not known; None if they are."""
         self._phase = phase
@@ -358,6 +375,11 @@ class Waits:
         _leave_out(*self._lists.values())
         self._lists.clear()
 
+    def note(self, frame: FrameType) -> None:
+        """Count a wait of a thread that stands in a frame."""
+        self.counts[find_stack(frame), *self._phase()] += 1
+        self.spots.add(_spot_of(frame))
+
     def _collect(self) -> None:
         """Put a filter before all others, keep it there, and take what it lets through."""
         _put_first(self._lists)
@@ -371,7 +393,7 @@ class Waits:
                 original(message)
                 return
             if str(message.message).startswith(_SYNCHRONIZES):
-                self.counts[find_stack(sys._getframe(1)), *self._phase()] += 1
+                self.note(sys._getframe(1))
                 if self._passes_on:
                     original(message)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data._utils import fetch, worker
 
-from profkit.capture.line_samples import PERIOD_NS, Stack, StackSampler, Waits, describe
+from profkit.capture.line_samples import PERIOD_NS, Key, Stack, StackSampler, Waits, describe
 from profkit.files import write_whole
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
@@ -113,14 +113,16 @@ class _Total:
 
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
+    waiting: Counter[Key] = Counter()
+    for (key, spot), time_ns in sampler.times_at.items():
+        waiting[key] += time_ns if spot in waits.spots else 0
     for key, times in sampler.times.items():
         for row, called in _rows_of(*key):
             total = totals[row]
             total.samples += sampler.samples[key]
             for step, time_ns in enumerate(times):
                 total.times[step] += time_ns
-            if key in waits.counts:
-                total.waiting_ns += sum(times)
+            total.waiting_ns += waiting[key]
             if called is not None:
                 total.called[called] += sum(times)
     for key, count in waits.counts.items():
