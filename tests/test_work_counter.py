@@ -318,6 +318,18 @@ def test_bytes_of_views_and_of_rows_that_are_looked_up() -> None:
     assert _count(run)[()]["least_bytes"] == 2 * 4 * 4 + 2 * 8 + 2 * 4 * 4 + results
 
 
+@pytest.mark.parametrize(("is_scaled", "passes"), [(False, 5), (True, 6)])
+def test_a_fused_step_writes_gradients_only_where_it_scales_them(is_scaled: bool, passes: int) -> None:
+    """Parameters, gradients and momenta are read, parameters and momenta written; the schema says all three are."""
+    tensors = [[torch.ones(1000)] for _ in range(3)]
+    one = torch.ones(())
+    settings = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0}
+    flags = dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
+    scale = {"grad_scale": one, "found_inf": one * 0} if is_scaled else {}
+    counted = _count(lambda: torch.ops.aten._fused_sgd_(*tensors, **settings, **flags, **scale))
+    assert counted[()]["least_bytes"] == 4 * (passes * 1000 + (2 if is_scaled else 0))
+
+
 def test_an_operator_without_a_formula_is_named() -> None:
     assert _count(lambda: torch.linalg.qr(torch.randn(4, 4)))[("",)]["missing"] == ["aten::linalg_qr"]
 

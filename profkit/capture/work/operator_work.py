@@ -30,6 +30,7 @@ from profkit.capture.work.operators import (
     OVERWRITING,
     QUERIES,
     UNREAD,
+    WRITTEN_IF,
     base_name,
     dtype_name,
     is_made_of_others,
@@ -137,6 +138,9 @@ class _Operator:
         self.written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
         if getattr(func, "namespace", "") == "c10d":
             self.written = list(self.given)[:1]  # as all of these do, though their schemas do not say so
+        kept, needed = WRITTEN_IF.get(self.name, ("", ""))
+        if self.given.get(needed) is None:
+            self.written = [name for name in self.written if name != kept]
         changed = list(_tensors(self.given.get(name) for name in self.written))
         known = {id(one) for one in self.operands}
         self.outputs = list(_tensors([returned]))

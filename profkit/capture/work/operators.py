@@ -64,6 +64,9 @@ LOOKED_UP = {
 }
 """An argument of which they read no more than they give, or an element for each of another argument's."""
 
+WRITTEN_IF = dict.fromkeys(("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"), ("grads", "grad_scale"))
+"""An argument that is written only if another one is given, whatever the schema says."""
+
 MOVES = _names(
     """
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale _efficientzerotensor _index_put_impl
