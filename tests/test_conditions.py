@@ -204,6 +204,15 @@ def test_first_steps_that_stand_out_were_not_warmed_up(times: tuple[float, ...],
     assert said is None or said in found[0]
 
 
+def test_first_steps_that_found_their_batch_ready_are_no_warm_up() -> None:
+    """A wait hides the work of the step before: one of 60 ms leaves 5 of a step's 10 ms, and 80 ms in a queue none."""
+    whole, waits = (9.8, 9.8, 70.0, 83.1, 68.2, 60.3, 55.0, 57.2), (0.1, 0.1, 81.5, 78.2, 63.0, 54.5, 49.7, 51.9)
+    steps = [{"step_ns": round(ms * MS), "data_ns": round(wait * MS)} for ms, wait in zip(whole, waits, strict=True)]
+    assert warn_of_times(steps, {}, "unprofiled") == []
+    (said,) = warn_of_times([{"step_ns": 300 * MS, "data_ns": 0}, *steps[2:]], {}, "unprofiled")
+    assert "the first of the 7 unprofiled steps" in said
+
+
 def test_steps_that_were_faster_while_recorded_show_what_the_others_suffered() -> None:
     (warning,) = warn_of_gain(_steps(26, 54), _steps(27, 26, 28))
     assert "faster than unprofiled ones, 27 ms against 40 ms (medians of 3 and 2)" in warning

@@ -204,8 +204,11 @@ def warn_of_times(steps: Steps, during: Mapping[str, int], where: str) -> list[s
         during: how often each thing that makes a step slow happened in them (`profkit.capture.steps.conditions`).
         where: what these steps are called, such as ``unprofiled``.
     """
-    by_context = _without_data(steps)
-    slow = [text for context, times in by_context.items() for text in _warn_of_first(times, f"{where} steps{context}")]
+    slow = [
+        text
+        for (context, times), whole in zip(_without_data(steps).items(), _by_context(steps).values(), strict=True)
+        for text in _warn_of_first(times, whole, f"{where} steps{context}")
+    ]
     return [*slow, *warn_of_counted(during, where)]
 
 
@@ -229,10 +232,14 @@ def _without_data(steps: Steps) -> dict[str, list[int]]:
 
     Such waits come in bursts, and a profiler may well shorten them.
     """
+    return _by_context([{**step, "step_ns": step["step_ns"] - step.get("data_ns", 0)} for step in steps])
+
+
+def _by_context(steps: Steps) -> dict[str, list[int]]:
     times: dict[str, list[int]] = {}
     for step in steps:
         context = f" (context {step['context']})" if "context" in step else ""
-        times.setdefault(context, []).append(step["step_ns"] - step.get("data_ns", 0))
+        times.setdefault(context, []).append(step["step_ns"])
     return times
 
 
@@ -246,10 +253,12 @@ def warn_of_counted(during: Mapping[str, int], where: str) -> list[str]:
     return warnings
 
 
-def _warn_of_first(times: Sequence[int], where: str) -> list[str]:
+def _warn_of_first(times: Sequence[int], whole: Sequence[int], where: str) -> list[str]:
     """Say if the first steps stand out: longer than the median of the later half by a fifth and by five of its MADs.
 
-    And longer than each step of that half: times that alternate between two values are not a warm-up.
+    And longer than each step of that half: times that alternate between two values are not a warm-up. ``times`` are
+    those without waits for data, in which the GPU finishes the step before: a first step that found its batch ready
+    has its own work in its own time, so it must be longer than usual with the waits too.
     """
     if len(times) < _FEWEST_TO_TELL_FIRST:
         return []
@@ -257,7 +266,9 @@ def _warn_of_first(times: Sequence[int], where: str) -> list[str]:
     usual = median(later)
     spread = median(abs(time_ns - usual) for time_ns in later)
     limit = max(_LONGER * usual, usual + _SPREADS * spread, *later)
-    first = next((number for number, time_ns in enumerate(times) if time_ns <= limit), len(times))
+    usual_whole = median(whole[len(whole) // 2 :])
+    stands_out = [alone > limit and with_wait > usual_whole for alone, with_wait in zip(times, whole, strict=True)]
+    first = (*stands_out, False).index(False)
     if not first:
         return []
     what = "first" if first == 1 else f"first {first}"
