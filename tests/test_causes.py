@@ -808,9 +808,16 @@ def test_gradients_that_are_summed_after_each_pass_need_be_so_after_the_last(
         assert_predicted(advice["no-sync"], program.lengths[0] - early * 501_000, 0.05)
 
 
-def _note(folder: Path, *, sizes: Sequence[int] = (4, 4, 4), cpu_ns: int | None = None, **conditions: Any) -> str:
+def _note(
+    folder: Path,
+    *,
+    kernel: str = CONVOLUTION,
+    sizes: Sequence[int] = (4, 4, 4),
+    cpu_ns: int | None = None,
+    **conditions: Any,
+) -> str:
     """Return the notes on steps of so many convolutions each, and on four workers with batches of 10 ms."""
-    program = Program(*([within("forward", launch(CONVOLUTION, 500_000, size)), wait] for size in sizes))
+    program = Program(*([within("forward", launch(kernel, 500_000, size)), wait] for size in sizes))
     program.write_loader(folder, [line(MS)], batch_ns=10 * MS, cpu_ns=cpu_ns)
     loading = {"pid": 7, "loading": {"workers": 4}}
     return " ".join(program.write(folder, conditions={"cpu_count": 16, **conditions}, processes=[loading]).notes)
@@ -820,6 +827,8 @@ def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path
     assert _note(tmp_path / "none", cudnn_benchmark=True, deterministic_algorithms=False, cpu_ns=10 * MS) == ""
     assert "every recorded step runs the same 4 kernels of" in _note(tmp_path / "rules", cudnn_benchmark=False)
     assert _note(tmp_path / "sizes", sizes=(4, 5, 4), cudnn_benchmark=False) == ""
+    attention = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
+    assert _note(tmp_path / "attention", kernel=attention, cudnn_benchmark=False) == ""
     assert "slower kernels" in _note(tmp_path / "deterministic", deterministic_algorithms=True)
     crowded = _note(tmp_path / "threads", cpu_ns=50 * MS)
     assert crowded.startswith("each of 4 loader workers keeps 5.0 of 16 CPUs busy while it makes a batch: ")

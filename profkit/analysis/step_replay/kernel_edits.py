@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import NamedTuple
 
-from profkit.analysis.kernels.categories import product_dtype
+from profkit.analysis.kernels.categories import categorize, product_dtype
 from profkit.analysis.step_replay.columns import COPY, StepColumns
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
@@ -287,8 +287,8 @@ def benchmark_convolutions(columns: StepColumns, setting: Setting) -> StepColumn
 
 @cache
 def is_convolution(name: str) -> bool:
-    """Return whether a kernel's name is that of a convolution."""
-    return _CONVOLUTION.search(name) is not None
+    """Return whether a kernel's name is that of a convolution; cuDNN's attention has an ``fprop`` too."""
+    return _CONVOLUTION.search(name) is not None and categorize(name).name != "attention"
 
 
 def _convolutions(columns: StepColumns, setting: Setting) -> list[int]:
