@@ -24,7 +24,7 @@ from profkit.reading import open_capture
 from profkit.report import document as document_module
 from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree
 from profkit.report.commands.ranks import describe_verdict
-from profkit.report.commands.summary import build_summary_document
+from profkit.report.commands.summary import build_summary_document, describe_step
 from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.run.lines import LineTime
@@ -167,6 +167,31 @@ def test_the_sentence_names_what_sets_the_pace_and_its_line() -> None:
         "├─ GPU computing           3.000 ms   30.0%  forward 10% · backward 20%",
         "└─ the rest                1.000 ms   10.0%",
     ]
+
+
+def test_a_line_stands_for_what_it_mostly_prepares_else_the_phases_do(tmp_path: Path) -> None:
+    """Python in a phase is shared out by its lines' times, though the GPU may wait for some of them alone."""
+    account = open_capture(make_timed_run(tmp_path)).trace.account  # type: ignore[union-attr]
+    for time_ns, line in ((100, 30), (99, None)):
+        limits = replace(_limits(800, 800), lines=(replace(RANDN, limit=Limit.PREPARING, time_ns=time_ns),))
+        tree = divide_step(account, limits, (), 800)
+        (part,) = (part for part in tree.parts if part.kind == Limit.PREPARING)
+        assert (part.line and part.line.line) == line
+    assert any("Python preparing kernels" in row and row.endswith("  forward 25%") for row in draw_tree(tree))
+
+
+def test_the_spread_of_steps_is_said_where_the_step_time_lies_in_it() -> None:
+    waits = StepUse(None, 62_390_000, 10, 62_150_000, 62_280_000, None, 9_023_000)
+    assert next(describe_step(replace(SUMMARY, steps=(waits,)))) == "62.39 ms unprofiled (10 steps)"
+    said = "62.20 ms unprofiled (10 steps, most take 62.15 ms to 62.28 ms)"
+    assert next(describe_step(replace(SUMMARY, steps=(replace(waits, unprofiled_ns=62_200_000),)))) == said
+
+
+def test_what_is_computed_outside_of_all_phases_is_said_where_it_is_much() -> None:
+    for outside_ns, said in ((4 * MS, "outside all phases 40% · forward 10%"), (MS // 4, "forward 10%")):
+        part = StepPart(Limit.COMPUTING, MS + outside_ns, {OUTSIDE: outside_ns, "forward": MS})
+        (row,) = draw_tree(StepTree(10 * MS, "replay", (part,)))
+        assert row.endswith(f"%  {said}")
 
 
 def _advise(after: Interval, saves: int, line: SourceLine | None = None) -> AdviceResult:

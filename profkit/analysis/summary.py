@@ -39,6 +39,9 @@ LARGEST_MISFIT = 0.15
 SMALLEST_PART = 0.01
 """A part below this share of the step goes into the rest."""
 
+_MOST = 0.5
+"""A line that makes this share of the time in which kernels are prepared stands for it."""
+
 
 @dataclass(frozen=True)
 class StepPart:
@@ -107,7 +110,10 @@ def _join(parts: Iterable[StepPart]) -> Iterator[StepPart]:
         for part in mine:
             for phase, time_ns in part.phases.items():
                 phases[phase] = phases.get(phase, 0) + time_ns
-        yield StepPart(kind, sum(part.time_ns for part in mine), phases, mine[0].line)
+        time_ns, line = sum(part.time_ns for part in mine), mine[0].line
+        # Which lines prepare kernels while the GPU waits is known by phases alone: the longest need not be one of them.
+        is_sure = line is None or line.limit != Limit.PREPARING or line.time_ns >= _MOST * time_ns
+        yield StepPart(kind, time_ns, phases, line if is_sure else None)
 
 
 def _by_gpu_time(account: TimeAccount) -> Iterator[tuple[Kind, int]]:

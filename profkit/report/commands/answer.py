@@ -50,6 +50,8 @@ TWO_LINES = 2 * ROOM - 16
 _NUMBERS = {2: "Both", 3: "All three"}
 _MOST = 0.5
 _SMALL_PHASE = 0.005
+_LARGE_OUTSIDE = 0.05
+"""What lies outside of all phases, such as the loss, is named from this share of the step."""
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
@@ -254,7 +256,11 @@ def name_part(tree: StepTree, part: StepPart) -> str:
 
 def describe_phases(tree: StepTree, part: StepPart) -> str:
     """Return the phases of a part, each as a share of the step; empty where they say nothing."""
-    phases = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase not in ("", OUTSIDE)}
     if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
         return ""
-    return SEPARATOR.join(f"{phase} {share:.0%}" for phase, share in phases.items() if share >= _SMALL_PHASE)
+    shares = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase}
+    return SEPARATOR.join(
+        f"{_OUTSIDE_PHASES if phase == OUTSIDE else phase} {share:.0%}"
+        for phase, share in shares.items()
+        if share >= (_LARGE_OUTSIDE if phase == OUTSIDE else _SMALL_PHASE)
+    )
