@@ -14,11 +14,22 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.efficiency.work import RunFacts
+from profkit.analysis.summarize import summarize_capture
 from profkit.errors import TraceError, UsageError
+from profkit.reading import open_capture
 from profkit.report.commands.efficiency import limit_words
 from profkit.run.work import FUSED, RunWork
 from tests.conftest import ROOT
-from tests.efficiency_runs import MOVER, SMALL, make_ceilings, make_timed_run, notes_of, rows_by_path, write_two_steps
+from tests.efficiency_runs import (
+    MOVER,
+    SMALL,
+    make_ceilings,
+    make_timed_run,
+    notes_of,
+    rows_by_path,
+    two_steps_work,
+    write_two_steps,
+)
 from tests.nsys_builder import NsysBuilder
 
 KINETO = ROOT / "traces" / "small-train.kineto.json.gz"
@@ -133,6 +144,28 @@ def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path)
         assert found == ["the ceilings were measured on another NVIDIA H200 (GPU-8443b058) than the run's"] * count
     (run / "measured.json").write_text(json.dumps(make_ceilings()))
     assert not read_trace(run).efficiency(ceilings=run / "measured.json").warnings
+
+
+@pytest.mark.parametrize(
+    ("flops", "footer", "said"),
+    [
+        ({"bf16": 9_100}, "of 989.5 TFLOP/s bf16 or", "bf16 peak"),
+        ({"bf16": 4_550, "fp32": 4_550}, "of 989.5 TFLOP/s bf16, 67.00 TFLOP/s fp32 or", "bf16 and fp32 peaks"),
+        ({"bf16": 9_099, "fp32": 1}, "of 989.5 TFLOP/s bf16, 67.00 TFLOP/s fp32 or", "bf16 peak"),
+    ],
+)
+def test_a_share_of_peak_says_the_peak_of_each_type_of_products(
+    tmp_path: Path, flops: dict[str, int], footer: str, said: str
+) -> None:
+    """TF32 may be on in convolutions and off in other products: each is a share of its own peak."""
+    run = make_timed_run(tmp_path, ceilings=False)
+    work = two_steps_work()
+    work["ranges"][0]["flops_by_dtype"] = flops
+    (run / "work.json").write_text(json.dumps(work))
+    assert footer in notes_of(read_trace(run).efficiency())
+    summary = summarize_capture(open_capture(run))
+    assert summary.work is not None
+    assert summary.work.peak_name == said
 
 
 def test_float32_products_with_high_precision_are_tf32(tmp_path: Path) -> None:

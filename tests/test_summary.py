@@ -158,6 +158,13 @@ def test_tf32_is_said_of_matrix_products_and_of_convolutions(
     assert _summary(run).head.precision == f"fp32, {shown}"
 
 
+def test_a_run_whose_convolutions_alone_use_tf32_is_one_in_fp32(tmp_path: Path) -> None:
+    run = _run_of(tmp_path, conditions={"cudnn_allow_tf32": True}, workload={"dtype": "fp32"})
+    work = json.loads((run / "work.json").read_text())
+    (run / "work.json").write_text(json.dumps({**work, "dtype": "tf32"}))
+    assert _summary(run).head.precision == "fp32, TF32 off in matrix products, on in convolutions"
+
+
 def test_its_memory_is_that_of_the_memory_command() -> None:
     said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
     assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]

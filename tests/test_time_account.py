@@ -224,7 +224,7 @@ def test_the_shares_of_work_are_one_partition(tmp_path: Path) -> None:
     assert parts == (10 * MS, 20 * MS, 30 * MS, 20 * MS, 0)
     assert sum(parts) == work.kernel_time_ns
     said = "matmul 12.5% of 80.00 ms of kernel time · optimizer 37.5%"
-    assert f"{said} · small kernels 25.0% · communication 25.0%" in _screen(run)
+    assert f"{said} · other kernels 25.0% · communication 25.0%" in _screen(run)
 
 
 def test_phases_of_timed_steps_that_no_recorded_step_has_are_named(tmp_path: Path) -> None:

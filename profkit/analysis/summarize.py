@@ -54,6 +54,8 @@ from profkit.names import (
 from profkit.run.manifest import Compiled, Manifest, find_condition
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 
+_MUCH = 0.05
+"""Matrix products of a type that take a smaller share of all products' time at the peaks are not named."""
 _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
 _TF32 = ("high", "medium", True, "tf32")
@@ -153,9 +155,11 @@ def _precision(manifest: Manifest, counted: str | None) -> str | None:
         manifest, "cuda_matmul_fp32_precision", "cuda_matmul_allow_tf32"
     )
     dtype = counted or manifest.workload.dtype
+    convolutions = find_condition(manifest, "cudnn_conv_fp32_precision", "cudnn_allow_tf32")
+    if dtype == "tf32" and products not in _TF32 and convolutions in _TF32:
+        dtype = "fp32"  # most FLOPs are convolutions', and other products run in fp32
     if products is None or manifest.device == "cpu" or dtype not in (None, "fp32"):
         return dtype
-    convolutions = find_condition(manifest, "cudnn_conv_fp32_precision", "cudnn_allow_tf32")
     return f"{dtype or 'no autocast'}, {_say_tf32(products in _TF32, convolutions)}"
 
 
@@ -261,7 +265,16 @@ def _work(
         at_peak_ns=sum(at_peak) if at_peak else None,
         peaks=None if result is None else result.peaks,
         uncounted=uncounted,
+        dtypes=() if result is None else tuple(_dtypes_at_peak(result)),
     )
+
+
+def _dtypes_at_peak(result: EfficiencyResult) -> Iterator[str]:
+    """Yield the types of matrix products that would take much of all products' time at their peaks."""
+    if result.peaks is None:
+        return
+    times = {dtype: result.product_flops[dtype] / result.peaks.flops_per_s[dtype] for dtype in result.dtypes}
+    yield from (dtype for dtype, time in times.items() if time >= _MUCH * sum(times.values()))
 
 
 def _by_category(attribution: Attribution, rows: Bools) -> dict[str, int]:

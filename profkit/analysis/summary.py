@@ -246,8 +246,9 @@ class GpuUse:
 class WorkUse:
     """Kernel time (of a CPU trace: operators' self time) by category, that of the optimizer's phase apart.
 
-    ``at_peak_ns`` is what the matrix products would take at their dtype's peak, None if their FLOPs are unknown;
-    ``uncounted`` says why the run counted none, None where nothing was to be counted.
+    ``at_peak_ns`` is what the matrix products would take at their dtypes' peaks, None if their FLOPs are unknown;
+    ``dtypes`` are those that make much of it. ``uncounted`` says why the run counted none, None where nothing was to be
+    counted.
     """
 
     measure: str
@@ -257,6 +258,12 @@ class WorkUse:
     at_peak_ns: float | None
     peaks: Peaks | None
     uncounted: str | None = None
+    dtypes: tuple[str, ...] = ()
+
+    @property
+    def peak_name(self) -> str:
+        """Return which peak `peak_share` is a share of, in words."""
+        return " ".join([" and ".join(self.dtypes), "peaks" if len(self.dtypes) > 1 else "peak"]).strip()
 
     @property
     def communication_ns(self) -> int:

@@ -153,15 +153,16 @@ class EfficiencyResult(NotebookResult):
          "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
          "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
          "inflation": [{"phase", "context", "clean_ns", "profiled_ns", "cost"}],
-         "model_flops", "mfu", "hardware_flops", "hfu",
+         "product_flops": {dtype: …}, "model_flops", "mfu", "hardware_flops", "hfu",
          "idle_share", "clean_idle_share", "uncounted", "warnings": [{"code", "message"}]}
 
     ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of their work ran;
     None if some ran outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were
     timed without a profiler: those of an own process (``clean``), or of the same process before its recording began
-    (``attached``). ``model_flops`` are what the model asks for in a step, ``hardware_flops`` all that a step does, with
-    what is computed again; ``mfu``, ``hfu`` and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share``
-    is the idle share without a profiler, None if unknown. ``uncounted`` says why no FLOPs are known, None if they are.
+    (``attached``). ``product_flops`` are those of matrix products in the range that did most. ``model_flops`` are what
+    the model asks for in a step, ``hardware_flops`` all that a step does, with what is computed again; ``mfu``, ``hfu``
+    and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share`` is the idle share without a profiler, None
+    if unknown. ``uncounted`` says why no FLOPs are known, None if they are.
     """
 
     trace: str
@@ -175,6 +176,7 @@ class EfficiencyResult(NotebookResult):
     step_count: int | None
     twin: str | None
     inflation: tuple[PhaseTimes, ...]
+    product_flops: dict[str, int]
     model_flops: int | None
     mfu: float | None
     hardware_flops: int | None
@@ -183,6 +185,12 @@ class EfficiencyResult(NotebookResult):
     clean_idle_share: float | None
     uncounted: str | None
     warnings: tuple[Finding, ...]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the types of matrix products whose peaks the shares of peak are of, the run's own first."""
+        known = [] if self.peaks is None else [dtype for dtype in self.product_flops if dtype in self.peaks.flops_per_s]
+        return tuple(sorted(known, key=lambda dtype: (dtype != self.dtype, dtype)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -248,12 +256,16 @@ def measure_efficiency(
     columns = _sum_columns(attribution, nodes, members, times, waiting)
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
+    product_flops: dict[str, int] = {}
     for node, summed in build_rows(attribution, nodes, members).items():
         mine, change_ns = members[ranges_of[node]], None
         if is_step(summed.name):
             change_ns = account.data_change_ns(context_of(split_path(summed.path)))
+        amount = works.total(mine)
+        if (amount.flops or 0) > sum(product_flops.values()):
+            product_flops = amount.flops_by_dtype
         row = _build_row(
-            node, summed, columns, works.total(mine), facts.peaks, idle_factor=factors[node], data_change_ns=change_ns
+            node, summed, columns, amount, facts.peaks, idle_factor=factors[node], data_change_ns=change_ns
         )
         if is_step(row.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
@@ -273,6 +285,7 @@ def measure_efficiency(
         step_count=None if numbered else count_steps(attribution, mark_members(len(trace.work), under)),
         twin=None if timed is None else timed.twin,
         inflation=() if timed is None else timed.inflated,
+        product_flops=product_flops,
         model_flops=model.flops,
         mfu=model.share,
         hardware_flops=hardware.flops,

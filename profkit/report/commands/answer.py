@@ -212,8 +212,7 @@ def _describe_pace(summary: Summary, tree: StepTree, *, is_brief: bool) -> str:
     if not is_brief and part.kind == Limit.PREPARING:
         pace += ", more slowly than the GPU runs them"
     if not is_brief and part.kind == Limit.COMPUTING and summary.work and summary.work.peak_share is not None:
-        dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
-        pace += f", matrix products at {format_share(summary.work.peak_share)} of {dtype}peak"
+        pace += f", matrix products at {format_share(summary.work.peak_share)} of {summary.work.peak_name}"
     if part.line is None:
         return f"for {time} {pace}"
     if part.line.time_ns > _MOST * part.time_ns and part.kind == Limit.PYTHON:

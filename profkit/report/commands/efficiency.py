@@ -261,10 +261,13 @@ def _peak_words(result: EfficiencyResult) -> str:
     if result.dtype not in result.peaks.flops_per_s:
         return f"% of peak is unknown: no {result.dtype} peak is known for this GPU."
     peaks = result.peaks
-    arithmetic, memory = four_digits(peaks.flops_per_s[result.dtype] / 1e12), four_digits(peaks.bytes_per_s / 1e9)
+    arithmetic = ", ".join(
+        f"{four_digits(peaks.flops_per_s[dtype] / 1e12)} TFLOP/s {dtype}" for dtype in result.dtypes or (result.dtype,)
+    )
+    memory = four_digits(peaks.bytes_per_s / 1e9)
     gpu = peaks.gpu.removeprefix("NVIDIA ")
     source = f"measured on {gpu}" if peaks.source == "measured" else f"{gpu} datasheet"
-    return f"% of peak: of {arithmetic} TFLOP/s {result.dtype} or {memory} GB/s ({source})."
+    return f"% of peak: of {arithmetic} or {memory} GB/s ({source})."
 
 
 def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:

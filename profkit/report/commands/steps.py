@@ -244,7 +244,8 @@ def _describe_shares(limited_by: Mapping[str, int]) -> str:
 
 def _describe_proof(proof: Proof, fit: Fit, *, is_unprofiled: bool) -> str:
     lengths = (
-        f"{format_ns(proof.replayed_ns)} replayed for {format_ns(proof.recorded_ns)} recorded ({proof.error:+.2%})"
+        f"{format_ns(proof.replayed_ns)} replayed for {format_ns(proof.recorded_ns)} recorded ({proof.error:+.2%}),"
+        " from first call to last kernel"
     )
     ends = f"{format_ns(proof.operations_p50_ns)} (p50), {format_ns(proof.operations_p95_ns)} (p95)"
     text = f"Step replay: {lengths}, ends on the GPU off by {ends}"

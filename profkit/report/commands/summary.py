@@ -321,13 +321,12 @@ def _describe_work(summary: Summary) -> Iterator[str]:
     each = format_ns(summary.per_step(work.kernel_time_ns))
     peak = ""
     if work.peak_share is not None and work.product_ns:
-        dtype = f"{summary.head.dtype} " if summary.head.dtype else ""
-        peak = f", at {format_share(work.peak_share)} of {dtype}peak"
+        peak = f", at {format_share(work.peak_share)} of {work.peak_name}"
     elif work.uncounted is not None and work.measure == "gpu-kernel":
         peak = f" (% of peak: {work.uncounted})"
     yield f"{names} {format_share(work.product_ns / whole)} of {each} of {kind}{_of_each(summary.head)}{peak}"
     others = {
-        "small kernels": work.small_ns,
+        "other kernels": work.small_ns,
         "optimizer": work.optimizer_ns,
         "communication": work.communication_ns,
         "whole CUDA graphs": work.graph_ns,
