@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profkit.errors import TraceError
-from profkit.trace.columns import Ints
+from profkit.trace.columns import Ints, empty_ints
 
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
@@ -284,18 +284,20 @@ class PageReader:
         try:
             leaves = self._leaves(root_page)
             step = max(_BATCH_BYTES // self._page_bytes, 1)
-            rows, row_count = np.empty((len(columns), 0), dtype=np.int64), 0
+            # Each by itself, so that a column that nobody keeps frees its memory.
+            whole, row_count = [empty_ints() for _ in columns], 0
             for start in range(0, len(leaves), step):
                 batch = self._decode(leaves[start : start + step], columns, null_values)
                 end = row_count + len(batch[0])
-                if end > rows.shape[1]:
-                    rows = _with_room(rows, row_count, end * len(leaves) // min(start + step, len(leaves)))
-                for column, values in zip(rows, batch, strict=True):
+                if end > len(whole[0]):
+                    wanted = end * len(leaves) // min(start + step, len(leaves))
+                    whole = [_with_room(column, row_count, wanted) for column in whole]
+                for column, values in zip(whole, batch, strict=True):
                     column[row_count:end] = values
                 row_count = end
         except (IndexError, ValueError, OSError):  # a damaged page points outside itself or the file
             raise NotPlain from None
-        return list(rows[:, :row_count])
+        return [column[:row_count] for column in whole]
 
     def _leaves(self, root_page: int) -> Ints:
         level = np.array([root_page], dtype=np.int64)
@@ -363,10 +365,10 @@ class PageReader:
         return starts[there]
 
 
-def _with_room(rows: Ints, used: int, wanted: int) -> Ints:
-    """Return the columns with room for the wanted rows and a twentieth more; memory is taken as it is filled."""
-    larger = np.empty((len(rows), wanted + wanted // 20), dtype=np.int64)
-    larger[:, :used] = rows[:, :used]
+def _with_room(column: Ints, used: int, wanted: int) -> Ints:
+    """Return the column with room for the wanted rows and a twentieth more; memory is taken as it is filled."""
+    larger = np.empty(wanted + wanted // 20, dtype=np.int64)
+    larger[:used] = column[:used]
     return larger
 
 
