@@ -185,9 +185,11 @@ def compare(
         RunError: a directory is no run.
         UsageError: they hold nothing that both could be compared by, their provenance differs, or an unknown range.
     """
-    from profkit.analysis.compare.comparison import compare_captures
+    from profkit.analysis.compare.comparison import compare_captures, reduce_capture
 
-    return compare_captures(open_capture(Path(before)), open_capture(Path(after)), range=range, force=force)
+    # One after the other, so that no two traces are in memory at once.
+    first, second = (reduce_capture(open_capture(Path(path)), range) for path in (before, after))
+    return compare_captures(first, second, force=force)
 
 
 def _read_run(run: Run, rank: int | None) -> Trace:

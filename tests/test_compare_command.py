@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 
 from profkit import compare
 from profkit.analysis.compare.provenance import Difference
+from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.placing.attribution import Attribution
 from profkit.errors import UsageError
+from profkit.reading import open_capture
 from profkit.report.commands.compare import describe_difference, describe_differences
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB
@@ -220,6 +224,23 @@ def test_renamed_kernels_are_a_change_even_if_no_time_changed(tmp_path: Path) ->
     out = run_command("compare", before, after).stdout
     assert "no change in" not in out
     assert "range, category, kernels" in out
+
+
+def test_no_two_traces_are_in_memory_at_once(runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Attribution]] = []
+
+    def open_alone(path: Path) -> OpenedCapture:
+        assert not any(attribution() for attribution in opened)
+        capture = open_capture(path)
+        assert capture.trace is not None
+        opened.append(weakref.ref(capture.trace.attribution))
+        return capture
+
+    monkeypatch.setattr("profkit.reading.open_capture", open_alone)
+    monkeypatch.setattr("profkit.cli.compare.open_capture", open_alone)
+    compare(*runs, force=True)
+    assert run_command("compare", *runs, "--force").returncode == 0
+    assert len(opened) == 4
 
 
 def test_snapshots_alone_or_in_runs_with_traces_are_compared_by_their_peaks(tmp_path: Path) -> None:

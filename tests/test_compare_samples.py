@@ -17,8 +17,8 @@ from hypothesis.extra.numpy import arrays
 
 from profkit import read_trace
 from profkit.analysis.compare.kernel_changes import compare_times
-from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_both, sample_steps
+from profkit.analysis.compare.provenance import Provenance, compare_provenance, find_origin
+from profkit.analysis.compare.samples import StepSamples, has_measured_steps, reduce_work, sample_both, sample_steps
 from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, judge_change, value_exceeded
 from profkit.analysis.tree.selection import join_path
 from profkit.errors import UsageError
@@ -127,7 +127,8 @@ def test_what_torch_compile_runs_is_apart_from_the_step_that_it_holds_up(tmp_pat
 
 def _both(folder: Path, *steps: Step) -> tuple[StepSamples, StepSamples]:
     before, after = (
-        read_trace(write_steps(folder / f"{at}.sqlite", [one, one])).attribution for at, one in enumerate(steps)
+        reduce_work(read_trace(write_steps(folder / f"{at}.sqlite", [one, one])).attribution)
+        for at, one in enumerate(steps)
     )
     return sample_both(before, after)
 
@@ -293,7 +294,7 @@ def make_run(folder: Path, changes: dict[str, Any] | None = None, *, trace: bool
 
 
 def compared(before: Path, after: Path) -> Provenance:
-    return compare_provenance(open_capture(before), open_capture(after))
+    return compare_provenance(find_origin(open_capture(before)), find_origin(open_capture(after)))
 
 
 def test_runs_made_alike_have_no_differences(tmp_path: Path) -> None:

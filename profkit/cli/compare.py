@@ -8,7 +8,12 @@ from pathlib import Path
 import click
 
 from profkit.analysis.compare.budgets import Budgets, check_budgets
-from profkit.analysis.compare.comparison import compare_captures, refuse_other_measure
+from profkit.analysis.compare.comparison import (
+    ReducedCapture,
+    compare_captures,
+    reduce_capture,
+    refuse_other_measure,
+)
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.comparison import RanksResult, compare_opened
@@ -60,23 +65,31 @@ def compare(
     without it the command exits 2.
     """
     refuse_overwriting([before, after], [output.path])
-    old, new = open_shown(before), open_shown(after)
+    (old, old_ranks), (new, new_ranks) = (_read_reduced(path, name, by) for path in (before, after))
     refuse_other_measure(old, new)
     if not force or output.style == "csv":
-        disturbances = compare_provenance(old, new).disturbances
+        disturbances = compare_provenance(old.origin, new.origin).disturbances
         write_warnings(f"changed: {describe_difference(difference)}" for difference in disturbances)
     with shown_after_a_second("comparing"):
-        has_ranks = by is None and name is None and _has_ranks(old) and _has_ranks(new)
-        result = compare_captures(old, new, range=name, force=force, may_be_empty=has_ranks)
+        has_ranks = old_ranks is not None and new_ranks is not None
+        result = compare_captures(old, new, force=force, may_be_empty=has_ranks)
     document = build_compare_document(result, by=by, top=top)
-    if has_ranks:
+    if old_ranks is not None and new_ranks is not None:
         from profkit.report.commands.ranks import compare_groups
 
         with shown_after_a_second("comparing ranks"):
-            groups, lines, data = compare_groups(_compare_ranks(old), _compare_ranks(new))
+            groups, lines, data = compare_groups(_compare_ranks(old_ranks), _compare_ranks(new_ranks))
         csv = document.csv if document.csv.rows else groups
         document = replace(document, parts=[*document.parts, groups, lines], data={**document.data, **data}, csv=csv)
     output.print(document)
+
+
+def _read_reduced(path: Path, name: str | None, by: View | None) -> tuple[ReducedCapture, OpenedCapture | None]:
+    """Return what is compared of a capture; and the capture itself, whose trace stays open, if its ranks are too."""
+    with shown_after_a_second(f"reading {path.name}"):
+        capture = open_capture(path)
+        has_ranks = by is None and name is None and _has_ranks(capture)
+        return reduce_capture(capture, name), capture if has_ranks else None
 
 
 def _has_ranks(capture: OpenedCapture) -> bool:

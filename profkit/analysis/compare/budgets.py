@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures
+from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures, reduce_capture
 from profkit.analysis.compare.kernel_changes import Change
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
@@ -312,7 +312,7 @@ def _judge_against(
     requested bytes; if a replay is not exact, the bounds of the allocated peak.
     """
     try:
-        compared = compare_captures(baseline, run, force=force)
+        compared = compare_captures(reduce_capture(baseline), reduce_capture(run), force=force)
     except UsageError as error:
         yield not_judged(BASELINE, "ns", None, str(error))
         return

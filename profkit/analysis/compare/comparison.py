@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from profkit.analysis.compare.kernel_changes import (
     compare_times,
     measure_change,
 )
-from profkit.analysis.compare.provenance import Provenance, compare_provenance
-from profkit.analysis.compare.samples import sample_both
+from profkit.analysis.compare.provenance import Origin, Provenance, compare_provenance, find_origin
+from profkit.analysis.compare.samples import ReducedWork, reduce_work, sample_both
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
+from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.notebook import NotebookResult, table_of
-from profkit.analysis.opened import OpenedCapture, OpenedTrace
+from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.statistics import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.time_account.step_times import (
     PhaseSamples,
@@ -32,6 +34,8 @@ from profkit.analysis.time_account.step_times import (
     summarize_step_times,
 )
 from profkit.errors import Finding, UsageError
+from profkit.run.directory import Run
+from profkit.trace.columns import Ints, empty_ints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,15 +210,41 @@ def _headline(what: str, source: str, times_ns: tuple[int, int], change: Change 
     )
 
 
+@dataclass(frozen=True, eq=False)
+class ReducedCapture:
+    """What a comparison needs of a capture, so that its trace can be forgotten before the next one is read.
+
+    ``work`` is None if there is no trace, or nothing in it to compare. ``steps_ns`` are the recorded steps of the whole
+    capture, none if only what lies under ``range`` is compared.
+    """
+
+    path: Path
+    run: Run | None
+    snapshot: OpenedSnapshot | None
+    origin: Origin
+    range: str | None
+    work: ReducedWork | None
+    steps_ns: Ints
+
+
+def reduce_capture(capture: OpenedCapture, range: str | None = None) -> ReducedCapture:
+    """Return what a comparison needs of a capture; with a range only of what lies under it.
+
+    Raises:
+        TraceError: the trace has no ranges to choose from.
+        UsageError: an unknown range.
+    """
+    trace, work, steps_ns = capture.trace, None, empty_ints()
+    if trace is not None and len(trace.trace.work):
+        steps_ns = trace.account.recorded_steps_ns() if range is None else steps_ns
+        work = reduce_work(trace.attribution, range)
+    return ReducedCapture(capture.path, capture.run, capture.snapshot, find_origin(capture), range, work, steps_ns)
+
+
 def compare_captures(
-    before: OpenedCapture,
-    after: OpenedCapture,
-    *,
-    range: str | None = None,
-    force: bool = False,
-    may_be_empty: bool = False,
+    before: ReducedCapture, after: ReducedCapture, *, force: bool = False, may_be_empty: bool = False
 ) -> CaptureComparison:
-    """Return what changed between two opened captures; see `profkit.compare`.
+    """Return what changed between two captures, reduced to the same range; see `profkit.compare`.
 
     Raises:
         UsageError: one measures GPU kernels and the other CPU operators; they differ in something that could be
@@ -222,23 +252,21 @@ def compare_captures(
             of ranks alone, unless it ``may_be_empty``.
     """
     refuse_other_measure(before, after)
-    provenance = compare_provenance(before, after)
+    provenance, range = compare_provenance(before.origin, after.origin), before.range
     if provenance.disturbances and not force:
         facts = ", ".join(difference.fact for difference in provenance.disturbances)
         raise UsageError(
             f"{before.path} and {after.path} differ in {facts}, which may change times by itself; record both under the"
             " same conditions, or pass --force"
         )
-    traces = [_with_work(capture.trace) for capture in (before, after)]
     runs = (before.run, after.run)
     steps = [None if run is None else summarize_step_times(run.manifest) for run in runs]
     time = clean = memory = modules = recorded_step = None
-    if traces[0] is not None and traces[1] is not None:
-        samples = sample_both(traces[0].attribution, traces[1].attribution, range)
+    if before.work is not None and after.work is not None:
+        samples = sample_both(before.work, after.work)
         time, modules = compare_times(*samples), compare_modules(*samples)
-        if time.unit == "step" and range is None:
-            steps_ns = [trace.account.recorded_steps_ns() for trace in (traces[0], traces[1])]
-            recorded_step = measure_change(*steps_ns) if all(map(len, steps_ns)) else None
+        if time.unit == "step" and len(before.steps_ns) and len(after.steps_ns):
+            recorded_step = measure_change(before.steps_ns, after.steps_ns)
     if range is None:
         if steps[0] is not None and steps[1] is not None:
             clean = compare_unprofiled(steps[0], steps[1])
@@ -254,7 +282,7 @@ def compare_captures(
         clean=clean,
         memory=memory,
         warnings=(
-            *_warn_of_missing("kernel times", *traces),
+            *_warn_of_missing("kernel times", before.work, after.work),
             *_warn_of_missing("unprofiled steps", *steps),
             *(_warn_of_phases(*steps) if range is None else ()),
             *_warn_of_missing("memory snapshots", before.snapshot, after.snapshot),
@@ -287,26 +315,20 @@ def _compare_samples(name: str, before: PhaseSamples, after: PhaseSamples) -> Cl
     return CleanChange(name, round(old), round(new), round(new - old), low, high, verdict, waits)
 
 
-def refuse_other_measure(before: OpenedCapture, after: OpenedCapture) -> None:
+def refuse_other_measure(before: ReducedCapture, after: ReducedCapture) -> None:
     """Raise if one trace measures GPU kernels and the other CPU operators: no force makes them comparable.
 
     Raises:
         UsageError: they do.
     """
-    traces = [_with_work(capture.trace) for capture in (before, after)]
-    measures = [None if capture is None else capture.trace.measure for capture in traces]
+    measures = [None if capture.work is None else capture.work.measure for capture in (before, after)]
     if None not in measures and measures[0] != measures[1]:
         named = {"gpu-kernel": "the time of GPU kernels", "cpu-operator": "the self time of CPU operators"}
         first, second = (named[measure] for measure in measures if measure is not None)
         raise UsageError(f"{before.path} measures {first} and {after.path} measures {second}: they cannot be compared")
 
 
-def _with_work(trace: OpenedTrace | None) -> OpenedTrace | None:
-    """Return the trace if it has anything to compare: GPU kernels, or CPU operators."""
-    return trace if trace is not None and len(trace.trace.work) else None
-
-
-def _warn_of_compilations(side: str, capture: OpenedCapture) -> Iterator[Finding]:
+def _warn_of_compilations(side: str, capture: ReducedCapture) -> Iterator[Finding]:
     for finding in find_compilations(capture.run):
         yield Finding(finding.code, f"{side}: {finding.message}", finding.verdict)
 
@@ -329,18 +351,18 @@ def _warn_of_phases(before: StepTimes | None, after: StepTimes | None) -> Iterat
             )
 
 
-def _explain_nothing(before: OpenedCapture, after: OpenedCapture, range: str | None) -> str:
+def _explain_nothing(before: ReducedCapture, after: ReducedCapture, range: str | None) -> str:
     if range is not None:
         return f"range {range!r}: only the kernel times of two traces can be compared by range"
     holdings = [", ".join(_list_holdings(capture)) or "nothing to compare" for capture in (before, after)]
     return f"{before.path} holds {holdings[0]}, {after.path} holds {holdings[1]}: they cannot be compared"
 
 
-def _list_holdings(capture: OpenedCapture) -> list[str]:
+def _list_holdings(capture: ReducedCapture) -> list[str]:
     held = []
-    if _with_work(capture.trace) is not None:
+    if capture.work is not None:
         held.append("kernel times")
-    elif capture.trace is not None:
+    elif capture.origin.self_check is not None:
         held.append("a trace without GPU kernels")
     if capture.run is not None and summarize_step_times(capture.run.manifest) is not None:
         held.append("unprofiled steps")

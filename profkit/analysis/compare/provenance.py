@@ -9,11 +9,12 @@ has is unknown, not different.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from profkit.analysis.opened import OpenedCapture
+from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.run.manifest import Manifest, find_condition
 from profkit.trace.columns import Trace, distinct_values, rows_by_value
@@ -103,9 +104,25 @@ class Provenance:
         )
 
 
-def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenance:
+@dataclass(frozen=True)
+class Origin:
+    """Where one capture comes from; ``self_check`` is None without a trace."""
+
+    facts: dict[str, str]
+    self_check: SelfCheck | None
+    on_cpu: bool
+
+
+def find_origin(capture: OpenedCapture) -> Origin:
+    """Return where a capture comes from."""
+    facts, trace = _state_facts(capture), capture.trace
+    on_cpu = facts.get("device") == "cpu" or (trace is not None and trace.trace.measure != "gpu-kernel")
+    return Origin(facts, None if trace is None else trace.self_check, on_cpu)
+
+
+def compare_provenance(before: Origin, after: Origin) -> Provenance:
     """Return what differs between where two captures come from."""
-    old, new = _state_facts(before), _state_facts(after)
+    old, new = before.facts, after.facts
     differences = [
         Difference(fact, old[fact], new[fact], fact not in _STATED and fact != _OPERATORS)
         for fact in old.keys() & new.keys()
@@ -114,7 +131,7 @@ def compare_provenance(before: OpenedCapture, after: OpenedCapture) -> Provenanc
     differences += _judge_self_checks(before, after)
     order = {fact: place for place, fact in enumerate([*_DISTURBING, *_STATED])}
     differences.sort(key=lambda change: (not change.disturbs, order.get(change.fact, 0), change.fact))
-    lacks_old, lacks_new = _list_unknown(before, old), _list_unknown(after, new)
+    lacks_old, lacks_new = _list_unknown(before), _list_unknown(after)
     return Provenance(
         differences=tuple(differences),
         unknown_before=tuple(fact for fact in lacks_old if fact not in lacks_new),
@@ -162,9 +179,9 @@ def _program(run: Manifest) -> str:
     return script or module or words[0]
 
 
-def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Difference]:
+def _judge_self_checks(before: Origin, after: Origin) -> list[Difference]:
     """Return one difference if a capture failed its self-check, even if both did: they need not have lost the same."""
-    checks = [None if capture.trace is None else capture.trace.self_check for capture in (before, after)]
+    checks = [before.self_check, after.self_check]
     if not any(check is not None and check.failed for check in checks):
         return []
     before_result, after_result = (
@@ -173,7 +190,6 @@ def _judge_self_checks(before: OpenedCapture, after: OpenedCapture) -> list[Diff
     return [Difference(_SELF_CHECK, before_result, after_result, True)]
 
 
-def _list_unknown(capture: OpenedCapture, facts: Mapping[str, str]) -> list[str]:
+def _list_unknown(origin: Origin) -> list[str]:
     """Return the expected facts that a capture lacks; those of GPUs only if it has a GPU."""
-    on_cpu = facts.get("device") == "cpu" or (capture.trace is not None and capture.trace.trace.measure != "gpu-kernel")
-    return [fact for fact in _EXPECTED if fact not in facts and not (on_cpu and fact in _OF_GPUS)]
+    return [fact for fact in _EXPECTED if fact not in origin.facts and not (origin.on_cpu and fact in _OF_GPUS)]

@@ -19,7 +19,7 @@ from profkit.analysis.tree.modules import Place, read_place
 from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within
 from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.names import COMPILING, STEP
-from profkit.trace.columns import Ints, Measure, distinct_values, empty_ints, rows_by_value
+from profkit.trace.columns import Ints, Measure, Work, distinct_values, empty_ints, rows_by_value
 from profkit.trace.nesting import NO_RANGE
 
 RangePath = tuple[str, ...]
@@ -80,20 +80,57 @@ def has_measured_steps(attribution: Attribution) -> bool:
     return bool(len(measured_ranges(attribution).get(STEP, ())))
 
 
-def sample_both(before: Attribution, after: Attribution, range: str | None = None) -> tuple[StepSamples, StepSamples]:
-    """Return the samples of two captures, in paths that mean the same in both; steps, if both have any.
+@dataclass(frozen=True, eq=False)
+class _Numbering:
+    """Each row's sample, -1 for none, and what `StepSamples` says of the samples."""
+
+    sample: Ints
+    wall_ns: Ints | None = None
+    even: bool = True
+    has_contexts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedWork:
+    """The work of one capture and all that samples are taken by, so that its trace can be forgotten.
+
+    Samples are its ``steps``, or the ``whole`` of it where it or the other capture has none. ``innermost`` is each
+    row's innermost range, ``nodes`` the tree of ranges within the steps.
+    """
+
+    measure: Measure
+    names: list[str]
+    work: Work
+    range: str | None
+    steps: _Numbering | None
+    whole: _Numbering
+    innermost: Ints
+    nodes: RangeNodes
+
+
+def reduce_work(attribution: Attribution, range: str | None = None) -> ReducedWork:
+    """Return what samples of a trace are taken from; with a range only of what lies under it.
 
     Raises:
-        TraceError: a trace has no ranges to choose from.
+        TraceError: the trace has no ranges to choose from.
         UsageError: an unknown range.
     """
-    by_step = has_measured_steps(before) and has_measured_steps(after)
-    steps = [_choose_steps(attribution, range) for attribution in (before, after)]
-    trees = join_kinds(nodes_within(before, steps[0]), nodes_within(after, steps[1]))
-    return (
-        _sample(before, range, steps[0], trees[0], by_step=by_step),
-        _sample(after, range, steps[1], trees[1], by_step=by_step),
-    )
+    trace = attribution.trace
+    members = _choose_steps(attribution, range)
+    steps, whole = _number_steps(attribution, members) if len(members) else None, _number_whole(attribution)
+    if range is not None:
+        outside = ~choose_work(attribution, KernelFilter(range)).rows
+        for numbering in (whole,) if steps is None else (steps, whole):
+            numbering.sample[outside] = -1
+    nodes = nodes_within(attribution, members)
+    return ReducedWork(trace.measure, trace.names, trace.work, range, steps, whole, attribution.work.innermost, nodes)
+
+
+def sample_both(before: ReducedWork, after: ReducedWork) -> tuple[StepSamples, StepSamples]:
+    """Return the samples of two captures, in paths that mean the same in both; steps, if both have any."""
+    by_step = before.steps is not None and after.steps is not None
+    trees = join_kinds(before.nodes, after.nodes)
+    return _sample(before, trees[0], by_step=by_step), _sample(after, trees[1], by_step=by_step)
 
 
 def sample_steps(attribution: Attribution, range: str | None = None, *, by_step: bool = True) -> StepSamples:
@@ -109,37 +146,34 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
         TraceError: the trace has no ranges to choose from.
         UsageError: an unknown range.
     """
-    steps = _choose_steps(attribution, range)
-    (nodes,) = join_kinds(nodes_within(attribution, steps))
-    return _sample(attribution, range, steps, nodes, by_step=by_step)
+    reduced = reduce_work(attribution, range)
+    (nodes,) = join_kinds(reduced.nodes)
+    return _sample(reduced, nodes, by_step=by_step)
 
 
-def _sample(
-    attribution: Attribution, range: str | None, steps: Ints, nodes: RangeNodes, *, by_step: bool
-) -> StepSamples:
-    trace = attribution.trace
-    sample, wall_ns, even = _number_samples(attribution, steps) if by_step else _one_sample(attribution)
-    inside = sample >= 0
-    if range is not None:
-        inside &= choose_work(attribution, KernelFilter(range)).rows
-    rows = np.flatnonzero(inside)
-    size = 1 if wall_ns is None else len(wall_ns)
-    keys, column = _number_keys(attribution, rows, nodes)
+def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSamples:
+    """Return the samples of a capture; ``nodes`` is its tree of ranges with siblings of one kind joined."""
+    work = reduced.work
+    numbering = reduced.steps if by_step and reduced.steps is not None else reduced.whole
+    rows = np.flatnonzero(numbering.sample >= 0)
+    sample = numbering.sample[rows]
+    size = 1 if numbering.wall_ns is None else len(numbering.wall_ns)
+    keys, column = _number_keys(reduced, rows, nodes)
     kernel_ns = np.zeros((size, len(keys)), dtype=np.int64)
-    np.add.at(kernel_ns, (sample[rows], column), trace.work.duration_ns[rows])
+    np.add.at(kernel_ns, (sample, column), work.duration_ns[rows])
     return StepSamples(
-        measure=trace.measure,
-        range=range,
+        measure=reduced.measure,
+        range=reduced.range,
         has_steps=by_step,
         keys=keys,
         kernel_ns=kernel_ns,
         kernel_count=np.bincount(column, minlength=len(keys)),
-        busy_ns=BusyTime(trace.work).sum_by(sample[rows], rows, size),
-        wall_ns=wall_ns if range is None else None,
+        busy_ns=BusyTime(work).sum_by(sample, rows, size),
+        wall_ns=numbering.wall_ns if reduced.range is None else None,
         paths=_paths_of(nodes),
-        left_out_ns=int(trace.work.duration_ns.sum()) - int(trace.work.duration_ns[rows].sum()),
-        even=even,
-        has_contexts=by_step and len(distinct_values(find_contexts(attribution)[steps])) > 1,
+        left_out_ns=int(work.duration_ns.sum()) - int(work.duration_ns[rows].sum()),
+        even=numbering.even,
+        has_contexts=numbering.has_contexts,
     )
 
 
@@ -153,8 +187,7 @@ def _choose_steps(attribution: Attribution, range: str | None) -> Ints:
     return members[within] if within.any() else members
 
 
-def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints, bool]:
-    """Return each row's sample (-1: in no step), each sample's time, and whether all processes made equally many."""
+def _number_steps(attribution: Attribution, members: Ints) -> _Numbering:
     trace = attribution.trace
     top = outermost(trace.ranges, members)
     number = np.full(len(trace.ranges), -1, dtype=np.int64)
@@ -168,30 +201,32 @@ def _number_samples(attribution: Attribution, members: Ints) -> tuple[Ints, Ints
     under = attribution.work.under(members)
     sample = np.full(len(trace.work), -1, dtype=np.int64)
     sample[under.rows] = number[members[under.member]]
-    return sample, wall_ns, len(set(counts)) == 1
+    has_contexts = len(distinct_values(find_contexts(attribution)[members])) > 1
+    return _Numbering(sample, wall_ns, len(set(counts)) == 1, has_contexts)
 
 
-def _one_sample(attribution: Attribution) -> tuple[Ints, None, bool]:
+def _number_whole(attribution: Attribution) -> _Numbering:
+    """Return all work outside the warm-up as one sample."""
     warmup = find_warmup(attribution.trace)
     sample = np.zeros(len(attribution.trace.work), dtype=np.int64)
     if warmup is not None:
         sample[attribution.work.under(select_ranges(attribution, warmup)).rows] = -1
-    return sample, None, True
+    return _Numbering(sample)
 
 
-def _number_keys(attribution: Attribution, rows: Ints, nodes: RangeNodes) -> tuple[tuple[Key, ...], Ints]:
-    trace = attribution.trace
+def _number_keys(reduced: ReducedWork, rows: Ints, nodes: RangeNodes) -> tuple[tuple[Key, ...], Ints]:
     paths = _read_paths(nodes)
     number: dict[tuple[RangePath, Place], int] = {}
     # The last node stands for the step itself, in which work without a node lies.
     of_node = np.array([number.setdefault(path, len(number)) for path in paths], dtype=np.int64)
-    node = np.append(nodes.of_range, NO_RANGE)[attribution.work.innermost[rows]]
-    combined, column = np.unique(of_node[node] * len(trace.names) + trace.work.name[rows], return_inverse=True)
+    node = np.append(nodes.of_range, NO_RANGE)[reduced.innermost[rows]]
+    names = reduced.names
+    combined, column = np.unique(of_node[node] * len(names) + reduced.work.name[rows], return_inverse=True)
     distinct, keys = list(number), []
     for key in combined.tolist():
-        at, name = divmod(key, len(trace.names))
-        (path, place), kernel = distinct[at], trace.names[name]
-        category = COMPILING if place.phase == COMPILING else categorize(kernel, trace.measure).name
+        at, name = divmod(key, len(names))
+        (path, place), kernel = distinct[at], names[name]
+        category = COMPILING if place.phase == COMPILING else categorize(kernel, reduced.measure).name
         keys.append(Key(path, category, kernel, place))
     return tuple(keys), column
 
