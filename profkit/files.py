@@ -31,11 +31,8 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
 
     Whatever happens, a reader sees the old file, the new one, or none. The name keeps the ending of ``path``, which
     some programs insist on. A link is followed: the file that it names is replaced, not the link. Nothing need be
-    written: then ``path`` stays as it was.
-
-    Args:
-        path: the file to make.
-        mode: its permissions; by default those of the file that is replaced, else what the umask leaves.
+    written: then ``path`` stays as it was. Permissions are by default those of the file that is replaced, else what the
+    umask leaves.
 
     Raises:
         OSError: it cannot be written; ``filename`` is ``path``.

@@ -160,9 +160,8 @@ class Gathered:
 def gather(sources: Sequence[Path], output: Path) -> Gathered:
     """Copy the runs into ``output``, which is new, as ``node0``, ``node1``, … in the order of their ranks.
 
-    Args:
-        sources: runs of one machine each, or directories that hold such runs.
-        output: the directory to make; it appears whole or not at all.
+    ``sources`` are runs of one machine each, or directories that hold such runs; the output appears whole or not at
+    all.
 
     Raises:
         RunError: a source is no run, cannot be read, or is larger than the room on the disk.

@@ -85,13 +85,10 @@ class SharedCopy:
 def share(source: Path, output: Path, *, keep_frames: bool = False, rename_ranges: bool = False) -> SharedCopy:
     """Write a copy of a trace, a snapshot or a run directory to ``output``, which appears whole or not at all.
 
-    Of a run directory an ``output`` named ``….sqlite`` is a copy of its nsys export; any other is a new directory.
-
-    Args:
-        source: what to copy; it is only read, and no link in it is followed.
-        output: the copy.
-        keep_frames: keep the file's last name, the line and the function of frames and source lines.
-        rename_ranges: put numbers in place of the words in names of ranges, modules and tensors.
+    Of a run directory an ``output`` named ``….sqlite`` is a copy of its nsys export; any other is a new directory. The
+    source is only read, and no link in it is followed. ``keep_frames`` keeps the file's last name, the line and the
+    function of frames and source lines; ``rename_ranges`` puts numbers in place of the words in names of ranges,
+    modules and tensors.
 
     Raises:
         CaptureError: the source cannot be read, or is none of these.

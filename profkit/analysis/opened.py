@@ -170,8 +170,7 @@ class OpenedTrace:
     def phases(self, within: str = "") -> list[KernelsResult]:
         """Return a result per standard phase (forward, loss, …) that the trace has, without those in ``warmup``.
 
-        Args:
-            within: the beginning of a path (``context 128/step */``), to take only the phases there.
+        ``within`` is the beginning of a path (``context 128/step */``), to take only the phases there.
         """
         names = {self.trace.names[i] for i in distinct_values(self.trace.ranges.name).tolist()}
         exclude = _ANY_WARMUP if find_warmup(self.trace) is not None else None

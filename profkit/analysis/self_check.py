@@ -85,10 +85,7 @@ class SelfCheck(NotebookResult):
 def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNOWN_RUN) -> SelfCheck:
     """Return what can be said for and against trusting a capture.
 
-    Args:
-        attribution: the trace with its work placed.
-        log: what the profiler printed while it recorded and imported, where a run directory kept it.
-        run: what the run's manifest says of its steps.
+    ``log`` is what the profiler printed while it recorded and imported, where a run directory kept it.
     """
     trace = attribution.trace
     of_launches = (_check_lost, _check_unlaunched, _check_density) if trace.measure == "gpu-kernel" else ()
@@ -320,10 +317,8 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
     """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
 
     The first backward call of a step is compared with the first ones of the other steps, the second with the second:
-    steps of several micro-batches, models or optimizers are alike as wholes, but their parts are not.
-
-    Args:
-        even: every step is known to do the same work, so that a difference is loss.
+    steps of several micro-batches, models or optimizers are alike as wholes, but their parts are not. If every step is
+    known to do the same work (``even``), a difference is loss.
     """
     trace = attribution.trace
     of_gpu = trace.measure == "gpu-kernel"

@@ -160,13 +160,9 @@ def render(
 ) -> str:
     """Return the document as text.
 
-    Args:
-        document: the result.
-        style: which of the five ways.
-        full_names: do not shorten what does not fit the width of a screen, nor the absolute paths in JSON.
-        with_warnings: hold the warnings too. JSON, Markdown and LaTeX always do; on a screen they stand on standard
-            error, and a file would lack them.
-        paint: returns text in the colour of its role; only a screen has colours.
+    ``full_names`` does not shorten what does not fit the width of a screen, nor the absolute paths in JSON. Warnings
+    are left out without ``with_warnings``: on a screen they stand on standard error, and a file would lack them; JSON,
+    Markdown and LaTeX always hold them. ``paint`` colours a text by its role; only a screen has colours.
     """
     if style == "json":
         return json_text(_to_json(document, full_names))

@@ -111,15 +111,10 @@ def check_budgets(
     force: bool = False,
     ranks: RanksResult | str = "the ranks were not read",
 ) -> BudgetCheck:
-    """Return whether a run keeps its budgets.
+    """Return whether a run keeps its budgets; fewer can be judged of a single trace or snapshot.
 
-    Args:
-        run: a run directory; fewer budgets can be judged with a single trace or snapshot.
-        budgets: the limits.
-        baseline: an earlier run; the run must be neither measurably slower nor need more memory.
-        allowed_slowdown: how much slower it may be, as a fraction of the baseline's time.
-        force: accept a baseline of other provenance.
-        ranks: the comparison of its ranks, or why there is none; needed for budgets of ranks alone.
+    It must be neither measurably slower than the ``baseline``, by more than this fraction of its time, nor need more
+    memory; ``force`` accepts one of other provenance. ``ranks`` are compared, or the reason why they are not.
 
     Raises:
         UsageError: there is no budget, or a share's name can mean two things, or nothing.

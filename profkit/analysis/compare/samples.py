@@ -134,13 +134,10 @@ def sample_both(before: ReducedWork, after: ReducedWork) -> tuple[StepSamples, S
 
 
 def sample_steps(attribution: Attribution, range: str | None = None, *, by_step: bool = True) -> StepSamples:
-    """Return the kernel time of each measured step.
+    """Return the kernel time of each measured step; not ``by_step``, everything outside ``warmup`` is one sample.
 
-    Args:
-        attribution: the trace with its work placed.
-        range: only what lies under this range. If whole steps lie within the range (``context 128``), those are the
-            samples, else all steps are.
-        by_step: take steps as samples; else everything outside ``warmup`` is one sample.
+    If ``range`` is given, only what lies under it counts. If whole steps lie within the range (``context 128``), those
+    are the samples, else all steps are.
 
     Raises:
         TraceError: the trace has no ranges to choose from.

@@ -232,10 +232,7 @@ def find_kernel_sources(
 ) -> tuple[KernelSource, ...]:
     """Return where the chosen rows of work come from, the longest first; nothing of what no compiled code launched.
 
-    Args:
-        attribution: the trace with its work placed.
-        rows: which rows of work.
-        graphs: what the run knows of its compiled code, by the graphs' ids.
+    ``graphs`` are what the run knows of its compiled code, by the graphs' ids.
     """
     trace, work = attribution.trace, attribution.trace.work
     if work.compiled_launch is None:
@@ -292,11 +289,8 @@ class SharedKernels:
 def find_shared(attribution: Attribution, request: str, members: Ints, rows: Bools) -> SharedKernels | None:
     """Return what the modules of a request share with others outside of it; None if that is nothing.
 
-    Args:
-        attribution: the trace with its work placed.
-        request: the range that was asked for; a path asks for the shared lines of its own place in the tree alone.
-        members: its ranges.
-        rows: the work that may count: what the other filters left, and what does not lie under the range.
+    A path asks for the shared lines of its own place in the tree alone; ``members`` are the ranges that were asked for.
+    ``rows`` may count: what the other filters left, and what does not lie under the range.
     """
     trace, ranges = attribution.trace, attribution.trace.ranges
     if trace.work.compiled_launch is None:

@@ -76,15 +76,7 @@ class DeviceMemory:
         compiled: Iterable[CompiledGraph] = (),
         is_only_device: bool = True,
     ) -> None:
-        """Replay a device.
-
-        Args:
-            settings: the allocator's.
-            recorded: the run's ledger.
-            named: phase name → glob on the names of annotations.
-            compiled: what the run knows of its compiled code.
-            is_only_device: whether the process used no other device.
-        """
+        """Replay a device; ``named`` is phase name → glob on the names of annotations."""
         self.device = device
         self._is_only_device = is_only_device
         self._compiled = compiled

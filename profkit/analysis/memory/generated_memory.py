@@ -118,14 +118,7 @@ class GeneratedMemory:
     """Finds who holds the memory that one device's compiled code allocated."""
 
     def __init__(self, graphs: Iterable[CompiledGraph], replay: Replay, stacks: StackBook, ends_failing: bool) -> None:
-        """Prepare to answer.
-
-        Args:
-            graphs: what the run knows of its compiled code.
-            replay: the device's allocations.
-            stacks: theirs.
-            ends_failing: whether the last event is an allocation that failed: then a call may still be running.
-        """
+        """Prepare to answer; if it ``ends_failing``, in an allocation that failed, a call may still be running."""
         by_code: dict[str, list[CompiledGraph]] = {}
         for graph in graphs:
             by_code.setdefault(graph.code, []).append(graph)

@@ -69,14 +69,7 @@ class Places:
         *,
         is_only_device: bool,
     ) -> None:
-        """Prepare to answer.
-
-        Args:
-            annotations: the ranges in the snapshot.
-            recorded: the run's ledger.
-            owners: whose each allocation is (a row of the replay), as far as the ledger knows.
-            is_only_device: whether the process used no other device.
-        """
+        """Prepare to answer; ``owners`` says whose each allocation (a row of the replay) is, where the ledger knows."""
         self._timeline = timeline
         self._annotations = annotations
         self._owned = recorded.owned if recorded else ()

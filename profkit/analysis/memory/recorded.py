@@ -104,10 +104,8 @@ class Timeline:
 def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps: Iterable[Phase] = ()) -> Timeline:
     """Return the phases and steps of a device's history.
 
-    Args:
-        named: phase name → glob on the names of annotations; these take precedence.
-        steps: steps that the run recorded; if there are none, annotations give them, else the ends of the optimizer's
-            steps.
+    ``named`` is phase name → glob on the names of annotations, and takes precedence. If the run recorded no ``steps``,
+    annotations give them, else the ends of the optimizer's steps.
     """
     events = device.events
     times = np.maximum.accumulate(events.time_us) if len(events) else events.time_us

@@ -89,14 +89,10 @@ class PlacedRows:
     """The rows of a table, work or copies, in their places; answers which of them lie under which ranges."""
 
     def __init__(self, rows: Work | Copies, trace: Trace, own: Ints, hosts: Hosts, mirrors: Mirrors) -> None:
-        """Place the rows.
+        """Place the rows of a capture, in which the ranges of ``mirrors`` stand last.
 
-        Args:
-            rows: the table.
-            trace: the capture with all ranges; those of ``mirrors`` stand last.
-            own: each row's innermost range on its launching thread, or `NO_RANGE`.
-            hosts: its innermost range on the thread that waited for it, and that thread.
-            mirrors: the ranges to which backward work is linked, and which work that is.
+        ``own`` is each row's innermost range on its launching thread, or `NO_RANGE`; ``hosts`` its innermost range on
+        the thread that waited for it, and that thread.
         """
         self.ranges = trace.ranges
         self._file = trace.path
@@ -200,10 +196,7 @@ class PlacedRows:
         return counts
 
     def refuse_many(self, count: int) -> None:
-        """Raise if the rows lie under more ranges than in any real program: each pair takes time and memory.
-
-        Args:
-            count: pairs of a row and a range over it.
+        """Raise if so many pairs of a row and a range over it are more than any real program has: each takes time.
 
         Raises:
             TraceError: there are too many.
@@ -286,10 +279,8 @@ class Attribution:
 def attribute_work(trace: Trace, *, thread_only: bool = False) -> Attribution:
     """Return the trace with every kernel, graph and copy placed under the ranges open at its launch.
 
-    Args:
-        trace: the capture.
-        thread_only: look at the launching thread's own ranges alone, as per-thread tools do; what launches from an
-            autograd thread then lies outside every range.
+    With ``thread_only``, as per-thread tools do, the launching thread's own ranges alone count: what launches from an
+    autograd thread then lies outside every range.
     """
     timelines, parent = build_timelines(trace.ranges)
     # One more entry, so that a launch outside every range (-1) finds no adopter.

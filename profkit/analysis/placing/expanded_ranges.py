@@ -221,12 +221,7 @@ _BRANCHES = "the graph has branches, and torch.profiler does not say which node 
 
 
 def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
-    """Return the trace with the ranges of the captures in place of the replays; itself if it has no replay.
-
-    Args:
-        trace: the capture.
-        graphs: what the run knows of its CUDA graphs.
-    """
+    """Return the trace with the ranges of the captures in place of the replays; itself if it has no replay."""
     known = {graph_range(graph.id): graph for graph in graphs}
     layouts = {at: _lay_out(known[name]) for at, name in enumerate(trace.names) if name in known}
     replays = np.flatnonzero(np.isin(trace.ranges.name, list(layouts)))

@@ -333,11 +333,7 @@ def mirror_forward_ranges(
 ) -> tuple[Trace, Ints, Mirrors]:
     """Return the trace with mirrors behind its ranges, the ranges' parents, and the mirrors.
 
-    Args:
-        trace: the capture.
-        timelines: of its threads.
-        parent: of each range.
-        around: the innermost range of each row of work, or `NO_RANGE`.
+    ``around`` is the innermost range of each row of work, or `NO_RANGE`.
     """
     sequence, origins = trace.work.sequence, trace.origins
     if sequence is None or origins is None:

@@ -138,11 +138,9 @@ def compare_ranks(
 ) -> RanksResult:
     """Return the comparison of ranks; the order of ``ranks`` does not matter.
 
-    Args:
-        ranks: what each rank handed over.
-        lost: the ranks of which nothing can be read, each with the reason.
-        written: the light records of ranks that also left a full trace.
-        recorded_step_ns: what a step takes by the time account of their traces; None without traces.
+    ``lost`` are those of which nothing can be read, with the reason, ``written`` the light records of ranks that also
+    left a full trace. ``recorded_step_ns`` is what a step takes by the time account of their traces; None without
+    traces.
 
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
@@ -207,11 +205,7 @@ def _make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, Reduced
     What a trace knows of a step and what a light record knows are not the same. Light records have those steps alone
     that are in a trace: the third step of a trace is another than the third of theirs. They keep the trace's source,
     for a profiler slowed these ranks. So too with traces without collectives that light records know, and with traces
-    of ranges alone, as nsys leaves them without a GPU.
-
-    Args:
-        ranks: by its trace each rank that has one, else by its light record.
-        written: the light records of ranks with a trace.
+    of ranges alone, as nsys leaves them without a GPU. ``written`` are the light records of ranks with a trace.
     """
     traced = [rank for rank in ranks if rank.record.source != "light"]
     is_known = any(rank.exact is not None and (rank.calls or rank.sent) for rank in traced)

@@ -393,12 +393,7 @@ def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> B
     """Return in which steps a rank is late as a rule: in all, or in a stretch of most of them; None if by chance.
 
     Stretches are tested too, since what one costs may be hidden in the others: of n steps there are n (n + 1) / 2.
-
-    Args:
-        late_ns: how late the rank is in each step.
-        cost: what the ranks cost each other.
-        rank: which rank it is, by position.
-        cause: why it is late; None: for whatever reason.
+    ``late_ns`` is how late the rank, given by position, is in each step; a ``cause`` of None means for whatever reason.
     """
     count, step_ns, spread = len(late_ns), cost.step_ns, _typical_spread(cost)
     tests = (2 + (len(cost.saved_ns) > _MANY)) * len(cost.saved_ns) * len(cost.causes)

@@ -87,13 +87,7 @@ _Key = tuple[str, int, str, str | None]
 
 
 def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_size: int) -> list[GroupRow]:
-    """Return a row for each name of groups, kind and dtype; the longest first.
-
-    Args:
-        matched: the collectives of each group.
-        ranks: what they sent each other.
-        world_size: how many ranks there are.
-    """
+    """Return a row for each name of groups, kind and dtype; the longest first."""
     parts_of_row: dict[_Key, list[_Part]] = {}
     for kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
         key = _group_label(part.group, world_size), len(part.group.ranks), kind, dtype

@@ -401,12 +401,8 @@ def longer_unrecorded(
     """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
 
     The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
-    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases.
-
-    Args:
-        ranks: what the ranks that left full traces handed over.
-        written: their light records.
-        late: which of them (its position).
+    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases. ``written`` are the
+    light records of the ranks, which left full traces; ``late`` is the position of the one that is asked about.
     """
     light = [written[rank.record.rank].steps for rank in ranks if rank.record.rank in written]
     if len(light) < len(ranks):

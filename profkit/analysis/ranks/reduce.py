@@ -75,9 +75,7 @@ def reduce_columns(rank: LightColumns) -> ReducedRank:
 def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list[ReducedRank]:
     """Return what the trace says of each of its ranks; of a trace that names none, of rank 0.
 
-    Args:
-        opened: the trace, of all ranks or limited to one.
-        light: what the ranks wrote themselves; it completes what a trace does not say: process groups, bytes, clocks.
+    What the ranks wrote themselves completes what a trace does not say: process groups, bytes, clocks.
 
     Raises:
         TraceError: the trace's times are impossible.
@@ -406,10 +404,8 @@ def read_and_reduce(
 ) -> ReadRanks:
     """Return what ranks hand over; of a trace that cannot be read the ranks' light records stand in.
 
-    Args:
-        light_paths: their light records.
-        open_it: opens their trace; None if they left light records alone.
-        only: the one rank of which the trace is, if it is known.
+    ``open_it`` is None if they left light records alone; ``only`` is the one rank of which the trace is, if it is
+    known.
     """
     lost: list[tuple[int | None, str]] = []
     light: dict[int, LightColumns] = {}

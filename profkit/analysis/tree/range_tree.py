@@ -240,12 +240,9 @@ class RangesResult(NotebookResult):
 
 
 def summarize_ranges(attribution: Attribution, *, numbered: bool = True) -> RangesResult:
-    """Return the tree of ranges.
+    """Return the tree of ranges; ``numbered`` keeps ``step 0`` and ``step 1`` apart.
 
-    Args:
-        attribution: the trace with its work placed.
-        numbered: keep ``step 0`` and ``step 1`` apart; else both stand under ``step *``, a kind; as a
-            request it selects the same ranges.
+    Else both stand under ``step *``, a kind; as a request it selects the same ranges.
     """
     trace = attribution.trace
     rows = build_rows(attribution, build_nodes(attribution, numbered=numbered), np.arange(len(trace.ranges)))

@@ -44,11 +44,7 @@ def select_ranges(
 ) -> Ints:
     """Return the ranges that ``request`` names, in order of their start.
 
-    Args:
-        attribution: the trace with its work placed.
-        request: a name, a glob or a path, as above.
-        instance: only the n-th of them, counted from 0.
-        processes: only those of these processes.
+    With ``instance`` only the n-th of them, counted from 0, with ``processes`` only those of these processes.
 
     Raises:
         TraceError: the trace holds no ranges at all.

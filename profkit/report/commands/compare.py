@@ -72,12 +72,9 @@ _INTERVAL_COLUMN = Column("interval", f"{LEVEL:.0%} interval", _INTERVAL)
 
 
 def build_compare_document(result: CaptureComparison, *, by: View | None = None, top: int | None = None) -> Document:
-    """Return the comparison.
+    """Return the comparison, of kernel time only this view; CSV holds it, or the kernels.
 
-    Args:
-        result: what changed.
-        by: show only this view of kernel time; CSV holds this view, or the kernels.
-        top: show at most this many lines of a table, by default `TOP`, and `TOP_PARTS` of memory.
+    A table has at most ``top`` lines, by default `TOP`, and `TOP_PARTS` of memory.
     """
     parts: list[Table | Lines] = [Lines(_head(result), "head")]
     if result.clean is not None:

@@ -66,15 +66,9 @@ def build_efficiency_document(
     limits: StepLimits | None = None,
     answer: str = "",
 ) -> Document:
-    """Return the tree of ranges.
+    """Return the tree of ranges; people read averages per step if its steps are known, unless they want ``totals``.
 
-    Args:
-        result: what was measured; people read averages per step if its steps are known.
-        self_check: the findings on the capture.
-        totals: show sums over the recorded steps instead of averages.
-        compared: the ranks side by side, for which of them is late.
-        limits: what limits the step.
-        answer: what the summary says of the run first, if it is one.
+    ``compared`` are the ranks side by side, for which of them is late; ``answer`` is what the summary says of the run.
     """
     steps = None if totals else result.step_count
     words = name_limits(result.ranges, limits)
@@ -314,12 +308,8 @@ def build_ranges_document(
 ) -> Document:
     """Return the tree.
 
-    Args:
-        result: what to show.
-        self_check: what was found about the capture.
-        numbered: how the tree was made; False if names that differ only in a number share a line. People then read
-            averages per step where the steps are known (`RangesResult.steps`).
-        totals: show sums over the recorded steps instead.
+    If it is not ``numbered``, names that differ only in a number share a line, and people read averages per step where
+    the steps are known (`RangesResult.steps`), unless they want ``totals``.
     """
     steps = None if numbered or totals else result.steps
     rows: list[dict[str, Any]] = [

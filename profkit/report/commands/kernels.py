@@ -47,19 +47,10 @@ def build_kernels_document(
 ) -> Document:
     """Return the result with its books.
 
-    People read averages per step where the steps are known (`KernelsResult.steps`). CSV is one table: the instances if
-    they were asked for, else the kernels.
-
-    Args:
-        result: what to show.
-        self_check: what was found about the capture.
-        sort: one of `SORTS`; the largest first, names from A to Z.
-        top: how many lines; the others are added up in one more.
-        totals: show sums over the recorded steps instead of averages.
-        full_names: show the names of kernels as they were recorded.
-        explain: also show the rule that gave each kernel its category.
-        phases: the phases to show first, by the title of their table (`OpenedTrace.phases`).
-        compared: its ranks side by side, for which of them is late.
+    People read averages per step where the steps are known (`KernelsResult.steps`), unless they want ``totals``. CSV is
+    one table: the instances if they were asked for, else the kernels. The lines after the first ``top`` are added up in
+    one more. ``explain`` shows the rule that gave each kernel its category. ``phases`` are shown first, by the title of
+    their table (`OpenedTrace.phases`); ``compared`` are the ranks side by side, for which of them is late.
     """
     rows = sort_rows(result.kernels, sort)
     shown, others = rows[:top], rows[top:] if top is not None else []

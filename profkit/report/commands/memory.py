@@ -56,12 +56,8 @@ def build_memory_document(
 ) -> Document:
     """Return the account of one device's memory.
 
-    Args:
-        result: what to show.
-        by: the one table to show, and that CSV holds; by default those of categories, stacks and the largest. JSON
-            always holds all.
-        top: how many stacks or modules a table shows; other stacks are added up in one more line. CSV holds all.
-        leaks: also show what each step left behind; JSON always holds it.
+    With ``by`` it shows that table alone, and CSV holds it; else those of categories, stacks and the largest. Stacks
+    beyond ``top`` are added up in one more line. JSON always holds all, also what each step left behind (``leaks``).
     """
     parts: list[Table | Lines] = [Lines(_head_lines(result), "head")]
     if result.oom is not None:

@@ -66,11 +66,8 @@ def build_summary_document(
 ) -> Document:
     """Return the answer in one sentence, then the lines.
 
-    Args:
-        summary: their figures.
-        advice: what to try, the largest effect first.
-        for_run: leave out the warnings, which ``profkit run`` says itself.
-        with_all: every line in full; else those that answer, each as long as a screen of 100 columns is wide.
+    ``for_run`` leaves out the warnings, which ``profkit run`` says itself. ``with_all`` shows every line in full; else
+    those that answer, each as long as a screen of 100 columns is wide.
     """
     answer, failures = describe_answer(summary, advice), list(_failures(summary))
     cares = [

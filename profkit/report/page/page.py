@@ -64,13 +64,10 @@ _ASSETS = files("profkit.report.page") / "assets"
 def render_memory_page(
     capture: OpenedCapture, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None
 ) -> str:
-    """Return the page with the section of memory alone, for one device.
+    """Return the page with the section of memory alone, for one device and its account, at any moment.
 
-    Args:
-        capture: the snapshot and the run that it lies in, for the head; its trace is not shown.
-        memory: the device.
-        result: its account, at any moment.
-        wanted: which allocations the chart shows; the others are added up as one.
+    ``capture`` is the snapshot and the run that it lies in, for the head; its trace is not shown. Allocations that are
+    not ``wanted`` are one in the chart.
     """
     command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
     content = build_memory(memory, result, wanted)
