@@ -11,11 +11,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,6 @@ import numpy as np
 
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import PlacedRows
-from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.tree.range_tree import kind_paths
 from profkit.names import kind_of
@@ -37,25 +36,8 @@ from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct
 _ROWS_AT_ONCE = 8192
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Processes and threads of a trace by numbers that no two share; ``shift_ns`` moves its first moment to 0 or later.
-
-    ``pids`` and ``labels`` are by process, ``tids`` and ``owners`` (its process) by thread.
-    """
-
-    pids: Mapping[int, int]
-    labels: Mapping[int, str]
-    tids: Mapping[int, int]
-    owners: Mapping[int, int]
-    shift_ns: int
-
-
-def lay_out(trace: Trace, ranks: Ranks) -> Layout:
-    """Return the layout of a trace.
-
-    A main thread has the number of its process, as Perfetto takes it.
-    """
+def _find_owners(trace: Trace) -> dict[int, int]:
+    """Return the process of each thread."""
     owners: dict[int, int] = {}
     tables = (
         (trace.ranges.process, trace.ranges.thread),
@@ -69,25 +51,7 @@ def lay_out(trace: Trace, ranks: Ranks) -> Layout:
         for number, row in zip(known.tolist(), first.tolist(), strict=True):
             if number != NO_LAUNCH:
                 owners.setdefault(number, int(process[row]))
-    processes = {*owners.values(), *distinct_values(trace.work.process).tolist()}
-    processes |= set(distinct_values(trace.copies.process).tolist())
-    pids = {process: number for number, process in enumerate(sorted(processes), 1)}
-    numbers = count(len(pids) + 1)
-    tids = {
-        thread: pids[process] if thread in trace.main_threads else next(numbers)
-        for thread, process in sorted(owners.items())
-    }
-    rank_of = {process: number for number, process in ranks.members}
-    first_ns = min(
-        int(table.start_ns.min(initial=0)) for table in (trace.work, trace.copies, trace.calls, trace.ranges)
-    )
-    return Layout(
-        pids=pids,
-        labels={process: f"rank {rank_of[process]}" if process in rank_of else "process" for process in pids},
-        tids=tids,
-        owners=owners,
-        shift_ns=-first_ns,
-    )
+    return owners
 
 
 def _launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
@@ -146,7 +110,7 @@ def write_chrome_trace(file: IO[bytes], opened: OpenedTrace, *, zipped: bool = T
 def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace) -> None:
     target.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"
-    rows = _Rows(opened, lay_out(opened.recorded, opened.ranks)).all()
+    rows = _Rows(opened).all()
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
         target.write((separator + ",\n".join(batch)).encode("utf-8", "replace"))
         separator = ",\n"
@@ -154,16 +118,29 @@ def _write_json(target: IO[bytes] | gzip.GzipFile, opened: OpenedTrace) -> None:
 
 
 class _Rows:
-    def __init__(self, opened: OpenedTrace, layout: Layout) -> None:
-        self._attribution, self._layout = opened.attribution, layout
+    """The rows of a trace, whose processes and threads have numbers that no two share."""
+
+    def __init__(self, opened: OpenedTrace) -> None:
+        self._attribution, self._ranks = opened.attribution, opened.ranks
         self._trace = trace = opened.recorded
+        self._owners = _find_owners(trace)
+        launched = (distinct_values(table.process).tolist() for table in (trace.work, trace.copies))
+        processes = sorted({*self._owners.values(), *chain(*launched)})
+        self._pids = {process: number for number, process in enumerate(processes, 1)}
+        self._free_tids = count(len(self._pids) + 1)
+        # A main thread has the number of its process, as Perfetto takes it.
+        self._tids = {
+            thread: self._pids[process] if thread in trace.main_threads else next(self._free_tids)
+            for thread, process in sorted(self._owners.items())
+        }
+        tables = (trace.work, trace.copies, trace.calls, trace.ranges)
+        self._first_ns = min(int(table.start_ns.min(initial=0)) for table in tables)
         self._paths = [json.dumps(path) for path in kind_paths(opened.attribution)]
         self._names = [json.dumps(name) for name in trace.names]
         self._thread = {
-            thread: f'"pid": {layout.pids[process]}, "tid": {layout.tids[thread]}'
-            for thread, process in layout.owners.items()
+            thread: f'"pid": {self._pids[process]}, "tid": {self._tids[thread]}'
+            for thread, process in self._owners.items()
         }
-        self._free_tids = count(max((0, *layout.pids.values(), *layout.tids.values())) + 1)
         self._flows = count(1)
 
     def all(self) -> Iterator[str]:
@@ -180,13 +157,13 @@ class _Rows:
         yield from self._copies()
 
     def _metadata(self) -> Iterator[str]:
-        layout = self._layout
-        for process, pid in layout.pids.items():
-            yield _metadata("process_name", pid, 0, layout.labels[process])
-        for thread, process in layout.owners.items():
+        labels = {process: f"rank {number}" for number, process in self._ranks.members}
+        for process, pid in self._pids.items():
+            yield _metadata("process_name", pid, 0, labels.get(process, "process"))
+        for thread, process in self._owners.items():
             name = self._trace.thread_names.get(thread)
             if name:
-                yield _metadata("thread_name", layout.pids[process], layout.tids[thread], name)
+                yield _metadata("thread_name", self._pids[process], self._tids[thread], name)
 
     def _ranges(self) -> Iterator[str]:
         ranges = self._trace.ranges
@@ -209,7 +186,7 @@ class _Rows:
         aside: dict[int, tuple[str, str]] = {}
         for thread, mine in rows_by_value(ranges.thread).items():
             for at in _find_crossing(ranges.start_ns[mine], ranges.end_ns[mine]):
-                pid, tid = self._layout.pids[self._layout.owners[thread]], next(self._free_tids)
+                pid, tid = self._pids[self._owners[thread]], next(self._free_tids)
                 aside[int(mine[at])] = (
                     f'"pid": {pid}, "tid": {tid}',
                     _metadata("thread_name", pid, tid, "range that crosses others"),
@@ -264,7 +241,7 @@ class _Rows:
         of_row = []
         for place in zip(*places.tolist(), lanes.tolist(), strict=True):
             if place not in tracks:
-                pid, tid = self._layout.pids[place[0]], next(self._free_tids)
+                pid, tid = self._pids[place[0]], next(self._free_tids)
                 tracks[place] = f'"pid": {pid}, "tid": {tid}'
                 names.append(_metadata("thread_name", pid, tid, title.format(place[1], place[2])))
             of_row.append(tracks[place])
@@ -289,13 +266,13 @@ class _Rows:
             yield self._flow_end("f", flow, where, start_ns)
 
     def _flow_end(self, side: str, flow: int, where: str, time_ns: int) -> str:
-        at = _microseconds(time_ns + self._layout.shift_ns)
+        at = _microseconds(time_ns - self._first_ns)
         bound = ', "bp": "e"' if side == "f" else ""
         return f'{{"ph": "{side}", "cat": "ac2g", "name": "ac2g", "id": {flow}, {where}, "ts": {at}{bound}}}'
 
     def _slice(self, category: str, name: str, times: tuple[int, int], where: str, arguments: str = "") -> str:
         start_ns, end_ns = times
-        start = _microseconds(start_ns + self._layout.shift_ns)
+        start = _microseconds(start_ns - self._first_ns)
         said = f', "args": {{{arguments}}}' if arguments else ""
         duration = _microseconds(end_ns - start_ns)
         return f'{{"ph": "X", "cat": "{category}", "name": {name}, {where}, "ts": {start}, "dur": {duration}{said}}}'

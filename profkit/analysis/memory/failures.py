@@ -33,7 +33,7 @@ from profkit.allocator.rules import (
     segment_size_bytes,
 )
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.stacks import StackFacts
+from profkit.analysis.memory.stacks import StackFacts, sum_by_stack
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Ints, Settings
 
 _RISES = 3
@@ -90,7 +90,7 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
         moment = timeline.moment_at(steps[number].end_us)
         first, end = firsts[number - 1], firsts[number]
         rows = np.flatnonzero(replay.freed[first:end] >= moment) + first
-        sums = memory.stacks.sum_by_stack(rows.tolist())
+        sums = sum_by_stack(map(memory.stacks.facts_of, rows.tolist()), replay.size_bytes[rows].tolist())
         by_stack = [LeakRow(size, count, stack.user_first, stack.label) for stack, size, count in sums]
         by_stack.sort(key=lambda leak: (-leak.bytes, leak.label))
         total = int(replay.size_bytes[rows].sum())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -167,10 +167,6 @@ class StackBook:
     def facts_of(self, row: int) -> StackFacts:
         """Return the stack that asked for an allocation."""
         return self.facts[self.number_of(row)]
-
-    def sum_by_stack(self, rows: Sequence[int]) -> list[tuple[StackFacts, int, int]]:
-        """Return the stacks of some allocations, each with their bytes and count; stacks that look alike are one."""
-        return sum_by_stack(map(self.facts_of, rows), self._replay.size_bytes[rows].tolist())
 
     def birth_of(self, row: int) -> int:
         """Return the event that began an allocation; negative where that was before the recording."""

@@ -14,7 +14,7 @@ from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
-from profkit.analysis.ranks.matching import count_steps, match_collectives, sum_waits
+from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
 from profkit.analysis.ranks.own_time import Cause
 from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, read_and_reduce
 from profkit.errors import CaptureError, TraceError
@@ -162,7 +162,8 @@ def compare_ranks(
     matched = match_collectives([(rank.record, rank.calls) for rank in reduced])
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
-    counts = [count_steps(rank.record.rank, rank.steps, matched) for rank in reduced]
+    between = [steps_between_matches(rank.record.rank, rank.steps.named, matched) for rank in reduced]
+    counts = [int(steps.sum()) for steps in between]
     waits = sum_waits(matched, len(records), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}

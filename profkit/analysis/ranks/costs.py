@@ -32,8 +32,8 @@ import numpy as np
 from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
 from profkit.analysis.ranks.own_time import Cause, Part
 from profkit.analysis.statistics import chance_beyond
-from profkit.names import BACKWARD, DATA
-from profkit.run.light_columns import UNKNOWN, CallColumns, Phases, StepColumns
+from profkit.names import BACKWARD
+from profkit.run.light_columns import UNKNOWN, CallColumns, StepColumns
 from profkit.trace.columns import Bools, Ints
 
 Parts = dict[Part, float]
@@ -88,11 +88,6 @@ class Account:
     def usual(self) -> Parts:
         """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
         return self.own.mean() if self.is_exact else self.own.median()
-
-
-def part_on_host(phase: str) -> Part:
-    """Return what a host's time in a phase counts as."""
-    return ("data", DATA, "") if phase == DATA else ("python", phase, "")
 
 
 def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> StepParts:
@@ -159,12 +154,6 @@ def median_of_parts(parts: Sequence[Parts]) -> Parts:
     return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
 
 
-def usual_time(phases: Phases, steps: StepColumns, phase: str) -> float:
-    """Return how long a phase takes in the median measured step, by one of the tables of ``steps``."""
-    times = phases.times_of(phase, len(steps))[steps.named]
-    return float(np.median(times)) if len(times) else 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class Cost:
     """What each rank cost the others: what it saved as (ranks, steps), and what it did longer there as (…, places).
@@ -190,11 +179,6 @@ class Cost:
         """Return what each rank cost in each step by doing longer what has this cause, as (ranks, steps)."""
         longer = self.longer_ns[:, :, [at for at, (why, _) in enumerate(self.places) if why == cause]]
         cost: Floats = np.minimum(self.saved_ns, longer.sum(axis=2))
-        return cost
-
-    def of_place(self, rank: int, place: int) -> Floats:
-        """Return what a rank cost in each step by taking longer at one place (both by position)."""
-        cost: Floats = np.minimum(self.saved_ns[rank], self.longer_ns[rank, :, place])
         return cost
 
     def usual_beside(self, late: int) -> int:

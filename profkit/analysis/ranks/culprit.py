@@ -31,7 +31,6 @@ from profkit.analysis.ranks.costs import (
     late_steps,
     median_of_parts,
     typical,
-    usual_time,
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
 from profkit.analysis.ranks.matching import LATE_NS, Floats, Matched, lateness_by_step
@@ -231,7 +230,8 @@ class _Court:
         if stalls is not None:
             late, place, steps = stalls
             cause, phase = self.cost.places[place]
-            stalled = self._describe(late, cause, self.cost.of_place(late, place), steps, phases={phase})
+            cost_ns = np.minimum(self.cost.saved_ns[late], self.cost.longer_ns[late, :, place])
+            stalled = self._describe(late, cause, cost_ns, steps, phases={phase})
             return replace(nobody, doubt=None, culprit=stalled)
         # That a profiler makes one suspect late says nothing of another one: those doubts count last.
         others = [doubt for doubt in doubts if doubt not in _DOUBTS_OF_PROFILER]
@@ -332,10 +332,9 @@ class _Court:
 
     def _longer_on_host(self, table: Literal["phases", "outside_cuda"], late: int, phase: str) -> float:
         """Return what a rank usually takes longer for a phase than the median one, by one of the tables of its host."""
-        mine_ns, usual_ns = (
-            usual_time(getattr(rank.steps, table), rank.steps, phase)
-            for rank in (self.ranks[late], self.ranks[self.cost.usual_beside(late)])
-        )
+        both = [self.ranks[at].steps for at in (late, self.cost.usual_beside(late))]
+        times = [getattr(steps, table).times_of(phase, len(steps))[steps.named] for steps in both]
+        mine_ns, usual_ns = (float(np.median(each)) if len(each) else 0.0 for each in times)
         return mine_ns - usual_ns
 
     def _launches_that_others_hid(self, late: int) -> float:

@@ -21,7 +21,6 @@ from profkit.analysis.ranks.costs import (
     Cost,
     StepParts,
     clock_of,
-    part_on_host,
     saved_beside,
     step_times,
     sum_cost,
@@ -29,7 +28,7 @@ from profkit.analysis.ranks.costs import (
 from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
 from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.reduce import ReducedRank
-from profkit.names import BACKWARD
+from profkit.names import BACKWARD, DATA
 from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
 from profkit.trace.columns import Bools, Ints
 
@@ -163,7 +162,8 @@ def _sum_spans(spans: _Spans, waits: Stretches, begin_ns: Ints, end_ns: Ints) ->
     names, name = np.unique(spans.name[at], return_inverse=True)
     times = np.zeros((len(begin_ns), len(names)))
     np.add.at(times, (which, name), stop - start - waits.within(start, stop))
-    return StepParts(tuple(part_on_host(spans.names[name]) for name in names.tolist()), times)
+    phases = [spans.names[name] for name in names.tolist()]
+    return StepParts(tuple(("data" if phase == DATA else "python", phase, "") for phase in phases), times)
 
 
 def cost_by_waits(

@@ -193,11 +193,6 @@ def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> 
     return (step >= first) & (step <= last)
 
 
-def count_steps(rank: int, steps: StepColumns, matched: Sequence[Matched]) -> int:
-    """Return how many measured steps of a rank are compared."""
-    return int(steps_between_matches(rank, steps.named, matched).sum())
-
-
 def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     typical = float(np.median([len(calls) for _, calls in by_rank.values()]))
     ranks = tuple(sorted(rank for rank, (_, calls) in by_rank.items() if len(calls) >= _ENDS_EARLY * typical))

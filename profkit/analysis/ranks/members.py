@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.intervals import BusyTime
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.tree.selection import Chosen
 from profkit.errors import UsageError
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+from profkit.trace.columns import Ints, Trace, distinct_values
 
 PROVED, NAMED = "proved by the run's manifest", "named by the trace"
 BY_DEVICE, BY_PID = "guessed from the GPUs' order", "guessed from the processes' order"
-
-_COMMUNICATION = "communication"
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class RankRow:
 def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, ...]:
     """Return one row a rank, for the work and the instances that a request took in."""
     work, instances = trace.work, chosen.instances
-    communication = _is_communication(trace)
+    communication = communication_rows(trace)
     rows, busy = [], BusyTime(work)
     for number, process in ranks.members:
         mine = chosen.rows & (work.process == process)
@@ -143,7 +141,7 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
                 kernel_time_ns=int(work.duration_ns[mine].sum()),
                 busy_ns=busy.total_ns(mine),
                 wall_ns=_wall_ns(trace, process, outermost),
-                communication_ns=int(work.duration_ns[mine & communication[work.name]].sum()),
+                communication_ns=int(work.duration_ns[mine & communication].sum()),
             )
         )
     return tuple(rows)
@@ -152,13 +150,6 @@ def compare_ranks(trace: Trace, ranks: Ranks, chosen: Chosen) -> tuple[RankRow, 
 def _is_one_to_one(pairs: list[tuple[int, int]]) -> bool:
     """Return whether no two processes are of one rank: pids of several machines, or of containers, may coincide."""
     return len({rank for rank, _ in pairs}) == len({process for _, process in pairs}) == len(pairs)
-
-
-def _is_communication(trace: Trace) -> Bools:
-    talks = np.zeros(len(trace.names) + 1, dtype=np.bool_)
-    for name in distinct_values(trace.work.name).tolist():
-        talks[name] = categorize(trace.names[name], trace.measure).name == _COMMUNICATION
-    return talks
 
 
 def _wall_ns(trace: Trace, process: int, outermost: Ints | None) -> int | None:

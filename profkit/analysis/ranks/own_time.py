@@ -86,19 +86,14 @@ class OwnTime:
 
         ``edges_ns`` are sorted; what lies after the last is left out.
         """
-        first, last = (
-            np.searchsorted(edges_ns, self.start_ns, side="right"),
-            np.searchsorted(edges_ns, self.end_ns, side="left"),
-        )
-        piece, cell = spread(first, last + 1)
-        bounds = np.concatenate([[-_EVER], edges_ns, [_EVER]])
-        time = np.minimum(self.end_ns[piece], bounds[cell + 1]) - np.maximum(self.start_ns[piece], bounds[cell])
+        start_ns, end_ns, piece = _cut_at(edges_ns, self.start_ns, self.end_ns)
+        cell = np.searchsorted(edges_ns, start_ns, side="right")
         part_count = len(CAUSES) * len(self.places)
         key = cell * part_count + self.cause[piece] * len(self.places) + self.place[piece]
-        kept = (cell < len(edges_ns)) & (time > 0)
+        kept = cell < len(edges_ns)
         keys, inverse = np.unique(key[kept], return_inverse=True)
         sums = np.zeros(len(keys), dtype=np.int64)
-        np.add.at(sums, inverse, time[kept])
+        np.add.at(sums, inverse, (end_ns - start_ns)[kept])
         return keys // part_count, keys % part_count, sums
 
 

@@ -334,22 +334,15 @@ def _pair_calls(mine: LightColumns, light: LightColumns, theirs: Ints) -> tuple[
     step = mine.calls.step[rows]
     place = rows - np.searchsorted(mine.calls.step, step)
     other = np.searchsorted(light.calls.step, theirs[step]) + place
-    names, others = mine.calls.names, light.calls.names
     kinds = set(zip(mine.calls.what[rows].tolist(), light.calls.what[other].tolist(), strict=True))
-    is_alike = all(_is_of_kind(names[traced][0], others[called][0]) for traced, called in kinds)
+    both = [(mine.calls.names[traced][0], light.calls.names[called][0]) for traced, called in kinds]
+    # Of a kernel that sends or receives a trace may not say which of the two it does.
+    is_alike = all(of == called or (of in P2P and called in (*P2P, *_OF_SENDS)) for of, called in both)
     return (rows, other) if is_alike else None
 
 
 _OF_SENDS = ("all_to_all", "gather", "scatter")
 """What torch makes of sends and receives, so that NCCL, and a trace of it, knows only these."""
-
-
-def _is_of_kind(traced: str, called: str) -> bool:
-    """Return whether this kind in a trace may be what torch called.
-
-    Of a kernel that sends or receives a trace may not say which of the two it does.
-    """
-    return traced == called or (traced in P2P and called in (*P2P, *_OF_SENDS))
 
 
 def _take_over(

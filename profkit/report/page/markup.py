@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.errors import Finding
-from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Row, Table
+from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Table
 from profkit.report.text import make_visible
 
 _LONGEST_TABLE = 400
@@ -143,17 +143,6 @@ def view_table(table: Table, *, top: int = _LONGEST_TABLE) -> dict[str, Any]:
         if rest is None
         else [_cell(column, rest[column.key]) if column.key in rest else _EMPTY for column in columns],
     }
-
-
-def view_tree(table: Table, place: Callable[[Row], tuple[int, int]]) -> dict[str, Any]:
-    """Return the view of a table whose first column is a tree.
-
-    ``place`` returns the depth of a row, and how many things of one kind it stands for.
-    """
-    view = view_table(table)
-    for cells, row in zip(view["rows"], table.rows, strict=False):
-        cells[0]["depth"], cells[0]["number"] = place(row)
-    return view
 
 
 _EMPTY = {"text": "", "value": ""}

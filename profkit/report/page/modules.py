@@ -13,7 +13,7 @@ page, draws the chart; without it there is a picture.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -36,7 +36,7 @@ from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.commands.steps import name_limits
 from profkit.report.document import Column, Lines, Table
-from profkit.report.page.markup import Interned, Results, pack, view_parts, view_table, view_tree
+from profkit.report.page.markup import Interned, Results, pack, view_parts, view_table
 from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_bytes, format_flops, ns_over
 from profkit.snapshot.columns import Ints
@@ -280,36 +280,34 @@ def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interne
         return None
     composition = run.memory.composition
     row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
-    lines: dict[str, dict[str, tuple[int, int]]] = {}
+    sizes, counts = defaultdict[str, Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
     memory = run.capture.snapshot.device()
-    by_line: dict[str, list[Piece]] = {}
+    by_line = defaultdict[str, list[Piece]](list)
     for row in memory.live_rows(composition.moment):
         label = memory.stack_of(row, composition.moment).label
-        by_line.setdefault(label, []).append(piece_of(memory, row, composition.moment))
+        by_line[label].append(piece_of(memory, row, composition.moment))
     for label, pieces in by_line.items():
         for part in sum_by_module(pieces, composition.allocated_bytes, ()):
             if part.path in row_of:
-                sums = lines.setdefault(row_of[part.path], {})
-                size, count = sums.get(label, (0, 0))
-                sums[label] = size + part.bytes, count + part.count
-    categories: dict[str, Counter[str]] = {}
+                sizes[row_of[part.path]][label] += part.bytes
+                counts[row_of[part.path]][label] += part.count
+    categories = defaultdict[str, Counter[str]](Counter)
     for part in composition.by_module:
         if part.path in row_of:
-            categories.setdefault(row_of[part.path], Counter()).update(part.categories)
+            categories[row_of[part.path]].update(part.categories)
     return {
         "lines": {
-            name: [[texts.number(label), *sums] for label, sums in sorted(by_label.items(), key=_by_size)]
-            for name, by_label in lines.items()
+            name: [
+                [texts.number(label), size, counts[name][label]]
+                for label, size in sorted(by_label.items(), key=lambda item: (-item[1], item[0]))
+            ]
+            for name, by_label in sizes.items()
         },
         "categories": {
-            name: [[texts.number(category), size] for category, size in sizes.most_common() if size]
-            for name, sizes in categories.items()
+            name: [[texts.number(category), size] for category, size in held.most_common() if size]
+            for name, held in categories.items()
         },
     }
-
-
-def _by_size(item: tuple[str, tuple[int, int]]) -> tuple[int, str]:
-    return -item[1][0], item[0]
 
 
 _MAX_PHASES = 4000
@@ -324,6 +322,10 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
     bins = bin_history(memory, wanted)
     document = build_memory_document(result, by="category", leaks=True)
     head, *others = [part for part in document.parts if isinstance(part, Lines)]
+    by_module = _table_by(result, "module")
+    modules = view_table(by_module)
+    for cells, row in zip(modules["rows"], by_module.rows, strict=False):
+        cells[0] |= {"depth": len(row["path"]) - 1, "number": row["number"]}
     return {
         "facts": [" ".join(line.split()) for line in head.lines],
         "notes": view_parts(others),
@@ -333,7 +335,7 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
         "peak": format_bytes(int(bins.allocated[bins.peak])),
         "peak_bytes": int(bins.allocated[bins.peak]),
         "tables": {
-            "module": view_tree(_table_by(result, "module"), lambda row: (len(row["path"]) - 1, row["number"])),
+            "module": modules,
             "line": view_table(_table_by(result, "stack")),
             "category": view_table(_table_by(result, "category")),
         },
@@ -426,11 +428,12 @@ def _picture(bins: Bins) -> dict[str, Any]:
     for category in bins.by_category:
         above = below + category.bytes[picked]
         if category.bytes.any():
+            upper, lower = _line(x, 300 - 300 * above / top), _line(x[::-1], (300 - 300 * below / top)[::-1])
             layers.append(
                 {
                     "name": category.name,
                     "colour": colours.MEMORY[category.name],
-                    "path": _outline(x, 300 - 300 * above / top, 300 - 300 * below / top),
+                    "path": f"{upper}L{lower[1:]}Z",
                     "at_peak": int(category.bytes[bins.peak]),
                     "shown": format_bytes(int(category.bytes[bins.peak])),
                 }
@@ -444,10 +447,6 @@ def _picture(bins: Bins) -> dict[str, Any]:
         "top": format_bytes(top),
         "label": ", ".join(f"{make_visible(layer['name'])} {layer['shown']}" for layer in layers),
     }
-
-
-def _outline(x: Any, upper: Any, lower: Any) -> str:
-    return f"M{_line(x, upper)[1:]}L{_line(x[::-1], lower[::-1])[1:]}Z"
 
 
 def _line(x: Any, y: Any) -> str:
