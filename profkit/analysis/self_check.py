@@ -17,11 +17,12 @@ import numpy as np
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun, check_run
+from profkit.analysis.time_account.gpu_time import calls_named
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
 from profkit.analysis.tree.selection import explain_no_ranges
 from profkit.errors import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
+from profkit.trace.columns import Bools, Ints, Trace, rows_by_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,7 +186,7 @@ def _check_threads(attribution: Attribution) -> list[Finding]:
 
 def _check_lost(trace: Trace) -> list[Finding]:
     calls = trace.calls
-    kernels, graphs = _named(trace, _KERNEL_LAUNCH), _named(trace, _GRAPH_LAUNCH)
+    kernels, graphs = calls_named(trace, _KERNEL_LAUNCH), calls_named(trace, _GRAPH_LAUNCH)
     without = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
     captured = _in_stream_capture(trace, without)
     findings, lost = [], without[~captured]
@@ -217,19 +218,13 @@ def _check_lost(trace: Trace) -> list[Finding]:
     return findings
 
 
-def _named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
-    matching = np.zeros(len(trace.names), dtype=np.bool_)
-    matching[[i for i in distinct_values(trace.calls.name).tolist() if pattern.match(trace.names[i])]] = True
-    return matching[trace.calls.name]
-
-
 def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
     """Return which calls fell between the begin and the end of a stream capture, on any thread of their process."""
     calls = trace.calls
     inside = np.zeros(len(rows), dtype=np.bool_)
     if not len(rows):
         return inside
-    begins, ends = _named(trace, _BEGIN_CAPTURE) & ~calls.failed, _named(trace, _END_CAPTURE)
+    begins, ends = calls_named(trace, _BEGIN_CAPTURE) & ~calls.failed, calls_named(trace, _END_CAPTURE)
     open_since: dict[int, list[int]] = {}
     captures: dict[int, list[tuple[int, int]]] = {}
     for call in np.flatnonzero(begins | ends).tolist():
@@ -333,7 +328,7 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
             if some.min() == some.max():
                 continue
             empty = members[which][some == 0]
-            is_empty = of_gpu and label in _NEVER_EMPTY and bool(_without_launches(trace, empty).any())
+            is_empty = of_gpu and label in _NEVER_EMPTY and _has_any_without_launches(trace, empty)
             uneven.setdefault(process, []).append((is_empty, int(some.max() - some.min()), some, number))
         for process, counted in uneven.items():
             is_empty, _, some, number = max(counted, key=lambda entry: entry[:2])
@@ -408,16 +403,10 @@ def _without_calls(trace: Trace) -> Bools:
     return silent
 
 
-def _without_launches(trace: Trace, members: Ints) -> Bools:
-    work, ranges = trace.work, trace.ranges
-    return np.array(
-        [
-            not (
-                (work.process == ranges.process[index])
-                & (work.placed_ns >= ranges.start_ns[index])
-                & (work.placed_ns < ranges.end_ns[index])
-            ).any()
-            for index in members.tolist()
-        ],
-        dtype=np.bool_,
-    )
+def _has_any_without_launches(trace: Trace, members: Ints) -> bool:
+    ranges, placed_ns = trace.ranges, trace.work.placed_ns
+    for index in members.tolist():
+        within = (placed_ns >= ranges.start_ns[index]) & (placed_ns < ranges.end_ns[index])
+        if not (within & (trace.work.process == ranges.process[index])).any():
+            return True
+    return False

@@ -65,10 +65,6 @@ class StepTree:
         """Return a part of the step as a fraction of it."""
         return time_ns / self.step_ns if self.step_ns else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
-        return asdict(self)
-
 
 def divide_step(
     account: TimeAccount, limits: StepLimits | None, lines: Sequence[LineTime], step_ns: float
@@ -409,7 +405,7 @@ class Summary:
         """Return it as JSON-ready data."""
         data = asdict(replace(self, findings=(), compared=None, limits=None, tree=None))
         del data["findings"], data["compared"], data["limits"], data["tree"]
-        data["step_tree"] = None if self.tree is None else self.tree.to_dict()
+        data["step_tree"] = None if self.tree is None else asdict(self.tree)
         data["step_limits"] = None if self.limits is None else self.limits.to_dict()
         data["slowest_rank"] = None if self.compared is None else self.compared.late_rank
         data["waited_for"] = None if self.compared is None else self.compared.waited_for

@@ -146,7 +146,7 @@ class PlacedRows:
         innermost = np.where(self._own != NO_RANGE, self._own, np.maximum(self._hosts.range, NO_RANGE))
         if len(self._mirrors) and isinstance(self._rows, Work):
             linked = self._mirrors.of_row >= 0
-            innermost[linked] = self._mirrors.range_at(self._mirrors.of_row[linked])
+            innermost[linked] = self._mirrors.first + np.argsort(self._mirrors.number)[self._mirrors.of_row[linked]]
         return innermost
 
     def under(self, members: Ints, group: Ints | None = None) -> Under:

@@ -76,7 +76,11 @@ def nest_compiled_launches(trace: Trace) -> Trace:
     joined = _continues(ranges, lead, parent, others, between)
     names = NamesWithNew(trace.names)
     path, paths = _paths_below(ranges, lead, parent, places, names)
-    _refuse_deep(trace, paths)
+    deepest = max(map(len, paths), default=0)
+    if deepest > MOST_OPEN_RANGES:
+        raise TraceError(
+            f"{trace.path}: compiled code names {deepest:,} nested modules; more than {MOST_OPEN_RANGES:,} are not read"
+        )
     new = list(_nested(ranges, lead, joined, path, paths))
     ranges = join_tables([take_rows(ranges, ~is_launch), *new])
     return replace(trace, names=names.strings, work=work, ranges=ranges)
@@ -180,14 +184,6 @@ def _open_at(
         yield from places[name].path if name in places else (names.strings[name],)
 
 
-def _refuse_deep(trace: Trace, paths: Sequence[tuple[int, ...]]) -> None:
-    deepest = max(map(len, paths), default=0)
-    if deepest > MOST_OPEN_RANGES:
-        raise TraceError(
-            f"{trace.path}: compiled code names {deepest:,} nested modules; more than {MOST_OPEN_RANGES:,} are not read"
-        )
-
-
 def _nested(
     ranges: Ranges, lead: Ints, joined: Bools, path: Ints, paths: Sequence[tuple[int, ...]]
 ) -> Iterator[Ranges]:
@@ -252,16 +248,15 @@ def place_graph_nodes(trace: Trace, graphs: Iterable[CapturedGraph]) -> Trace:
     is_kept = np.ones(len(trace.ranges), dtype=np.bool_)
     is_kept[replays[placed]] = False
     marked = replace(trace.ranges, is_replayed=~trace.ranges.was_open)
-    return _note_whole(
-        replace(
-            trace,
-            names=names.strings,
-            work=replace(trace.work, node_ns=work_ns),
-            copies=replace(trace.copies, node_ns=copies_ns),
-            ranges=join_tables([take_rows(marked, is_kept), *new]),
-            notes=tuple(notes),
-        )
+    trace = replace(
+        trace,
+        names=names.strings,
+        work=replace(trace.work, node_ns=work_ns),
+        copies=replace(trace.copies, node_ns=copies_ns),
+        ranges=join_tables([take_rows(marked, is_kept), *new]),
+        notes=tuple(notes),
     )
+    return _note_whole(trace)
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,8 +149,8 @@ class WaitingThreads:
         else:
             enough = _CALLS_IN_SILENCE
             quiet &= gap_end - gap_begin >= _UNUSUAL_SILENCE * theirs.usual_spacing_ns
-        between = mine.count_between(gap_begin, gap_end) >= enough
-        return (innermost != NO_RANGE) & quiet & (silent | between), innermost
+        in_gap = _search(mine.start_ns, gap_end, "right") - _search(mine.start_ns, gap_begin, "left")
+        return (innermost != NO_RANGE) & quiet & (silent | (in_gap >= enough)), innermost
 
 
 def name_replicas(trace: Trace, parent: Ints) -> Trace:
@@ -244,10 +244,6 @@ class _ThreadCalls:
         """Return where no call is under way at any time from ``first`` to ``last``."""
         return _search(self.start_ns, last, "right") <= _search(self.end_ns, first, "left")
 
-    def count_between(self, first: Ints, last: Ints) -> Ints:
-        """Return how many calls start from ``first`` to ``last``."""
-        return _search(self.start_ns, last, "right") - _search(self.start_ns, first, "left")
-
     def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
         """Return the longest stretch around each time, within begin and end, in which no call is under way.
 
@@ -312,20 +308,12 @@ class Mirrors:
         """Return the spans of some mirrors, by their index among the ranges."""
         return self.number[members - self.first], self.end[members - self.first]
 
-    def range_at(self, numbers: Ints) -> Ints:
-        """Return the index among the ranges of mirrors by their numbers."""
-        return self.first + np.argsort(self.number)[numbers]
-
 
 NO_MIRRORS = Mirrors(1 << 62, empty_ints(), empty_ints(), empty_ints())
 
 
-@dataclass(frozen=True)
-class _Mirror:
-    """``parent`` and ``model`` are ranges (``parent`` may be a mirror); ``model`` None means ``backward`` itself."""
-
-    parent: int
-    model: int | None
+_Mirror = tuple[int, int | None]
+"""Its parent, a range or a mirror, and the range that it is the mirror of; None means ``backward`` itself."""
 
 
 def mirror_forward_ranges(
@@ -376,11 +364,12 @@ class _Builder:
         in_forward, in_backward = set(forward), set(backward)
         below = [index for index in forward if index not in in_backward]
         own = [index for index in backward if index not in in_forward]
-        phases = [at for at, index in enumerate(below) if self._is_phase(index)]
+        names = [self._name(index) for index in below]
+        phases = [at for at, name in enumerate(names) if phase_of(name) or name.lower() == RECOMPUTE]
         inner: list[int | None] = [*below[phases[-1] + 1 :]] if phases else [*below]
         around = backward[-1] if backward else NO_RANGE
-        if any(self._phase(index) == BACKWARD for index in backward):
-            return (around, inner) if self._phase(around) == BACKWARD else (NO_RANGE, [])
+        if any(phase_of(self._name(index)) == BACKWARD for index in backward):
+            return (around, inner) if phase_of(self._name(around)) == BACKWARD else (NO_RANGE, [])
         if not own:
             return around, [None, *inner] if phases or inner else []
         if len(own) > 1:
@@ -388,7 +377,7 @@ class _Builder:
         return around, inner if phases else inner[1:]
 
     def _mirror(self, parent: int, model: int | None) -> int:
-        key = _Mirror(parent, model)
+        key = parent, model
         if key not in self._index:
             if len(self.mirrors) >= _MOST_MIRRORS + _MOST_MIRRORS_EACH * len(self._trace.ranges):
                 raise TraceError(
@@ -399,12 +388,6 @@ class _Builder:
             self.mirrors.append(key)
         return self._index[key]
 
-    def _is_phase(self, index: int) -> bool:
-        return self._phase(index) is not None or self._name(index).lower() == RECOMPUTE
-
-    def _phase(self, index: int) -> str | None:
-        return phase_of(self._name(index))
-
     def _name(self, index: int) -> str:
         return self._trace.names[int(self._trace.ranges.name[index])] if index != NO_RANGE else ""
 
@@ -414,12 +397,12 @@ class _Builder:
         number, end = self._number_tree(first)
         rows = np.where(of_row == NO_RANGE, -1, number[np.maximum(of_row - first, 0)])
         trace = self._with_mirrors(number, end, rows)
-        parent = np.concatenate([self._parent, [mirror.parent for mirror in self.mirrors]]).astype(np.int64)
+        parent = np.concatenate([self._parent, [above for above, _ in self.mirrors]]).astype(np.int64)
         return trace, parent, Mirrors(first, number, end, rows)
 
     def _number_tree(self, first: int) -> tuple[Ints, Ints]:
         """Return each mirror's number, depth first, and the number after that of the last mirror below it."""
-        above = [max(mirror.parent - first, -1) for mirror in self.mirrors]
+        above = [max(parent - first, -1) for parent, _ in self.mirrors]
         size, number = np.ones((2, len(above)), dtype=np.int64)
         for at in reversed(range(len(above))):
             if above[at] >= 0:
@@ -435,16 +418,14 @@ class _Builder:
         """Return the trace with the mirrors behind its ranges, each at the moment of its first launch."""
         trace, ranges, work = self._trace, self._trace.ranges, self._trace.work
         names = list(trace.names)
-        if any(mirror.model is None for mirror in self.mirrors) and BACKWARD not in names:
+        if any(of is None for _, of in self.mirrors) and BACKWARD not in names:
             names.append(BACKWARD)
         order = np.argsort(of_row, kind="stable")
         numbers, launches = of_row[order], np.append(work.placed_ns[order], 1 << 62)
         low, high = np.searchsorted(numbers, number), np.searchsorted(numbers, end)
         start = np.array([launches[a:b].min() for a, b in zip(low.tolist(), high.tolist(), strict=True)], np.int64)
         process = work.process[order[np.minimum(low, len(order) - 1)]]
-        model = np.array(
-            [NO_RANGE if mirror.model is None else mirror.model for mirror in self.mirrors], dtype=np.int64
-        )
+        model = np.array([NO_RANGE if of is None else of for _, of in self.mirrors], dtype=np.int64)
         is_copy = model != NO_RANGE
         name = np.where(is_copy, ranges.name[model], names.index(BACKWARD) if BACKWARD in names else 0)
         default = names.index("") if "" in names else int(ranges.domain[0])

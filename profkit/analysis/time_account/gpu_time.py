@@ -274,9 +274,14 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
 
 def synchronising_calls(trace: Trace) -> Bools:
     """Return which CUDA calls wait for the GPU."""
-    waits = np.zeros(len(trace.names), dtype=np.bool_)
-    waits[[i for i in distinct_values(trace.calls.name).tolist() if _SYNCHRONISES.match(trace.names[i])]] = True
-    return waits[trace.calls.name]
+    return calls_named(trace, _SYNCHRONISES)
+
+
+def calls_named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
+    """Return which CUDA calls have a name that begins as the pattern says."""
+    matching = np.zeros(len(trace.names), dtype=np.bool_)
+    matching[[i for i in distinct_values(trace.calls.name).tolist() if pattern.match(trace.names[i])]] = True
+    return matching[trace.calls.name]
 
 
 def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:

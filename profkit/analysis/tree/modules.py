@@ -272,7 +272,7 @@ def _read_places(nodes: RangeNodes) -> list[Place]:
 
 def _measured_nodes(nodes: RangeNodes) -> list[int]:
     names = nodes.names_above()
-    return [at.node for at in nodes.depth_first() if not any(map(is_warmup, names[at.node]))]
+    return [node for node, _ in nodes.depth_first() if not any(map(is_warmup, names[node]))]
 
 
 def _innermost_nodes(attribution: Attribution, nodes: RangeNodes) -> tuple[Ints, Ints]:

@@ -32,16 +32,6 @@ _LONG_PATH = 400
 """As long as this is no program's path on average, and all paths of a small trace are shorter than the number above."""
 
 
-@dataclass(frozen=True)
-class NodePath:
-    """One node in its place: its number, its path (a slash within a name is ``\\/``), its name and domain."""
-
-    node: int
-    path: str
-    name: str
-    domain: str
-
-
 @dataclass(frozen=True, eq=False)
 class RangeNodes:
     """The tree of ranges: all ranges of one path are one node.
@@ -64,15 +54,14 @@ class RangeNodes:
             depth.append(0 if parent == NO_RANGE else depth[parent] + 1)
         return np.array(depth, dtype=np.int64)
 
-    def depth_first(self) -> list[NodePath]:
-        """Return the nodes as a tree is read."""
+    def depth_first(self) -> list[tuple[int, str]]:
+        """Return the nodes as a tree is read, each with its path (a slash within a name is ``\\/``)."""
         children = _children(self.parent)
         ordered, stack = [], [(index, "") for index in reversed(children.get(NO_RANGE, []))]
         while stack:
             index, prefix = stack.pop()
-            name, domain = self.labels[index]
-            path = prefix + join_path([name])
-            ordered.append(NodePath(index, path, name, domain))
+            path = prefix + join_path([self.labels[index][0]])
+            ordered.append((index, path))
             stack += [(child, path + "/") for child in reversed(children.get(index, []))]
         return ordered
 
@@ -149,7 +138,7 @@ def join_kinds(*trees: RangeNodes) -> list[RangeNodes]:
 def kind_paths(attribution: Attribution) -> list[str]:
     """Return each range's path in the tree of kinds."""
     nodes = build_nodes(attribution, numbered=False)
-    path = {place.node: place.path for place in nodes.depth_first()}
+    path = dict(nodes.depth_first())
     return [path[index] for index in nodes.of_range.tolist()]
 
 
@@ -262,16 +251,15 @@ def build_rows(attribution: Attribution, nodes: RangeNodes, members: Ints) -> di
     wall = _sum_wall(attribution, nodes, members)
     instances = np.bincount(nodes.of_range[members], minlength=len(nodes)).tolist()
     return {
-        at.node: RangeRow(
-            at.path,
-            at.name,
-            at.domain,
-            instances[at.node],
-            wall[at.node],
-            *(int(column[at.node]) for column in (kernel_time, busy, count)),
+        node: RangeRow(
+            path,
+            *nodes.labels[node],
+            instances[node],
+            wall[node],
+            *(int(column[node]) for column in (kernel_time, busy, count)),
         )
-        for at in nodes.depth_first()
-        if instances[at.node]
+        for node, path in nodes.depth_first()
+        if instances[node]
     }
 
 

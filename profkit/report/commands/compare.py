@@ -230,7 +230,8 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         {
             **_change_row(row.change),
             "kernels": _counts(time, row.before_count, row.after_count),
-            "name": f"{' ' * row.depth}{_name_module(row.module)}",
+            "name": " " * row.depth
+            + (SHARED + _name_several(sharing_modules(row.module)) if is_shared(row.module) else row.module),
         }
         for row in shown
     ]
@@ -248,10 +249,6 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
         hidden = modules.fusions[top:]
         rows += [_sum_row(time, [row.change for row in hidden], "more")] if hidden else []
         yield Table(_columns("fused, without matrix products", _has_interval(time), kernels=_noun(time)), rows)
-
-
-def _name_module(name: str) -> str:
-    return SHARED + _name_several(sharing_modules(name)) if is_shared(name) else name
 
 
 def _name_several(modules: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow, GpuStep
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
@@ -76,7 +76,7 @@ def build_efficiency_document(
     ranges = Table(_columns(result, steps), rows, exact=_EXACT)
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
-        parts.append(Table(_step_columns(result), _step_rows(result)))
+        parts.append(_step_table(result))
     if compared is not None:
         parts.append(Lines(describe_verdict(compared)[:1]))
     data = result.to_dict()
@@ -118,8 +118,8 @@ def _row(row: EfficiencyRow, words: str | None) -> dict[str, Any]:
     return {**vars(row), **parts, "best_idle_share": row.best_idle_share, "limited_by": words}
 
 
-def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
-    return (
+def _step_table(result: EfficiencyResult) -> Table:
+    columns = (
         Column("name", "step", TEXT, flexible=True),
         *([Column("rank", "rank")] if any(step.rank is not None for step in result.steps) else []),
         Column("device", "GPU"),
@@ -130,17 +130,7 @@ def _step_columns(result: EfficiencyResult) -> tuple[Column, ...]:
         Column("overlapped_ns", "hidden", NS),
         Column("waiting_ns", "waiting", NS),
     )
-
-
-def _sum_steps(steps: Sequence[GpuStep]) -> tuple[GpuParts, DataWait]:
-    return (
-        GpuParts(*(sum(getattr(step.gpu, part.name) for step in steps) for part in fields(GpuParts))),
-        DataWait(*(sum(getattr(step.data, part.name) for step in steps) for part in fields(DataWait))),
-    )
-
-
-def _step_rows(result: EfficiencyResult) -> list[Row]:
-    return [
+    rows = [
         {
             **vars(step),
             "idle_share": step.idle_share,
@@ -149,12 +139,15 @@ def _step_rows(result: EfficiencyResult) -> list[Row]:
         }
         for step in result.steps
     ]
+    return Table(columns, rows)
 
 
 def _head(result: EfficiencyResult) -> Iterator[str]:
     parts, whole, data = result.capture, "the whole capture", DataWait()
     if result.steps:
-        (parts, data), whole = _sum_steps(result.steps), _count_steps(result)
+        whole = _count_steps(result)
+        parts = GpuParts(*(sum(getattr(step.gpu, part.name) for step in result.steps) for part in fields(GpuParts)))
+        data = DataWait(*(sum(getattr(step.data, part.name) for step in result.steps) for part in fields(DataWait)))
     gpu = ", ".join(part for part in (result.gpu or "unknown GPU", result.dtype) if part)
     yield f"{gpu}: {whole}, {format_ns(parts.span_ns)} of GPU time" + (
         "" if result.clean_idle_share is None else " as recorded"
