@@ -1,21 +1,13 @@
 """How much of a step's time the light record takes, in a run of several ranks.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.benchmarks.bench_light
-        [--parts collectives,modules,program] [--step-ms 20] [--collectives 5,25] [--steps 600] [--modules 1,200]
         [--rounds 15] [--blocks 26]
 
-collectives: in each step a rank calls some collectives and then sleeps until the step is over. Processor time is
-counted, so that other programs on the machine do not matter: for marking the phases, for the step's own entry, and for
-reading the flight recorder and writing the file, which happens once in many steps.
-
-modules: each rank trains a model of many modules that compute next to nothing, in three ways by turns: without
-profkit's hooks, with them in steps that the record does not keep, and with them in steps that it keeps. What the hooks
-add to a step is printed, as processor time.
-
-program: the same three ways for the program of `tests/late_program.py` under DDP, whose host sets the pace (130
-modules; meant to take about 17 ms a step on an H200). Here the time of a clock is printed too, and everything counts
-that profkit does in a step: hooks, events, the step's entry, reading the flight recorder and writing. Its buffer and
-NCCL's threads are there in all three ways.
+The program of `tests/late_program.py` trains under DDP, and its host sets the pace (130 modules; meant to take about
+17 ms a step on an H200), in three ways by turns: without profkit's hooks, with them in steps that the record does not
+keep, and with them in steps that it keeps. The time of a clock and the thread's processor time are printed, and
+everything counts that profkit does in a step: hooks, events, the step's entry, reading the flight recorder and writing.
+Its buffer and NCCL's threads are there in all three ways.
 
 With a GPU it runs over NCCL (several ranks may share one), else over gloo.
 """
@@ -38,47 +30,7 @@ from torch.utils.data import DataLoader, dataloader
 from profkit.capture import light as light_record
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.light import LightRecorder
-from profkit.capture.steps.times import PhaseClock
-from profkit.names import DATA, PHASES
-from profkit.run.directory import LIGHT, name_of_rank
-from profkit.run.light_columns import read_light
 from tests.late_program import Delay, Model, join, parallel
-
-
-def bench(run: Path, device: torch.device, step_s: float, collectives: int, steps: int) -> str:
-    """Return a line: what the record costs steps of this length, with this number of collectives in each."""
-    light, clock = LightRecorder(run), PhaseClock()
-    values = torch.ones(1000, device=device)
-    within = 0.0
-    distributed.barrier()
-    began = time.perf_counter()
-    for number in range(steps):
-        start, used = time.perf_counter(), time.thread_time()
-        clock.start()
-        light.step_begins(number)
-        within += time.thread_time() - used
-        works = [distributed.all_reduce(values, async_op=True) for _ in range(collectives)]
-        for work in works:
-            if work is not None:
-                work.wait()
-        time.sleep(max(0.0, step_s - (time.perf_counter() - start)))
-        used = time.thread_time()
-        for phase in (DATA, *PHASES):
-            clock.begin(phase)
-            clock.end()
-        light.step_ended(clock.take())
-        within += time.thread_time() - used
-    took = time.perf_counter() - began
-    light.end()
-    path = run / name_of_rank(LIGHT, distributed.get_rank())
-    record = read_light(path)[1]
-    whole = sum(len(step.collectives) > 0 for step in record.steps)
-    return (
-        f"{collectives} collectives in a step of {took / steps * 1e3:.1f} ms: {within / steps * 1e6:.0f} µs = "
-        f"{within / took:.2%}; {len(record.steps)} steps kept, {whole} with collectives, "
-        f"{path.stat().st_size / len(record.steps):.0f} B a step"
-    )
-
 
 PATCHED = (
     *((nn.Module, "__call__"), (torch.autograd, "backward"), (torch.optim.Optimizer, "profile_hook_step")),
@@ -136,30 +88,7 @@ class Hooked:
 WAYS = ("without", "not kept", "kept")
 
 
-def bench_modules(run: Path, modules: int, rounds: int, steps: int = 40) -> str:
-    """Return a line: by how many µs the hooks make a step longer, for a model with this number of modules."""
-    model = nn.Sequential(*(nn.Identity() for _ in range(modules)), nn.Linear(2, 2))
-    hooked = Hooked(run, torch.optim.SGD, model.parameters())
-    batches = iter(DataLoader(torch.ones(10_000_000, 1).expand(-1, 2), batch_size=None))
-
-    def time_of_steps(way: str) -> float:
-        optimizer = hooked.choose(way)
-        for number in range(2 * steps):
-            if number == steps:  # Python specializes its bytecode again after the hooks change
-                began = time.thread_time_ns()
-            model(next(batches)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.thread_time_ns() - began) / steps / 1e3
-
-    times = [{way: time_of_steps(way) for way in WAYS} for _ in range(rounds)]
-    hooked.put(is_in=False)
-    more = {way: median(one[way] - one["without"] for one in times) for way in WAYS[1:]}
-    plain = median(one["without"] for one in times)
-    return f"{modules} modules: {plain:.0f} µs a step; " + ", ".join(f"{way} {us:+.0f} µs" for way, us in more.items())
-
-
-def bench_program(run: Path, device: torch.device, blocks: int, rounds: int, steps: int = 40) -> Iterator[str]:
+def bench(run: Path, device: torch.device, blocks: int, rounds: int, steps: int = 40) -> Iterator[str]:
     """Yield lines: what a step of a program takes whose host sets the pace, and how much more with the light record."""
     torch.manual_seed(0)
     model = parallel(Model(256, blocks, Delay("none", 0.0, device)).to(device), "ddp", device)
@@ -208,37 +137,16 @@ def _wait_for(device: torch.device) -> None:
 def main() -> None:
     """Run as the command line says; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="collectives,modules,program")
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--collectives", default="5,25")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--modules", default="1,200")
     parser.add_argument("--rounds", type=int, default=15, help="at least 2")
     parser.add_argument("--blocks", type=int, default=26)
     chosen = parser.parse_args()
-    parts = chosen.parts.split(",")
     LightRecorder(Path()).begin()
     device = join()
     with tempfile.TemporaryDirectory() as place:
-        for number, count in enumerate(map(int, chosen.collectives.split(",") * ("collectives" in parts))):
-            _print(bench(_folder(place, f"c{number}"), device, chosen.step_ms / 1e3, count, chosen.steps))
-        for number, count in enumerate(map(int, chosen.modules.split(",") * ("modules" in parts))):
-            _print(bench_modules(_folder(place, f"m{number}"), count, chosen.rounds))
-        if "program" in parts:
-            for line in bench_program(_folder(place, "program"), device, chosen.blocks, chosen.rounds):
-                _print(line)
+        for line in bench(Path(place), device, chosen.blocks, chosen.rounds):
+            if distributed.get_rank() == 0:
+                print(line, flush=True)
     distributed.destroy_process_group()
-
-
-def _folder(place: str, name: str) -> Path:
-    folder = Path(place) / name
-    folder.mkdir()
-    return folder
-
-
-def _print(line: str) -> None:
-    if distributed.get_rank() == 0:
-        print(line, flush=True)
 
 
 if __name__ == "__main__":
