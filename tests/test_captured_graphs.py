@@ -21,7 +21,9 @@ def found(forks: Forks) -> dict[str, Any]:
     return forks.printed_json(SCRIPT)
 
 
-def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[str, Any]) -> None:
+def test_each_node_is_written_down_with_the_ranges_of_its_capture_and_a_replay_names_the_graph(
+    found: dict[str, Any],
+) -> None:
     (graph,) = found["graphs"]
     runs = [(run["count"], run["kind"], "/".join(run["ranges"])) for run in graph["runs"]]
     assert runs == [
@@ -33,12 +35,9 @@ def test_each_node_is_written_down_with_the_ranges_of_its_capture(found: dict[st
         (2, "kernel", "backward/model/0"),
         (1, "kernel", "optimizer"),
     ]
-
-
-def test_ranges_open_for_a_capture_and_not_for_the_steps_around_it(found: dict[str, Any]) -> None:
-    assert found["before"] == []
-    assert not found["was_recording"]
-    assert not found["has_failed"]
+    assert (found["before"], found["was_recording"], found["has_failed"]) == ([], False, False)
+    within_steps = [name for name in found["replays"] if not name.startswith("step ")]
+    assert within_steps == [f"CUDA graph {graph['id']}", *["replayed"] * 3]
 
 
 def test_a_capture_computes_what_it_would_without_profkit(forks: Forks, found: dict[str, Any]) -> None:
@@ -46,12 +45,6 @@ def test_a_capture_computes_what_it_would_without_profkit(forks: Forks, found: d
     assert plain["graphs"] == []
     assert found["losses"] == plain["losses"]
     assert len(set(plain["losses"])) == 3
-
-
-def test_a_recorded_replay_has_a_range_that_names_the_graph_if_its_nodes_are_known(found: dict[str, Any]) -> None:
-    (graph,) = found["graphs"]
-    within_steps = [name for name in found["replays"] if not name.startswith("step ")]
-    assert within_steps == [f"CUDA graph {graph['id']}", *["replayed"] * 3]
 
 
 @pytest.mark.gpu

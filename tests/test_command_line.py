@@ -214,7 +214,7 @@ def _in_bash(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_closed_or_full_output_gets_one_line(trace: Path, tmp_path: Path) -> None:
+def test_a_closed_or_full_output_gets_one_line_and_a_closed_pipe_none(trace: Path, tmp_path: Path) -> None:
     done = _in_bash(f"profkit kernels {trace} >&-")
     assert (done.returncode, done.stderr) == (1, "profkit: standard output is closed; name a file with -o\n")
     assert _in_bash(f"profkit kernels {trace} -o {tmp_path}/o.txt >&-").returncode == 0
@@ -223,6 +223,7 @@ def test_a_closed_or_full_output_gets_one_line(trace: Path, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (1, "profkit: No space left on device\n")
     done = _in_bash(f"profkit kernels {trace} --range none 2>&-")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert _in_bash(f"set -o pipefail; profkit kernels {trace} | head -n 1").stderr == ""
 
 
 def test_warnings_do_not_enter_a_result_when_the_error_stream_is_closed(two_devices: Path) -> None:
@@ -289,10 +290,6 @@ def test_reading_shows_progress(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(f"profkit.cli.{module}.shown_after_a_second", record)
         assert call_main([command, str(trace)]).returncode == 0
     assert shown == ["reading t.sqlite"] * 2
-
-
-def test_a_closed_pipe_is_no_error(trace: Path) -> None:
-    assert _in_bash(f"set -o pipefail; profkit kernels {trace} | head -n 1").stderr == ""
 
 
 def test_debug_shows_the_traceback(profkit: Run, tmp_path: Path) -> None:

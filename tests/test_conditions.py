@@ -107,16 +107,13 @@ def test_each_bit_of_the_mask_is_a_reason(mask: int, reasons: tuple[str, ...]) -
     assert gpu.throttle_reasons == reasons
 
 
-def test_without_a_driver_the_reason_is_one_line() -> None:
+def test_without_a_driver_or_the_library_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDriver(FakeNvml):
         def nvmlInit(self) -> None:
             raise self.NVMLError("Driver Not Loaded")
 
     assert read_gpu_state(NoDriver()) == GpuState(reason="NVML cannot be loaded: Driver Not Loaded")
-
-
-def test_without_the_library_the_reason_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_gpu_state().reason == "nvidia-ml-py is not installed"
 
 
@@ -254,18 +251,28 @@ def test_a_quiet_gpu_is_not_doubted() -> None:
     assert warn_of_gpus([], [replace(QUIET, process_count=3)]) == []
 
 
-def test_other_processes_are_counted() -> None:
-    (warning,) = warn_of_gpus([QUIET], [replace(QUIET, process_count=2, process_bytes=3 * GIB)])
-    assert "GPU 0 was shared during the run: 2 other processes used it, with 3.0 GiB" in warning
-    (warning,) = warn_of_gpus([replace(QUIET, process_count=1, process_bytes=None)], [QUIET])
-    assert "1 other process used it;" in warning
-
-
-def test_clocks_that_were_held_down() -> None:
-    (warning,) = warn_of_gpus([QUIET], [replace(QUIET, throttled_us={"sw_power_cap": 1_500_700})])
-    assert "GPU 0's clocks were held down during the run (sw_power_cap 1.5 s)" in warning
-    (warning,) = warn_of_gpus([QUIET], [replace(QUIET, throttle_reasons=("hw_thermal_slowdown", "sync_boost"))])
-    assert "when the run ended (hw_thermal_slowdown)" in warning
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            {},
+            {"process_count": 2, "process_bytes": 3 * GIB},
+            "GPU 0 was shared during the run: 2 other processes used it, with 3.0 GiB",
+        ),
+        ({"process_count": 1, "process_bytes": None}, {}, "1 other process used it;"),
+        (
+            {},
+            {"throttled_us": {"sw_power_cap": 1_500_700}},
+            "GPU 0's clocks were held down during the run (sw_power_cap 1.5 s)",
+        ),
+        ({}, {"throttle_reasons": ("hw_thermal_slowdown", "sync_boost")}, "when the run ended (hw_thermal_slowdown)"),
+    ],
+)
+def test_other_processes_and_clocks_that_were_held_down_are_doubted(
+    before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    (warning,) = warn_of_gpus([replace(QUIET, **before)], [replace(QUIET, **after)])
+    assert says in warning
 
 
 Printed = Callable[[str], list[str]]
@@ -299,7 +306,7 @@ print(read_conditions().compiled)
     assert printed(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
 
 
-def test_full_collections_are_counted_and_launches_that_wait_are_known(printed: Printed) -> None:
+def test_full_collections_blocking_launches_and_deterministic_algorithms_are_known(printed: Printed) -> None:
     code = """
 import gc, os
 gc.disable()
@@ -309,19 +316,12 @@ print(read_counters()["full_collections"] - before["full_collections"], read_con
 gc.collect()
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 print(read_counters()["full_collections"] - before["full_collections"], read_conditions().launch_blocking)
-"""
-    assert printed(code) == ["0 False", "1 True"]
-
-
-def test_deterministic_algorithms_and_whether_they_fill_memory_are_known(printed: Printed) -> None:
-    code = """
-import torch
 torch.use_deterministic_algorithms(True)
 for fills in (True, False):
     torch.utils.deterministic.fill_uninitialized_memory = fills
     print(read_conditions().deterministic_algorithms, read_conditions().fills_uninitialized_memory)
 """
-    assert printed(code) == ["True True", "True False"]
+    assert printed(code) == ["0 False", "1 True", "True True", "True False"]
 
 
 def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces(printed: Printed) -> None:

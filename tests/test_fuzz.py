@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -121,38 +122,74 @@ def test_an_extreme_snapshot_is_read_or_refused_in_one_line(name: str, tmp_path:
     assert set(in_limits(path, MEMORY)) <= {0, 1}
 
 
-def test_kernels_under_thousands_of_ranges_each_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nested(path: Path) -> None:
     builder = NsysBuilder()
     worst_exports.nest(builder, 70, kernels=50)
-    path = builder.write(tmp_path / "deep.sqlite")
-    assert codes(path, ("ranges FILE",)) == [0]
-    monkeypatch.setattr(attribution, "_MOST_PLACES", 1_000)
-    done = call_main(["ranges", str(path)])
-    assert done.returncode == 1
-    assert "50 kernels or copies lie under more than 64 ranges each" in done.stderr
+    builder.write(path)
 
 
-@pytest.mark.parametrize(("what", "most"), [("GPUs", "GPUS"), ("processes", "PROCESSES"), ("threads", "THREADS")])
-def test_more_gpus_processes_and_threads_than_any_machine_has_are_refused(
-    what: str, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _many_places(path: Path) -> None:
     builder = NsysBuilder()
     for number in range(20):
         builder.kernel(100 * number, 10, device=number, pid=100 + number, tid=100 + number)
-    path = builder.write(tmp_path / "many.sqlite")
-    monkeypatch.setattr(columns, f"MOST_{most}", 20)
-    assert codes(path, ("kernels FILE",)) == [0]
-    monkeypatch.setattr(columns, f"MOST_{most}", 19)
-    done = call_main(["kernels", str(path)])
-    assert (done.returncode, f"holds 20 {what}; captures with more than 19 are not read" in done.stderr) == (1, True)
+    builder.write(path)
 
 
-def test_too_many_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), tmp_path / "modules.pickle")
-    assert codes(path, ("memory FILE --by module",)) == [0]
-    monkeypatch.setattr(places, "_MOST_MODULES", 100)
-    done = call_main(["memory", str(path), "--by", "module"])
-    assert (done.returncode, "more than 100 modules" in done.stderr) == (1, True)
+def _many_modules(path: Path) -> None:
+    worst_snapshots.write_snapshot(worst_snapshots.SNAPSHOTS["module texts"](COUNT), path)
+
+
+def _many_lines(path: Path) -> None:
+    worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), path)
+
+
+def _linked(path: Path) -> None:
+    worst_traces.write_chrome(worst_traces.linked_backward(COUNT), path)
+
+
+@pytest.mark.parametrize(
+    ("command", "write", "bound", "most", "says"),
+    [
+        ("ranges d.sqlite", _nested, "_MOST_PLACES", 1_000, "50 kernels or copies lie under more than 64 ranges each"),
+        *(
+            (
+                "kernels d.sqlite",
+                _many_places,
+                f"MOST_{what.upper()}",
+                19,
+                f"holds 20 {what}; captures with more than 19",
+            )
+            for what in ("GPUs", "processes", "threads")
+        ),
+        ("memory d.pickle --by module", _many_modules, "_MOST_MODULES", 100, "more than 100 modules"),
+        ("memory d.pickle", _many_lines, "_MOST_MADE_LINES", 1_000, "made from over 1,000 lines"),
+        ("ranges d.json", _linked, "_MOST_MIRRORS", -10_000, "more in the backward pass; captures with that many are"),
+    ],
+)
+def test_more_than_any_capture_holds_is_refused(
+    command: str,
+    write: Callable[[Path], None],
+    bound: str,
+    most: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, path, *options = command.split()
+    write(tmp_path / path)
+    assert call_main([name, str(tmp_path / path), *options]).returncode == 0
+    homes = (attribution, columns, places, stacks, other_threads)
+    (home,) = [module for module in homes if hasattr(module, bound)]
+    monkeypatch.setattr(home, bound, most)
+    done = call_main([name, str(tmp_path / path), *options])
+    assert (done.returncode, done.stderr.count("\n"), says in done.stderr) == (1, 1, True), done.stderr
+
+
+def test_as_many_places_as_a_machine_may_have_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _many_places(tmp_path / "d.sqlite")
+    for bound in ("MOST_GPUS", "MOST_PROCESSES", "MOST_THREADS"):
+        monkeypatch.setattr(columns, bound, 20)
+    assert call_main(["kernels", str(tmp_path / "d.sqlite")]).returncode == 0
 
 
 def test_a_history_that_needs_too_many_searches_for_blocks_is_not_exact(
@@ -169,25 +206,6 @@ def test_a_history_that_needs_too_many_searches_for_blocks_is_not_exact(
     assert what not in " ".join(call_main(["memory", str(path)]).stdout.split())
     monkeypatch.setattr(recorded_heap, "_MOST_LOOKS", 0)
     assert what in " ".join(call_main(["memory", str(path)]).stdout.split())
-
-
-def test_too_many_lines_of_compiled_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = worst_snapshots.write_snapshot(worst_snapshots.long_fx_frames(COUNT), tmp_path / "lines.pickle")
-    assert codes(path, ("memory FILE",)) == [0]
-    monkeypatch.setattr(stacks, "_MOST_MADE_LINES", 1_000)
-    done = call_main(["memory", str(path)])
-    assert (done.returncode, "made from over 1,000 lines" in done.stderr) == (1, True)
-
-
-def test_too_many_ranges_in_the_backward_pass_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = worst_traces.write_chrome(worst_traces.linked_backward(COUNT), tmp_path / "links.json")
-    assert codes(path, ("ranges FILE",)) == [0]
-    monkeypatch.setattr(other_threads, "_MOST_MIRRORS", -10_000)
-    done = call_main(["ranges", str(path)])
-    assert (done.returncode, "more in the backward pass; captures with that many are not read" in done.stderr) == (
-        1,
-        True,
-    )
 
 
 def test_ranges_with_very_long_paths_are_refused(tmp_path: Path) -> None:
@@ -259,19 +277,13 @@ def test_of_many_samples_fewer_resamples_are_drawn() -> None:
     assert 80 < low < 100 < high < 120
 
 
-def test_a_record_of_too_many_steps_is_refused() -> None:
+def test_a_list_of_a_record_is_read_and_the_first_wrong_one_is_named() -> None:
+    assert decode(tuple[float, ...], [1, 2.5], "losses") == (1.0, 2.5)
+    for values, wrong in (([1.0, "x"], 1), ([1.0, True], 1), ([2**63], 0)):
+        with pytest.raises(WrongRecord, match=rf"losses\[{wrong}\]"):
+            decode(tuple[float, ...], values, "losses")
     with pytest.raises(WrongRecord, match="steps holds 100,000 records; more than 65,536 are not read"):
         decode(tuple[Step, ...], [{}] * 100_000, "steps")
-
-
-def test_a_list_of_numbers_is_read_and_the_first_wrong_one_is_named() -> None:
-    assert decode(tuple[float, ...], [1, 2.5], "losses") == (1.0, 2.5)
-    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
-        decode(tuple[float, ...], [1.0, "x"], "losses")
-    with pytest.raises(WrongRecord, match=r"losses\[1\]"):
-        decode(tuple[float, ...], [1.0, True], "losses")
-    with pytest.raises(WrongRecord, match=r"losses\[0\]"):
-        decode(tuple[float, ...], [2**63], "losses")
 
 
 def test_launches_in_nested_stream_captures_are_found_in_one_pass(tmp_path: Path) -> None:

@@ -150,16 +150,14 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("case", COMPILED)
-def test_hardly_a_launch_has_no_module(programs: Programs, case: str) -> None:
+def test_launches_lie_in_the_phase_that_their_code_is_of_and_hardly_one_has_no_module(
+    programs: Programs, case: str
+) -> None:
     places = _places(programs.hooked[case])
     without = [place for place in places if not place.path]
     # The gradient of what the function itself does after the model.
     assert len(without) <= (1 if case == "function" else 0)
     assert len(places) >= 17
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_launches_lie_in_the_phase_that_their_code_is_of(programs: Programs, case: str) -> None:
     is_backward = {graph.id: graph.is_backward for graph in programs.graphs}
     for stack in programs.hooked[case]["ranges"]:
         place = read_launch_range(stack[-1])
@@ -167,11 +165,8 @@ def test_launches_lie_in_the_phase_that_their_code_is_of(programs: Programs, cas
             assert ("backward" if is_backward[place.graph] else "forward") in stack, stack
 
 
-def test_a_compiled_optimizer_is_its_launches_module(programs: Programs) -> None:
+def test_a_compiled_optimizer_is_its_launches_module_and_a_warm_cache_tells_the_same(programs: Programs) -> None:
     assert [place.path for place in _places(programs.hooked["whole"])].count(("optimizer",)) == 1
-
-
-def test_a_warm_cache_tells_the_same(programs: Programs) -> None:
     for case in ("whole", "twin"):
         assert _places(programs.warm[case]) == _places(programs.hooked[case])
         assert programs.warm[case]["losses"] == programs.plain[case]["losses"]

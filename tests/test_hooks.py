@@ -85,29 +85,21 @@ def test_the_log_holds_the_ranges_that_a_profiler_is_shown(
 
 
 @pytest.mark.parametrize("how", WORKLOADS)
-def test_losses_are_the_same_to_the_bit(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
-    assert hooked[how]["losses"] == plain[how]["losses"]
+def test_losses_are_the_same_to_the_bit_and_no_tensor_lives_longer(
+    how: str, plain: dict[str, Any], hooked: dict[str, Any], counted: dict[str, Any], remembered: dict[str, Any]
+) -> None:
     assert len(plain[how]["losses"]) >= 4
-
-
-@pytest.mark.parametrize("how", WORKLOADS)
-def test_no_tensor_lives_longer(how: str, plain: dict[str, Any], hooked: dict[str, Any]) -> None:
-    assert hooked[how]["alive"] == plain[how]["alive"]
-
-
-@pytest.mark.parametrize("how", WORKLOADS)
-def test_counting_changes_no_loss_and_keeps_no_tensor(how: str, plain: dict[str, Any], counted: dict[str, Any]) -> None:
-    for part in ("losses", "alive", "graph_breaks"):
-        assert counted[how][part] == plain[how][part]
+    for found in (hooked, counted, remembered):
+        assert found[how]["losses"] == plain[how]["losses"]
+        assert found[how]["graph_breaks"] == plain[how]["graph_breaks"]
+    assert hooked[how]["alive"] == counted[how]["alive"] == plain[how]["alive"]
+    assert all(kept <= before for kept, before in zip(remembered[how]["alive"], plain[how]["alive"], strict=True))
     (work,) = counted[how]["work"]
     # Dynamo leaves the module of a workload that it has compiled to torch's libraries.
     assert work["missing"] == (["compiled code"] if how == "compiled" else [])
     assert work["model_flops"] > 0
-
-
-def test_activations_are_seen_to_live_and_die(plain: dict[str, Any]) -> None:
     before, after = plain["plain"]["alive"][:2]
-    assert before > after == 0
+    assert before > after == 0, "activations are seen to live and die"
 
 
 @pytest.mark.parametrize("how", ["plain", "autocast", "evaluation", "exception"])
@@ -206,15 +198,6 @@ def test_what_the_script_does_with_an_output_lies_outside_the_modules(how: str, 
     """The branch that was made last goes back first, and leaves its first module's range open."""
     paths = _trees(hooked[how]["events"])
     assert {path: count for path, count in paths.items() if path.endswith("/marked")} == {"backward/marked": 2 * 4}
-
-
-@pytest.mark.parametrize("how", WORKLOADS)
-def test_recording_changes_no_loss_and_holds_no_tensor(
-    plain: dict[str, Any], remembered: dict[str, Any], how: str
-) -> None:
-    assert remembered[how]["losses"] == plain[how]["losses"]
-    assert all(kept <= before for kept, before in zip(remembered[how]["alive"], plain[how]["alive"], strict=True))
-    assert remembered[how]["graph_breaks"] == plain[how]["graph_breaks"]
 
 
 def test_every_workload_is_recorded_to_its_end(remembered: dict[str, Any]) -> None:

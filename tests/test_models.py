@@ -126,20 +126,17 @@ def test_rotation_by_its_definition() -> None:
     torch.testing.assert_close(rotate(heads), expected)
 
 
-def test_no_position_sees_a_later_one() -> None:
+def test_no_position_sees_a_later_one_and_a_shorter_input_than_the_context_is_fine() -> None:
     torch.manual_seed(0)
     model = TransformerLM(TINY, 12)
     tokens = torch.randint(TINY.vocab_size, (1, 12))
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % TINY.vocab_size
     with torch.no_grad():
-        before, after = model(tokens), model(changed)
+        before, after, short = model(tokens), model(changed), model(tokens[:, :5])
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
-
-
-def test_a_shorter_input_than_the_context_is_fine() -> None:
-    assert TransformerLM(TINY, 12)(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, TINY.vocab_size)
+    torch.testing.assert_close(short, before[:, :5])
 
 
 def test_heads_are_split_and_joined_in_order() -> None:
@@ -260,20 +257,11 @@ def test_without_an_optimizer_weights_stay_and_gradients_go() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, training.module.parameters(), strict=True))
 
 
-def test_forward_alone_has_no_loss_and_keeps_no_graph() -> None:
-    training = _training(passes="forward")
-    outputs = []
+def test_forward_alone_keeps_no_graph_and_bf16_is_autocast_over_fp32_weights() -> None:
+    training, outputs = _training(passes="forward", dtype="bf16"), []
     training.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     assert training.step() is None
-    assert not any(output.requires_grad for output in outputs)
-
-
-def test_bf16_is_autocast_over_fp32_weights() -> None:
-    training = _training(dtype="bf16")
-    outputs = []
-    training.module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output.dtype))
-    training.step()
-    assert outputs == [torch.bfloat16]
+    assert [(output.requires_grad, output.dtype) for output in outputs] == [(False, torch.bfloat16)]
     assert {parameter.dtype for parameter in training.module.parameters()} == {torch.float32}
 
 
@@ -317,16 +305,13 @@ def test_contexts_share_parameters_and_optimizer_and_keep_their_own_batch_and_ma
     assert [short.step(), short.step()] == [alone.step(), alone.step()]
 
 
-def test_quick_steps_are_repeated(observed: ObservedRanges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profkit.models.__main__._LONGEST_S", inf)
+@pytest.mark.parametrize(("longest_s", "times"), [(inf, 3), (0.0, 1)])
+def test_quick_steps_are_repeated_and_slow_ones_are_not(
+    longest_s: float, times: int, observed: ObservedRanges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profkit.models.__main__._LONGEST_S", longest_s)
     train(_options(steps=2, rounds=3))
-    assert observed.events.count("step 0") == observed.events.count("step 1") == 3
-
-
-def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch, observed: ObservedRanges) -> None:
-    monkeypatch.setattr("profkit.models.__main__._LONGEST_S", 0.0)
-    train(_options(steps=1, rounds=10))
-    assert observed.events.count("step 0") == 1
+    assert observed.events.count("step 0") == observed.events.count("step 1") == times
 
 
 @pytest.mark.parametrize("passes", ["forward", "forward-backward", "train"])
@@ -356,16 +341,10 @@ def test_a_known_failure_is_one_line_with_its_status(error: Exception, status: i
     assert "\n" not in str(known)
 
 
-def test_a_compiler_that_fails_names_the_mode() -> None:
-    import torch._dynamo
-
+def test_a_compiler_that_fails_names_the_mode_and_an_unknown_failure_is_not_explained_away() -> None:
     error = torch._dynamo.exc.TorchDynamoException("no compiler\nmore")
-    assert (
-        str(explain(error, _options(compile_mode="default"))) == "--compile default: no compiler; leave --compile out"
-    )
-
-
-def test_an_unknown_failure_is_not_explained_away() -> None:
+    said = str(explain(error, _options(compile_mode="default")))
+    assert said == "--compile default: no compiler; leave --compile out"
     assert explain(KeyError("x"), _options()) is None
 
 

@@ -155,21 +155,16 @@ def test_without_a_wait_the_host_prepares_the_next_step_while_the_gpu_computes()
     assert holds(predicted(waiting, "no-wait:train.py:7", facts=ProgramFacts(lines=[line])), truth)
 
 
-def test_python_of_a_line_that_is_gone() -> None:
-    program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=3_000_000), *FORWARD[31:], *OPTIMIZER]
-    line = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 50, 3_000_000, 30_000, 0.0)
-    answer = predicted(program, "no-host:a/train.py:7", facts=ProgramFacts(lines=[line]))
-    assert holds(answer, [*FORWARD[:30], replace(FORWARD[30], gap_ns=0), *FORWARD[31:], *OPTIMIZER])
-
-
-def test_python_of_a_line_that_calls_others_is_gone_with_all_that_they_do() -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_python_of_a_line_is_gone_with_all_that_what_it_calls_does(*, calls: bool) -> None:
     program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=3_000_000), *FORWARD[31:], *OPTIMIZER]
     truth = [*FORWARD[:30], replace(FORWARD[30], gap_ns=0), *FORWARD[31:], *OPTIMIZER]
-    own = LineTime("/home/a/train.py", 7, "train", "draw", "forward", "main", 3, 500_000, 9_000, 0.0)
-    inner = LineTime("/home/a/train.py", 3, "draw", None, "forward", "main", 50, 2_500_000, 30_000, 0.0)
+    alone = LineTime("/home/a/train.py", 7, "train", None, "forward", "main", 50, 3_000_000, 30_000, 0.0)
+    own = replace(alone, called="draw", samples=3, time_ns=500_000, error_ns=9_000)
+    inner = replace(alone, line=3, function="draw", time_ns=2_500_000)
     caller = replace(own, samples=50, time_ns=2_500_000, error_ns=30_000, is_caller=True)
-    facts = ProgramFacts(lines=[inner, own], callers=[caller])
-    assert holds(predicted(program, "no-host:train.py:7", facts=facts), truth)
+    facts = ProgramFacts(lines=[inner, own], callers=[caller]) if calls else ProgramFacts(lines=[alone])
+    assert holds(predicted(program, "no-host:a/train.py:7", facts=facts), truth)
 
 
 def test_a_line_that_is_not_known_or_trains_is_refused_by_name() -> None:
@@ -184,16 +179,14 @@ def test_a_line_that_is_not_known_or_trains_is_refused_by_name() -> None:
     assert answer.refusal == "this line calls what trains: all that a step does lies in it"
 
 
-def test_a_cuda_graph_of_the_step() -> None:
+def test_in_a_cuda_graph_of_the_step_kernels_follow_one_another_at_once() -> None:
     own_ns = CONSTANTS.launch_ns + 300 * len(PROGRAM)
     truth = [replace(PROGRAM[0], own_ns=own_ns), *(replace(doing, gap_ns=0, own_ns=0) for doing in PROGRAM[1:])]
     assert holds(predicted(PROGRAM, "graphs"), truth)
-
-
-def test_kernels_of_a_cuda_graph_follow_one_another_at_once() -> None:
     kernels = [replace(doing, durations_ns=(3_000,)) for doing in PROGRAM]
-    answer = predicted(kernels, "graphs")
-    assert answer.expected_ns == pytest.approx(len(kernels) * 3_150, rel=0.02)
+    assert predicted(kernels, "graphs").expected_ns == pytest.approx(len(kernels) * 3_150, rel=0.02)
+    copy = Doing(2_000, 0, COPY, durations_ns=(4_000,), inside_ns=1_000, tail_ns=1_000)
+    assert "pageable" in (predicted([*FORWARD, copy, *OPTIMIZER], "graphs").refusal or "")
 
 
 def test_a_fused_optimizer() -> None:
@@ -475,15 +468,10 @@ def test_without_an_unprofiled_step_what_the_profilers_slow_host_may_explain_is_
     assert any("the profiler may have slowed Python" in text for text in answer.assumptions)
 
 
-def test_a_refused_replay_names_all_edits_that_it_was_asked_for() -> None:
+def test_a_refused_replay_predicts_nothing_and_names_all_edits_that_it_was_asked_for() -> None:
     refused = replace(recorded(PROGRAM), refusal="why")
     answer = predict_time(refused, parse_edits(["checkpoint:h.*", "tf32"]), ProgramFacts())
     assert (set(answer.edits), answer.refusal) == ({"checkpoint:h.*", "tf32"}, "why")
-
-
-def test_a_pageable_copy_is_not_captured_in_a_graph() -> None:
-    copy = Doing(2_000, 0, COPY, durations_ns=(4_000,), inside_ns=1_000, tail_ns=1_000)
-    assert "pageable" in (predicted([*FORWARD, copy, *OPTIMIZER], "graphs").refusal or "")
 
 
 def test_a_line_that_does_not_wait_or_is_not_known_is_refused() -> None:
@@ -519,11 +507,6 @@ def test_the_order_of_edits_does_not_matter() -> None:
     first, *others = ("graphs", "gpu:×2", "kernels:elem*:×0.7", "cpu:×1.5")
     orders = ((first, *others), (*others, first), (first, *others)[::-1])
     assert len({repr(predicted(PROGRAM, *order).to_dict()) for order in orders}) == 1
-
-
-def test_a_replay_that_may_predict_nothing_predicts_nothing() -> None:
-    replay = replace(recorded(PROGRAM), refusal="it ends 1.2% off")
-    assert predict_time(replay, parse_edits(["gpu:×2"]), ProgramFacts()).refusal == "it ends 1.2% off"
 
 
 def test_without_unprofiled_steps_the_recorded_one_stands() -> None:

@@ -120,6 +120,8 @@ def test_a_joined_trace_reads_as_one_with_ranges(tmp_path: Path) -> None:
     assert found == {"forward": 2, "forward/layer": 2, "backward": 1, "backward/layer": 1}
     ledger = opened.kernels().ledger
     assert (ledger.direct_ns, ledger.inferred_ns, ledger.outside_ns) == (30_000, 0, 10_000)
+    with pytest.raises(UsageError, match="record CPU operators too"):
+        opened.kernels(by="operator")
 
 
 def _reduction(called_us: float, elements: int, group: str = "0", kind: str = "all_reduce") -> LoggedCollective:
@@ -216,24 +218,17 @@ def test_a_trace_that_names_threads_by_their_numbers_is_taken_as_it_is() -> None
     assert join_ranges(trace, _log()).calls == 10
 
 
-def test_two_threads_with_one_name_are_refused() -> None:
+def test_a_log_that_does_not_match_the_trace_is_refused() -> None:
     with pytest.raises(RangeLogError, match="two threads of process 4000 have one name"):
         join_ranges(_trace(), _log(autograd_handle=MAIN_HANDLE + 2**40))
-
-
-def test_a_trace_without_the_threads_of_the_log_is_refused() -> None:
-    trace = _trace()
+    log, trace = _log(), _trace()
+    log.threads[0].entries[3] += 9_000  # the layer begins while the first launch runs
+    with pytest.raises(RangeLogError, match="1 of 10 calls lie across a range's edge"):
+        join_ranges(trace, log)
     for row in trace["traceEvents"]:
         row["tid"] += 1
     with pytest.raises(RangeLogError, match="lacks the calls that match its clock and threads"):
         join_ranges(trace, _log())
-
-
-def test_times_that_do_not_fit_are_refused() -> None:
-    log = _log()
-    log.threads[0].entries[3] += 9_000  # the layer begins while the first launch runs
-    with pytest.raises(RangeLogError, match="1 of 10 calls lie across a range's edge"):
-        join_ranges(_trace(), log)
 
 
 def test_what_a_process_leaves_becomes_its_trace(tmp_path: Path) -> None:
@@ -265,13 +260,6 @@ def test_a_trace_whose_threads_do_not_match_fails_the_check(tmp_path: Path) -> N
             row["tid"] += 10
     (failure,) = check_capture(_read(tmp_path, trace).attribution).of("failed")
     assert failure.code == "unmatched-threads"
-
-
-def test_a_trace_without_operators_says_how_to_record_them(tmp_path: Path) -> None:
-    trace = _trace()
-    join_ranges(trace, _log())
-    with pytest.raises(UsageError, match="record CPU operators too"):
-        _read(tmp_path, trace).kernels(by="operator")
 
 
 @pytest.fixture
@@ -337,18 +325,17 @@ def test_the_scripts_own_ranges_are_logged_under_their_names(live_log: LiveLog) 
     assert opened.scripts == 0
 
 
-def test_the_clock_is_read_around_waits_for_the_gpu(live_log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_is_read_around_waits_for_the_gpu_but_not_in_a_capture(
+    live_log: LiveLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[int] = []
+    is_capturing = True
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(time_ns()))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    live_log.read_clock()
+    assert (live_log.content().readings, waits) == ([], [])
+    is_capturing = False
     live_log.read_clock()
     (readings,) = live_log.content().readings
     assert all(one.before_ns <= wait <= one.after_ns for one, wait in zip(readings, waits, strict=True))
     assert [thread.handle for thread in live_log.content().threads] == [readings[0].handle]
-
-
-def test_a_capture_into_a_cuda_graph_is_not_waited_for(live_log: LiveLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    live_log.read_clock()
-    assert live_log.content().readings == []
