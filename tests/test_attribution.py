@@ -330,14 +330,6 @@ def test_work_never_lies_under_a_range_of_another_process(tmp_path: Path) -> Non
     assert opened.attribution.ledger == Ledger(1, 0, 0, 10, 0, 11)
 
 
-def test_nested_ranges_of_one_name_count_a_kernel_once(tmp_path: Path) -> None:
-    opened = _open([("block", 0, 100), ("block", 10, 50), ("block", 60, 80)], [([20, 90], 5)], tmp_path)
-    result = opened.kernels("block", per_instance=True)
-    assert (result.instances, result.kernel_count, result.wall_ns) == (3, 2, 100)
-    assert result.per_instance is not None
-    assert [row.kernel_count for row in result.per_instance] == [2, 0, 0]
-
-
 TIMES = st.integers(0, 400)
 RANGES = st.lists(
     st.tuples(

@@ -94,15 +94,12 @@ def test_explain_shows_operators_lines_and_modules(run_directory: Path) -> None:
     assert "20 ns k0; for no module (made by the compiler)" in lines
 
 
-def test_explain_says_what_a_trace_outside_its_run_lacks(tmp_path: Path) -> None:
+def test_explain_says_what_a_trace_outside_its_run_lacks_if_it_has_compiled_code(tmp_path: Path, trace: Path) -> None:
     path = whole_run(tmp_path)
     text = " ".join(run_command("kernels", path, "--explain").stdout.split())
     assert "no compiled.jsonl next to this trace knows them" in text
     assert "shared" not in json.loads(run_command("kernels", path, "--format", "json").stdout)
-
-
-def test_explain_of_a_capture_without_compiled_code_says_nothing_of_it(profkit: Run, trace: Path) -> None:
-    assert "compiled" not in profkit("kernels", trace, "--explain").stdout
+    assert "compiled" not in run_command("kernels", trace, "--explain").stdout
 
 
 @pytest.mark.parametrize(
@@ -125,15 +122,12 @@ def test_a_module_holds_its_own_kernels_and_says_what_it_shares(
     assert (None if found.shared is None else found.shared.total_ns) == shared_ns
 
 
-def test_what_is_excluded_is_not_shared_either(tmp_path: Path) -> None:
-    found = read_trace(whole_run(tmp_path)).kernels(MLP, exclude="step 0")
-    assert found.shared.total_ns == 10
-
-
-def test_the_table_of_a_module_says_what_it_shares(tmp_path: Path) -> None:
-    text = run_command("kernels", whole_run(tmp_path), "--range", MLP, "--totals").stdout
+def test_the_table_of_a_module_says_what_it_shares_and_what_is_excluded_is_not(tmp_path: Path) -> None:
+    path = whole_run(tmp_path)
+    text = run_command("kernels", path, "--range", MLP, "--totals").stdout
     assert "and 20 ns in kernels that it shares with other modules, not counted here:" in text
     assert "'shared: h.0.attn + h.0.mlp'" in " ".join(text.split())
+    assert read_trace(path).kernels(MLP, exclude="step 0").shared.total_ns == 10
 
 
 @pytest.mark.parametrize(
@@ -156,32 +150,20 @@ def test_a_compiled_run_without_launch_ranges_says_why(tmp_path: Path, torch: st
         warned = " ".join(run_command(command, tmp_path).stderr.split())
         assert warned.count("this run is compiled") == 1
         assert said in warned
-
-
-def test_a_run_whose_compiled_code_ran_in_no_recorded_step_is_not_told_to_record_again(tmp_path: Path) -> None:
-    manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 1}}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    builder = NsysBuilder()
-    builder.range("forward", 0, 100)
-    builder.kernel(10, 5)
-    builder.write(tmp_path / "trace.sqlite")
-    assert "record it again" in run_command("ranges", tmp_path).stderr
-    graph = CompiledGraph("f000000000", "code", "2.11", "mask", is_backward=False, launches=())
+    # Where the code of a graph is known it ran in no recorded step, and nothing would be recorded again.
+    graph = CompiledGraph("f000000000", "code", torch, "mask", is_backward=False, launches=())
     append_records(tmp_path / "compiled.jsonl", [graph])
-    assert "this run is compiled" not in run_command("ranges", tmp_path).stderr
+    assert (said == "record it again") == ("this run is compiled" not in run_command("ranges", tmp_path).stderr)
 
 
-def test_the_reason_that_the_recording_noted_is_said(run_directory: Path) -> None:
+def test_a_compiled_run_with_launch_ranges_says_only_the_reason_that_the_recording_noted(run_directory: Path) -> None:
     process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
-    (run_directory / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
-    warned = " ".join(run_command("ranges", run_directory).stderr.split())
-    assert "not all kernels of compiled code lie under their modules: 1 of 4 compiled graphs" in warned
-
-
-def test_a_compiled_run_with_launch_ranges_says_nothing_of_it(run_directory: Path) -> None:
     manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 2}}}
     (run_directory / "manifest.json").write_text(json.dumps(manifest))
     assert "compiled" not in run_command("ranges", run_directory).stderr
+    (run_directory / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
+    warned = " ".join(run_command("ranges", run_directory).stderr.split())
+    assert "not all kernels of compiled code lie under their modules: 1 of 4 compiled graphs" in warned
 
 
 def cpu_run(folder: Path) -> Path:

@@ -115,12 +115,18 @@ def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_pat
 
 
 def test_top_adds_up_the_other_lines_and_sort_orders_them(profkit: Run, trace: Path) -> None:
-    text = profkit("kernels", trace, "--range", "backward", "--top", "1").stdout
-    assert "(1 more)" in text
-    by_mean = profkit("kernels", trace, "--range", "backward", "--sort", "mean", "--format", "csv").stdout.splitlines()
-    assert by_mean[1].startswith("sm80")
-    by_name = profkit("kernels", trace, "--range", "backward", "--sort", "name", "--format", "csv").stdout.splitlines()
-    assert by_name[2].startswith('"void')
+    assert "(1 more)" in profkit("kernels", trace, "--range", "backward", "--top", "1").stdout
+    data = json.loads(profkit("kernels", trace, "--top", "1", "--format", "json").stdout)
+    assert data["kernels"][0]["total_ns"] + data["rest"]["total_ns"] == data["kernel_time_ns"]
+    assert data["kernels"][0]["count"] + data["rest"]["count"] == data["kernel_count"]
+    assert data["rest"]["name"] == "(1 more)"
+    assert json.loads(profkit("kernels", trace, "--format", "json").stdout)["rest"] is None
+    assert profkit("kernels", trace, "--format", "csv", "--top", "2").stderr == ""
+    cut = profkit("kernels", trace, "--format", "csv", "--top", "1")
+    assert cut.stderr == "warning: --top 1: the CSV holds 1 of 2 lines\n"
+    ordered = ("kernels", trace, "--range", "backward", "--format", "csv", "--sort")
+    assert profkit(*ordered, "mean").stdout.splitlines()[1].startswith("sm80")
+    assert profkit(*ordered, "name").stdout.splitlines()[2].startswith('"void')
 
 
 def test_every_format_holds_the_rules_that_are_asked_for(profkit: Run, trace: Path) -> None:
@@ -217,20 +223,6 @@ def test_the_phases_leave_out_warmup_in_any_letter_case(profkit: Run, two_device
     assert [line.split()[:2] for line in text.splitlines() if line.startswith("forward")] == [["forward", "1"]]
 
 
-def test_json_adds_up_the_lines_that_top_leaves_out(profkit: Run, trace: Path) -> None:
-    data = json.loads(profkit("kernels", trace, "--top", "1", "--format", "json").stdout)
-    assert data["kernels"][0]["total_ns"] + data["rest"]["total_ns"] == data["kernel_time_ns"]
-    assert data["kernels"][0]["count"] + data["rest"]["count"] == data["kernel_count"]
-    assert data["rest"]["name"] == "(1 more)"
-    assert json.loads(profkit("kernels", trace, "--format", "json").stdout)["rest"] is None
-
-
-def test_a_csv_cut_by_top_warns(profkit: Run, trace: Path) -> None:
-    assert profkit("kernels", trace, "--format", "csv", "--top", "2").stderr == ""
-    done = profkit("kernels", trace, "--format", "csv", "--top", "1")
-    assert done.stderr == "warning: --top 1: the CSV holds 1 of 2 lines\n"
-
-
 def test_every_format_holds_the_instances(profkit: Run, trace: Path) -> None:
     arguments = ("kernels", trace, "--range", "backward", "--per-instance", "--format")
     rows = list(csv.DictReader(io.StringIO(profkit(*arguments, "csv").stdout)))
@@ -271,9 +263,6 @@ def test_safe_csv_holds_no_formula(profkit: Run, tmp_path: Path) -> None:
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
-
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_a_plot_is_a_picture_and_only_a_png(profkit: Run, trace: Path, tmp_path: Path) -> None:

@@ -114,18 +114,16 @@ def test_launches_through_runtime_and_driver_and_graphs(tmp_path: Path) -> None:
     )
 
 
-def test_a_runtime_call_counts_before_the_driver_call_inside_it_with_the_same_id(tmp_path: Path) -> None:
-    trace = read(tmp_path, [launch(2, 1, name="cuLaunchKernel"), launch(1, 1), kernel("k", 9, 1, 1)])
-    assert trace.work.launch_ns.tolist() == [1000]
-    assert trace.calls.has_work.all()
-
-
-def test_a_correlation_id_may_be_any_64_bits_but_0(tmp_path: Path) -> None:
+def test_a_correlation_id_may_be_any_64_bits_but_0_and_a_call_of_the_runtime_comes_first(tmp_path: Path) -> None:
     ids = (-1, 2**63 + 5, 2**62, "18446744073709551614")
     rows: list[Any] = []
     for at, one in enumerate(ids, start=1):
         rows += [launch(at, one), kernel("k", 10 + at, 1, one)]  # type: ignore[arg-type]
     assert read(tmp_path, rows).work.launch_ns.tolist() == [1000, 2000, 3000, 4000]
+    # The driver's call within it has the same id.
+    trace = read(tmp_path, [launch(2, 1, name="cuLaunchKernel"), launch(1, 1), kernel("k", 9, 1, 1)])
+    assert trace.work.launch_ns.tolist() == [1000]
+    assert trace.calls.has_work.all()
 
 
 def test_work_with_a_correlation_id_of_two_processes_has_no_launch(tmp_path: Path) -> None:
@@ -235,20 +233,14 @@ def test_copies_without_kernels_leave_the_operators_to_measure(tmp_path: Path) -
         read_trace(tmp_path / "trace.json").kernels()
 
 
-def test_kernels_of_impossible_times_alone_leave_the_operators_to_measure(tmp_path: Path) -> None:
-    trace = read(tmp_path, [row("cpu_op", "aten::mm", 1, 5), launch(2, 1), kernel("k", 0, 0, 1)])
+def test_operators_are_measured_beside_launches_without_work_and_annotations_alone_are_no_work(tmp_path: Path) -> None:
+    operator, call = row("cpu_op", "aten::mm", 1, 5), launch(2, 1)
+    trace = read(tmp_path, [operator, call, kernel("k", 0, 0, 1)])
     assert (trace.measure, work_names(trace)) == ("cpu-operator", ["aten::mm"])
     assert "1 row of kernels with impossible times" in trace.diagnostics[0].text
-
-
-def test_launches_without_gpu_work_give_a_note(tmp_path: Path) -> None:
-    trace = read(tmp_path, [row("cpu_op", "aten::mm", 1, 5), launch(2, 1)])
-    assert trace.measure == "cpu-operator"
-    assert trace.calls.has_work.tolist() == [False]
+    trace = read(tmp_path, [operator, call])
+    assert (trace.measure, trace.calls.has_work.tolist()) == ("cpu-operator", [False])
     assert "1 launches but no GPU work" in trace.notes[0]
-
-
-def test_annotations_alone_are_a_trace_without_work(tmp_path: Path) -> None:
     trace = read(tmp_path, [row("user_annotation", "forward", 1, 5)])
     assert (len(trace.work), len(trace.ranges), trace.has_kernel_table) == (0, 1, False)
 

@@ -39,11 +39,7 @@ def test_a_trace_is_known_by_its_content_and_not_by_its_name(path: Path, tmp_pat
     renamed = tmp_path / "capture.bin"
     shutil.copy(path, renamed)
     assert open_trace(renamed).kernels().kernel_time_ns == profkit.read_trace(path).kernels().kernel_time_ns
-
-
-def test_a_capture_is_a_trace_or_a_snapshot_by_its_content() -> None:
-    assert open_capture(SNAPSHOT).trace is None
-    assert open_capture(KINETO).snapshot is None
+    assert open_capture(renamed).snapshot is open_capture(SNAPSHOT).trace is None
 
 
 def test_a_report_is_read_through_the_export_next_to_it(tmp_path: Path) -> None:

@@ -211,16 +211,18 @@ def test_an_instance_on_a_helper_thread_lies_within_its_hosts_excluded_range(tmp
     assert (result.instances, result.kernel_time_ns, result.wall_ns) == (1, 50, 200)
 
 
-def test_per_instance_figures_are_over_outermost_instances(tmp_path: Path) -> None:
+def test_nested_ranges_of_one_name_count_a_kernel_once(tmp_path: Path) -> None:
     builder = NsysBuilder()
     for base in (0, 1000):
         builder.range("block", base, base + 500)
         builder.range("block", base + 100, base + 200)
         builder.kernel(base + 10, 5)
         builder.kernel(base + 150, 5)
-    result = read_trace(builder.write(tmp_path / "t.sqlite")).kernels("block")
-    assert (result.instances, result.outermost_instances, result.wall_ns) == (4, 2, 1000)
+    result = read_trace(builder.write(tmp_path / "t.sqlite")).kernels("block", per_instance=True)
+    assert (result.instances, result.outermost_instances, result.kernel_count, result.wall_ns) == (4, 2, 4, 1000)
     assert result.kernels[0].per_instance_count == 2
+    assert result.per_instance is not None
+    assert [row.kernel_count for row in result.per_instance] == [2, 0, 2, 0]
 
 
 def test_with_a_device_the_instances_are_those_with_work_there(tmp_path: Path) -> None:

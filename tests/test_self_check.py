@@ -220,14 +220,16 @@ def test_parts_of_a_step_are_compared_with_the_same_parts_of_other_steps(tmp_pat
             ]
 
 
-def test_instances_without_any_call_warn(tmp_path: Path) -> None:
+def test_instances_without_any_call_warn_whatever_another_process_calls(tmp_path: Path) -> None:
     builder = NsysBuilder()
-    builder.range("ffn", 0, 100)
-    builder.range("ffn", 200, 300)
-    builder.kernel(10, 5)
-    check = _check(builder, tmp_path)
-    assert _codes(check, "warning") == ["idle-instances"]
-    assert "1 of 2 instances of 'ffn'" in check.of("warning")[0].message
+    for pid in (100, 200):
+        builder.range("ffn", 0, 100, pid=pid, tid=pid)
+        builder.range("ffn", 200, 300, pid=pid, tid=pid)
+        builder.kernel(10, 5, pid=pid, tid=pid)
+    builder.kernel(210, 5, pid=200, tid=200)
+    (finding,) = _check(builder, tmp_path).findings
+    assert (finding.code, finding.verdict) == ("idle-instances", "warning")
+    assert finding.message.startswith("1 of 4 instances of 'ffn'")
 
 
 def test_launches_inside_a_stream_capture_need_no_kernel(tmp_path: Path) -> None:
@@ -262,17 +264,6 @@ def test_a_skipped_optimizer_step_and_a_step_with_work_in_no_range_are_not_empty
         elsewhere.kernel(start + 10, 5, tid=tid)
     for name, builder in (("a", skipped), ("b", elsewhere)):
         assert not read_trace(builder.write(tmp_path / name)).self_check.failed
-
-
-def test_calls_of_another_process_do_not_fill_an_idle_instance(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    for pid in (100, 200):
-        builder.range("ffn", 0, 100, pid=pid, tid=pid)
-        builder.range("ffn", 200, 300, pid=pid, tid=pid)
-        builder.kernel(10, 5, pid=pid, tid=pid)
-    builder.kernel(210, 5, pid=200, tid=200)
-    (finding,) = _check(builder, tmp_path).findings
-    assert finding.message.startswith("1 of 4 instances of 'ffn'")
 
 
 @pytest.mark.parametrize("duration", [2**61, 2**62])

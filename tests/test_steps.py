@@ -192,26 +192,18 @@ def test_a_captured_step_gives_one_step_per_replay(script: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_on", "made"),
+    ("policy", "made"),
     [
-        ("backward", [0, 1, 2, 3, 4]),
-        ("optimizer:AdamW", [0, 1, 2]),
-        ("AdamW", [0, 1, 2]),
-        ("call:Bilinear", [0, 1, 2]),
-        ("optimizer", [0, 1, 2]),
-        ("replay", [0]),
+        *((StepPolicy(step_on), [0, 1, 2]) for step_on in ("optimizer:AdamW", "AdamW", "call:Bilinear", "optimizer")),
+        (StepPolicy("backward"), [0, 1, 2, 3, 4]),
+        (StepPolicy("replay"), [0]),
+        (StepPolicy(counts=False), []),  # somebody else knows the steps
     ],
 )
-def test_a_person_may_say_what_a_step_is(step_on: str, made: list[int]) -> None:
-    chosen = Script(StepPolicy(step_on))
+def test_a_person_may_say_what_a_step_is(policy: StepPolicy, made: list[int]) -> None:
+    chosen = Script(policy)
     chosen.play("call:Linear call:Bilinear backward optimizer:SGD backward optimizer:AdamW", 2)
     assert chosen.made == made
-
-
-def test_nothing_counts_where_somebody_else_knows_the_steps() -> None:
-    script = Script(StepPolicy(counts=False))
-    script.play(TRAIN, 2)
-    assert script.made == []
 
 
 def test_code_that_a_compiler_made_and_calls_is_no_model(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +260,8 @@ def _train(loop: Loop, first: int, last: int, *, ranges: int = 0) -> None:
             loop.close()
 
 
-def test_without_ranges_a_step_begins_where_it_is_due(loop: Loop) -> None:
-    _train(loop, 0, 3)
-    assert loop.begun == [(0, 0), (1, 0), (2, 0), (3, 0)]
-
-
-@pytest.mark.parametrize("ranges", [1, 2])
-def test_a_step_begins_after_the_ranges_around_the_one_before_it(ranges: int, loop: Loop) -> None:
+@pytest.mark.parametrize("ranges", [0, 1, 2])
+def test_a_step_begins_where_it_is_due_after_the_ranges_around_the_one_before_it(ranges: int, loop: Loop) -> None:
     _train(loop, 0, 3, ranges=ranges)
     assert loop.begun == [(0, ranges), (1, 0), (2, 0), (3, 0)]
 
@@ -286,18 +273,16 @@ def test_a_range_that_opens_with_a_step_and_closes_with_it_holds_that_step_alone
     assert loop.begun == [(0, 1), (1, 0), (2, 0), (3, 0)]
 
 
-def test_a_range_around_the_whole_loop_holds_all_steps(loop: Loop) -> None:
-    loop.open()
-    _train(loop, 0, 3)
-    loop.work()
-    assert loop.begun == [(0, 1), (1, 1), (2, 1), (3, 1)]
-
-
-def test_a_range_around_an_epoch_costs_one_boundary_and_no_more(loop: Loop) -> None:
-    _train(loop, 0, 2)
-    loop.open()
-    _train(loop, 2, 5)
-    assert loop.begun == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1)], "its first two steps are one"
+def test_a_range_around_the_loop_holds_its_steps_and_costs_one_boundary_at_most() -> None:
+    whole, epoch = Loop(), Loop()
+    whole.open()
+    _train(whole, 0, 3)
+    whole.work()
+    assert whole.begun == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    _train(epoch, 0, 2)
+    epoch.open()
+    _train(epoch, 2, 5)
+    assert epoch.begun == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1)], "its first two steps are one"
 
 
 def test_counting_anew_forgets_what_waited(loop: Loop) -> None:

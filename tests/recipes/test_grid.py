@@ -156,14 +156,11 @@ def test_an_error_is_one_line_and_an_exit_code(
     assert capsys.readouterr().err.strip().startswith(line)
 
 
-def test_a_missing_device_is_refused_before_anything_is_written(recipe: Run, tmp_path: Path) -> None:
+def test_a_missing_device_and_a_file_in_place_of_the_results_are_refused(recipe: Run, tmp_path: Path) -> None:
     done = recipe("--device", "mps")
     assert isinstance(done.exception, UsageError)
     assert str(done.exception).startswith("--device mps: torch ")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_in_place_of_the_results_is_refused(recipe: Run, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     assert "is a file" in str(recipe().exception)
 
@@ -221,48 +218,38 @@ def test_another_machines_results_are_not_added_to(tmp_path: Path) -> None:
     assert _open(tmp_path, {**MACHINE, "torch": "2.14.0"}, restart=True).rows == []
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "{}"])
-def test_a_manifest_of_another_program_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(RunError, match=r"manifest\.json: not written by a recipe"):
-        _open(tmp_path)
-
-
-@pytest.mark.parametrize("content", ['{"a": 1, "stat', "1", '{"status": "ok"}', '{"a": 1}'])
-def test_a_row_of_another_program_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("manifest.json", content) for content in ("[]", "{", "{}")),
+        *(("cells.jsonl", content) for content in ('{"a": 1, "stat', "1", '{"status": "ok"}', '{"a": 1}')),
+    ],
+)
+def test_a_file_of_another_program_is_refused(tmp_path: Path, name: str, content: str) -> None:
     _open(tmp_path)
-    (tmp_path / "cells.jsonl").write_text(content)
-    with pytest.raises(RunError, match=r"cells\.jsonl: not written by a recipe"):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunError, match=rf"{name}: not written by a recipe"):
         _open(tmp_path)
 
 
-def _manifest(tmp_path: Path) -> dict[str, Any]:
+def _runs(tmp_path: Path) -> list[dict[str, Any]]:
     manifest: dict[str, Any] = json.loads((tmp_path / "manifest.json").read_text())
-    return manifest
-
-
-def _run(tmp_path: Path) -> dict[str, object]:
-    run: dict[str, object] = _manifest(tmp_path)["runs"][-1]
-    return run
-
-
-def _revisions(tmp_path: Path) -> list[object]:
-    manifest = _manifest(tmp_path)
     assert "git_revision" not in manifest
-    return [run["git_revision"] for run in manifest["runs"]]
+    runs: list[dict[str, Any]] = manifest["runs"]
+    return runs
 
 
 def test_each_run_keeps_its_own_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision in ("aaa", "bbb+", None):
         monkeypatch.setattr(stores, "git_revision", lambda revision=revision: revision)
         _open(tmp_path).finish("complete")
-    assert _revisions(tmp_path) == ["aaa", "bbb+", None]
+    assert [run["git_revision"] for run in _runs(tmp_path)] == ["aaa", "bbb+", None]
     monkeypatch.setattr(stores, "git_revision", lambda: "ccc")
     _open(tmp_path, restart=True)
-    assert _revisions(tmp_path) == ["ccc"]
+    assert [run["git_revision"] for run in _runs(tmp_path)] == ["ccc"]
 
 
-def test_a_run_notes_cpus_load_and_visible_gpus_without_their_ids(
+def test_a_run_notes_cpus_load_if_it_is_known_and_visible_gpus_without_their_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([(45.126, 44.0, 40.0), (3.5, 20.0, 30.0)])
@@ -270,18 +257,17 @@ def test_a_run_notes_cpus_load_and_visible_gpus_without_their_ids(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5, 7}, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-0a1b2c3d-aa11-bb22,MIG-GPU-0a1b-2c/3/4")
     _open(tmp_path).finish("complete")
-    run = _run(tmp_path)
+    run = _runs(tmp_path)[-1]
     assert (run["cpus"], run["load_average_at_start"]) == (3, [45.13, 44.0, 40.0])
     assert run["load_average_at_end"] == [3.5, 20.0, 30.0]
     assert run["cuda_visible_devices"] == "2,GPU-…,MIG-GPU-…/3/4"
 
-
-def test_an_unknown_load_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", unknown)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _open(tmp_path)
-    assert _run(tmp_path)["load_average_at_start"] is None
-    assert "cuda_visible_devices" not in _run(tmp_path)
+    run = _runs(tmp_path)[-1]
+    assert run["load_average_at_start"] is None
+    assert "cuda_visible_devices" not in run

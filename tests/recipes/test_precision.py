@@ -31,10 +31,6 @@ def test_autocast_computes_in_low_precision_and_keeps_parameters_and_loss_in_flo
     assert {row[part] for part in ("parameters", "loss", "parameter_gradients")} == {"float32"}
 
 
-def test_without_autocast_every_operator_is_float32(rows: dict[str, dict[str, Any]]) -> None:
-    assert {entry["output"] for entry in rows["float32"]["operators"]} == {"float32"}
-
-
 def test_operators_are_seen_below_autocast(rows: dict[str, dict[str, Any]]) -> None:
     seen = {(entry["phase"], entry["operator"]): entry for entry in rows["bfloat16"]["operators"]}
     assert seen["forward", "mm"] == {
@@ -42,6 +38,7 @@ def test_operators_are_seen_below_autocast(rows: dict[str, dict[str, Any]]) -> N
     }  # fmt: skip
     assert seen["backward", "mm"]["count"] == 3  # no gradient of the input is wanted
     assert seen["forward", "_log_softmax"]["inputs"] == "float32"
+    assert {entry["output"] for entry in rows["float32"]["operators"]} == {"float32"}, "without autocast"
 
 
 def test_operators_are_classified_by_the_dtype_they_run_in() -> None:
@@ -143,16 +140,15 @@ def test_the_sums_are_known_to_the_last_digit(sums: list[dict[str, object]]) -> 
     assert {row["case"]: row["result"] for row in sums} == SUMS
 
 
-def test_the_two_parts_of_an_error_add_up_to_it(sums: list[dict[str, object]]) -> None:
+def test_the_two_parts_of_an_error_add_up_to_it_and_a_cell_that_did_not_run_has_none(
+    sums: list[dict[str, object]],
+) -> None:
     for row in sums:
         parts = float(str(row["representation_error"])) + float(str(row["addition_error"]))
         assert parts == pytest.approx(row["error"], abs=1e-12)
-
-
-def test_a_cell_that_did_not_run_has_no_error() -> None:
-    row: dict[str, object] = {**accumulation.CELLS[0], "status": "not run"}
-    accumulation.add_error([row])
-    assert row["error"] is None
+    absent: dict[str, object] = {**accumulation.CELLS[0], "status": "not run"}
+    accumulation.add_error([absent])
+    assert absent["error"] is None
 
 
 def test_a_sum_stands_still_where_half_its_last_digit_is_reached(sums: list[dict[str, object]]) -> None:

@@ -68,7 +68,7 @@ def test_a_recipe_imports_only_profkits_public_face(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_help_shows_the_question_and_loads_no_torch(path: Path) -> None:
+def test_help_shows_the_question_and_loads_no_torch_and_the_readme_has_a_line(path: Path) -> None:
     code = (
         f"import sys, runpy\nsys.argv = ['x', '--help']\n"
         f"try:\n    runpy.run_module('recipes.{path.stem}', run_name='__main__')\n"
@@ -80,17 +80,9 @@ def test_help_shows_the_question_and_loads_no_torch(path: Path) -> None:
     question = ast.get_docstring(ast.parse(path.read_text()))
     assert question.splitlines()[0].endswith("?")
     assert question.split()[0] in done.stdout
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_the_functions_that_a_recipe_imports_late_exist(path: Path) -> None:
-    for module, name in re.findall(r'late\("([\w.]+):(\w+)"\)', path.read_text()):
-        assert callable(getattr(import_module(module), name))
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_the_readme_has_a_line_for_it(path: Path) -> None:
     assert f"| `{path.stem}` |" in (RECIPES / "README.md").read_text()
+    for module, name in re.findall(r'late\("([\w.]+):(\w+)"\)', path.read_text()):
+        assert callable(getattr(import_module(module), name)), "what it imports late"
 
 
 UNMEASURED: dict[str, tuple[Recipe, Sequence[Cell], str]] = {
@@ -297,33 +289,14 @@ def test_a_missing_value_is_a_dash_for_people_and_empty_in_csv() -> None:
     assert screen(table).splitlines() == ["       a  b", "────────  ─", "       0  —", "0.333333  —"]
 
 
-def test_an_exact_column_keeps_its_last_digit() -> None:
+def test_numbers_sizes_and_shares_keep_the_digits_that_say_something() -> None:
     assert select([{"a": 10.000133514404297}], ["a"], exact={"a"}).cells == [["10.000133514404297"]]
+    assert [show_digits(value, 4) for value in (9999.4, 9999.6, -9999.6)] == ["9999", "10000", "-10000"]
+    assert [show_share(value) for value in (None, 0.0, 0.0004, 0.123)] == [None, "0.0%", "<0.1%", "12.3%"]
+    sizes = {None: None, 0: "0 B", 999: "999 B", 1000: "0.977 KiB", 2**20: "1.000 MiB", 14_483_456_000: "13.49 GiB"}
+    assert {size: show_bytes(size) for size in sizes} == sizes
 
 
 def test_numbers_are_aligned_to_the_right_and_names_are_escaped() -> None:
     table = Table(["kernel", "share"], [["f<float>", None], ["_g_", "≤96%"]])
     assert markdown(table).splitlines()[1:] == ["|---|---:|", "| f\\<float> | — |", "| \\_g\\_ | ≤96% |"]
-
-
-def test_a_number_rounded_up_to_more_digits_is_a_whole_number() -> None:
-    assert [show_digits(value, 4) for value in (9999.4, 9999.6, -9999.6)] == ["9999", "10000", "-10000"]
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [
-        (None, None),
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.977 KiB"),
-        (2**20, "1.000 MiB"),
-        (14_483_456_000, "13.49 GiB"),
-    ],
-)
-def test_a_size_has_four_digits_in_the_unit_that_fits(size: int | None, shown: str | None) -> None:
-    assert show_bytes(size) == shown
-
-
-def test_a_small_share_does_not_show_as_nothing() -> None:
-    assert [show_share(value) for value in (None, 0.0, 0.0004, 0.123)] == [None, "0.0%", "<0.1%", "12.3%"]
