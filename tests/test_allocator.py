@@ -338,11 +338,6 @@ def listed(snapshot: dict[str, Any]) -> list[tuple[int, int, int]]:
     )
 
 
-def replay(allocator: ReferenceAllocator) -> History:
-    snapshot = build_snapshot(Path("made.pickle"), allocator.snapshot())
-    return replay_history(snapshot.devices[0], snapshot.settings)
-
-
 @given(ALLOCATORS, STEPS, st.integers(1, 250))
 @settings(max_examples=100, deadline=None)
 def test_the_blocks_of_a_moment_are_those_that_the_allocator_had(
@@ -352,7 +347,7 @@ def test_the_blocks_of_a_moment_are_those_that_the_allocator_had(
     stopped = deepcopy(allocator)
     drive(stopped, steps[:stop], record_at=0)
     drive(allocator, steps, record_at=0)
-    history = replay(allocator)
+    history = replayed(allocator)
     assert blocks_of(lay_out(history, len(stopped.events))) == listed(stopped.snapshot())
     assert blocks_of(lay_out(history, len(allocator.events))) == listed(allocator.snapshot())
 
@@ -375,4 +370,4 @@ def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:
     allocator.free(allocator.malloc(4 * MIB))
     # The last event says that memory was allocated where no segment is.
     allocator._note("alloc", 2**40, MIB, 0)
-    assert lay_out(replay(allocator), len(allocator.events)) is None
+    assert lay_out(replayed(allocator), len(allocator.events)) is None

@@ -16,10 +16,10 @@ from profkit.allocator.replay import History, replay_history
 from profkit.allocator.requests import requests_of
 from profkit.allocator.simulate import Simulation, check_identity, simulate
 from profkit.snapshot.columns import Settings
-from profkit.snapshot.reader import build_snapshot, read_snapshot
+from profkit.snapshot.reader import read_snapshot
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.captures import capture
-from tests.test_allocator import ALLOCATORS, STEPS, drive, random_steps
+from tests.test_allocator import ALLOCATORS, STEPS, drive, random_steps, replayed
 
 TRACE = Path(__file__).parents[1] / "traces" / "small-train.snapshot.pickle.gz"
 REAL: dict[str, Callable[[], Path]] = {
@@ -34,11 +34,6 @@ REAL: dict[str, Callable[[], Path]] = {
 
 def read(path: Path) -> History:
     snapshot = read_snapshot(path)
-    return replay_history(snapshot.devices[0], snapshot.settings)
-
-
-def recorded(allocator: ReferenceAllocator) -> History:
-    snapshot = build_snapshot(Path("reference.pickle"), allocator.snapshot())
     return replay_history(snapshot.devices[0], snapshot.settings)
 
 
@@ -72,7 +67,7 @@ def test_the_simulator_chooses_what_a_searching_allocator_chose(
 ) -> None:
     allocator.notes_pools = True  # else the pool of a segment that is gone at the dump is unknown
     drive(allocator, [("malloc", 1, 0, (0, 0)), *(step for step in steps if step[0] != "collect")], record_at=0)
-    history = recorded(allocator)
+    history = replayed(allocator)
     simulation = simulate(requests_of(history), history.settings)
     assert wrong_addresses(history, simulation) == 0
     assert peaks(simulation) == allocator.peaks()
@@ -87,7 +82,7 @@ def test_the_simulator_goes_on_from_the_state_before_a_recording(after: str) -> 
         steps = random_steps(chance, 0)
         allocator = ReferenceAllocator(**VARIANTS[after][0], notes_pools=True, max_entries=chance.choice([None, 60]))
         drive(allocator, [*steps, ("malloc", 5, 0, (0, 0))], record_at=chance.randrange(len(steps)))
-        history = recorded(allocator)
+        history = replayed(allocator)
         if history.bounds is None:
             assert check_identity(history, requests_of(history)).exact
             judged += 1
@@ -117,7 +112,7 @@ def test_the_peaks_under_other_settings_are_those_of_a_run_with_them(before: str
         one, other = ReferenceAllocator(**VARIANTS[before][0]), ReferenceAllocator(**VARIANTS[after][0])
         for allocator in (one, other):
             drive(allocator, [("malloc", 1, 0, (0, 0)), *steps], record_at=0)
-        simulation = simulate(requests_of(recorded(one)), VARIANTS[after][1])
+        simulation = simulate(requests_of(replayed(one)), VARIANTS[after][1])
         if not simulation.bases_decide:
             assert peaks(simulation) == other.peaks()
             exact += 1

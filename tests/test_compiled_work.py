@@ -270,10 +270,14 @@ def test_a_launch_counts_once_by_its_record_under_its_modules() -> None:
     assert counted.content.missing == ()
 
 
-def test_a_module_with_the_name_of_the_one_around_it_has_its_own_place() -> None:
+def test_a_module_named_as_the_one_around_it_has_its_own_place_and_unknown_products_count_as_they_run() -> None:
     with _Counted() as counted, annotate("forward"), annotate("model"):
         _launch(1, "model", "model", "model.layers.0")
     assert counted["forward/model/model/model.layers.0"].flops == PRODUCT
+    with _Counted() as counted:
+        _launch(3, "h.0")
+    assert counted["h.0"].flops_by_dtype == {"fp32": PRODUCT}
+    assert counted.content.missing == ()
 
 
 def test_launches_in_a_row_share_instances_until_another_range_comes_between() -> None:
@@ -303,13 +307,6 @@ def test_the_flops_of_unequal_instances_are_kept_exactly() -> None:
     assert one.flops_of(6) == {"bf16": 4 * PRODUCT}
 
 
-def test_products_that_are_not_known_from_the_code_count_as_they_run() -> None:
-    with _Counted() as counted:
-        _launch(3, "h.0")
-    assert counted["h.0"].flops_by_dtype == {"fp32": PRODUCT}
-    assert counted.content.missing == ()
-
-
 def test_what_was_not_counted_of_compiled_code_is_said() -> None:
     with _Counted() as counted:
         _launch(2, "h.0", multiplies=False)
@@ -335,7 +332,7 @@ def _replay(work: GraphWork | None) -> None:
             observer(work)
 
 
-def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> None:
+def test_a_replay_does_the_launches_that_were_captured_under_their_modules_if_anybody_saw_it() -> None:
     first, second = (launch_range(LaunchPlace("f000000000", 1, ("model", name))) for name in ("h.0", "h.1"))
     copy = launch_range(LaunchPlace("f000000000", 5, ("model", "h.1")))
     with _Counted() as counted, annotate("forward"), annotate("model"):
@@ -346,9 +343,6 @@ def test_a_replay_does_the_launches_that_were_captured_under_their_modules() -> 
     assert counted["forward/model"].flops == 4 * PRODUCT
     assert counted["forward/model"].recomputed_flops == 80
     assert counted.content.missing == ()
-
-
-def test_a_replay_of_a_graph_that_nobody_saw_captured_is_said_not_to_count() -> None:
     with _Counted() as counted:
         _replay(None)
     assert counted.content.missing == ("replayed CUDA graphs",)

@@ -102,17 +102,18 @@ def test_the_longest_wait_is_named_first_and_ranges_within_a_named_one_are_left_
     assert _also_idle(result) == ["optimizer 42.7% (Python), forward 20.6% (kernel launches)"]
 
 
-def test_ranges_of_one_name_are_named_by_the_shortest_path_that_no_other_has(tmp_path: Path) -> None:
-    assert _also_idle(_measure(tmp_path, "layer 0", numbered=True)) == [
-        "step 1/forward/layer 0 42.0% (kernel launches), step 0/forward/layer 0 40.3% (kernel launches)"
-    ]
-    assert _also_idle(_measure(tmp_path, "step 1", numbered=True)) == [
-        "optimizer 42.7% (Python), forward 21.0% (kernel launches)"
-    ]
-
-
-def test_nothing_is_named_if_nothing_waits(tmp_path: Path) -> None:
-    assert _also_idle(_measure(tmp_path, "layer 1")) == []
+@pytest.mark.parametrize(
+    ("range", "said"),
+    [
+        ("layer 0", ["step 1/forward/layer 0 42.0% (kernel launches), step 0/forward/layer 0 40.3% (kernel launches)"]),
+        ("step 1", ["optimizer 42.7% (Python), forward 21.0% (kernel launches)"]),
+        ("layer 1", []),  # nothing waits
+    ],
+)
+def test_ranges_of_one_name_are_named_by_the_shortest_path_that_no_other_has(
+    tmp_path: Path, range: str, said: list[str]
+) -> None:
+    assert _also_idle(_measure(tmp_path, range, numbered=True)) == said
 
 
 def _also_idle(result: EfficiencyResult) -> list[str]:
@@ -121,10 +122,6 @@ def _also_idle(result: EfficiencyResult) -> list[str]:
     assert isinstance(notes, Lines)
     start = "Also idle for more than 20 % for one reason: "
     return [line.removeprefix(start) for line in notes.lines if line.startswith(start)]
-
-
-def _number(text: str) -> int:
-    return int(text.replace(",", ""))
 
 
 def test_where_no_step_was_counted_the_table_and_the_summary_say_why(tmp_path: Path) -> None:
@@ -186,12 +183,13 @@ def test_the_largest_part_of_the_time_decides(parts: GpuParts | None, roofline: 
     assert _judge(parts, roofline).word == word
 
 
-def test_idle_time_is_scaled_to_unprofiled_time_before_it_is_judged() -> None:
-    parts = _parts(computing_ns=40, launching_ns=60)
-    verdict = _judge(parts, factor=0.5)
+def test_idle_time_is_scaled_to_unprofiled_time_and_communication_alone_judged_as_such() -> None:
+    verdict = _judge(_parts(computing_ns=40, launching_ns=60), factor=0.5)
     assert verdict.word == "compute-bound"
     assert "57.1%" in verdict.rule
     assert "30 ns for 60 ns recorded" in verdict.rule
+    others_compute = _parts(computing_ns=80, exposed_communication_ns=20)
+    assert _judge(others_compute, only_communicates=True).word == "communication-bound"
 
 
 @pytest.mark.parametrize(("share", "word"), [(0.5, "compute-bound"), (0.51, "memory-bound")])
@@ -216,11 +214,6 @@ def test_kernels_count_as_movers_by_their_names(tmp_path: Path) -> None:
     nodes = build_nodes(attribution, numbered=True)
     _, own_ns, moving_ns = count_launches(attribution, nodes, np.arange(1))
     assert (own_ns.tolist(), moving_ns.tolist()) == ([100], [60])
-
-
-def test_a_range_with_only_communication_is_bound_by_it_even_if_others_compute() -> None:
-    parts = _parts(computing_ns=80, exposed_communication_ns=20)
-    assert _judge(parts, only_communicates=True).word == "communication-bound"
 
 
 def test_other_operations_count_at_the_peak_of_fp32() -> None:
@@ -270,14 +263,12 @@ def test_every_point_has_a_number_whose_name_stands_beside(tmp_path: Path, drawn
     assert len(names) == 12
 
 
-def test_roofs_of_the_datasheet_are_dashed_and_say_so(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_roofs_of_the_datasheet_are_dashed_and_say_so_and_close_ones_share_a_label(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
     figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
     assert {line.get_linestyle() for line in figure.axes[0].lines} == {"--"}
     assert "peaks from the datasheet" in _texts(figure)
-
-
-def test_roofs_that_are_close_share_a_label(tmp_path: Path, drawn: list[Figure]) -> None:
-    figure = _draw(make_small_run(tmp_path, ceilings=False), drawn)
     assert "bf16 989.5, fp16 989.5 TFLOP/s" in _texts(figure)
 
 

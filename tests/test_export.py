@@ -105,12 +105,15 @@ def test_arrows_join_a_call_with_every_kernel_that_it_launched(read: Read) -> No
     assert all(begins[number] <= ts for number, ts in ends.items())
 
 
-def run_of(folder: Path) -> Path:
+def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     folder.mkdir()
     manifest = {"schema": 1, "status": "complete", "command": ["python", "/home/somebody/train.py"], "argv": []}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "trace.sqlite").write_bytes(NSYS.read_bytes())
-    return folder
+    content = gzip.decompress(exported(profkit, folder, tmp_path).read_bytes())
+    for private in (b"somebody", b"train.py", str(tmp_path).encode(), b"/home", b"PATH="):
+        assert private not in content
 
 
 def test_two_exports_are_equal_to_the_byte(profkit: Run, tmp_path: Path) -> None:
@@ -143,19 +146,15 @@ def two_ranks(folder: Path, *bases: int) -> Path:
 
 def test_ranks_share_one_clock_and_stay_apart(profkit: Run, tmp_path: Path) -> None:
     folder = two_ranks(tmp_path / "run", 4_000_000, 5_000_000)
-    chrome = exported(profkit, folder, tmp_path)
-    read = Read(chrome)
+    read = Read(exported(profkit, folder, tmp_path))
     starts = {one["process"]: one["start"] for one in read.slices if one["name"] == "forward"}
     assert starts["rank 1"] - starts["rank 0"] == 1_000_000
     assert len(read.processes) == 2
     assert read.sums("kernel", "process") == {"rank 0": 12_000, "rank 1": 12_000}
     gemms = [one for one in Read(exported(profkit, folder, tmp_path, "--rank", "1")).slices if one["name"] == "gemm"]
     assert [(one["track"], one["dur"]) for one in gemms] == [("GPU 0 stream 7", 7)]
-
-
-def test_no_time_is_negative_where_another_rank_began_before_the_first(profkit: Run, tmp_path: Path) -> None:
-    read = Read(exported(profkit, two_ranks(tmp_path / "run", 5_000_000, 4_000_000), tmp_path))
-    assert min(row["ts"] for row in read.rows if "ts" in row) == 0
+    other_first = Read(exported(profkit, two_ranks(tmp_path / "other first", 5_000_000, 4_000_000), tmp_path))
+    assert min(row["ts"] for row in other_first.rows if "ts" in row) == 0
 
 
 def assert_slices_nest(read: Read) -> None:
@@ -204,13 +203,6 @@ def test_slices_nest_on_every_track_and_ranges_say_what_else_is_known_of_them(pr
     assert read.tracks.count("GPU 0 stream 7") == 3  # two kernels at once, and another process's
 
 
-def test_no_path_environment_or_command_line_is_exported(profkit: Run, tmp_path: Path) -> None:
-    folder = run_of(tmp_path / "run")
-    content = gzip.decompress(exported(profkit, folder, tmp_path).read_bytes())
-    for private in (b"somebody", b"train.py", str(tmp_path).encode(), b"/home", b"PATH="):
-        assert private not in content
-
-
 def test_a_damaged_trace_of_overlapping_rows_is_exported(profkit: Run, tmp_path: Path) -> None:
     builder = NsysBuilder()
     for number in range(3000):
@@ -224,15 +216,11 @@ def test_a_damaged_trace_of_overlapping_rows_is_exported(profkit: Run, tmp_path:
         ends[one["pid"], one["tid"]] = one["end"]
 
 
-def test_export_says_what_is_missing(profkit: Run) -> None:
+def test_export_says_what_is_missing_or_lists_its_files_and_what_they_hold(profkit: Run, tmp_path: Path) -> None:
     for output, said in (((), "add -o step.json.gz"), (("--chrome", NSYS), "this file is being read")):
         done = profkit("export", NSYS, *output)
         assert done.returncode == 2
         assert said in done.stderr
-
-
-def test_export_lists_its_files_and_what_they_hold(profkit: Run, tmp_path: Path) -> None:
-    done = profkit("export", NSYS, "--chrome", tmp_path / "a.json", "--format", "json")
-    data = json.loads(done.stdout)
+    data = json.loads(profkit("export", NSYS, "--chrome", tmp_path / "a.json", "--format", "json").stdout)
     assert data["time"]["work_ns"] == 59_325_701
     assert data["files"][0]["bytes"] == (tmp_path / "a.json").stat().st_size

@@ -302,7 +302,7 @@ def test_steps_that_other_ranks_record_in_full_are_kept_too(
     assert [step.name for step in _read(tmp_path).steps[128:]] == [f"step {number}" for number in range(300, 305)]
 
 
-def test_recorded_steps_are_kept_however_late_they_come_but_not_endlessly(
+def test_recorded_steps_are_kept_however_late_but_not_endlessly_and_counting_anew_begins_the_file_anew(
     tmp_path: Path, recorder: Recorder, ticks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(light, "_MOST_RECORDED", 3)
@@ -310,9 +310,6 @@ def test_recorded_steps_are_kept_however_late_they_come_but_not_endlessly(
     _steps(record, recorder, ticks, range(5_300, 5_305), is_recorded=True)
     record.end()
     assert [step.name for step in _read(tmp_path).steps] == ["step 5300", "step 5301", "step 5302"]
-
-
-def test_counting_anew_begins_the_file_anew(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
     record = LightRecorder(tmp_path)
     _steps(record, recorder, ticks, range(9))
     _steps(record, recorder, ticks, range(1, 4))

@@ -220,28 +220,21 @@ def rows_of(path: Path) -> dict[str, PartRow]:
     return {row.name: row for row in read_snapshot(path).memory().composition.by_module}
 
 
-def test_a_compiled_run_has_the_tree_of_modules(run: Path) -> None:
-    rows = rows_of(run)
+def test_a_compiled_run_has_the_tree_of_modules_and_the_lines_whose_results_memory_holds(run: Path) -> None:
+    composition = read_snapshot(run).memory().composition
+    rows = {row.name: row for row in composition.by_module}
     assert rows["h.1.norm"].bytes == SIZES[0], "who holds the memory, not who asked for it"
     assert "h.0.a" not in rows
     assert rows["h.0.mlp.up"].own_bytes == SIZES[1]
     shared = rows["h.0.shared: h.0.a + h.0.b"]
     assert (shared.bytes, shared.path) == (SIZES[2], ("model", "h", "0", "shared: h.0.a + h.0.b"))
     assert rows["model"].evidence == {"identity": 8 * MIB, "code": sum(SIZES)}
-    text = run_command("memory", str(run), "--by", "module").stdout
-    assert "recorded with the compiled code" in text
-
-
-def test_memory_is_shown_at_the_line_whose_result_it_holds(run: Path) -> None:
-    lines = {row.stack[0]: row.bytes for row in read_snapshot(run).memory().composition.by_stack}
+    assert rows["h.0.mlp.up"].categories == {"temporaries": SIZES[1]}, "what the code frees itself"
+    assert "temporaries" not in rows["h.1.norm"].categories
+    lines = {row.stack[0]: row.bytes for row in composition.by_stack}
     reused = next(line for what, line, _, _ in block_code().steps if what.startswith("reuse"))
     assert lines[f"model.py:{reused} forward"] == SIZES[0]
-
-
-def test_what_the_code_frees_itself_was_temporary(run: Path) -> None:
-    rows = rows_of(run)
-    assert rows["h.0.mlp.up"].categories == {"temporaries": SIZES[1]}
-    assert "temporaries" not in rows["h.1.norm"].categories
+    assert "recorded with the compiled code" in run_command("memory", str(run), "--by", "module").stdout
 
 
 def test_what_a_library_keeps_of_what_no_line_asked_for_is_its_workspace(tmp_path: Path) -> None:

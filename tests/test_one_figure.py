@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,9 +32,6 @@ from tests.captures import CAPTURES
 from tests.in_process import run_command
 from tests.test_compiled_ranges import whole_run
 from tests.test_time_account import count_idle_slowly
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.usefixtures("read_once")
 

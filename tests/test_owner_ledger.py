@@ -47,19 +47,6 @@ def test_a_tied_weight_stands_under_both_names(ledger: OwnerLedger, tmp_path: Pa
     assert first.address == second.address
 
 
-def test_an_entry_says_how_large_an_element_is(ledger: OwnerLedger, tmp_path: Path) -> None:
-    half, whole = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
-    ledger.note_inputs([("half", half), ("whole", whole)])
-    assert [one.element_bytes for one in _owned(ledger, tmp_path)] == [2, 4]
-
-
-def test_a_view_with_gaps_spans_from_its_first_to_its_last_element(ledger: OwnerLedger, tmp_path: Path) -> None:
-    ledger.note_inputs([("column", torch.zeros(4, 4)[:, 1]), ("empty", torch.zeros(3)[:0])])
-    column, empty = _owned(ledger, tmp_path)
-    assert (column.offset_bytes, column.own_bytes) == (4, 3 * 16 + 4)
-    assert empty.own_bytes == 0
-
-
 def test_figures_of_gpus_in_use_are_noted_and_later_those_with_a_higher_peak_alone(
     ledger: OwnerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,9 +92,14 @@ def test_a_child_called_like_the_model_is_told_from_it() -> None:
     assert _owners(names, outer) == ["model/", "model/model", "model/model.norm", "model/head"]
 
 
-def test_a_tensor_without_bytes_is_not_written_down(ledger: OwnerLedger, tmp_path: Path) -> None:
-    ledger.note_inputs([("empty", torch.zeros(0)), ("full", torch.zeros(1))])
-    assert [one.name for one in _owned(ledger, tmp_path)] == ["full"]
+def test_an_entry_says_how_large_an_element_is_and_where_a_view_lies_and_no_storage_without_bytes_has_one(
+    ledger: OwnerLedger, tmp_path: Path
+) -> None:
+    half, whole, square = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(4, 4)
+    views = [("column", square[:, 1]), ("empty part", whole[:0]), ("empty", torch.zeros(0))]
+    ledger.note_inputs([("half", half), ("whole", whole), *views])
+    found = {one.name: (one.element_bytes, one.offset_bytes, one.own_bytes) for one in _owned(ledger, tmp_path)}
+    assert found == {"half": (2, 0, 6), "whole": (4, 0, 12), "column": (4, 4, 3 * 16 + 4), "empty part": (4, 0, 0)}
 
 
 def test_a_wrapped_model_has_its_wrappers_name_and_only_the_wrapper_a_range() -> None:
@@ -142,10 +134,7 @@ def test_the_text_names_phase_and_module(texts: list[str], phase: str | None, mo
     recording.write_text("forward", "before")
     recording.write_text(phase, module)
     assert texts[-1] == text
-
-
-def test_a_text_of_the_scripts_own_stays(texts: list[str]) -> None:
     texts.append("epoch 3")
     recording.write_text("forward", "model")
     recording.write_text(None, None)
-    assert texts[-1] == "epoch 3"
+    assert texts[-1] == "epoch 3", "a text of the script's own stays"

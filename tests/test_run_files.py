@@ -205,10 +205,13 @@ def test_samples_of_several_contexts_stay_apart() -> None:
 
 
 FILES = ("manifest.json", "work.json", "ceilings.json", "log.txt")
+
+
 PUT: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a device without an end": lambda place: place.symlink_to("/dev/zero"),
     "a folder": Path.mkdir,
+    "a link to itself": lambda place: place.symlink_to(place.name),
 }
 
 
@@ -227,8 +230,9 @@ def answer(run: Path, *command: str) -> tuple[int, str]:
     return run_in_child(ask, cpu_seconds=20, memory_bytes=2**31)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("what", PUT)
+@pytest.mark.parametrize(
+    ("name", "what"), [(name, what) for what in PUT for name in FILES if name == MANIFEST or "link" not in what]
+)
 def test_a_file_that_is_no_file_is_refused_by_its_name(run: Path, tmp_path: Path, name: str, what: str) -> None:
     kept = tmp_path / "kept"
     (run / name).rename(kept)
@@ -239,21 +243,9 @@ def test_a_file_that_is_no_file_is_refused_by_its_name(run: Path, tmp_path: Path
         (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
         kept.rename(run / name)
     assert code == 1
-    assert said.splitlines()[-1] == f"profkit: {run / name}: not a regular file"
-
-
-def test_a_link_to_itself_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    (run / "manifest.json").rename(kept)
-    try:
-        (run / "manifest.json").symlink_to("manifest.json")
-        code, said = answer(run)
-    finally:
-        (run / "manifest.json").unlink()
-        kept.rename(run / "manifest.json")
-    assert code == 1
-    assert len(said.strip().splitlines()) == 1
-    assert str(run) in said
+    assert len(said.strip().splitlines()) == 1 or "link" not in what
+    assert f"profkit: {run}" in said.splitlines()[-1]
+    assert said.endswith(f"{run / name}: not a regular file\n") or "link" in what
 
 
 @pytest.mark.parametrize(
