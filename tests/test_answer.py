@@ -164,7 +164,7 @@ def test_the_sentence_names_what_sets_the_pace_and_its_line() -> None:
     assert said == "A step takes 10.00 ms: for 5.000 ms train.py:30 main: torch.randn keeps the GPU waiting."
     assert list(draw_tree(tree)) == [
         "├─ Python without the GPU  6.000 ms   60.0%  ◀ train.py:30 main: torch.randn",
-        "├─ GPU computing           3.000 ms   30.0%  forward 10% · backward 20%",
+        "├─ GPU computing           3.000 ms   30.0%  backward 20% · forward 10%",
         "└─ the rest                1.000 ms   10.0%",
     ]
 
@@ -188,10 +188,22 @@ def test_the_spread_of_steps_is_said_where_the_step_time_lies_in_it() -> None:
 
 
 def test_what_is_computed_outside_of_all_phases_is_said_where_it_is_much() -> None:
-    for outside_ns, said in ((4 * MS, "outside all phases 40% · forward 10%"), (MS // 4, "forward 10%")):
+    for outside_ns, said in ((4 * MS, "outside 40% · forward 10%"), (MS // 4, "forward 10%")):
         part = StepPart(Limit.COMPUTING, MS + outside_ns, {OUTSIDE: outside_ns, "forward": MS})
         (row,) = draw_tree(StepTree(10 * MS, "replay", (part,)))
         assert row.endswith(f"%  {said}")
+
+
+def test_phases_stand_in_one_line_of_a_screen() -> None:
+    phases = {
+        "forward": MS,
+        "backward": 3 * MS,
+        "optimizer": MS // 2,
+        "a long evaluation": 2 * MS,
+        OUTSIDE: MS,
+    }
+    (row,) = draw_tree(StepTree(10 * MS, "replay", (StepPart(Limit.COMPUTING, 10 * MS, phases),)))
+    assert row.endswith("  backward 30% · a long evaluation 20% · forward 10%")
 
 
 def _advise(after: Interval, saves: int, line: SourceLine | None = None) -> AdviceResult:

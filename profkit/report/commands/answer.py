@@ -51,7 +51,7 @@ _NUMBERS = {2: "Both", 3: "All three"}
 _MOST = 0.5
 _SMALL_PHASE = 0.005
 _LARGE_OUTSIDE = 0.05
-"""What lies outside of all phases, such as the loss, is named from this share of the step."""
+"""What lies outside of all phases, such as a loss, is named from this share of the step."""
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
@@ -241,8 +241,10 @@ def draw_tree(tree: StepTree, least_share: float = 0.0) -> Iterator[str]:
         branch = "└─" if at == len(names) - 1 else "├─"
         time, share = format_ns(part.time_ns), format_share(tree.share(part.time_ns))
         row = f"{branch} {name:<{width}}  {time:>8}  {share:>6}  "
-        room = ROOM - len(row) - len("◀ ")
-        detail = f"◀ {shorten(name_line(part.line), room)}" if part.line else describe_phases(tree, part)
+        room = ROOM - len(row)
+        detail = describe_phases(tree, part, room)
+        if part.line is not None:
+            detail = f"◀ {shorten(name_line(part.line), room - len('◀ '))}"
         yield f"{row}{detail}".rstrip()
 
 
@@ -253,13 +255,19 @@ def name_part(tree: StepTree, part: StepPart) -> str:
     return _OUTSIDE_PHASES if part.kind == Limit.PYTHON and tree.basis == "phases" else NAMES[part.kind]
 
 
-def describe_phases(tree: StepTree, part: StepPart) -> str:
-    """Return the phases of a part, each as a share of the step; empty where they say nothing."""
+def describe_phases(tree: StepTree, part: StepPart, room: int | None = None) -> str:
+    """Return the phases of a part, each as a share of the step, the largest first; empty where they say nothing.
+
+    With ``room``, as many as it holds.
+    """
     if part.kind not in (Limit.PREPARING, Limit.COMPUTING):
         return ""
     shares = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase}
-    return SEPARATOR.join(
-        f"{_OUTSIDE_PHASES if phase == OUTSIDE else phase} {share:.0%}"
-        for phase, share in shares.items()
+    named = [
+        f"{phase} {share:.0%}"
+        for phase, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= (_LARGE_OUTSIDE if phase == OUTSIDE else _SMALL_PHASE)
-    )
+    ]
+    while room is not None and len(SEPARATOR.join(named)) > room and len(named) > 1:
+        named.pop()
+    return SEPARATOR.join(named)
