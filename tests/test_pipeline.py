@@ -218,14 +218,12 @@ def test_a_group_that_sends_and_reduces_counts_both(tmp_path: Path) -> None:
     assert kinds == {"all_reduce": 3, "send": 12, "recv": 12}
 
 
-def test_of_a_record_that_was_cut_only_what_was_sent_in_the_steps_that_all_have_counts() -> None:
+def test_only_what_was_sent_in_the_steps_that_all_have_counts() -> None:
+    """One rank's record was cut; one rank was recorded in full for a single step."""
     whole, cut = (_reducing(_sending(rank, 2, WIRE_NS)) for rank in range(2))
     result = compare_records([whole, replace(cut, steps=cut.steps[:2])])
     assert result.step_count == 2
     assert {row.kind: row.count for row in result.groups} == {"all_reduce": 2, "send": 8, "recv": 8}
-
-
-def test_where_one_rank_was_recorded_in_full_only_what_the_others_sent_in_its_steps_counts() -> None:
     full, light = (_sending(rank, 2, WIRE_NS) for rank in range(2))
     full = replace(full, source="kineto", steps=full.steps[1:2])
     assert {row.kind: row.count for row in compare_records([full, light]).groups} == {"send": 4, "recv": 4}

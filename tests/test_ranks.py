@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,8 +189,6 @@ def test_the_manifest_proves_the_ranks_of_a_run(profkit: Run, two: Path, tmp_pat
 def test_equal_pids_of_two_machines_prove_no_rank(two: Path) -> None:
     trace = read_nsys(two)
     same = dict.fromkeys(trace.process_ids, 200)
-    from dataclasses import replace
-
     assert find_ranks(replace(trace, process_ids=same), {200: 0}).evidence == BY_DEVICE
 
 

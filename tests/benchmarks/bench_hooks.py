@@ -1,4 +1,4 @@
-"""What profkit's hooks cost a call of a module, forward and backward together, and each part of that by itself.
+"""What profkit's hooks cost a call of a module, forward and backward together.
 
     python tests/benchmarks/bench_hooks.py [--blocks 12] [--steps 20] [--rounds 15] [--smoke]
 
@@ -18,19 +18,17 @@ from statistics import median
 from time import thread_time_ns
 from typing import Any
 
-import nvtx
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from profkit.annotation import ignore_ranges, observe_ranges, own_kind
+from profkit.annotation import ignore_ranges, observe_ranges
 from profkit.capture.hooks.hooks import Hooks
 
 WIDTH, HEADS = 16, 2
 WARMUP = 10
 """Steps before those that are timed: Python adapts its code anew whenever another variant begins."""
-PLAIN_CALL: Callable[..., Any] = nn.Module.__call__
 PATCHED = ((nn.Module, "__call__"), (torch.autograd, "backward"), (torch.optim.Optimizer, "profile_hook_step"))
 """What the hooks put their own in place of: all of them are on or off together."""
 
@@ -74,45 +72,6 @@ class StepsByHand:
     def hooks_failed(self, error: Exception) -> None:
         """A hook failed: there is nothing to measure."""
         raise error
-
-
-@contextmanager
-def called_by(call: Callable[..., Any]) -> Iterator[None]:
-    """Have every module called by ``call``."""
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = PLAIN_CALL  # type: ignore[method-assign]
-
-
-def passed_on(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the module: what any wrapper costs."""
-    return PLAIN_CALL(module, *args, **kwargs)
-
-
-def in_a_range(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the module in an NVTX range."""
-    with RANGE:
-        return PLAIN_CALL(module, *args, **kwargs)
-
-
-def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the module, and hook the node that made its output if it has no hook yet."""
-    output = PLAIN_CALL(module, *args, **kwargs)
-    node = output.grad_fn
-    if "bench" not in node.metadata:
-        node.metadata["bench"] = True
-        node.register_prehook(_nothing)
-    return output
-
-
-def _nothing(_gradients: Any) -> None:
-    pass
-
-
-RANGE = own_kind(nvtx.annotate)("benchmark")
-"""Made before profkit watches the script's own ranges, as this one would be: it has NVTX's methods alone."""
 
 
 @contextmanager
@@ -170,9 +129,6 @@ def bench(blocks: int, steps: int, rounds: int) -> None:
     variants: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain model": nullcontext,
         "empty hooks of all modules": empty_global_hooks,
-        "a wrapper around every call": partial(called_by, passed_on),
-        "and an NVTX range in it": partial(called_by, in_a_range),
-        "and a hook on every output's node": partial(called_by, marked),
         "profkit, nobody listening": partial(everything.on, recording=False),
         "profkit, the outermost module": partial(outermost.on, recording=True),
         "profkit, all modules": partial(everything.on, recording=True),

@@ -1,11 +1,11 @@
-"""How fast `profkit kernels` is, against `nsys stats` on the same capture: whole processes, in turn, medians, ratios.
+"""How fast `profkit kernels` is against `nsys stats` on the same capture, and `efficiency` and `compare` against it.
 
-    python tests/benchmarks/bench_kernels.py [--capture SMALL.sqlite] [--rounds 5] [--no-tenfold] [--smoke]
+    python tests/benchmarks/bench_kernels.py [--capture SMALL.sqlite] [--after SMALL.sqlite] [--rounds 5] [--smoke]
 
 The capture is a small real one tiled to 357,179 kernels and 785,066 API calls (`tile_trace`), then to ten times as
-many. Times on a shared machine swing by a factor of two within an hour; ratios of commands run in turn do not, so they
-are what counts. Without nsys on PATH profkit's own times stand alone. ``--smoke`` runs each command once on a tiny
-capture, to see that all of this works.
+many, and what it is compared with is another. Whole processes run in turn: times on a shared machine swing by a factor
+of two within an hour, ratios of neighbouring runs do not. Without nsys on PATH profkit's own times stand alone.
+``--smoke`` runs each command once on a tiny capture, to see that all of this works.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class Measured:
                 sys.exit(f"{' '.join(self.command)}: exit {process.returncode}\n{errors.read().decode()[-2000:]}")
         self.peak_bytes.append(usage.ru_maxrss * 1024)
 
+    def warm_up(self) -> Measured:
+        """Have its files in the page cache and its modules in bytecode."""
+        self.run()
+        self.seconds.clear()
+        self.peak_bytes.clear()
+        return self
+
     @property
     def time_s(self) -> float:
         return median(self.seconds)
@@ -89,7 +96,7 @@ def print_ratio(name: str, value: float, limit: float, judged: bool) -> None:
     print(f"{name:<44} {value:>8.3f}    " + (f"at most {limit:g}{verdict}" if judged else "(too small to judge)"))
 
 
-def bench(capture: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -> None:
+def bench(capture: Path, after: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -> None:
     """Tile, run and print; ``scale`` divides the numbers of kernels and calls."""
     large, larger = folder / "large.sqlite", folder / "ten_times_larger.sqlite"
     tile_trace(capture, large, KERNELS // scale, CALLS // scale)
@@ -99,10 +106,7 @@ def bench(capture: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -
     export = profkit("export", str(large), "-o", str(folder / "step.json.gz"))
     nsys = shutil.which("nsys")
     theirs = {r: Measured([nsys, "stats", "-r", r, str(large)]) for r in REPORTS} if nsys else {}
-    ours.run()  # files into the page cache, modules into bytecode
-    ours.seconds.clear()
-    ours.peak_bytes.clear()
-    run_in_turn([ours, *theirs.values(), whole, start], rounds)
+    run_in_turn([ours.warm_up(), *theirs.values(), whole, start], rounds)
     export.run()
 
     print(f"\n{'median of ' + str(rounds):<44} {'time':>10}  {'range':>11}  {'peak':>9}")
@@ -121,13 +125,22 @@ def bench(capture: Path, folder: Path, rounds: int, scale: int, tenfold: bool) -
     print_ratio("peak memory of export, MB", export.memory_mb, 450, judged)
     print_ratio("profkit --help, s", start.time_s, 0.25, judged)
 
+    other = folder / "after.sqlite"
+    tile_trace(after, other, KERNELS // scale, CALLS // scale)
+    first, second = profkit("kernels", str(large)), profkit("kernels", str(other))
+    efficiency = profkit("efficiency", str(large)).warm_up()
+    compare = profkit("compare", str(large), str(other), "--force").warm_up()
+    run_in_turn([first, second, efficiency, compare], rounds)
+    print_row("profkit efficiency", efficiency)
+    print_row("profkit compare", compare)
+    runs = list(zip(first.seconds, second.seconds, efficiency.seconds, compare.seconds, strict=True))
+    print_ratio("efficiency / kernels", median(theirs / one for one, _, theirs, _ in runs), 1.5, judged)
+    print_ratio("compare / both kernels", median(both / (one + two) for one, two, _, both in runs), 1.5, judged)
+
     if tenfold:
         tile_trace(capture, larger, 10 * KERNELS // scale, 10 * CALLS // scale)
-        ten = profkit("kernels", str(larger), "--range", "backward")
+        ten = profkit("kernels", str(larger), "--range", "backward").warm_up()
         once = Measured(ours.command)
-        ten.run()
-        ten.seconds.clear()
-        ten.peak_bytes.clear()
         run_in_turn([once, ten], max(1, rounds // 2))
         print_row("profkit kernels --range backward, tenfold", ten)
         print_ratio("ten times the kernels / once", ten.time_s / once.time_s, 11, judged)
@@ -137,18 +150,20 @@ def main() -> None:
     """Parse the command line and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capture", type=Path, default=CAPTURES / "small.nsys2023.sqlite")
+    parser.add_argument("--after", type=Path, default=CAPTURES / "small.nsys2025.sqlite")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-tenfold", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
-    if not arguments.capture.exists():
-        print(f"no capture {arguments.capture} to tile: give one with --capture (nothing was measured)")
+    if not (arguments.capture.exists() and arguments.after.exists()):
+        print("no captures to tile: give them with --capture and --after (nothing was measured)")
         return
     with tempfile.TemporaryDirectory() as folder:
         if arguments.smoke:
-            bench(arguments.capture, Path(folder), rounds=1, scale=100, tenfold=True)
+            bench(arguments.capture, arguments.after, Path(folder), rounds=1, scale=100, tenfold=True)
         else:
-            bench(arguments.capture, Path(folder), arguments.rounds, scale=1, tenfold=not arguments.no_tenfold)
+            tenfold = not arguments.no_tenfold
+            bench(arguments.capture, arguments.after, Path(folder), arguments.rounds, scale=1, tenfold=tenfold)
 
 
 if __name__ == "__main__":
