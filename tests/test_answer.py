@@ -16,6 +16,7 @@ from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineLimit, StepLimits
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
+from profkit.analysis.time_account.account import IdleCauses, IdleTime
 from profkit.analysis.trials import Trial
 from profkit.errors import Finding
 from profkit.joining import read_ranks
@@ -192,6 +193,18 @@ def test_what_is_computed_outside_of_all_phases_is_said_where_it_is_much() -> No
         part = StepPart(Limit.COMPUTING, MS + outside_ns, {OUTSIDE: outside_ns, "forward": MS})
         (row,) = draw_tree(StepTree(10 * MS, "replay", (part,)))
         assert row.endswith(f"%  {said}")
+
+
+def test_why_a_gpu_is_idle_is_said_where_it_is_idle_for_long(small: Summary) -> None:
+    """Of 62 ms a GPU is idle for 1.2 in the gaps of 1,000 kernels, and does not wait for the data that it hides."""
+    assert small.gpu is not None
+    for idle_ns, has_cause in ((5, True), (4, False)):
+        idle = IdleTime(100, idle_ns, IdleCauses(idle_ns, 0, 0, 0), is_unprofiled=True)
+        said = render(
+            build_summary_document(replace(small, gpu=replace(small.gpu, idle=idle)), NOTHING, with_all=True), "table"
+        )
+        assert ("waiting for data" in said) == has_cause
+        assert f"idle {idle_ns}.0%" in said
 
 
 def test_phases_stand_in_one_line_of_a_screen() -> None:

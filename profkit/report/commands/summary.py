@@ -291,7 +291,8 @@ def _describe_gpu(summary: Summary) -> str:
         text += "" if idle.is_unprofiled else " as recorded"
     why = {_CAUSES[name]: time_ns for name, time_ns in summary.idle_causes_ns.items()}
     cause = max(why, key=lambda one: why[one])
-    if idle.idle_ns:
+    # Of less, the gaps between kernels are most, whatever the host did meanwhile.
+    if idle.share >= _MUCH:
         text += f", {'mostly ' if why[cause] < 0.9 * summary.idle_ns else ''}{cause}"
         data_ns = why[_CAUSES["data_ns"]]
         if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
