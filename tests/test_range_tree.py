@@ -424,20 +424,13 @@ def test_a_wrapper_takes_what_it_holds_and_nothing_by_itself(tmp_path: Path) -> 
     builder = NsysBuilder()
     builder.range("step 0", 0, 1_000)
     for name, start, end in (
-        ("forward", 1, 400),
-        ("model", 2, 399),
-        ("wrapper", 3, 398),
-        ("h.0", 4, 200),
-        ("h.1", 201, 397),
+        *(("forward", 1, 400), ("model", 2, 399), ("wrapper", 3, 398), ("h.0", 4, 200), ("h.1", 201, 397)),
+        *(("backward", 500, 900), ("model", 501, 899), ("h.1", 502, 600), ("h.0", 601, 898)),
+        *(("optimizer", 910, 990), ("AdamW", 911, 989)),
     ):
         builder.range(name, start, end)
-    for name, start, end in (("backward", 500, 900), ("model", 501, 899), ("h.1", 502, 600), ("h.0", 601, 898)):
-        builder.range(name, start, end)
-    for launch, duration in ((10, 3), (210, 4), (550, 5), (650, 6)):
+    for launch, duration in ((10, 3), (210, 4), (550, 5), (650, 6), (950, 7)):
         builder.kernel(launch, duration)
-    builder.range("optimizer", 910, 990)
-    builder.range("AdamW", 911, 989)
-    builder.kernel(950, 7)
     times = {row.module: row for row in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
     assert {name: (row.forward_ns, row.backward_ns, row.itself.total_ns) for name, row in times.items()} == {
         "model": (7, 11, 0),
