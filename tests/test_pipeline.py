@@ -146,7 +146,7 @@ def test_two_pipelines_side_by_side_are_told_apart_by_the_light_records(tmp_path
     assert {one.bubble_ns for one in result.pipelines} == {result.pipelines[0].bubble_ns}
 
 
-def test_without_the_group_no_pipeline_is_judged_and_nobody_is_held_against_another(tmp_path: Path) -> None:
+def test_without_the_group_or_a_rank_no_pipeline_is_judged_and_nobody_is_held_against_another(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
     result = read_ranks(run, workers=1)
     assert (result.pipelines, result.verdict.most_rank) == ((), None)
@@ -155,10 +155,7 @@ def test_without_the_group_no_pipeline_is_judged_and_nobody_is_held_against_anot
     assert "bubble" not in text
     assert "Who is late is unknown" in text
     assert "for rank 0" not in text  # the matrix of waits
-
-
-def test_a_rank_without_a_trace_leaves_its_pipeline_unjudged(tmp_path: Path) -> None:
-    run = _run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2), [(0, 1)])
+    run = _run(tmp_path / "a trace is lost", _pipeline([10 * MS, 14 * MS], 2), [(0, 1)])
     (run / "trace.rank1.json.gz").unlink()
     assert read_ranks(run, workers=1).pipelines == ()
 

@@ -198,9 +198,7 @@ def test_nodes_that_ran_one_after_the_other_are_known_without_their_numbers(tmp_
     trace = kineto_replay(tmp_path, CapturedGraph.of(TWO, is_chain=True))
     assert (time_under(trace, "forward"), time_under(trace, "backward"), time_under(trace)) == (1000, 4000, 7000)
     assert trace.notes == ()
-
-
-def test_a_copy_that_ran_as_a_kernel_is_one_of_the_nodes(tmp_path: Path) -> None:
+    # A copy that ran as a kernel is one of the nodes.
     graph = CapturedGraph.of([NodeRun(1, "copy", ("data",)), TWO[0]], is_chain=True)
     trace = kineto_replay(tmp_path, graph)
     assert (time_under(trace, "data"), time_under(trace, "forward")) == (1000, 4000)
@@ -230,11 +228,8 @@ def test_without_their_numbers_the_nodes_of_a_graph_with_branches_are_not_guesse
     trace = kineto_replay(tmp_path, graph)
     assert time_under(trace, graph_range(graph.id)) == 5000
     assert "the kernels of 1 of 1 replays lie under no module: the graph has branches" in trace.notes[0]
-
-
-def test_a_graph_with_branches_is_said_to_have_them_beside_one_whose_nodes_are_known(tmp_path: Path) -> None:
     chain = CapturedGraph.of([NodeRun(1, "kernel", ("inference",))], is_chain=True)
-    trace = kineto_replay(tmp_path, CapturedGraph.of(TWO), chain)
+    trace = kineto_replay(tmp_path, graph, chain)
     assert time_under(trace, "inference") == 8000
     assert ["the graph has branches" in note for note in trace.notes] == [True]
     assert "record with --nsys" in trace.notes[0]
@@ -366,7 +361,10 @@ def test_a_path_of_mirrors_only_matches_nothing(tmp_path: Path) -> None:
         opened.kernels("layer 1/attention")
 
 
-def test_a_trace_without_a_backward_range_gets_one_for_linked_work(tmp_path: Path) -> None:
+def test_linked_work_needs_no_phase_around_its_module_and_no_backward_range(tmp_path: Path) -> None:
+    ranges = [span("step 0", 0, 1000), span("layer 0", 20, 100), span("backward", 500, 900)]
+    beside = opened_with(tmp_path, [*ranges, *linked(1, 30, 700, 100)])
+    assert beside.kernels("backward/layer 0").kernel_time_ns == 100_000
     opened = opened_with(tmp_path, [span("layer 0", 20, 100), *linked(1, 30, 700, 100)])
     assert opened.kernels("layer 0").kernel_time_ns == 1000
     assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
@@ -379,12 +377,6 @@ def test_work_with_ranges_of_its_own_inside_backward_keeps_them(tmp_path: Path) 
     opened = opened_with(tmp_path, [*model(), span("layer 0", 695, 720, AUTOGRAD)])
     result = opened.kernels("backward/layer 0")
     assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
-
-
-def test_ranges_next_to_backward_without_a_phase_around_them_are_kept(tmp_path: Path) -> None:
-    ranges = [span("step 0", 0, 1000), span("layer 0", 20, 100), span("backward", 500, 900)]
-    opened = opened_with(tmp_path, [*ranges, *linked(1, 30, 700, 100)])
-    assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
 
 
 def test_thread_only_follows_no_links(tmp_path: Path) -> None:
