@@ -16,7 +16,7 @@ from profkit.errors import TraceError
 from profkit.reading import open_trace
 from profkit.trace import sqlite
 from profkit.trace.columns import MOST_OPEN_RANGES
-from profkit.trace.sqlite import NotPlain, PageReader
+from profkit.trace.sqlite import ColumnRequest, NotPlain, PageReader, SqliteFile
 from tests.child import run_in_child
 from tests.nsys_builder import NsysBuilder
 
@@ -99,10 +99,30 @@ def test_a_table_with_other_values_is_left_to_sqlite(tmp_path: Path, more: str) 
         _read(path, columns, [0] * len(columns))
 
 
-def test_text_behind_the_wanted_columns_does_not_matter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["'text'", "''", "1.5", "x'00ff'", f"'{'a' * 57}'"])
+def test_what_else_stands_around_the_wanted_columns_does_not_matter(tmp_path: Path, value: str) -> None:
     path = tmp_path / "t.sqlite"
-    _write(path, [(i, i, i, i) for i in range(100)], more="UPDATE t SET d = 'text' WHERE a = 3")
+    _write(path, [(i, i, i, i) for i in range(100)], more=f"UPDATE t SET b = {value}, d = {value} WHERE a = 3")
     assert _read(path, (0, 2), (0, 0)) == [list(range(100))] * 2
+
+
+def test_a_longer_text_before_a_wanted_column_is_left_to_sqlite(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    _write(path, [(i, i, i, i) for i in range(100)], more=f"UPDATE t SET b = '{'a' * 58}' WHERE a = 3")
+    with pytest.raises(NotPlain):
+        _read(path, (0, 2), (0, 0))
+
+
+@pytest.mark.parametrize("text", ["short", "a" * 58])
+def test_some_rows_are_the_same_from_pages_and_from_sqlite(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.sqlite"
+    rows = [(None if i % 7 == 0 else i % 5, text, i, None) for i in range(300)]
+    _write(path, rows)
+    with SqliteFile(path) as file:
+        file.tables()
+        (columns,) = file.columns([ColumnRequest("t", {"d": -1, "a": 0, "c": 0}, only=("a", (2, 4)))])
+    wanted = [(-1, a, c) for a, _, c, _ in rows if a in (2, 4)]
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == wanted
 
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"

@@ -169,7 +169,7 @@ class _Reader:
             has_kernel_table=KERNELS in self.tables or GRAPHS in self.tables,
             notes=tuple(self.notes),
             syncs=self._read_syncs(launches, process),
-            has_invisible_ranges=has_invisible_ranges(self.file, self.tables),
+            has_invisible_ranges=not len(ranges) and has_invisible_ranges(self.file, self.tables),
         )
 
     def _read_tables(self, requests: dict[str, _Wanted]) -> dict[str, Columns]:

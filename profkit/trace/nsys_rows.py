@@ -56,11 +56,11 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
     for needed in ("start", "end", "eventType", "globalTid"):
         if needed not in columns:
             raise TraceError(f"{file.path}: table {TABLE} has no column {needed}, without which it holds no ranges")
-    where = f"eventType IN ({','.join(map(str, _RANGE_TYPES))})"
-    wanted = {"start": NO_TIME, "end": NO_TIME, "globalTid": 0, "eventType": 0, "rowid": 0}
+    wanted = {"start": NO_TIME, "end": NO_TIME, "globalTid": 0, "eventType": 0}
     optional = {"endGlobalTid": -1, "domainId": 0, "textId": -1}
     there = wanted | {name: null for name, null in optional.items() if name in columns}
-    read = file.columns([ColumnRequest(TABLE, there, where)])[0]
+    request = ColumnRequest(TABLE, there, only=("eventType", _RANGE_TYPES))
+    read = file.columns([request])[0]
     column = {name: np.full(len(read[0]), null) for name, null in optional.items()} | dict(
         zip(there, read, strict=True)
     )
@@ -73,7 +73,7 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
     thread = column["globalTid"] & POSITIVE
     process = thread >> PID_SHIFT
     return Ranges(
-        name=_range_names(file, columns, names, column["textId"], where),
+        name=_range_names(file, columns, names, column["textId"], request.where),
         domain=_domain_names(file, columns, names, process, column["domainId"]),
         start_ns=start,
         end_ns=np.where(is_open, last, end),
@@ -82,7 +82,7 @@ def read_ranges(file: SqliteFile, tables: dict[str, frozenset[str]], names: Name
         # Only start/end ranges can end on another thread.
         end_thread=np.where(np.isin(event_type, _START_END_TYPES) & (end_thread != -1), end_thread, thread),
         is_open=is_open,
-        payload=_payloads(file, columns, where, column["rowid"]),
+        payload=_payloads(file, columns, request.where, len(start)),
     )
 
 
@@ -102,7 +102,7 @@ def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_i
     if "text" not in columns or not (text_id == -1).any():
         return result
     # As bytes, so that only the distinct ones are decoded.
-    texts = [text for (text,) in file.rows(f"SELECT CAST(text AS BLOB) FROM {TABLE} WHERE {where} ORDER BY rowid")]
+    texts = [text for (text,) in file.rows(f"SELECT CAST(text AS BLOB) FROM {TABLE}{where} ORDER BY rowid")]
     if len(texts) != len(result):
         raise TraceError(f"{file.path}: damaged: the rows of {TABLE} are out of order; export it again")
     interned = {text: names.intern(text.decode("utf-8", "replace")) for text in set(texts) if text is not None}
@@ -130,15 +130,16 @@ def _domain_names(file: SqliteFile, columns: frozenset[str], names: Names, proce
     return index
 
 
-def _payloads(file: SqliteFile, columns: frozenset[str], where: str, row_id: Ints) -> dict[int, int | float]:
+def _payloads(file: SqliteFile, columns: frozenset[str], where: str, count: int) -> dict[int, int | float]:
     there = [name for name in PAYLOADS if name in columns]
     if not there:
         return {}
     value = f"coalesce({', '.join(there)})" if len(there) > 1 else there[0]
     # A REAL may be infinite.
     is_number = f"typeof({value}) IN ('integer', 'real') AND {value} BETWEEN -1e300 AND 1e300"
-    rows = file.rows(f"SELECT rowid, {value} FROM {TABLE} WHERE {where} AND {is_number}")
-    index_of = {row: index for index, row in enumerate(row_id.tolist())} if rows else {}
+    rows = file.rows(f"SELECT rowid, {value} FROM {TABLE}{where} AND {is_number}")
+    numbers = file.rows(f"SELECT rowid FROM {TABLE}{where} ORDER BY rowid") if rows else []
+    index_of = {row: index for index, (row,) in enumerate(numbers[:count])}
     # A damaged table may hold other rows by another query.
     return {index_of[row]: number for row, number in rows if row in index_of}
 

@@ -60,18 +60,30 @@ _BATCH_BYTES = 1 << 19
 _SLACK = 16  # so that an 8-byte read at the last byte stays in the buffer
 
 _REFUSED = 255
-# Bytes of a column by its serial type; 0, 8 and 9 (NULL, 0 and 1) take none, 7 is a float, 12 and above are no numbers.
+# Bytes of an integer column by its serial type; 0, 8 and 9 (NULL, 0 and 1) take none.
 _SIZES = np.full(256, _REFUSED, dtype=np.int64)
 _SIZES[[0, 1, 2, 3, 4, 5, 6, 8, 9]] = [0, 1, 2, 3, 4, 6, 8, 0, 0]
+# Of a column that is passed over: 7 is a float, from 12 on text and bytes. The type of a longer text takes two bytes.
+_SIZES_PASSED = _SIZES.copy()
+_SIZES_PASSED[7] = 8
+_SIZES_PASSED[12:128] = np.arange(12, 128) - 12 >> 1
 
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """Integer columns to read from one table (column → our number for NULL), and a condition on its rows."""
+    """Integer columns to read from one table (column → our number for NULL).
+
+    ``only`` is one of these columns and which of its values a row must have.
+    """
 
     table: str
     columns: dict[str, int]
-    where: str | None = None
+    only: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def where(self) -> str:
+        """The condition on the rows as SQL has it."""
+        return "" if self.only is None else f" WHERE {self.only[0]} IN ({','.join(map(str, self.only[1]))})"
 
 
 class SqliteFile:
@@ -177,14 +189,14 @@ class SqliteFile:
     def columns(self, requests: Sequence[ColumnRequest]) -> list[list[Ints]]:
         """Return the requested integer columns, one list of arrays per request, rows in the order of their rowids.
 
-        Tables of plain integers are decoded from the file's pages, any other by SQLite.
+        Integers among short texts are decoded from the file's pages, any other columns by SQLite.
         """
         return [self._read_plain(request) or self._read_by_sql(request) for request in requests]
 
     def _read_plain(self, request: ColumnRequest) -> list[Ints] | None:
-        """Return the columns from the pages of a table of plain integers, None of any other table."""
+        """Return the columns from the table's pages, None if SQLite itself must read them."""
         layout = self._layout.get(request.table, ())
-        if request.where is not None or not request.columns.keys() <= set(layout):
+        if not request.columns.keys() <= set(layout):
             return None
         root = self.rows("SELECT rootpage, sql FROM sqlite_master WHERE type = 'table' AND name = ?", (request.table,))
         # A row number kept as a column, or rows kept in an index, are laid out otherwise.
@@ -198,12 +210,16 @@ class SqliteFile:
             )
         except NotPlain:
             return None
-        return [read[order.index(name)] for name in request.columns]
+        columns = {name: read[order.index(name)] for name in request.columns}
+        if request.only is None:
+            return list(columns.values())
+        name, values = request.only
+        kept = np.isin(columns[name], values)
+        return [column[kept] for column in columns.values()]
 
     def _read_by_sql(self, request: ColumnRequest) -> list[Ints]:
         cells = ", ".join(f'coalesce("{name}", {null})' for name, null in request.columns.items())
-        where = f" WHERE {request.where}" if request.where else ""
-        rows = self.each_row(f'SELECT {cells} FROM "{request.table}"{where} ORDER BY rowid')
+        rows = self.each_row(f'SELECT {cells} FROM "{request.table}"{request.where} ORDER BY rowid')
         columns = [array("q") for _ in request.columns]
         while some := list(islice(rows, _ROWS_AT_ONCE)):
             for name, column, values in zip(request.columns, columns, zip(*some, strict=True), strict=True):
@@ -260,11 +276,11 @@ def _decode(text: bytes) -> str:
 
 
 class NotPlain(Exception):
-    """The table is not laid out as plain integers; SQLite itself must read it."""
+    """The table is not laid out as its pages are read here; SQLite itself must read it."""
 
 
 class PageReader:
-    """Reads tables of one database file, open and at rest."""
+    """Reads integer columns of tables of one database file, open and at rest."""
 
     def __init__(self, descriptor: int, header: bytes) -> None:
         """``header`` is the first 100 bytes of the file."""
@@ -279,7 +295,7 @@ class PageReader:
         """Return columns (by position in the table) of all rows, in the order of their row numbers.
 
         Raises:
-            NotPlain: the table holds anything but integers in the columns up to the last one asked for.
+            NotPlain: a column that is asked for holds anything but integers, or one before it a text of over 57 bytes.
         """
         try:
             leaves = self._leaves(root_page)
@@ -385,7 +401,7 @@ def _decode_columns(
         kind = data.take(types_at + column)
         if len(kind) and (kind == kind[0]).all():
             kind = kind[:1]  # most columns of most pages hold values of one size, which is quicker than one a row
-        size = _SIZES.take(kind)
+        size = (_SIZES if column in wanted else _SIZES_PASSED).take(kind)
         if (size == _REFUSED).any():
             raise NotPlain
         if column in wanted:
