@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from profkit.allocator.replay import History, replay_history
 from profkit.allocator.rules import round_sizes
-from profkit.analysis.memory.failures import Layout, lay_out
+from profkit.analysis.memory.failures import Segment, lay_out
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
@@ -324,9 +324,9 @@ def test_each_interval_between_powers_of_two_has_its_divisions() -> None:
 _STATES = {"inactive": INACTIVE, "active_allocated": ALLOCATED, "active_pending_free": PENDING}
 
 
-def blocks_of(layout: Layout | None) -> list[tuple[int, int, int]]:
-    assert layout is not None
-    return list(zip(layout.address.tolist(), layout.size_bytes.tolist(), layout.state.tolist(), strict=True))
+def blocks_of(segments: list[Segment] | None) -> list[tuple[int, int, int]]:
+    assert segments is not None
+    return [(address, size, state) for segment in segments for address, size, state, _ in segment.blocks]
 
 
 def listed(snapshot: dict[str, Any]) -> list[tuple[int, int, int]]:
@@ -357,10 +357,11 @@ def test_allocated_pending_and_free_are_all_that_is_reserved(name: str) -> None:
     snapshot = read_snapshot(capture(name))
     history = replay_history(snapshot.devices[0], snapshot.settings)
     for moment in (0, history.peak_moment, len(history.device.events) // 2):
-        layout = lay_out(history, moment)
-        assert layout is not None
-        assert layout.size_bytes.sum() == layout.segment_bytes.sum() == history.curves.reserved[moment]
-        assert layout.size_bytes[layout.state == ALLOCATED].sum() == history.curves.allocated[moment]
+        segments = lay_out(history, moment)
+        blocks = blocks_of(segments)
+        whole = sum(segment.end - segment.begin for segment in segments or ())
+        assert sum(size for _, size, _ in blocks) == whole == history.curves.reserved[moment]
+        assert sum(size for _, size, state in blocks if state == ALLOCATED) == history.curves.allocated[moment]
 
 
 def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from profkit.allocator.recorded_heap import find_regions
 from profkit.allocator.replay import History
@@ -332,59 +329,54 @@ def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stre
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The segments of one device at one moment, by address, and the blocks that fill them without a gap.
+@dataclass(frozen=True)
+class Segment:
+    """One segment at a moment: where it lies, and its blocks by address, which fill it without a gap.
 
-    Pages of an expandable segment that lie next to each other count as one segment. ``segment`` is each block's row
-    among the segments, and ``row`` its allocation, a row of the replay; -1 for free memory, and where none is known.
+    A block is its address, its bytes, its state, and its allocation, a row of the replay; -1 for free memory, and where
+    none is known. Pages of an expandable segment that lie next to each other count as one segment.
     """
 
-    segment_address: Ints
-    segment_bytes: Ints
-    is_expandable: npt.NDArray[np.bool_]
-    address: Ints
-    size_bytes: Ints
-    state: Ints
-    segment: Ints
-    row: Ints
+    begin: int
+    end: int
+    is_expandable: bool
+    blocks: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether it holds blocks of the large pool."""
+        is_small_segment = self.end - self.begin == SMALL_SEGMENT_BYTES and not self.is_expandable
+        sizes = [size for _, size, _, row in self.blocks if row >= 0]
+        return not is_small_segment and (not sizes or max(sizes) > SMALL_BYTES)
 
 
-def lay_out(history: History, moment: int) -> Layout | None:
+def lay_out(history: History, moment: int) -> list[Segment] | None:
     """Return how memory lay at a moment on the curves; None if the recorded blocks do not fit into the segments."""
     replay = history.replay
     rows = np.flatnonzero((replay.birth < moment) & (replay.completed >= moment))
+    rows = rows[np.argsort(replay.address[rows], kind="stable")]
     states = np.where(replay.freed[rows] >= moment, ALLOCATED, PENDING)
-    used = np.stack([replay.address[rows], replay.size_bytes[rows], states, rows])
+    columns = replay.address[rows], replay.size_bytes[rows], states, rows
+    used = list(zip(*(column.tolist() for column in columns), strict=True))
     plain, mapped = find_regions(history.device, Counter(), moment)
     regions = sorted(
         [(begin, begin + length, False) for begin, length in plain.items()] + [(*stretch, True) for stretch in mapped]
     )
-    address, size, state, row = used[:, np.argsort(used[0], kind="stable")].tolist()
-    filled: list[tuple[int, int, int, int, int]] = []
+    segments = []
     covered = 0
-    for number, (begin, end, _) in enumerate(regions):
-        first, last = bisect_left(address, begin), bisect_left(address, end)
+    for begin, end, is_expandable in regions:
+        first, last = (bisect_left(used, (edge,)) for edge in (begin, end))
         covered += last - first
-        at = begin
-        for block in range(first, last):
-            if address[block] < at or address[block] + size[block] > end:
+        blocks, at = [], begin
+        for block in used[first:last]:
+            if block[0] < at or sum(block[:2]) > end:
                 return None
-            filled += _gap(at, address[block], number)
-            filled.append((address[block], size[block], state[block], number, row[block]))
-            at = address[block] + size[block]
-        filled += _gap(at, end, number)
-    if covered != len(address):
-        return None
-    blocks = np.array(filled, dtype=np.int64).reshape(-1, 5)
-    extents = np.array([(begin, end - begin) for begin, end, _ in regions], dtype=np.int64).reshape(-1, 2)
-    is_expandable = np.array([kind for _, _, kind in regions], dtype=np.bool_)
-    return Layout(extents[:, 0], extents[:, 1], is_expandable, *blocks.T)
-
-
-def _gap(begin: int, end: int, segment: int) -> Iterator[tuple[int, int, int, int, int]]:
-    if begin < end:
-        yield begin, end - begin, INACTIVE, segment, -1
+            blocks += [(at, block[0] - at, INACTIVE, -1)] if at < block[0] else []
+            blocks.append(block)
+            at = sum(block[:2])
+        blocks += [(at, end - at, INACTIVE, -1)] if at < end else []
+        segments.append(Segment(begin, end, is_expandable, tuple(blocks)))
+    return segments if covered == len(used) else None
 
 
 _MOST_NEIGHBOURS = 16
@@ -403,43 +395,26 @@ class FreeBlock:
 
 def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
     """Return the free blocks at a moment on the curves, the largest first; none if the blocks do not fit together."""
-    layout = lay_out(history, moment)
-    if layout is None:
-        return []
     begins, streams = _streams(history)
-    borders = np.searchsorted(layout.segment, np.arange(len(layout.segment_bytes) + 1)).tolist()
-    blocks = []
-    for segment, (first, end) in enumerate(pairwise(borders)):
-        stream = streams[max(bisect_right(begins, int(layout.segment_address[segment])) - 1, 0)] if streams else 0
-        is_large = _holds_large_blocks(layout, segment, slice(first, end))
-        used = np.flatnonzero(layout.row[first:end] >= 0) + first
-        for at in (np.flatnonzero(layout.state[first:end] == INACTIVE) + first).tolist():
-            blocks.append(
-                FreeBlock(
-                    int(layout.address[at]),
-                    int(layout.size_bytes[at]),
-                    stream,
-                    is_large,
-                    _nearest(layout, used, at),
-                )
-            )
-    return sorted(blocks, key=lambda block: (-block.size_bytes, block.address))
+    free = []
+    for segment in lay_out(history, moment) or ():
+        stream = streams[max(bisect_right(begins, segment.begin) - 1, 0)] if streams else 0
+        is_large = segment.is_large
+        for at, (address, size, state, _) in enumerate(segment.blocks):
+            if state == INACTIVE:
+                free.append(FreeBlock(address, size, stream, is_large, _nearest(segment, at)))
+    return sorted(free, key=lambda block: (-block.size_bytes, block.address))
 
 
-def _holds_large_blocks(layout: Layout, segment: int, blocks: slice) -> bool:
-    sizes = layout.size_bytes[blocks][layout.row[blocks] >= 0]
-    is_small_segment = layout.segment_bytes[segment] == SMALL_SEGMENT_BYTES and not layout.is_expandable[segment]
-    return not is_small_segment and (not len(sizes) or int(sizes.max()) > SMALL_BYTES)
-
-
-def _nearest(layout: Layout, used: Ints, free: int) -> tuple[int, ...]:
-    """Return the allocations (rows) nearest to a free block; ``used`` are the used blocks of its segment."""
-    at = int(np.searchsorted(used, free))
-    near = used[max(at - _MOST_NEIGHBOURS, 0) : at + _MOST_NEIGHBOURS]
-    begin, end = layout.address[free], layout.address[free] + layout.size_bytes[free]
-    distance = np.minimum(np.abs(layout.address[near] - end), np.abs(begin - layout.address[near]))
-    rows: list[int] = layout.row[near][np.argsort(distance, kind="stable")][:_MOST_NEIGHBOURS].tolist()
-    return tuple(rows)
+def _nearest(segment: Segment, at: int) -> tuple[int, ...]:
+    """Return the allocations (rows) nearest to the free block at a place in its segment."""
+    begin, size, *_ = segment.blocks[at]
+    reach = 2 * _MOST_NEIGHBOURS  # no two free blocks lie next to each other
+    sides = segment.blocks[max(at - reach, 0) : at], segment.blocks[at + 1 : at + reach]
+    before, after = ([block for block in blocks if block[3] >= 0] for blocks in sides)
+    near = [*before[-_MOST_NEIGHBOURS:], *after[:_MOST_NEIGHBOURS]]
+    near.sort(key=lambda block: min(abs(block[0] - begin - size), abs(begin - block[0])))
+    return tuple(row for *_, row in near[:_MOST_NEIGHBOURS])
 
 
 def _streams(history: History) -> tuple[list[int], list[int]]:
