@@ -369,9 +369,9 @@ def test_each_rule_has_its_own_name_and_a_known_category() -> None:
 
 def test_every_rule_finds_its_examples_without_the_plain_part_too() -> None:
     for measure, rules in read_rules().items():
-        for rule in _compiled_rules(measure):
-            (examples,) = [one["examples"] for one in rules if one["rule"] == rule.category.rule]
-            for pattern in rule.patterns:
+        for category, patterns in _compiled_rules(measure):
+            (examples,) = [one["examples"] for one in rules if one["rule"] == category.rule]
+            for pattern in patterns:
                 for name in examples:
                     text = name.lower() if pattern.is_caseless else name
                     assert (re.search(pattern.text, text) is not None) == pattern.fits(name, name.lower())

@@ -121,7 +121,7 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         pids_of.setdefault(diagnostic.text.strip(), set()).add(diagnostic.silent_pid)
     for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
-        if _reports_lost_events(text):
+        if any(_COUNTED.search(part) and _LOST.search(part) for part in _SENTENCE_ENDS.split(text)):
             verdict = "failed"
         elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
             verdict = "note"
@@ -130,10 +130,6 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         about = f" about {of}, where nothing was recorded" if is_silent else ""
         findings.append(Finding("diagnostic", f"the profiler says{about}: {text}", verdict))
     return findings
-
-
-def _reports_lost_events(text: str) -> bool:
-    return any(_COUNTED.search(part) and _LOST.search(part) for part in _SENTENCE_ENDS.split(text))
 
 
 def _check_values(trace: Trace) -> list[Finding]:

@@ -65,9 +65,9 @@ def categorize(name: str, measure: Measure = "gpu-kernel") -> Category:
     """
     name = name[:LONGEST_NAME]
     lowered = name.lower()
-    for rule in _compiled_rules(measure):
-        if any(pattern.fits(name, lowered) for pattern in rule.patterns):
-            return rule.category
+    for category, patterns in _compiled_rules(measure):
+        if any(pattern.fits(name, lowered) for pattern in patterns):
+            return category
     return OTHER
 
 
@@ -100,16 +100,10 @@ class _Pattern:
         return self.holds in where and self._find(where) is not None
 
 
-@dataclass(frozen=True)
-class _Rule:
-    category: Category
-    patterns: tuple[_Pattern, ...]
-
-
 @cache
-def _compiled_rules(measure: Measure) -> list[_Rule]:
+def _compiled_rules(measure: Measure) -> list[tuple[Category, tuple[_Pattern, ...]]]:
     return [
-        _Rule(Category(rule["category"], rule["rule"]), tuple(map(_read_pattern, rule["patterns"])))
+        (Category(rule["category"], rule["rule"]), tuple(map(_read_pattern, rule["patterns"])))
         for rule in read_rules()[measure]
     ]
 

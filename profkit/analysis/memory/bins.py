@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, takewhile
+from itertools import compress
 
 import numpy as np
 
 from profkit.analysis.memory.categories import CATEGORIES
 from profkit.analysis.memory.device import NOT_SELECTED, DeviceMemory, Filter
-from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES
+from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES, common_start
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
 
@@ -145,7 +145,7 @@ class _Grouping:
             groups.append(facts.label if row in self._claims else NOT_SELECTED)
             stacks[groups[-1]].add(facts.user_first if row in self._claims else ())
         return tuple(
-            replace(series, stack=_shared(stacks[series.name]), stack_count=len(stacks[series.name]))
+            replace(series, stack=common_start(stacks[series.name]), stack_count=len(stacks[series.name]))
             if series.name in stacks
             else series
             for series in self._largest(groups, OTHER_STACKS)
@@ -215,11 +215,6 @@ class _Grouping:
         np.add.at(changes, (column, self._first[self._rows]), self._sizes[self._rows])
         np.subtract.at(changes, (column, self._end[self._rows]), self._sizes[self._rows])
         return tuple(map(Series, names, changes[:, :-1].cumsum(axis=1)))
-
-
-def _shared(stacks: set[tuple[str, ...]]) -> tuple[str, ...]:
-    same = takewhile(lambda frames: len(set(frames)) == 1, zip(*stacks, strict=False))
-    return tuple(frames[0] for frames in same)
 
 
 def _highest(curve: Ints, edges: Ints) -> Ints:

@@ -176,7 +176,8 @@ class Classifier:
         What the user's own lines allocated directly, without a library between, and backward did not free is data.
         """
         never = self._history.replay.event_count
-        backward = self._next_backward(birth)
+        at = int(np.searchsorted(self._backward_events, birth))
+        backward = int(self._backward_events[at]) if at < len(self._backward_events) else never
         outlives = backward < never and freed >= int(self._regime_ends[backward])
         is_data = bool(stack.user) and stack.user == stack.python and self._has_modules
         if is_data and (is_kept or outlives):
@@ -184,10 +185,6 @@ class Classifier:
         if is_kept:
             return "activations" if backward == never and len(self._backward_events) else None
         return "activations" if freed > backward else "temporaries"
-
-    def _next_backward(self, event: int) -> int:
-        at = int(np.searchsorted(self._backward_events, event))
-        return int(self._backward_events[at]) if at < len(self._backward_events) else self._history.replay.event_count
 
     @cached_property
     def _first_and_only_kept(self) -> frozenset[int]:

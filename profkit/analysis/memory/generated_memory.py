@@ -102,9 +102,6 @@ class _Code:
         """Return whether the code itself allocates on a line."""
         return any(line in by_line for by_line in self._by_line)
 
-    def launches_at(self, line: int) -> bool:
-        return any(line in launches for launches in self.launches)
-
     def owners(self, number: int, holder: Holder) -> tuple[tuple[str, ...], str | None]:
         """Return the modules and the line of a holder, or else of the launch that writes it."""
         launch = self.launches[number].get(holder.launch) if holder.launch is not None else None
@@ -284,7 +281,7 @@ class GeneratedMemory:
             return False
         (_, line), (_, next_line) = (site for site in sites if site is not None)
         before, after = code.position(line), code.position(next_line)
-        return before < after or (before == after and code.launches_at(line))
+        return before < after or (before == after and any(line in launches for launches in code.launches))
 
 
 def _tenants(code: _Code, graph: int, memory: Allocation, first: int, last: int) -> Iterator[_Tenant]:

@@ -164,11 +164,16 @@ def _place_in_code(held: Held, compiled: str) -> Place:
     names = [_below(compiled, module) for module in held.modules]
     if len(names) <= 1:
         return Place(((names[0] if names else compiled, None),), "code")
-    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
-    ancestor = ".".join(parts[0] for parts in same) or compiled
+    ancestor = ".".join(common_start(name.split(".") for name in names)) or compiled
     shown = [shown_module(name) or MODEL for name in names]
     shared = name_shared(shown) if held.is_decided else f"one of: {', '.join(shown)}"
     return Place(((ancestor, None),), "code", shared)
+
+
+def common_start(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the names with which all paths begin."""
+    same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return tuple(names[0] for names in same)
 
 
 def _below(compiled: str, module: str) -> str:
@@ -346,8 +351,7 @@ def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
         yield path + shared, piece.bytes, 1
         return
     paths = [(OUTSIDE_MODULES, piece.phase) if module == OUTSIDE else path_of(module) for module, _ in modules]
-    same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    above = tuple(names[0] for names in same) or (NO_MODULE_KNOWN,)
+    above = common_start(paths) or (NO_MODULE_KNOWN,)
     sizes = [size or 0 for _, size in modules]
     if sum(sizes) > piece.bytes:
         sizes = [0] * len(sizes)

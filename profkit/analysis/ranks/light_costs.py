@@ -11,7 +11,7 @@ of launches held it up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,14 +45,6 @@ _FEWEST_TIED = 8
 """From half as many steps as are judged nobody could tell that."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Spans:
-    start_ns: Ints
-    end_ns: Ints
-    name: Ints
-    names: list[str]
-
-
 _AT_THE_END = ("all_reduce", "reduce_scatter")
 """What is launched in a backward pass and waited for at its end: reductions of gradients."""
 
@@ -62,14 +54,17 @@ def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Accou
     number = rank.record.rank
     mine = [(match, match.ranks.index(number)) for match in matched if number in match.ranks]
     begin, end = _find_windows(rank, mine)
-    on_host = _sum_spans(_host_spans(rank), _host_waits(mine), begin, end)
+    on_host = _sum_phases(rank, _host_waits(mine), begin, end)
     named = rank.steps.named
     nothing = np.zeros(len(named))
     return Account(rank.record.rank, on_host.beside(rank.on_gpu), nothing, False, clock_of(rank.steps, named))
 
 
-def _host_spans(rank: ReducedRank) -> _Spans:
-    """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock."""
+def _host_spans(rank: ReducedRank) -> tuple[Ints, Ints, Ints, list[str]]:
+    """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock.
+
+    These are starts, ends, and which of the names at last each has.
+    """
     start, end = _absolute_times(rank, rank.steps.phases)
     order = np.lexsort((rank.steps.phases.name, end, start))
     start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
@@ -83,7 +78,7 @@ def _host_spans(rank: ReducedRank) -> _Spans:
     end = np.concatenate([between.end_ns, np.maximum(end, reach[:-1])])
     order = np.lexsort((end, start))
     number = np.concatenate([followed_by + len(names), name])
-    return _Spans(start[order], end[order], number[order], [*names, *(f"{BEFORE}{name}" for name in names)])
+    return start[order], end[order], number[order], [*names, *(f"{BEFORE}{name}" for name in names)]
 
 
 def has_untimed_waits(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> bool:
@@ -154,15 +149,15 @@ def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tup
     return begin[steps.named], end[steps.named]
 
 
-def _sum_spans(spans: _Spans, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
-    first = np.searchsorted(spans.end_ns, begin_ns, side="right")
-    last = np.searchsorted(spans.start_ns, end_ns, side="left")
+def _sum_phases(rank: ReducedRank, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
+    start_ns, stop_ns, number, of_number = _host_spans(rank)
+    first, last = np.searchsorted(stop_ns, begin_ns, side="right"), np.searchsorted(start_ns, end_ns, side="left")
     which, at = spread(first, last)
-    start, stop = np.maximum(spans.start_ns[at], begin_ns[which]), np.minimum(spans.end_ns[at], end_ns[which])
-    names, name = np.unique(spans.name[at], return_inverse=True)
+    start, stop = np.maximum(start_ns[at], begin_ns[which]), np.minimum(stop_ns[at], end_ns[which])
+    names, name = np.unique(number[at], return_inverse=True)
     times = np.zeros((len(begin_ns), len(names)))
     np.add.at(times, (which, name), stop - start - waits.within(start, stop))
-    phases = [spans.names[name] for name in names.tolist()]
+    phases = [of_number[name] for name in names.tolist()]
     return StepParts(tuple(("data" if phase == DATA else "python", phase, "") for phase in phases), times)
 
 

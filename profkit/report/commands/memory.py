@@ -75,7 +75,8 @@ def _tables(result: MemoryResult, by: By | None, top: int | None) -> list[Table 
     if by == "module":
         return _build_module_parts(result.composition, _moment(result), top)
     if by == "phase":
-        return [build_phase_part(result.composition, _moment(result))]
+        phases = result.composition.by_phase
+        return [_cross_table(Column("name", "allocated in", TEXT, flexible=True), phases, phases, _moment(result))]
     stacks = _stack_table(result, top or TOP_STACKS, "" if by is None else _moment(result))
     if by is None:
         return [_category_table(result), stacks, _largest_table(result)]
@@ -325,11 +326,6 @@ def _build_module_parts(at: Composition, title: str, top: int | None) -> list[Ta
     name = Column("name", "module", TEXT, flexible=True, on_screen=_tree_name)
     table = _cross_table(name, shown, (row for row in rows if len(row.path) == 1), title)
     return [table, Lines(_module_notes(at, shown, len(rows) - len(shown)))]
-
-
-def build_phase_part(at: Composition, title: str) -> Table:
-    """Return what was allocated in each phase."""
-    return _cross_table(Column("name", "allocated in", TEXT, flexible=True), at.by_phase, at.by_phase, title)
 
 
 def _exact_parts(at: Composition, by: str | None) -> Table:
