@@ -257,14 +257,13 @@ def test_recording_needs_an_nsys_or_torch_and_free_disk_space(machine: Machine) 
 
 def test_the_findings_fit_80_columns_and_every_format_holds_the_advice() -> None:
     long = "word " * 40
-    document = build_doctor_document(
-        [Check("a", "warning", long, long), Check("b", "ok", "x")], can_record=True, on_screen=True
-    )
+    rows = [vars(Check("a", "warning", long, long)), vars(Check("b", "ok", "x"))]
+    document = build_doctor_document(rows, can_record=True, on_screen=True)
     text = render(document, "table")
     assert max(map(len, text.splitlines())) <= 80
     assert (text.count("word"), text.count("→")) == (80, 1)
-    findings = [Check("a", "warning", "f", "do x"), Check("b", "ok", "g")]
-    document = build_doctor_document(findings, can_record=True, on_screen=False)
+    rows = [vars(Check("a", "warning", "f", "do x")), vars(Check("b", "ok", "g"))]
+    document = build_doctor_document(rows, can_record=True, on_screen=False)
     assert render(document, "csv").splitlines() == ["check,state,found,advice", "a,warning,f,do x", "b,ok,g,"]
     assert "| a | warning | f | do x |" in render(document, "markdown")
     assert r"a & warning & f & do x \\" in render(document, "latex")

@@ -35,7 +35,8 @@ def doctor(style: Format) -> None:
     with shown_after_a_second("looking at this machine"):
         findings = examine(Machine(), nsys)
     possible = can_record(findings)
-    Output(style).print(build_doctor_document(findings, can_record=possible, on_screen=style == "table"))
+    rows = [vars(check) for check in findings]
+    Output(style).print(build_doctor_document(rows, can_record=possible, on_screen=style == "table"))
     if not possible:
         raise CheckError("nothing can be recorded here: profkit needs torch or a working nsys, and free disk space")
 

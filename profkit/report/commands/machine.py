@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.text import screen_width
@@ -15,28 +15,13 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.work import Datasheet
 
 
-class Checked(Protocol):
-    """What a check of `profkit.launch.doctor` found; this layer may not import it."""
-
-    @property
-    def check(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def found(self) -> str: ...
-    @property
-    def advice(self) -> str | None: ...
-
-
 _CHECK, _STATE = Column("check", "check", TEXT), Column("state", "state", TEXT)
 _FOUND, _ADVICE = Column("found", "found", TEXT), Column("advice", "to do", TEXT)
 _BESIDE_FOUND = len("temporary directory") + 2 + len("warning") + 2
 
 
-def build_doctor_document(checks: Sequence[Checked], *, can_record: bool, on_screen: bool) -> Document:
+def build_doctor_document(rows: Sequence[Row], *, can_record: bool, on_screen: bool) -> Document:
     """Return the checks; ``on_screen`` what to do stands below what was found, after an arrow, and both are wrapped."""
-    keys = ("check", "state", "found", "advice")
-    rows: list[Row] = [{key: getattr(check, key) for key in keys} for check in checks]
     exact = Table((_CHECK, _STATE, _FOUND, _ADVICE), rows)
     lines = [line for row in rows for line in _lines(row)]
     shown = (
