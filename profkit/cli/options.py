@@ -71,15 +71,22 @@ def _capture_or_newest_run(context: click.Context, parameter: click.Parameter, c
     return newest
 
 
-def trace_options(command: Command) -> Command:
-    """Add ``--totals``, ``--thread-only`` and ``--strict`` (which `obey_strict` carries out)."""
-    for option in (
-        click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check."),
-        click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do."),
-        click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step."),
-    ):
-        command = option(command)
-    return command
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return what adds several options to a command, to be shown in their order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+trace_options = together(
+    click.option("--totals", is_flag=True, help="Show sums over the recorded steps instead of averages per step."),
+    click.option("--thread-only", is_flag=True, help="Place work by its launching thread only, as other tools do."),
+    click.option("--strict", is_flag=True, help="Exit 3 if the capture fails its self-check."),
+)
 
 
 def obey_strict(trace: Path, check: SelfCheck, *, strict: bool) -> None:
@@ -88,19 +95,15 @@ def obey_strict(trace: Path, check: SelfCheck, *, strict: bool) -> None:
         raise CheckError(f"{trace}: the capture failed its self-check")
 
 
-def peak_options(command: Command) -> Command:
-    """Add the choice of one GPU and rank among those that recorded memory."""
-    for option in (
-        click.option(
-            "--rank",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Show this rank (default: the one with the highest peak).",
-        ),
-        click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak)."),
-    ):
-        command = option(command)
-    return command
+peak_options = together(
+    click.option("--device", type=int, metavar="N", help="Show this GPU (default: the one with the highest peak)."),
+    click.option(
+        "--rank",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Show this rank (default: the one with the highest peak).",
+    ),
+)
 
 
 def _exact(number: str) -> Fraction:

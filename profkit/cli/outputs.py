@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import click
 
+from profkit.cli.options import FILE, together
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
 from profkit.report.document import FORMATS, Document, Format, Role, plainly, render, without_formulas
@@ -79,19 +80,20 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_output(*, style: Format, path: Path | None, full_names: bool, is_csv_safe: bool, **options: Any) -> Any:
         return command(output=Output(style, path, full_names, is_csv_safe), **options)
 
-    for option in (
-        click.option(
-            "--csv-safe",
-            "is_csv_safe",
-            is_flag=True,
-            help="In CSV, put ' before text that a spreadsheet would take for a formula.",
-        ),
-        click.option("--full-names", is_flag=True, help="Do not shorten names, or paths in JSON."),
-        click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="Write the result to this file."),
-        format_option,
-    ):
-        with_output = option(with_output)
-    return with_output
+    return _output_options(with_output)
+
+
+_output_options = together(
+    format_option,
+    click.option("-o", "--output", "path", type=FILE, help="Write the result to this file."),
+    click.option("--full-names", is_flag=True, help="Do not shorten names, or paths in JSON."),
+    click.option(
+        "--csv-safe",
+        "is_csv_safe",
+        is_flag=True,
+        help="In CSV, put ' before text that a spreadsheet would take for a formula.",
+    ),
+)
 
 
 def refuse_overwriting(captures: Iterable[Path | None], outputs: Iterable[Path | None]) -> None:

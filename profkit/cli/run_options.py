@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from profkit.cli.options import FILE, POSITIVE
+from profkit.cli.options import FILE, POSITIVE, together
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import GraphTrace, Nsys, find_nsys
 from profkit.models.options import CompileMode, Device, Dtype, Passes
@@ -114,7 +114,7 @@ def _choice(name: str, values: Any, default: str, text: str) -> Callable[[Functi
     return click.option(name, type=click.Choice(get_args(values)), default=default, show_default=True, help=text)
 
 
-_OPTIONS = (
+add_options = together(
     click.option("-o", "output", type=FILE, help="The run directory to create  [default: runs/TIME-TARGET]"),
     click.option(
         "--nsys/--kineto",
@@ -257,12 +257,6 @@ _OPTIONS = (
         help="Show all options: of nsys, ranks, the allocator and the built-in models too.",
     ),
 )
-
-
-def add_options(function: Function) -> Function:
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
 
 
 def parse_option(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:

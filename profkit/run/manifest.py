@@ -391,12 +391,8 @@ class Manifest:
     def recorded_peaks(self) -> dict[str, int]:
         """Return each snapshot's allocated peak by its file name, as the processes that left them noted it."""
         processes = () if self.memory is None else self.memory.processes
-        left = [
-            process.memory
-            for process in processes
-            if process.memory is not None and process.memory.snapshot is not None
-        ]
-        return {str(memory.snapshot): memory.allocated_peak_bytes for memory in left}
+        memories = (process.memory for process in processes if process.memory is not None)
+        return {memory.snapshot: memory.allocated_peak_bytes for memory in memories if memory.snapshot is not None}
 
     @property
     def rank_of_pid(self) -> dict[int, int]:
