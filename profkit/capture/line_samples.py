@@ -347,7 +347,7 @@ class Waits:
         """The lists of filters that have the one that collects, by their ids."""
 
     def start(self) -> None:
-        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        if not torch.cuda.is_initialized():
             self.unknown = "no GPU was used"
             return
         self._mode = torch.cuda.get_sync_debug_mode()

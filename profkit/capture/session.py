@@ -467,7 +467,7 @@ class Session:
                 leave_unsaved(self.run, self._pid, error)
 
     def _describe(self, state: str) -> Process:
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_initialized()
         step, names = self.hooks.steps.what_counts() or (None, ())
         remembered = None if self.memory is None else self.memory.result()
         loading = self._drain.describe(len(self._samples.steps["profiled"]))

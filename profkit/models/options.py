@@ -104,21 +104,21 @@ class TrainingOptions:
 
 def parse_options(argv: Sequence[str]) -> TrainingOptions:
     """Return the options of a command line; end the process with a usage error where it is wrong."""
-    parser = argparse.ArgumentParser("python -m profkit.models", description="Train a built-in transformer.")
-    parser.add_argument("preset_name", metavar="PRESET", choices=PRESETS, help=", ".join(PRESETS))
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a batch")
-    parser.add_argument(
-        "--context", dest="contexts", type=_numbers, default=(256,), help="tokens in a sequence: 256,512"
+    # What is left out has the default of `TrainingOptions`.
+    parser = argparse.ArgumentParser(
+        "python -m profkit.models", description="Train a built-in transformer.", argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--passes", choices=get_args(Passes), default="train")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="fp32")
-    parser.add_argument("--compile", dest="compile_mode", choices=get_args(CompileMode), default="none")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the tokens")
-    parser.add_argument("--device", choices=get_args(Device), default="auto")
-    parser.add_argument("--warmup", dest="warmup_steps", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--checkpoint-layers", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("preset_name", metavar="PRESET", choices=PRESETS, help=", ".join(PRESETS))
+    parser.add_argument("--context", dest="contexts", type=_numbers, help="tokens in a sequence: 256,512")
+    parser.add_argument("--passes", choices=get_args(Passes))
+    parser.add_argument("--dtype", choices=get_args(Dtype))
+    parser.add_argument("--compile", dest="compile_mode", choices=get_args(CompileMode))
+    parser.add_argument("--device", choices=get_args(Device))
+    parser.add_argument("--warmup", dest="warmup_steps", type=int)
+    parser.add_argument("--batch", type=int, help="sequences in a batch")
+    parser.add_argument("--seed", type=int, help="of the weights and the tokens")
+    for name in ("steps", "checkpoint-layers", "rounds"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--count", action="store_true")
     return TrainingOptions(**vars(parser.parse_args(argv)))
 

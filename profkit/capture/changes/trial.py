@@ -199,7 +199,7 @@ class Trial:
             os._exit(0)
 
     def _leave(self, measured: Measured) -> None:
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_initialized()
         self._rank = distributed.get_rank() if several_ranks() else self._rank
         evidence = [_find_evidence(edit.text, change) for edit, change in zip(self._edits, self._changes, strict=True)]
         complete = replace(

@@ -121,8 +121,7 @@ def read_counters() -> dict[str, int]:
     calls that failed and were tried again after its cache was freed, out-of-memory errors, and the bytes that are
     allocated, whose difference is by how much memory has grown. ``full_collections`` are those of Python's garbage.
     """
-    on_gpu = _is_on_gpu()
-    allocator = torch.cuda.memory_stats() if on_gpu else {}
+    allocator = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
     return {
         "compiled_graphs": count_compiled_graphs(),
         "allocator_retries": allocator.get("num_alloc_retries", 0),
@@ -163,13 +162,9 @@ def _compiled() -> Compiled | None:
     return Compiled(graphs, tuple(backends))
 
 
-def _is_on_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
 def _describe_gpu() -> dict[str, Any]:
     """Return the current GPU's UUID as nvidia-smi writes it, its memory, and the most that PyTorch held of that."""
-    if not _is_on_gpu():
+    if not torch.cuda.is_initialized():
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     uuid = getattr(properties, "uuid", None)  # since torch 2.5
@@ -199,7 +194,7 @@ class GpuClock:
 
     def look(self) -> tuple[int | None, tuple[str, ...]]:
         """Return the clock of the multiprocessors in MHz, None if unknown, and why it is not higher."""
-        if not _is_on_gpu():
+        if not torch.cuda.is_initialized():
             return None, ()
         if not self._is_tried:
             self._is_tried = True

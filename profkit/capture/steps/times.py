@@ -247,7 +247,7 @@ _unused: defaultdict[int, list[Any]] = defaultdict(list)
 
 def wait_for_device() -> None:
     """Wait until the GPU has done all that was launched; within a stream's capture do nothing."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_initialized():
         return
     # Within a script's own capture into a CUDA graph there is nothing to wait for, and waiting would break it.
     if not torch.cuda.is_current_stream_capturing():
