@@ -24,7 +24,7 @@ from torch import distributed
 
 from profkit.capture.errors import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
-from profkit.capture.patches import Function, patch
+from profkit.capture.patches import call_first, patch
 from profkit.capture.steps.conditions import GpuClock, read_allocator
 from profkit.capture.steps.times import Mark, Span, give_back, mark_on_gpu
 from profkit.names import step_range
@@ -293,15 +293,10 @@ class LightRecorder:
     def _settle_before_groups_end(self) -> None:
         """Write before the script destroys its process groups: with them torch forgets what it has not seen yet."""
 
-        def wrap(destroy: Function) -> Function:
-            def destroyed(*args: Any, **kwargs: Any) -> Any:
-                is_all = (args[0] if args else kwargs.get("group")) is None
-                self._harmless(self._settle if is_all else self._flight.note_groups)
-                return destroy(*args, **kwargs)
+        def note(group: Any = None, *_: Any, **__: Any) -> None:
+            self._harmless(self._settle if group is None else self._flight.note_groups)
 
-            return destroyed
-
-        patch("torch.distributed.destroy_process_group", wrap, stays=True)
+        patch("torch.distributed.destroy_process_group", call_first(note), stays=True)
 
     def _write(self, *, is_last: bool, of: _Step | None = None) -> int:
         """Append the steps of which all is known, or will not be known better; return the collectives of one step."""

@@ -173,6 +173,19 @@ def call_between(before: Callable[[], None] | None, after: Callable[[], None] | 
     return wrap
 
 
+def call_first(before: Function) -> Callable[[Function], Function]:
+    """Return what `patch` needs to have ``before`` called before a function, with the same arguments."""
+
+    def wrap(plain: Function) -> Function:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before(*args, **kwargs)
+            return plain(*args, **kwargs)
+
+        return watched
+
+    return wrap
+
+
 def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call a function of profkit's from a replacement that Dynamo passes over, or Dynamo would compile it too."""
     frames = torch._C._dynamo.eval_frame

@@ -28,7 +28,7 @@ from profkit.capture.errors import describe_error
 from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import LiveLog, collections_as_ranges
-from profkit.capture.patches import patch
+from profkit.capture.patches import call_first, patch
 from profkit.capture.steps.times import wait_for_device
 from profkit.run.directory import KINETO_TRACE, name_of_rank
 from profkit.run.range_log import finish_trace, log_beside, plain_beside, write_range_log
@@ -51,26 +51,18 @@ class ScriptsProfiler:
         """Called once, before the script starts one."""
         self._running: set[int] = set()
         self._is_ours = False
-        patch("torch.autograd.profiler.profile._prepare_trace", self._around_start)
-        patch("torch.autograd.profiler.profile.__exit__", self._around_end)
+        patch("torch.autograd.profiler.profile._prepare_trace", call_first(self._starts))
+        patch("torch.autograd.profiler.profile.__exit__", call_first(self._ends))
 
-    def _around_start(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_ours:
-                self._running.add(id(profiler))
-                tell, self.before_start = self.before_start, None
-                if tell is not None:
-                    tell()
-            return prepare(profiler, *args, **kwargs)
+    def _starts(self, profiler: Any, *_: Any, **__: Any) -> None:
+        if not self._is_ours:
+            self._running.add(id(profiler))
+            tell, self.before_start = self.before_start, None
+            if tell is not None:
+                tell()
 
-        return prepared
-
-    def _around_end(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        def left(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._running.discard(id(profiler))
-            return leave(profiler, *args, **kwargs)
-
-        return left
+    def _ends(self, profiler: Any, *_: Any, **__: Any) -> None:
+        self._running.discard(id(profiler))
 
     @property
     def runs(self) -> bool:

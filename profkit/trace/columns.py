@@ -30,8 +30,31 @@ NO_LAUNCH = -1
 """``launch_thread`` of work whose launch was not recorded."""
 
 
+class _Columns:
+    """A table: a dataclass of columns of one length; the first one always is there."""
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
+
+
+class _Launched(_Columns):
+    """Rows of work that calls launched."""
+
+    launch_ns: Ints
+    node_ns: Ints | None
+
+    @property
+    def placed_ns(self) -> Ints:
+        """When the row counts as launched, for the ranges that it lies under.
+
+        That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and each
+        has a moment of its own there (`profkit.analysis.placing.expanded_ranges`).
+        """
+        return self.launch_ns if self.node_ns is None else self.node_ns
+
+
 @dataclass(frozen=True, eq=False)
-class Work:
+class Work(_Launched):
     """What is measured: GPU kernels and whole CUDA graphs, or CPU operators.
 
     ``duration_ns`` is ``end_ns - start_ns`` for GPU work and the self time (less the children's) for CPU operators.
@@ -62,18 +85,6 @@ class Work:
     collective: Ints | None = None
     """The index in `Trace.collectives` of the collective that a kernel runs, or -1."""
 
-    @property
-    def placed_ns(self) -> Ints:
-        """When the row counts as launched, for the ranges that it lies under.
-
-        That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and each
-        has a moment of its own there (`profkit.analysis.placing.expanded_ranges`).
-        """
-        return self.launch_ns if self.node_ns is None else self.node_ns
-
-    def __len__(self) -> int:
-        return len(self.name)
-
 
 @dataclass(frozen=True)
 class CollectiveCall:
@@ -93,18 +104,15 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Origins:
+class Origins(_Columns):
     """Where forward operators ran, for the backward operators that point back at them (`Work.sequence`)."""
 
     start_ns: Ints
     thread: Ints
 
-    def __len__(self) -> int:
-        return len(self.start_ns)
-
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class Copies(_Launched):
     """Memory copies and sets on the GPU; columns as in `Work`."""
 
     start_ns: Ints
@@ -121,17 +129,9 @@ class Copies:
     graph_node: Ints | None = None
     node_ns: Ints | None = None
 
-    @property
-    def placed_ns(self) -> Ints:
-        """When the row counts as launched, as in `Work`."""
-        return self.launch_ns if self.node_ns is None else self.node_ns
-
-    def __len__(self) -> int:
-        return len(self.start_ns)
-
 
 @dataclass(frozen=True, eq=False)
-class Calls:
+class Calls(_Columns):
     """CUDA API calls (runtime and driver), every one that was recorded, sorted by time."""
 
     name: Ints
@@ -145,16 +145,13 @@ class Calls:
     failed: Bools
     """Whether the call returned an error."""
 
-    def __len__(self) -> int:
-        return len(self.start_ns)
-
 
 BEFORE_TRACE = -2
 """The call that recorded an event, where the trace begins after it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Syncs:
+class Syncs(_Columns):
     """What a call waits for, where the profiler says so; ``call`` is its row in `Calls`.
 
     The call's name says whether a stream waits or the host (nsys 2025 gives both the type "stream waits"). ``stream``
@@ -169,12 +166,9 @@ class Syncs:
     record_device: Ints
     record_stream: Ints
 
-    def __len__(self) -> int:
-        return len(self.call)
-
 
 @dataclass(frozen=True, eq=False)
-class Ranges:
+class Ranges(_Columns):
     """Named host intervals: NVTX push/pop and start/end ranges, or torch.profiler's user annotations.
 
     ``end_ns`` of a range that never ended is the end of the capture, with ``is_open`` set. ``end_thread`` differs from
@@ -202,9 +196,6 @@ class Ranges:
         """Return how long these ranges were open in all, None if no Python ran in any."""
         known = rows[self.was_open[rows]]
         return int((self.end_ns[known] - self.start_ns[known]).sum()) if len(known) or not len(rows) else None
-
-    def __len__(self) -> int:
-        return len(self.name)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 
 from profkit.capture.compilations import program_line
 from profkit.capture.node_work import NodeWork, called, work_of_launches
-from profkit.capture.patches import Function, outside_dynamo, patch
+from profkit.capture.patches import Function, call_first, outside_dynamo, patch
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import KNOWN_CODE, says_origins
@@ -95,19 +95,15 @@ class CodeGeneration:
     def watch_debug(self, module: Any) -> None:
         before = getattr(module, _REPORT, None)
 
-        def wrap(plain: Function) -> Function:
-            def watched(schedule: Any, kernel_name: str, is_extern: bool = False, *args: Any, **kwargs: Any) -> Any:
-                outside_dynamo(self._note, _ir_nodes(schedule), kernel_name, is_extern=is_extern)
-                return plain(schedule, kernel_name, is_extern, *args, **kwargs)
+        def note(schedule: Any, kernel_name: str, is_extern: bool = False, *_: Any, **__: Any) -> None:
+            outside_dynamo(self._note, _ir_nodes(schedule), kernel_name, is_extern=is_extern)
 
-            return watched
-
-        if patch(f"torch._inductor.debug.{_REPORT}", wrap, stays=True):
+        if patch(f"torch._inductor.debug.{_REPORT}", call_first(note), stays=True):
             # Earlier versions have the function, and call it if a setting says so.
             self.is_possible = says_origins(torch.__version__)
             for importer in ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton"):
                 if getattr(sys.modules.get(importer), _REPORT, None) is before is not None:
-                    patch(f"{importer}.{_REPORT}", wrap, stays=True)
+                    patch(f"{importer}.{_REPORT}", call_first(note), stays=True)
 
     def watch_scheduler(self, _: Any) -> None:
         """Watch ``torch._inductor.scheduler``: the calls of libraries that Inductor does not report."""
@@ -148,19 +144,16 @@ class CodeGeneration:
         Such are reductions of one input in two directions at once.
         """
 
-        def wrap(plain: Function) -> Function:
-            def watched(code: Any, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
-                graph = _current_graph()
-                written = self._written.get(graph) if graph is not None else None
-                if written is not None:
-                    if written.reported != kernel_name and kernel_name in written.defined:
-                        outside_dynamo(self._note, written.defined[kernel_name], kernel_name, is_extern=False)
-                    written.reported = None
-                return plain(code, kernel_name, *args, **kwargs)
+        def note(_code: Any, kernel_name: str, *_: Any, **__: Any) -> None:
+            graph = _current_graph()
+            written = self._written.get(graph) if graph is not None else None
+            if written is not None:
+                if written.reported != kernel_name and kernel_name in written.defined:
+                    outside_dynamo(self._note, written.defined[kernel_name], kernel_name, is_extern=False)
+                written.reported = None
 
-            return watched
-
-        patch("torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_kernel_call", wrap, stays=True)
+        target = "torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_kernel_call"
+        patch(target, call_first(note), stays=True)
 
     def take(self) -> tuple[tuple[Record, ...], bool] | None:
         """Return the records of the graph that Inductor compiles now, and whether it is a backward pass.

@@ -34,7 +34,7 @@ from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.module_names import plain_name, unwrap
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
-from profkit.capture.patches import Function, outside_dynamo, patch
+from profkit.capture.patches import call_first, outside_dynamo, patch
 from profkit.capture.steps.variable_names import variable_of
 from profkit.names import OPTIMIZER, LaunchPlace
 
@@ -85,14 +85,7 @@ class TracedGraphs:
         self._by_context: WeakKeyDictionary[Any, TracedGraph] = WeakKeyDictionary()
 
     def watch_output_graph(self, _: Any) -> None:
-        def wrap(plain: Function) -> Function:
-            def watched(output: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
-                self._note(output, gm)
-                return plain(output, gm, *args, **kwargs)
-
-            return watched
-
-        patch("torch._dynamo.output_graph.OutputGraph.call_user_compiler", wrap, stays=True)
+        patch("torch._dynamo.output_graph.OutputGraph.call_user_compiler", call_first(self._note), stays=True)
 
     def current(self) -> TracedGraph | None:
         """Return the graph that is compiled or loaded on this thread; None if Dynamo traced none."""
@@ -101,7 +94,7 @@ class TracedGraphs:
         context = TracingContext.try_get()
         return None if context is None else self._by_context.get(context)
 
-    def _note(self, output: Any, gm: Any) -> None:
+    def _note(self, output: Any, gm: Any, *_: Any, **__: Any) -> None:
         try:
             self._by_context[output.tracing_context] = _traced(output, gm)
         except Exception as error:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import Range
 from profkit.capture.hooks.open_ranges import Call, OpenRanges, RangeHooks
-from profkit.capture.patches import Function, patch
+from profkit.capture.patches import call_first, patch
 from profkit.names import DECODE, PREFILL
 
 
@@ -216,15 +216,11 @@ def watch_replicas(begin: Callable[[nn.Module, Sequence[nn.Module]], None]) -> N
     It is called on the thread that calls the model, before they are.
     """
 
-    def around(apply: Function) -> Function:
-        def watched(model: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(replicas) > 1:  # torch calls a single one on this thread
-                begin(model.module, replicas)
-            return apply(model, replicas, *args, **kwargs)
+    def applied(model: Any, replicas: Any, *_: Any, **__: Any) -> None:
+        if len(replicas) > 1:  # torch calls a single one on this thread
+            begin(model.module, replicas)
 
-        return watched
-
-    patch("torch.nn.DataParallel.parallel_apply", around)
+    patch("torch.nn.DataParallel.parallel_apply", call_first(applied))
 
 
 _METHOD = "generate"

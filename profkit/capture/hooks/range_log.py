@@ -27,7 +27,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from profkit.annotation import Range, own_kind
-from profkit.capture.patches import Function, call_between, patch
+from profkit.capture.patches import Function, call_between, call_first, patch
 from profkit.names import COLLECTING
 from profkit.run.range_log import LEFT, ClockReading, LoggedCollective, RangeLog, ThreadEntries
 
@@ -43,24 +43,20 @@ def watch_script_ranges(opening: Opening, closing: Callable[[], None], closed: C
     for kind in (nvtx.annotate, record_function):
         own_kind(kind)
     closes = call_between(closing, closed)
-    patch("nvtx.annotate.__enter__", partial(_opens, opening, _name_of_marker))
+    patch("nvtx.annotate.__enter__", _opens(opening, _name_of_marker))
     patch("nvtx.annotate.__exit__", closes)
     patch("nvtx.annotate.__call__", partial(_decorates, opening, closing, closed))
-    patch("nvtx.push_range", partial(_opens, opening, _name_given))
+    patch("nvtx.push_range", _opens(opening, _name_given))
     patch("nvtx.pop_range", closes)
-    patch("torch.cuda.nvtx.range_push", partial(_opens, opening, _name_given))
+    patch("torch.cuda.nvtx.range_push", _opens(opening, _name_given))
     patch("torch.cuda.nvtx.range_pop", closes)
-    opens_record = partial(_opens, opening, lambda record, *_: str(record.name))
+    opens_record = _opens(opening, lambda record, *_: str(record.name))
     patch("torch.autograd.profiler.record_function.__enter__", partial(_unless_torchs, opens_record))
     patch("torch.autograd.profiler.record_function.__exit__", partial(_unless_torchs, closes))
 
 
-def _opens(opening: Opening, name: Callable[..., str], plain: Function) -> Function:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        opening(partial(name, *args, **kwargs))
-        return plain(*args, **kwargs)
-
-    return watched
+def _opens(opening: Opening, name: Callable[..., str]) -> Callable[[Function], Function]:
+    return call_first(lambda *args, **kwargs: opening(partial(name, *args, **kwargs)))
 
 
 def _name_given(message: object = "", *_more: Any, msg: object = None, **_named: Any) -> str:
