@@ -67,7 +67,6 @@ _HOOKS = {id(hook.__code__) for hook in (Hooks.optimizer_ends, Hooks.enter, Hook
 
 
 def find_place(frame: FrameType | None) -> Place | None:
-    """Return the innermost place of the user's own code on a stack; None if there is none."""
     return next(_walk(frame), None)
 
 
@@ -93,14 +92,8 @@ def _walk(frame: FrameType | None, outermost: CodeType | None = None) -> Iterato
 
 
 def is_own(code: CodeType) -> bool:
-    file = code.co_filename
-    known = _is_own.get(file)
-    if known is None:
-        known = _is_own[file] = _is_own_file(file)
-    return known
+    return _is_own_file(code.co_filename)
 
-
-_is_own: dict[str, bool] = {}
 
 _codes: dict[int, CodeType] = {}
 """Each code by its id, which stays its own as long as the code is kept here."""
@@ -111,28 +104,25 @@ def _number(code: CodeType) -> int:
     return id(code)
 
 
+@functools.cache
 def _is_own_file(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(_NOTEBOOKS)
     path = Path(file).absolute()
-    if _is_below(path, _PROFKIT):
+    if _PROFKIT in path.parents:
         return not _is_profkits(file)
     if file == getattr(sys.modules.get("__main__"), "__file__", None):
         return True
     if any(part.startswith("torchinductor_") or part in ("site-packages", "dist-packages") for part in path.parts):
         return False
     generated = [Path(os.environ[name]).absolute() for name in _CACHES if os.environ.get(name)]
-    return not any(_is_below(path, folder) for folder in (*_LIBRARIES, *generated))
+    return not any(folder in path.parents for folder in (*_LIBRARIES, *generated))
 
 
 @functools.cache
 def _is_profkits(file: str) -> bool:
-    path = Path(file).absolute()
-    return _is_below(path, _PROFKIT) and not _is_below(path, _MODELS)
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return folder in path.parents
+    folders = Path(file).absolute().parents
+    return _PROFKIT in folders and _MODELS not in folders
 
 
 _MODELS = Path(profkit.models.__path__[0])

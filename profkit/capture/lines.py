@@ -296,8 +296,6 @@ def _install() -> _Dormant | None:
 
 
 class _Dormant:
-    """The sampler of one worker's process."""
-
     def __init__(self, flag: Path) -> None:
         self._flag = flag
         self._shared = _map(flag, mmap.PROT_READ)

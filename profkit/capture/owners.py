@@ -81,8 +81,6 @@ _hooks = SimpleNamespace(were_used=False)
 
 
 class _Walk:
-    """One visit of a graph's nodes."""
-
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         self._note = note
         self._unread = 0

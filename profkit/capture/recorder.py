@@ -259,7 +259,6 @@ def _name_after(plain: Path, path: Path) -> None:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Return whether a JSON object was written to its end."""
     if not trace.exists() or not trace.stat().st_size:
         return False
     with trace.open("rb") as file:

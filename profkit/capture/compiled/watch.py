@@ -159,8 +159,6 @@ loaded: dict[str, dict[int, Launch]] = {}
 
 
 class _Ranges:
-    """The ranges around one graph's launches."""
-
     def __init__(
         self,
         graph: LoadedGraph,

@@ -175,7 +175,6 @@ class GraphNodes(RangeObserver):
                 operators.__exit__(None, None, None)
 
     def _forget(self) -> None:
-        """Take no more notes on the capture that runs."""
         if self._capturing is not None:
             self._capturing = None
             ignore_ranges(self)
@@ -239,7 +238,6 @@ _REPLAY = object()
 
 
 def _runs(kinds: list[NodeKind], parts: Iterable[GraphPart]) -> list[NodeRun]:
-    """Return the nodes in runs of one kind and path."""
     path_of = [part.ranges for part in parts for _ in range(part.node_count)]
     groups = groupby(zip(kinds, path_of, strict=True))
     return [NodeRun(len(list(nodes)), kind, path) for (kind, path), nodes in groups]
