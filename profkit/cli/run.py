@@ -179,11 +179,6 @@ def _model(
     contexts: tuple[int, ...],
     **options: Any,
 ) -> Target:
-    """Return a built-in model as the options describe it.
-
-    Raises:
-        UsageError: no such model, several contexts where there can only be one, or no GPU to record the memory of.
-    """
     preset = parse_target(target)
     if len(contexts) > 1:
         if ranks > 1:

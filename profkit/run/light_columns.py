@@ -274,11 +274,7 @@ def _join(parts: Sequence[Columns]) -> Columns:
 
 
 def _build(record: LightRecord, steps: Columns, shared: Mapping[int, Columns]) -> LightColumns:
-    """Return the steps as columns of numbers; all values of a column are checked at once, as there may be thousands.
-
-    Raises:
-        WrongRecord: a value is not of its type; or one of the errors of Python that wrong types lead to.
-    """
+    """Return the steps as columns of numbers; all values of a column are checked at once, as there may be thousands."""
     names, throttle = steps["name"], [tuple(reasons) for reasons in steps["throttle"]]
     if not set(map(type, names)) <= {str, NoneType} or len(throttle) != len(names):
         raise WrongRecord("name or throttle is no text")

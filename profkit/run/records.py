@@ -34,19 +34,6 @@ class WrongRecord(ValueError):
     """A value is not of its type; the message begins with the key that it stands under."""
 
 
-def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        RunError: it cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(read_text(path), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise RunError(f"{path}: not JSON") from None
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a file of a run: a regular file of at most `LARGEST_FILE_BYTES`.
 
@@ -114,7 +101,10 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
         RunError: it cannot be read, is not JSON, is of another version, or holds a value of another type; the key is
             named.
     """
-    content = _read_json(path)
+    try:
+        content = json.loads(read_text(path), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: not JSON") from None
     stated = content.get("version") if isinstance(content, dict) else None
     if version is not None and stated != version:
         raise RunError(f"{path}: has version {stated}, and this profkit reads version {version}; record it again")

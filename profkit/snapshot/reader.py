@@ -220,12 +220,6 @@ def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
 
 
 def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, Blocks]]:
-    """Return each device's segments and blocks.
-
-    Raises:
-        ValueError: blocks do not tile their segment, segments overlap, or a block's state is unknown.
-        KeyError: a segment or block lacks its address, size or state.
-    """
     by_device: dict[int, list[dict[str, Any]]] = {}
     for entry in _records(entries, "segments"):
         by_device.setdefault(_integer(entry, "device", 0), []).append(entry)

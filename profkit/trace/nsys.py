@@ -190,11 +190,7 @@ class _Reader:
         return tables
 
     def _there(self, table: str, wanted: _Wanted) -> _Wanted:
-        """Return which of the wanted columns the table has.
-
-        Raises:
-            TraceError: one is missing without which the rows cannot be placed.
-        """
+        """Return which of the wanted columns the table has; one without which rows cannot be placed must be there."""
         there = {ours: theirs for ours, theirs in wanted.items() if theirs[0] in self.tables[table]}
         missing = next(
             (theirs[0] for ours, theirs in wanted.items() if ours not in there and ours not in _OPTIONAL), None
