@@ -80,10 +80,7 @@ class _Setting(Change):
     """A setting of torch, made before the first step and again where the script sets it back."""
 
     what = ""
-
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._steps = 0
+    _steps = 0
 
     def is_on(self) -> bool:
         raise NotImplementedError
@@ -143,10 +140,7 @@ class CudnnBenchmark(_Setting):
     """cuDNN tries its algorithms once for each size of a convolution, and keeps the fastest."""
 
     what = "cudnn.benchmark"
-
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._convolves = False
+    _convolves = False
 
     def is_on(self) -> bool:
         return torch.backends.cudnn.benchmark
@@ -189,9 +183,7 @@ class Threads(_Setting):
 class NoAnomaly(Change):
     """Without autograd's detection of anomalies, also where the script turns it on for each step."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._count = 0
+    _count = 0
 
     def step_begins(self) -> None:
         self._turn_off()

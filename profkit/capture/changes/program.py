@@ -71,9 +71,7 @@ def _is_compiled(module: nn.Module) -> bool:
 class ChannelsLast(_ModelChange):
     """Weights and inputs of four dimensions with the channels last in memory."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._converted = 0
+    _converted = 0
 
     def change(self, module: nn.Module) -> None:
         if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
@@ -111,10 +109,11 @@ _IMAGES = 4
 class Checkpoint(_ModelChange):
     """The outermost modules that match run again in backward, in place of keeping what they computed."""
 
+    _recomputed = 0
+
     def __init__(self, argument: str) -> None:
         super().__init__(argument)
         self._names: list[str] = []
-        self._recomputed = 0
 
     def begin(self) -> None:
         if ":" in self.argument:
@@ -166,10 +165,8 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..
 class Autocast(Change):
     """Autocast to bf16 around the forward pass and the loss: from a call in training until the backward pass."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._open: torch.autocast | None = None
-        self._forwards = 0
+    _open: torch.autocast | None = None
+    _forwards = 0
 
     def call_begins(self, module: nn.Module, args: Any, name: str | None) -> None:
         if self.refusal is not None or self._open is not None or not is_training_call(module):
@@ -230,9 +227,9 @@ class OptimizerKeyword(Change):
     def __init__(self, argument: str) -> None:
         super().__init__(argument)
         self._others = {"fused", "foreach"} - {argument}
-        self._is_inside = False
         self._used: WeakSet[Optimizer] = WeakSet()
         self._operators = _OperatorNames()
+        self._is_inside = False
         self._is_watching = False
         self._is_left_to_torch = False
         self._steps = 0
@@ -301,9 +298,7 @@ _WATCHED_STEP = 2
 class ZeroGrad(Change):
     """``set_to_none=True`` where the script sets gradients to zero."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self._changed = self._unchanged = 0
+    _changed = _unchanged = 0
 
     def begin(self) -> None:
         for target in ("torch.optim.optimizer.Optimizer.zero_grad", "torch.nn.Module.zero_grad"):
@@ -329,10 +324,8 @@ class ZeroGrad(Change):
 class _LoaderChange(Change):
     """Other arguments of the constructor of ``DataLoader``."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__(argument)
-        self.changed = 0
-        self.why_unchanged = "the script makes no DataLoader"
+    changed = 0
+    why_unchanged = "the script makes no DataLoader"
 
     def begin(self) -> None:
         patch("torch.utils.data.dataloader.DataLoader.__init__", self._around)
