@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from profkit.capture.compiled.origins import origin_of
-from profkit.capture.node_work import NodeWork, work_of_launches, work_of_node
+from profkit.capture.node_work import work_of_launches, work_of_node
+from profkit.capture.work.account import Products
 from profkit.capture.work.operators import torch_flops
 from tests.empty_kernels import empty_kernels
 
@@ -82,10 +83,10 @@ def _compiled_nodes(model: nn.Module, x: Tensor, **options: Any) -> list[list[fx
     return graphs
 
 
-def _sum(nodes: list[fx.Node], *, is_backward: bool = False) -> NodeWork:
+def _sum(nodes: list[fx.Node], *, is_backward: bool = False) -> Products:
     work = [work_of_node(node, is_backward=is_backward) for node in nodes]
     assert None not in work
-    return sum((one for one in work if one is not None), NodeWork())
+    return sum((one for one in work if one is not None), Products())
 
 
 def _eager_flops(model: nn.Module, x: Tensor) -> int:
@@ -109,7 +110,7 @@ def test_products_that_inductor_makes_elementwise_count_and_those_that_it_repeat
     model, x = _thin_products()
     x.requires_grad_()
     graphs = _compiled_nodes(model, x)
-    assert any(node.target is torch.ops.aten.mul.Tensor and work_of_node(node) != NodeWork() for node in graphs[0])
+    assert any(node.target is torch.ops.aten.mul.Tensor and work_of_node(node) != Products() for node in graphs[0])
     forward, backward = _sum(graphs[0]), _sum(graphs[1], is_backward=True)
     assert forward.flops + backward.flops - backward.recomputed_flops == _eager_flops(model, x)
 
@@ -135,16 +136,16 @@ def test_what_a_checkpoint_computes_again_is_told_apart() -> None:
 
 def test_a_size_that_is_a_symbol_is_not_known() -> None:
     graphs = _compiled_nodes(nn.Linear(16, 4), torch.randn(3, 16), dynamic=True)
-    products = [work_of_node(node) for nodes in graphs for node in nodes if work_of_node(node) != NodeWork()]
+    products = [work_of_node(node) for nodes in graphs for node in nodes if work_of_node(node) != Products()]
     assert products
     assert set(products) == {None}
 
 
 def test_a_product_counts_for_the_library_call_and_not_for_the_copy_before_it() -> None:
     nodes = _compiled_nodes(nn.Linear(16, 4), torch.randn(3, 16))[0]
-    product = next(node for node in nodes if work_of_node(node) != NodeWork())
+    product = next(node for node in nodes if work_of_node(node) != Products())
     work = work_of_launches([[product], [product, *nodes], []], [False, True, False])
-    assert work == [NodeWork(), NodeWork(2 * 3 * 16 * 4, "fp32"), NodeWork()]
+    assert work == [Products(), Products(2 * 3 * 16 * 4, "fp32"), Products()]
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
@@ -169,7 +170,7 @@ def test_causal_attention_says_what_its_mask_hides() -> None:
     node.meta["val"] = (shape,)
     seen = sum(query + 1 for query in range(8))
     whole = 2 * 2 * 2 * 8 * 8 * 16
-    assert work_of_node(node) == NodeWork(whole, "bf16", whole - whole * seen // 64)
+    assert work_of_node(node) == Products(whole, "bf16", whole - whole * seen // 64)
 
 
 def _wrapped(wrapper: str) -> tuple[fx.Node, fx.Node]:

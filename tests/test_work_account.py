@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profkit.capture.work.account import Access, Instance, Work, WorkAccount
+from profkit.capture.work.account import Access, Instance, Products, Work, WorkAccount
 
 
 def _bytes(work: dict[tuple[str, ...], list[Work]], *path: str) -> int:
@@ -46,7 +46,7 @@ def test_flops_go_to_all_ranges_around_and_instances_stay_apart() -> None:
     account = WorkAccount()
     outer = account.open("outer", account.step)
     for flops in (1, 2):
-        account.add(account.open("inner", outer), flops=flops, dtype="fp32", masked_flops=0, other_flops=10)
+        account.add(account.open("inner", outer), Products(flops, "fp32"), other_flops=10)
     work = account.by_path(lambda _key: False)
     assert [one.flops for one in work[("outer", "inner")]] == [{"fp32": 1}, {"fp32": 2}]
     assert work[("outer",)][0] == work[()][0] == Work({"fp32": 3}, 20)

@@ -16,7 +16,6 @@ Nothing here reads a symbol's value in a way that torch would take for a conditi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from profkit.capture.work.account import Products
 from profkit.capture.work.operators import (
     base_name,
     dtype_name,
@@ -39,27 +39,6 @@ _OTHER_LIBRARIES = frozenset({"mkl", "mkldnn", "mkldnn_prepacked", "onednn", "qu
 _TRITON = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
 _PRODUCT_SUM = "mm_plus_mm"
 _PAD = "constant_pad_nd"
-
-
-@dataclass(frozen=True)
-class NodeWork:
-    """The matrix products of a node or a launch; ``masked_flops`` and ``recomputed_flops`` as in ``work.json``.
-
-    ``dtype`` is the type in which they are done, None without products.
-    """
-
-    flops: int = 0
-    dtype: str | None = None
-    masked_flops: int = 0
-    recomputed_flops: int = 0
-
-    def __add__(self, other: NodeWork) -> NodeWork:
-        return NodeWork(
-            self.flops + other.flops,
-            self.dtype or other.dtype,
-            self.masked_flops + other.masked_flops,
-            self.recomputed_flops + other.recomputed_flops,
-        )
 
 
 class Called(NamedTuple):
@@ -104,7 +83,7 @@ class _UnknownSize(Exception):
 
 def work_of_launches(
     nodes_of: Sequence[Collection[fx.Node]], is_product_call: Sequence[bool], *, is_backward: bool = False
-) -> list[NodeWork | None]:
+) -> list[Products | None]:
     """Return the matrix products of each launch of one graph, None where they are not known.
 
     Args:
@@ -118,24 +97,24 @@ def work_of_launches(
             if bool(is_product_call[launch]) is wanted:
                 for node in nodes:
                     doer.setdefault(node, launch)
-    work: list[NodeWork | None] = [NodeWork() for _ in nodes_of]
+    work: list[Products | None] = [Products() for _ in nodes_of]
     for node, launch in doer.items():
         known, of_node = work[launch], work_of_node(node, is_backward=is_backward)
         work[launch] = None if known is None or of_node is None else known + of_node
     return work
 
 
-def work_of_node(node: fx.Node, *, is_backward: bool = False) -> NodeWork | None:
+def work_of_node(node: fx.Node, *, is_backward: bool = False) -> Products | None:
     """Return the matrix products of an FX node below autograd; None where a size or a formula is not known."""
     if node.op != "call_function":
-        return NodeWork()
+        return Products()
     try:
         return _work_of_call(node, is_backward)
     except Exception:  # whatever torch's formulas do not foresee must not end a compilation
         return None
 
 
-def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
+def _work_of_call(node: fx.Node, is_backward: bool) -> Products | None:
     target, its_args, its_kwargs, meta = called(node)
     name = base_name(target)
     if getattr(target, "namespace", "") in _OTHER_LIBRARIES or name in _TRITON:
@@ -155,11 +134,11 @@ def _work_of_call(node: fx.Node, is_backward: bool) -> NodeWork | None:
         elif name == "mul" and _is_left_of_product(node):
             flops = 2 * _stand_in(node.meta["val"]).numel()
         else:
-            return NodeWork()
+            return Products()
     except _UnknownSize:
         return None
     again = flops if is_backward and _is_of_forward(meta) else recomputed_flops(target, given, flops)
-    return NodeWork(flops, dtype_name(target, operands), masked_flops(target, given, flops), again)
+    return Products(flops, dtype_name(target, operands), masked_flops(target, given, flops), again)
 
 
 def _product_flops(left: Tensor, right: Tensor) -> int:

@@ -170,7 +170,7 @@ Columns = dict[str, Any]
 
 
 def unpack(steps: Columns, shared: Mapping[int, Columns]) -> list[StepRecord]:
-    """Return steps from columns that are known to be right: the reverse of `Packer.pack`."""
+    """Return steps from columns that are known to be right: the reverse of `_pack`."""
     count = len(steps["name"])
     fields: list[dict[str, Any]] = [{"name": name} for name in steps["name"]]
     for name in OF_STEPS:

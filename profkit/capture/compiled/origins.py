@@ -27,8 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from profkit.capture.compilations import program_line
-from profkit.capture.node_work import NodeWork, called, work_of_launches
+from profkit.capture.node_work import called, work_of_launches
 from profkit.capture.patches import Function, call_first, outside_dynamo, patch
+from profkit.capture.work.account import Products
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
 from profkit.run.compiled_code import KNOWN_CODE, says_origins
@@ -63,7 +64,7 @@ class Record:
     is_extern: bool
     origins: tuple[Origin, ...]
     buffers: dict[str, Origin] = field(default_factory=dict)
-    work: NodeWork | None = None
+    work: Products | None = None
     """Its matrix products; None where they are not known."""
 
 

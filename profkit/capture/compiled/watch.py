@@ -29,8 +29,8 @@ from profkit.capture.compiled.places import Entries, LoadedGraph, TracedGraph, T
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
-from profkit.capture.node_work import NodeWork
 from profkit.capture.patches import Function, outside_dynamo, patch
+from profkit.capture.work.account import Products
 from profkit.names import OPTIMIZER, launch_range
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records
 
@@ -241,7 +241,7 @@ def match(sites: Iterable[LaunchSite], records: Iterable[Record]) -> list[tuple[
         if site.result and record is not None:
             owner = record.buffers.get(site.result)
             origins = record.origins if owner is None else (owner,)
-            record = Record(site.kernel, is_extern=True, origins=origins, work=NodeWork())
+            record = Record(site.kernel, is_extern=True, origins=origins, work=Products())
         elif site.workspace:
             writers[site.workspace] = record
         matched.append((site, record))
@@ -286,10 +286,7 @@ def _launch(
         modules=tuple(dict.fromkeys(_name(origin, traced) for origin in origins if origin.modules or origin.line)),
         lines=tuple(dict.fromkeys(origin.line for origin in origins if origin.line)),
         operators=tuple(dict.fromkeys(origin.operator for origin in origins)),
-        flops=None if work is None else work.flops,
-        dtype=None if work is None else work.dtype,
-        masked_flops=0 if work is None else work.masked_flops,
-        recomputed_flops=0 if work is None else work.recomputed_flops,
+        **({} if work is None else asdict(work)),
     )
 
 

@@ -21,6 +21,27 @@ from profkit.run.work import VERSION, RangeWork, RunWork
 Path = tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of an operator, of a graph's node or of a launch; parts of their FLOPs as in `Work`.
+
+    ``dtype`` is the type in which they are done, None without products.
+    """
+
+    flops: int = 0
+    dtype: str | None = None
+    masked_flops: int = 0
+    recomputed_flops: int = 0
+
+    def __add__(self, other: Products) -> Products:
+        return Products(
+            self.flops + other.flops,
+            self.dtype or other.dtype,
+            self.masked_flops + other.masked_flops,
+            self.recomputed_flops + other.recomputed_flops,
+        )
+
+
 @dataclass
 class Work:
     """What one instance of a range does, the ranges inside it included; ``flops`` by the type in which they are done.
@@ -91,22 +112,14 @@ class WorkAccount:
         self.instances.append(Instance(name, around))
         return self.instances[-1]
 
-    def add(
-        self,
-        innermost: Instance,
-        *,
-        flops: int,
-        dtype: str,
-        masked_flops: int = 0,
-        recomputed_flops: int = 0,
-        other_flops: int = 0,
-    ) -> None:
+    def add(self, innermost: Instance, products: Products, other_flops: int = 0) -> None:
+        dtype = products.dtype or "unknown"
         for instance in innermost.chain():
             work = instance.work
-            if flops:
-                work.flops[dtype] = work.flops.get(dtype, 0) + flops
-            work.masked_flops += masked_flops
-            work.recomputed_flops += recomputed_flops
+            if products.flops:
+                work.flops[dtype] = work.flops.get(dtype, 0) + products.flops
+            work.masked_flops += products.masked_flops
+            work.recomputed_flops += products.recomputed_flops
             work.other_flops += other_flops
 
     def move(self, innermost: Instance, reads: Iterable[Access], writes: Iterable[Access]) -> None:

@@ -26,7 +26,7 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compiled.watch import loaded
 from profkit.capture.errors import describe_error
 from profkit.capture.steps.conditions import count_compiled_graphs
-from profkit.capture.work.account import Instance, WorkAccount, summarize_work
+from profkit.capture.work.account import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,
@@ -215,14 +215,8 @@ class WorkCounter(OperatorMode, RangeObserver):
         record = launch.record
         # What is captured into a CUDA graph runs when that is replayed.
         if len(launches) == 1 and record is not None and record.flops and not _is_capturing():
-            self._account.add(
-                innermost,
-                flops=record.flops,
-                dtype=record.dtype or "unknown",
-                masked_flops=record.masked_flops,
-                recomputed_flops=record.recomputed_flops,
-            )
-            self._add_model_flops(record.flops - record.recomputed_flops, innermost)
+            products = Products(record.flops, record.dtype, record.masked_flops, record.recomputed_flops)
+            self._add(innermost, products)
 
     def _launched(self, launch: _Launch) -> None:
         """Note what is not counted of a launch that has ended."""
@@ -231,9 +225,10 @@ class WorkCounter(OperatorMode, RangeObserver):
         if not launch.is_known and not launch.has_products:
             self._missing.add(_COMPILED)
 
-    def _add_model_flops(self, flops: int, innermost: Instance) -> None:
+    def _add(self, innermost: Instance, products: Products, other_flops: int = 0) -> None:
+        self._account.add(innermost, products, other_flops)
         if OPTIMIZER not in innermost.path:
-            self._model_flops += flops
+            self._model_flops += products.flops - products.recomputed_flops
 
     def ended(self, _begun: None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], returned: Any) -> None:
         if self.failure is not None or _is_capturing():  # what is captured does not run now
@@ -258,18 +253,10 @@ class WorkCounter(OperatorMode, RangeObserver):
         if work.missing is not None:
             self._missing.add(work.missing)
         if launches:
-            launches[0][1].has_products |= work.flops > 0
+            launches[0][1].has_products |= work.products.flops > 0
             if launches[0][1].is_known:  # what it is known to do counts already
-                work = replace(work, flops=0, masked_flops=0, recomputed_flops=0)
-        self._account.add(
-            innermost,
-            flops=work.flops,
-            dtype=work.dtype,
-            masked_flops=work.masked_flops,
-            recomputed_flops=work.recomputed_flops,
-            other_flops=work.other_flops,
-        )
-        self._add_model_flops(work.flops - work.recomputed_flops, innermost)
+                work = replace(work, products=Products())
+        self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
 
 

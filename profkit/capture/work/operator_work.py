@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profkit.capture.hooks.backward_nodes import is_computed_again, is_recomputing
-from profkit.capture.work.account import Access
+from profkit.capture.work.account import Access, Products
 from profkit.capture.work.operators import (
     BLANK,
     LOOKED_UP,
@@ -49,10 +49,7 @@ Buffers = dict[int, StorageWeakRef]
 class OperatorWork:
     """What one call does; ``missing`` says what of it is not counted, None if all is."""
 
-    flops: int
-    dtype: str
-    masked_flops: int
-    recomputed_flops: int
+    products: Products
     other_flops: int
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -113,16 +110,10 @@ def describe_call(
             missing = str(operator)
     is_again = is_recomputing() or is_computed_again()  # by torch's checkpoint, or by somebody else's
     reads, writes = ((), ()) if operator.name in BLANK else operator.touched(buffers)
-    return OperatorWork(
-        flops,
-        dtype_name(func, operator.operands),
-        masked_flops(func, operator.given, flops),
-        flops if is_again else recomputed_flops(func, operator.given, flops),
-        other,
-        reads,
-        writes,
-        missing,
-    )
+    again = flops if is_again else recomputed_flops(func, operator.given, flops)
+    masked = masked_flops(func, operator.given, flops)
+    products = Products(flops, dtype_name(func, operator.operands), masked, again)
+    return OperatorWork(products, other, reads, writes, missing)
 
 
 class _Operator:
