@@ -86,18 +86,13 @@ class RunLines:
 
 
 def write_lines(path: Path, lines: RunLines) -> None:
-    """Write the file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, whole or not at all."""
     objects = [asdict(lines.steps), *map(asdict, (*lines.lines, *lines.callers))]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(record)}\n" for record in objects), encoding="utf-8")
 
 
 def split_lines(steps: LineSteps, lines: Sequence[LineTime]) -> RunLines:
-    """Return the lines of a process, those that had called others apart."""
     return RunLines(
         steps,
         tuple(line for line in lines if not line.is_caller),
