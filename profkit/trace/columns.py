@@ -434,7 +434,3 @@ def number_in_graph(node_id: Ints) -> Ints:
 
 def empty_ints() -> Ints:
     return np.empty(0, dtype=np.int64)
-
-
-def empty_bools() -> Bools:
-    return np.empty(0, dtype=np.bool_)

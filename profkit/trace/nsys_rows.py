@@ -17,7 +17,6 @@ from profkit.trace.columns import (
     Ranges,
     Syncs,
     distinct_values,
-    empty_bools,
     empty_ints,
     rows_by_value,
 )
@@ -146,7 +145,7 @@ def _payloads(file: SqliteFile, columns: frozenset[str], where: str, count: int)
 
 def _no_ranges() -> Ranges:
     none = empty_ints()
-    return Ranges(none, none, none, none, none, none, none, empty_bools())
+    return Ranges(none, none, none, none, none, none, none, none.astype(np.bool_))
 
 
 class Names(NamesWithNew):

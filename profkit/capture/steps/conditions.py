@@ -10,7 +10,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -188,34 +187,26 @@ class GpuClock:
     """Asks NVML, if it is here and knows the GPU; a question takes some 3 to 50 µs."""
 
     def __init__(self) -> None:
-        self._nvml: Any = None
         self._handle: Any = None
-        self._is_tried = False
+        self._has_failed = False
 
     def look(self) -> tuple[int | None, tuple[str, ...]]:
         """Return the clock of the multiprocessors in MHz, None if unknown, and why it is not higher."""
-        if not torch.cuda.is_initialized():
+        if self._has_failed or not torch.cuda.is_initialized():
             return None, ()
-        if not self._is_tried:
-            self._is_tried = True
-            with suppress(Exception):  # NVML is an extra: whatever it lacks is not said
-                self._open()
-        if self._handle is not None:
-            try:
-                return self._ask()
-            except Exception:
-                self._handle = None
-        return None, ()
-
-    def _open(self) -> None:
-        import pynvml
-
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # since torch 2.5
-        pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        try:
+            return self._ask()
+        except Exception:  # NVML is an extra: whatever it lacks is not said
+            self._has_failed = True
+            return None, ()
 
     def _ask(self) -> tuple[int, tuple[str, ...]]:
-        nvml = self._nvml
+        import pynvml as nvml
+
+        if self._handle is None:
+            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # since torch 2.5
+            nvml.nvmlInit()
+            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         clock = nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)
         ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
         mask = (ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(self._handle)

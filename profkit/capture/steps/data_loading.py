@@ -108,9 +108,8 @@ class DataLoading:
     def look(self) -> Queue:
         try:
             queues = [queue_of(iterator) for iterator in list(self._iterators)]
-        except (AttributeError, TypeError):  # what torch does not say under these names
-            return Queue(ready=None)
-        except (OSError, RuntimeError, ValueError):  # another thread begins or ends an epoch at this moment
+        except (AttributeError, TypeError, OSError, RuntimeError, ValueError):
+            # Torch does not say it under these names, or another thread begins or ends an epoch at this moment.
             return Queue(ready=None)
         ready = [queue.ready for queue in queues if queue.ready is not None]
         return Queue(
