@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,10 +90,14 @@ def attach() -> None:
 
 
 class Session:
-    """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher."""
+    """Starts and stops the recording where steps begin and end, and leaves what it knows for the launcher.
 
-    def __init__(self, order: Order) -> None:
+    It calls ``done`` at the end of each step after which it has nothing more to do.
+    """
+
+    def __init__(self, order: Order, done: Callable[[], None] = lambda: None) -> None:
         self.order = order
+        self._done = done
         self.run = Path(order.run)
         self._records_memory = order.recorder == "memory"
         self._rank = rank_of_command(os.environ, sys.orig_argv)
@@ -180,6 +185,8 @@ class Session:
         is_complete = self._process is not None and self._process.state == COMPLETE
         if self.order.stop and is_complete and self.is_done:
             raise SystemExit(0)
+        if self.is_done:
+            self._done()
 
     def _pass_after(self, number: int) -> None:
         spans = self.hooks.clock.take()

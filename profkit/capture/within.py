@@ -64,7 +64,7 @@ class Stages:
         if order.recorder == "memory":
             self.no_memory = why_no_memory()
         if self.no_memory is None:
-            self.session = _Stage(order, self.next)
+            self.session = Session(order, self.next)
             self.session.begin()
 
     def end(self) -> None:
@@ -75,19 +75,6 @@ class Stages:
             self.next()
         finally:
             _running.remove(self)
-
-
-class _Stage(Session):
-    """A session that calls ``done`` where it has nothing more to do."""
-
-    def __init__(self, order: Order, done: Callable[[], None]) -> None:
-        super().__init__(order)
-        self._done = done
-
-    def boundary(self, number: int) -> None:
-        super().boundary(number)
-        if self.is_done:
-            self._done()
 
 
 _running: list[Stages] = []
