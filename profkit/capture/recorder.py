@@ -386,7 +386,6 @@ class StepsRecorder:
         return None
 
     def forget(self) -> None:
-        """Do nothing more: this process is a forked copy."""
         self._recording = self._warmed_up = None
 
     def _may_log(self) -> bool:

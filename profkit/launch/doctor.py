@@ -94,7 +94,6 @@ class Machine:
     lacking: Callable[[Path], list[str]] = lacking_libraries
 
     def text(self, path: str) -> str | None:
-        """Return the text of a file under the root, None if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace")
         except OSError:

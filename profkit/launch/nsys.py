@@ -155,7 +155,6 @@ _PACKAGES = {"libdw.so.1": "libdw1", "libelf.so.1": "libelf1", "libssh.so.4": "l
 
 
 def find_importer(nsys: Path, root: Path = Path("/")) -> Path | None:
-    """Return the QdstrmImporter nearest to ``nsys``, or None."""
     installation = nsys.resolve().parent.parent
     near = sorted(installation.glob("*/QdstrmImporter"))
     far = [path for place in _HOST_FOLDERS for path in sorted(root.glob(f"{place}/QdstrmImporter"), reverse=True)]

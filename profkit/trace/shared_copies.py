@@ -92,7 +92,6 @@ class _KinetoCopy:
         self._tracks: dict[str, int] = {}
 
     def header(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the trace says of itself."""
         copy = _integers(header, "schemaVersion", "cuda_runtime_version", "baseTimeNanoseconds")
         devices = [
             self.keeper.text_or_none(GPU, device.get("name")) for device in objects_in(header.get("deviceProperties"))

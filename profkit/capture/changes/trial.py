@@ -249,7 +249,6 @@ class Trial:
             say(f"{self.run}: {error}")
 
     def abandon(self) -> None:
-        """Do nothing more: this process is a forked copy."""
         self._is_over = True
         self._hooks.stop()
 

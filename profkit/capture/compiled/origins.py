@@ -360,7 +360,6 @@ class Sidecars:
                     partial.write_bytes(content)
 
     def find(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Known | None:
-        """Return what is known of a generated file, for a graph with these operators; None if nothing is."""
         translated = (translate(known, operators) for known in self._all(code, text, operators))
         return next((known for known in translated if known is not None), None)
 

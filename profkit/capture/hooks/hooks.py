@@ -161,7 +161,6 @@ class Hooks(RangeObserver):
         """The number of the step that runs now, counted from 0; -1 before the first."""
 
     def install(self) -> None:
-        """Begin to count and time steps."""
         watch_optimizers(self)
         watch_backward_calls(self._backward_begins, self._backward_ends)
         watch_recompute(self)

@@ -77,7 +77,6 @@ class StepsAfter:
         self._end_lines()
 
     def forget(self) -> None:
-        """Do nothing more: this process is a forked copy."""
         self.counted.drop()
         lines, self._lines, self._workers = self._lines, None, None
         if lines is not None:
