@@ -104,7 +104,7 @@ def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
     A call of backward is none of them: Python stands there while torch's engine or the GPU works.
     """
     own = [line for line in result.lines if line.thread != "worker" and not (line.called or "").endswith("backward")]
-    longest = [line for line in own if line.time_ns - line.waiting_ns >= _PART * result.step_ns][:_MOST_NAMED]
+    longest = [line for line in own if line.own_ns >= _PART * result.step_ns][:_MOST_NAMED]
     return (*longest, *[line for line in own if line.waits >= 1 and line not in longest][:_MOST_NAMED])
 
 

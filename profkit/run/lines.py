@@ -75,6 +75,20 @@ class LineTime:
     waiting_ns: int = 0
     is_caller: bool = False
 
+    @property
+    def own_ns(self) -> int:
+        """What it took without its waits for the GPU."""
+        return self.time_ns - self.waiting_ns
+
+    @property
+    def method(self) -> str:
+        """The last name of what it calls: ``item`` of ``x.sum().item``; empty if that is not known."""
+        return (self.called or "").rpartition(".")[2]
+
+    @property
+    def place(self) -> tuple[str | None, int]:
+        return self.file, self.line
+
 
 @dataclass(frozen=True)
 class RunLines:

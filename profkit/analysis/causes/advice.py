@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.causes.evidence import COMPARE, Cause, Evidence, Interval, SourceLine
-from profkit.analysis.causes.host import HOST
+from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
-from profkit.analysis.causes.launches import LAUNCHES
+from profkit.analysis.causes.launches import LAUNCHES, RANKS
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.causes.notes import NOTES
-from profkit.analysis.causes.ranks import RANKS
 from profkit.analysis.step_replay.limits import Limit, StepLimits
 from profkit.analysis.step_replay.predict import STEPS_DIFFER, StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
@@ -121,17 +119,6 @@ def _plain(advice: Advice) -> dict[str, Any]:
     return plain | {key: None if plain[key] is None else vars(plain[key]) for key in inner}
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The causes to try so far, in the order in which they were chosen."""
-
-    causes: tuple[Cause, ...] = ()
-
-    @property
-    def changes(self) -> list[StepChange]:
-        return [change for cause in self.causes for change in cause.changes]
-
-
 def find_advice(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     """Return what to try in a capture of which ``summary`` is the summary, and what was tried in its run.
 
@@ -169,36 +156,37 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     causes = [cause for row in ROWS for cause in row(evidence)]
     chosen = _choose(evidence, _screen(evidence, causes))
     notes = tuple(note for find in NOTES for note in find(evidence))
-    if not chosen.causes:
+    if not chosen:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
-    by_effect = sorted(chosen.causes, key=lambda cause: (cause.code in _LAST, -_weight(evidence, cause, _Chosen())))
+    by_effect = sorted(chosen, key=lambda cause: (cause.code in _LAST, -_weight(evidence, cause)))
     tries = tuple(_advise(evidence, cause) for cause in by_effect)
-    timed = [cause for cause in chosen.causes if cause.changes]
-    together = _interval(evidence.predict(chosen.changes)) if len(timed) > 1 else None
+    timed = [cause for cause in chosen if cause.changes]
+    together = _interval(evidence.predict(_changes_of(chosen))) if len(timed) > 1 else None
     return AdviceResult(tries, together, notes=notes)
 
 
 def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes whose removal alone is worth a Try, the largest effect first."""
-    weights = {id(cause): _weight(evidence, cause, _Chosen()) for cause in causes}
-    worth = [cause for cause in causes if weights[id(cause)] > 0]
-    return sorted(worth, key=lambda cause: -weights[id(cause)])[:_MOST_SCREENED]
+    weights = [(_weight(evidence, cause), cause) for cause in causes]
+    worth = [(weight, cause) for weight, cause in weights if weight > 0]
+    return [cause for _, cause in sorted(worth, key=lambda weighed: -weighed[0])][:_MOST_SCREENED]
 
 
-def _choose(evidence: Evidence, causes: Sequence[Cause]) -> _Chosen:
+def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
 
     Those that come last are asked when no other adds anything.
     """
-    chosen, left = _Chosen(), list(causes)
-    while left and len(chosen.causes) < MOST_TRIES:
+    chosen: list[Cause] = []
+    left = list(causes)
+    while left and len(chosen) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, left[at].code not in _LAST, weights[at]))
         if weights[best] <= 0:
             break
         cause = left.pop(best)
         if _holds(evidence, cause):
-            chosen = replace(chosen, causes=(*chosen.causes, cause))
+            chosen.append(cause)
             left = [other for other in left if not _is_same_waste(cause, other)]
     return chosen
 
@@ -209,21 +197,25 @@ def _is_same_waste(cause: Cause, other: Cause) -> bool:
     return at_one_line or (cause.code in _COMPILING and other.code in _COMPILING)
 
 
-def _weight(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
+def _changes_of(causes: Sequence[Cause]) -> list[StepChange]:
+    return [change for cause in causes for change in cause.changes]
+
+
+def _weight(evidence: Evidence, cause: Cause, before: Sequence[Cause] = ()) -> float:
     """Return the share of the step, or of the peak, that removing a cause saves on top of others; 0 if too little."""
     if cause.ends_run:
         return 2.0
     return max(_time_share(evidence, cause, before), _memory_share(evidence, cause))
 
 
-def _time_share(evidence: Evidence, cause: Cause, before: _Chosen) -> float:
+def _time_share(evidence: Evidence, cause: Cause, before: Sequence[Cause]) -> float:
     if cause.answer is not None:
         return _share_saved(cause.answer)
     replay = evidence.replay
     if not cause.changes or replay is None or not replay.now_ns:
         return 0.0
-    without = evidence.expect_after(before.changes) if before.causes else replay.now_ns
-    after = evidence.expect_after([*before.changes, *cause.changes])
+    without = evidence.expect_after(_changes_of(before)) if before else replay.now_ns
+    after = evidence.expect_after(_changes_of([*before, cause]))
     if without is None or after is None:
         return 0.0
     share, spread = (without - after) / replay.now_ns, replay.spread_ns / replay.now_ns
@@ -261,11 +253,8 @@ def _holds(evidence: Evidence, cause: Cause) -> bool:
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
     answer = evidence.predict(cause.changes)
-    now_ns, high_ns, high_here_ns = (
-        answer.now_ns,
-        _high_of(answer, answer.high_ns),
-        _high_of(answer, answer.high_here_ns),
-    )
+    now_ns = answer.now_ns
+    high_ns, high_here_ns = (_high_of(answer, most_ns) for most_ns in (answer.high_ns, answer.high_here_ns))
     if answer.expected_ns is None or now_ns is None or high_ns is None or high_here_ns is None:
         return False
     saved_ns = now_ns - answer.expected_ns
@@ -291,7 +280,10 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
     answer = cause.answer
     if answer is None and cause.changes and evidence.replay is not None:
         answer = evidence.predict(cause.changes)
-    after = None if answer is None else _interval(answer)
+    after, saves = None if answer is None else _interval(answer), None
+    if answer is not None and after is not None:
+        now_ns, spread_ns = answer.now_ns or 0, evidence.spread_ns
+        saves = Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)
     return Advice(
         code=cause.code,
         cause=cause.cause + cause.detail,
@@ -301,7 +293,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         change=cause.change,
         edit=cause.edit,
         after_ns=after,
-        saves_ns=None if answer is None or after is None else _saving(answer.now_ns or 0, after, evidence.spread_ns),
+        saves_ns=saves,
         saves_bytes=cause.saves_bytes,
         costs=cause.costs,
         evidence=cause.evidence,
@@ -315,10 +307,6 @@ def _prove(evidence: Evidence, cause: Cause) -> str:
     if cause.edit is not None and can_be_run and can_be_tried(cause.edit):
         return f"profkit try RUN --edit {shlex.quote(cause.edit)}"
     return cause.proof
-
-
-def _saving(now_ns: int, after: Interval, spread_ns: int) -> Interval:
-    return Interval(now_ns - after.high - spread_ns, now_ns - after.expected, now_ns - after.low + spread_ns)
 
 
 def _say_nothing(evidence: Evidence) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -103,6 +103,8 @@ class Operation(NamedTuple):
     is_alone: bool
 
 
+Answer = TypeVar("Answer")
+
 Place = tuple[str, str | None]
 """A phase, and the innermost module there."""
 
@@ -115,6 +117,9 @@ class PlaceWork:
     flops: int = 0
     least_bytes: int = 0
 
+    def least_ns(self, flops_per_s: float, bytes_per_s: float) -> float:
+        return 1e9 * max(self.flops / flops_per_s, self.least_bytes / bytes_per_s)
+
 
 class Evidence:
     """A capture and its summary, with what several rows ask of them."""
@@ -124,9 +129,7 @@ class Evidence:
         self.summary = summary
         self.manifest = Manifest() if capture.run is None else capture.run.manifest
         self._operations: dict[int, tuple[Operation, ...]] = {}
-        self._answers: dict[tuple[int, ...], TimeAnswer] = {}
-        self._expected: dict[tuple[int, ...], int | None] = {}
-        self._fast_shares: dict[tuple[int, ...], float] = {}
+        self._answers: dict[tuple[object, ...], Any] = {}
 
     @cached_property
     def trace(self) -> OpenedTrace | None:
@@ -176,33 +179,36 @@ class Evidence:
         return found
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
-        """Return the step after some changes, predicted once; there must be a replay."""
-        assert self.replay is not None
-        key = tuple(map(id, changes))
-        if key not in self._answers:
-            self._answers[key] = predict_changes(self.replay, changes, self.facts)
-        return self._answers[key]
+        return self._ask_once(predict_changes, changes)
 
     def expect_after(self, changes: Sequence[StepChange]) -> int | None:
-        """Return the step that is expected after some changes, replayed once; there must be a replay."""
-        assert self.replay is not None
-        key = tuple(map(id, changes))
-        if key not in self._expected:
-            self._expected[key] = expect_after(self.replay, changes, self.facts)
-        return self._expected[key]
+        return self._ask_once(expect_after, changes)
 
     def share_saved_on_fast_host(self, changes: Sequence[StepChange]) -> float:
-        """Return the share of the step that changes save beside a fast host, replayed once; there must be a replay."""
+        return self._ask_once(share_saved_on_fast_host, changes)
+
+    def _ask_once(
+        self,
+        question: Callable[[StepReplay, Sequence[StepChange], ProgramFacts], Answer],
+        changes: Sequence[StepChange],
+    ) -> Answer:
+        """Return what a function of `predict` says of some changes, asked once; there must be a replay."""
         assert self.replay is not None
-        key = tuple(map(id, changes))
-        if key not in self._fast_shares:
-            self._fast_shares[key] = share_saved_on_fast_host(self.replay, changes, self.facts)
-        return self._fast_shares[key]
+        key = (question, *map(id, changes))
+        if key not in self._answers:
+            self._answers[key] = question(self.replay, changes, self.facts)
+        answer: Answer = self._answers[key]
+        return answer
 
     @property
     def step(self) -> ReplayedStep | None:
         """The typical recorded step."""
         return None if self.replay is None else self.replay.typical
+
+    @property
+    def kernels(self) -> tuple[Operation, ...]:
+        """The operations of the typical step; none without one."""
+        return () if self.step is None else self.operations(self.step)
 
     @property
     def now_ns(self) -> int:
@@ -234,7 +240,7 @@ class Evidence:
         """The file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
         phases: dict[tuple[str | None, int], set[str | None]] = {}
         for line in self.lines:
-            phases.setdefault((line.file, line.line), set()).add(line.phase)
+            phases.setdefault(line.place, set()).add(line.phase)
         return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
 
     @property

@@ -1,10 +1,14 @@
-"""Rows of causes: data, Python on the host, copies that hold it, and modes of torch that slow it down."""
+"""Rows of causes: data, Python on the host, copies that hold it, and modes of torch that slow it down.
+
+`NOTES` are facts that slow a step down, of which no recording says by how much. They are no Tries.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from profkit.analysis.causes.changes import (
     launch_without_waiting,
@@ -14,6 +18,7 @@ from profkit.analysis.causes.changes import (
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
 from profkit.analysis.step_replay.columns import COPY, LAUNCH
+from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
@@ -51,13 +56,14 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
         return
-    lines = [line for line in evidence.lines if line.file and _loads(line, has_workers=facts.workers > 0)]
-    line = _costliest_below_loop(evidence, lines)
+    main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
+    lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
+    line = _costliest_below_loop(evidence, [line for line in lines if line.file])
     enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
     workers = min(max(2, enough, facts.workers + 1), facts.room or _MANY_WORKERS)
     if workers <= facts.workers:
         return
-    have = f"with {_say_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
+    have = f"with {facts.workers} worker{'s' * (facts.workers > 1)} is too slow" if facts.workers else "has no workers"
     yield Cause(
         code="loader",
         cause=f"the DataLoader {have}",
@@ -73,19 +79,11 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
 
 def _costliest_below_loop(evidence: Evidence, lines: Sequence[LineTime]) -> LineTime | None:
     """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself."""
-    calling = {(line.file, line.line) for line in evidence.facts.callers}
-    own = [line for line in lines if line.called != "next" and (line.file, line.line) not in calling]
+    calling = {line.place for line in evidence.facts.callers}
+    own = [line for line in lines if line.called != "next" and line.place not in calling]
     if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
         own = list(lines)
     return max(own, key=lambda line: line.time_ns, default=None)
-
-
-def _say_workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"
-
-
-def _loads(line: LineTime, *, has_workers: bool) -> bool:
-    return line.thread == "worker" if has_workers else line.thread == "main" and line.phase == DATA
 
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
@@ -93,20 +91,21 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
     if evidence.step is None or evidence.is_debugged:
         return
     for lines in _group_lines(evidence):
-        line = max(lines, key=lambda line: line.time_ns - line.waiting_ns)
-        called = (line.called or "").rpartition(".")[2]
+        line = max(lines, key=lambda line: line.own_ns)
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
-        if called in _FACTORIES:
-            changes.append(without_copies(called, _pageable_copies))
+        if line.method in _FACTORIES:
+            changes.append(without_copies(line.method, _pageable_copies))
         yield Cause(
-            code="made-on-cpu" if called in _FACTORIES else "python",
-            cause=_describe_line(line, called),
+            code="made-on-cpu" if line.method in _FACTORIES else "python",
+            cause=_describe_line(line),
             line=source_line(line),
-            change=_change_line(line, called),
+            change=f'{line.called}(…, device="cuda")'
+            if line.method in _FACTORIES
+            else "do it in a DataLoader's worker, on the GPU, or once before the loop",
             changes=changes,
             edit=f"no-host:{line.file}:{line.line}",
             evidence={
-                "time_ns": sum(one.time_ns - one.waiting_ns for one in lines),
+                "time_ns": sum(one.own_ns for one in lines),
                 "lines": ", ".join(str(one.line) for one in lines),
             },
         )
@@ -114,14 +113,14 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
 
 def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
     """A line makes a tensor of Python's numbers, and the line that moves it waits until the GPU has nothing left."""
-    known = {(line.file, line.line) for lines in _group_lines(evidence) for line in lines}
+    known = {line.place for lines in _group_lines(evidence) for line in lines}
     own = [line for line in evidence.lines if line.file and line.thread == "main"]
     for move in own:
-        if move.waits < 1 or (move.called or "").rpartition(".")[2] not in _MOVES:
+        if move.waits < 1 or move.method not in _MOVES:
             continue
         makers = [line for line in own if line.phase == move.phase and (line.called or "").endswith(_MAKERS)]
         line = max(makers, key=lambda line: line.time_ns, default=None)
-        if line is None or line.time_ns < _LEAST_SHARE * evidence.now_ns or (line.file, line.line) in known:
+        if line is None or line.time_ns < _LEAST_SHARE * evidence.now_ns or line.place in known:
             continue
         yield Cause(
             code="python",
@@ -135,18 +134,12 @@ def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def _describe_line(line: LineTime, called: str) -> str:
-    if called in _RANDOM:
+def _describe_line(line: LineTime) -> str:
+    if line.method in _RANDOM:
         return f"{line.called} draws random numbers on the CPU while the GPU waits"
-    if called in _FACTORIES:
+    if line.method in _FACTORIES:
         return f"{line.called} makes a tensor on the CPU while the GPU waits"
     return f"Python in {line.function}{f' ({line.called})' if line.called else ''} keeps the GPU waiting"
-
-
-def _change_line(line: LineTime, called: str) -> str:
-    if called in _FACTORIES:
-        return f'{line.called}(…, device="cuda")'
-    return "do it in a DataLoader's worker, on the GPU, or once before the loop"
 
 
 def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
@@ -159,13 +152,13 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     python = [] if limits is None else limits.lines_of(Limit.PYTHON)
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
-    trainers = {(line.file, line.line) for line in evidence.lines if line.phase in (BACKWARD, OPTIMIZER)}
+    trainers = {line.place for line in evidence.lines if line.phase in (BACKWARD, OPTIMIZER)}
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in evidence.lines:
-        phase, own_ns = line.phase or OUTSIDE, line.time_ns - line.waiting_ns
+        phase = line.phase or OUTSIDE
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
-        is_long = own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * own_ns
-        is_plain = (line.file, line.line) not in trainers and not _launches(line)
+        is_long = line.own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * line.own_ns
+        is_plain = line.place not in trainers and not _launches(line)
         if line.thread == "main" and phase != DATA and is_long and is_plain:
             groups[line.file or "", line.function, line.phase].append(line)
     for lines in groups.values():
@@ -194,20 +187,13 @@ def _pauses_of(evidence: Evidence, step: ReplayedStep) -> dict[str, int]:
 
 def _launches(line: LineTime) -> bool:
     """Return whether a line's call is training itself, or waits for it, or is an operation: these prepare kernels."""
-    called = (line.called or "").rpartition(".")[2]
     is_operation = line.phase is not None and (line.called or "").startswith(("self.", "F."))
-    return is_operation or called in ("backward", "step", "zero_grad", "synchronize", "item", "join")
+    return is_operation or line.method in ("backward", "step", "zero_grad", "synchronize", "item", "join")
 
 
-def _split(lines: Sequence[LineTime]) -> Iterator[list[LineTime]]:
-    near: list[LineTime] = []
-    for line in lines:
-        if near and line.line - near[-1].line > _NEAR:
-            yield near
-            near = []
-        near.append(line)
-    if near:
-        yield near
+def _split(lines: Sequence[LineTime]) -> Iterator[Sequence[LineTime]]:
+    starts = [at for at, line in enumerate(lines) if not at or line.line - lines[at - 1].line > _NEAR]
+    yield from (lines[start:end] for start, end in pairwise([*starts, len(lines)]))
 
 
 def _pageable_copies(step: ReplayedStep) -> list[int]:
@@ -234,8 +220,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
     if held_ns < _LEAST_SHARE * evidence.now_ns:
         return
-    moves = [line for line in evidence.lines if line.file and (line.called or "").rpartition(".")[2] in _MOVES]
-    moves = [line for line in moves if line.thread == "main"]
+    moves = [line for line in evidence.lines if line.file and line.method in _MOVES and line.thread == "main"]
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     yield Cause(
         code="pageable-copy",
@@ -359,3 +344,40 @@ HOST = (
     _blocking_launches,
     _allocations,
 )
+
+_SEVERAL = 1.5
+"""A worker that keeps so many CPUs busy computes with several threads."""
+
+
+def _deterministic(evidence: Evidence) -> Iterator[str]:
+    if evidence.condition("deterministic_algorithms") is True:
+        yield "torch.use_deterministic_algorithms is on: some operations run slower kernels"
+
+
+def _convolutions(evidence: Evidence) -> Iterator[str]:
+    """cuDNN chooses kernels by rules of thumb, and every step has the same convolutions."""
+    steps = () if evidence.replay is None else evidence.replay.steps
+    kernels = {_names_of_convolutions(step) for step in steps}
+    if evidence.condition("cudnn_benchmark") is False and len(steps) > 1 and len(kernels) == 1 and kernels != {()}:
+        yield (
+            f"cudnn.benchmark is off, and every recorded step runs the same {len(next(iter(kernels)))} kernels of "
+            "convolutions: `profkit try RUN --edit cudnn-benchmark` shows whether others are faster"
+        )
+
+
+def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
+    names = (step.names[row] for row in step.columns.row.tolist())
+    return tuple(name for name in names if is_convolution(name))
+
+
+def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
+    """Workers of data loaders compute with several threads each, more in all than there are CPUs."""
+    workers, cpus, busy = evidence.facts.workers, evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
+    if busy is not None and isinstance(cpus, int) and busy > _SEVERAL and busy * workers > cpus:
+        yield (
+            f"each of {workers} loader workers keeps {busy:.1f} of {cpus} CPUs busy while it makes a batch: "
+            "set OMP_NUM_THREADS=1, or torch.set_num_threads(1) in worker_init_fn"
+        )
+
+
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_deterministic, _convolutions, _crowded_cpus)

@@ -7,17 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from profkit.analysis.causes.changes import By, fuse, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import (
-    Cause,
-    Evidence,
-    Operation,
-    Place,
-    PlaceWork,
-    SourceLine,
-    edits,
-    source_line,
-)
+from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, Place, SourceLine, edits, source_line
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution
@@ -39,6 +30,8 @@ _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
+_FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
+_FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
 _FEW, _MANY = 4, 12
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""
 _CHAIN = (*SMALL, "optimizer", "fill")
@@ -56,9 +49,7 @@ Run = tuple[Operation, ...]
 
 def _fp32_products(evidence: Evidence) -> Iterator[Cause]:
     """Products in fp32, which use no tensor cores."""
-    if evidence.step is None:
-        return
-    products = [one for one in evidence.operations(evidence.step) if _is_in_simple_fp32(one)]
+    products = [one for one in evidence.kernels if _is_in_simple_fp32(one)]
     if not products:
         return
     time_ns = sum(one.duration_ns for one in products)
@@ -84,9 +75,8 @@ def _is_in_simple_fp32(operation: Operation) -> bool:
 
 def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
     """Products in TF32, none in fp32, of a program that does not use autocast: tensor cores multiply bf16 faster."""
-    operations = [] if evidence.step is None else evidence.operations(evidence.step)
-    products = [one for one in operations if product_dtype(one.name) == "tf32"]
-    has_fp32 = any(_is_in_simple_fp32(one) for one in operations)
+    products = [one for one in evidence.kernels if product_dtype(one.name) == "tf32"]
+    has_fp32 = any(map(_is_in_simple_fp32, evidence.kernels))
     if not products or has_fp32 or find_condition(evidence.manifest, "autocast_dtypes"):
         return
     yield Cause(
@@ -103,9 +93,11 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
     """Products of sizes that are no multiple of 8, such as a vocabulary of 50,257: slower kernels take them."""
-    if evidence.step is None:
-        return
-    products = [one for one in evidence.operations(evidence.step) if _is_misaligned(one)]
+    products = [one for one in evidence.kernels if _is_misaligned(one)]
+
+    def choose(place: Place) -> Choose:
+        return evidence.choose(lambda one: _is_misaligned(one) and (one.phase, one.module) == place)
+
     if products:
         yield Cause(
             code="sizes",
@@ -113,16 +105,12 @@ def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
             module=_busiest(products),
             change="pad the size to a multiple of 64",
             changes=[
-                scale_operations("sizes", _choose_misaligned(evidence, place), factor, "how fast padded products are")
+                scale_operations("sizes", choose(place), factor, "how fast padded products are")
                 for place, factor in _price_aligned(evidence, products).items()
             ],
             costs="a few more numbers",
             evidence={"product_ns": sum(one.duration_ns for one in products), "kernel": products[0].name},
         )
-
-
-def _choose_misaligned(evidence: Evidence, place: Place) -> Callable[[ReplayedStep], list[int]]:
-    return evidence.choose(lambda one: _is_misaligned(one) and (one.phase, one.module) == place)
 
 
 def _price_aligned(evidence: Evidence, products: Sequence[Operation]) -> dict[Place, By]:
@@ -142,7 +130,7 @@ def _price_aligned(evidence: Evidence, products: Sequence[Operation]) -> dict[Pl
         alike = [other for other in others if other not in misaligned and works[other].dtype == work.dtype]
         known = [1e9 * works[other].flops / others[other] for other in alike]
         factors[place] = {
-            world: min(1.0, _least_time(work, rate, _OF_BANDWIDTH[world] * peaks.bytes_per_s) / time_ns)
+            world: min(1.0, work.least_ns(rate, _OF_BANDWIDTH[world] * peaks.bytes_per_s) / time_ns)
             for world, rate in _rates_of_aligned(peaks.flops_per_s[work.dtype], known).items()
         }
     return factors
@@ -150,10 +138,9 @@ def _price_aligned(evidence: Evidence, products: Sequence[Operation]) -> dict[Pl
 
 def _time_aligned(evidence: Evidence) -> dict[Place, int]:
     """Return place → how long its aligned products take, where no kernels of other kinds do FLOPs that count."""
-    assert evidence.step is not None
     times: Counter[Place] = Counter()
     others: set[Place] = set()
-    for one in evidence.operations(evidence.step):
+    for one in evidence.kernels:
         if one.category == "attention" or is_convolution(one.name):
             others.add((one.phase, one.module))
         elif one.category == "gemm" and not _is_misaligned(one):
@@ -172,10 +159,6 @@ def _rates_of_aligned(peak: float, known: Sequence[float]) -> By:
     return rates
 
 
-def _least_time(work: PlaceWork, flops_per_s: float, bytes_per_s: float) -> float:
-    return 1e9 * max(work.flops / flops_per_s, work.least_bytes / bytes_per_s)
-
-
 def _is_misaligned(operation: Operation) -> bool:
     _, _, after = operation.name.partition("tensorop")
     return operation.category == "gemm" and _MISALIGNED.search(after) is not None
@@ -183,15 +166,16 @@ def _is_misaligned(operation: Operation) -> bool:
 
 def _written_attention(evidence: Evidence) -> Iterator[Cause]:
     """Attention without a fused kernel: product, scale, mask, softmax and product inside one module."""
-    if evidence.step is None:
-        return
-    modules = _modules_that(evidence, evidence.step, _is_attention)
+    modules = _attention_modules(evidence)
     if not modules:
         return
-    chain = _small_of(modules)
-    products = _products_of(modules)
-    small = [one for one in evidence.operations(evidence.step) if chain(one)]
-    both_products = [one for one in evidence.operations(evidence.step) if products(one)]
+
+    def chooses(*categories: str) -> Callable[[Operation], bool]:
+        return lambda one: one.module in modules and one.category in categories and one.phase != OPTIMIZER
+
+    chain, products = chooses(*SMALL), chooses("gemm")
+    small = [one for one in evidence.kernels if chain(one)]
+    is_in_fp32 = any(product_dtype(one.name) is not None for one in evidence.kernels if products(one))
     yield Cause(
         code="attention",
         cause="attention is written out",
@@ -205,16 +189,12 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
             scale_operations(
                 "attention",
                 evidence.choose(products),
-                _FUSED_IN_FP32 if any(map(_is_in_fp32, both_products)) else _FUSED_IN_HALF,
+                _FUSED_IN_FP32 if is_in_fp32 else _FUSED_IN_HALF,
                 "how fast fused attention is",
             ),
         ],
         evidence={"small_ns": sum(one.duration_ns for one in small), "kernels": len(small)},
     )
-
-
-def _is_in_fp32(operation: Operation) -> bool:
-    return product_dtype(operation.name) is not None
 
 
 def _is_attention(own: Sequence[Operation]) -> bool:
@@ -227,29 +207,17 @@ def _is_attention(own: Sequence[Operation]) -> bool:
     return "gemm" in kinds[:at] and "gemm" in kinds[at:]
 
 
-def _modules_that(
-    evidence: Evidence, step: ReplayedStep, holds: Callable[[Sequence[Operation]], bool]
-) -> frozenset[str]:
+def _attention_modules(evidence: Evidence) -> frozenset[str]:
     own: defaultdict[str, list[Operation]] = defaultdict(list)
-    for one in evidence.operations(step):
+    for one in evidence.kernels:
         if one.module is not None:
             own[one.module].append(one)
-    return frozenset(module for module, operations in own.items() if holds(operations))
-
-
-def _small_of(modules: frozenset[str]) -> Callable[[Operation], bool]:
-    return lambda one: one.module in modules and one.category in SMALL and one.phase != OPTIMIZER
-
-
-def _products_of(modules: frozenset[str]) -> Callable[[Operation], bool]:
-    return lambda one: one.module in modules and one.category == "gemm" and one.phase != OPTIMIZER
+    return frozenset(module for module, operations in own.items() if _is_attention(operations))
 
 
 def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
     """Convolutions whose kernels want another order of the axes than the tensors have."""
-    if evidence.step is None:
-        return
-    kernels = [one for one in evidence.operations(evidence.step) if _CONVERTS.search(one.name)]
+    kernels = [one for one in evidence.kernels if _CONVERTS.search(one.name)]
     if kernels:
         yield Cause(
             code="channels-last",
@@ -270,7 +238,7 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
     """
     if evidence.step is None or evidence.is_debugged:
         return
-    skipped = _modules_that(evidence, evidence.step, _is_attention)
+    skipped = _attention_modules(evidence)
     runs = evidence.runs(evidence.step, lambda one: _is_link(one, skipped))
     places = dict.fromkeys(_place_of(run) for run in runs if run[0].phase != BACKWARD and _is_written_out(run))
     mine = {place: [run for run in runs if _is_link_of(run, place)] for place in places}
@@ -335,17 +303,14 @@ def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
     """Return the line of a phase in which Python prepares kernels for the longest time: no pause is mostly its own."""
     limits = evidence.summary.limits
     paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
-    lines = [
-        line for line in evidence.lines if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
-    ]
     own = [
         line
-        for line in lines
-        if not (line.called or "").endswith(_TRAINING)
-        and (line.file, line.line) not in evidence.trainer_lines
-        and line.time_ns > line.waiting_ns + 2 * paused.get((line.file or "", line.line), 0)
+        for line in evidence.lines
+        if line.file and line.thread == "main" and (line.phase or OUTSIDE) == phase
+        if not (line.called or "").endswith(_TRAINING) and line.place not in evidence.trainer_lines
+        if line.own_ns > 2 * paused.get((line.file, line.line), 0)
     ]
-    longest = max(own, key=lambda line: line.time_ns - line.waiting_ns, default=None)
+    longest = max(own, key=lambda line: line.own_ns, default=None)
     return None if longest is None else source_line(longest)
 
 
@@ -369,15 +334,7 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
 
     The chain's shortest kernel of those that handle as many numbers does as much; with a reduction it reads twice.
     """
-    factors: By = (
-        {"least": 0.8, "expected": 1.2, "most": 2.2}
-        if not is_reducing
-        else {
-            "least": 1.0,
-            "expected": 2.2,
-            "most": 4.0,
-        }
-    )
+    factors = _FUSED_REDUCTION if is_reducing else _FUSED_CHAIN
 
     def size(world: World, durations: Sequence[int]) -> float:
         least_ns = _LARGE * max(durations)

@@ -1,17 +1,21 @@
-"""Rows of causes: calls that wait for the GPU, and more launches than the work needs."""
+"""Rows of causes: waits for the GPU and for a late rank, more launches and exchanges than the work needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from profkit.analysis.causes.changes import By, drop_some_launches, stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, edits, name_times, source_line
+from profkit.analysis.causes.changes import By, drop_some_launches, remove_operations, stop_chosen_waits
+from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, name_times, source_line
+from profkit.analysis.lines import find_lines
+from profkit.analysis.ranks.own_time import Cause as WhyLate
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable
 from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.ranks_together import ON_TIME
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import FORWARD, OPTIMIZER
+from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
+from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import can_all_be_fused, used_optimizers
 
@@ -39,17 +43,17 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     """
     waits: dict[tuple[str | None, int], list[LineTime]] = {}
     for line in evidence.lines:
-        place, is_others = (line.file, line.line), (line.called or "").endswith((*_COPIES, *_TRAINING))
-        is_own = line.file is not None and line.thread != "worker" and place not in evidence.trainer_lines
-        if is_own and line.waits >= 1 and not is_others:
-            waits.setdefault(place, []).append(line)
+        is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
+        if is_own and line.waits >= 1 and not (line.called or "").endswith((*_COPIES, *_TRAINING)):
+            waits.setdefault(line.place, []).append(line)
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         edit = f"no-wait:{line.file}:{line.line}"
         yield Cause(
             code="waits",
-            cause=f"{_name_call(line.called)} waits for the GPU",
+            # x.sum().item, whose name is ….item, is written .item().
+            cause=f"{'a call' if line.called is None else line.called.removeprefix('…') + '()'} waits for the GPU",
             detail=f", {name_times(count)}",
             line=source_line(line),
             change="keep the value on the GPU, and read it every 50 steps or so",
@@ -57,11 +61,6 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
             edit=edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
-
-
-def _name_call(called: str | None) -> str:
-    """Return a call as it is written: ``x.sum().item``, whose name is ``….item``, is ``.item()``."""
-    return "a call" if called is None else f"{called.removeprefix('…')}()"
 
 
 def _optimizer(evidence: Evidence) -> Iterator[Cause]:
@@ -95,7 +94,7 @@ def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
     if step is None:
         return
     zeroed = set(find_zeroed_gradients(step))
-    filled = [one for one in evidence.operations(step) if one.at in zeroed]
+    filled = [one for one in evidence.kernels if one.at in zeroed]
     if filled:
         yield Cause(
             code="zero-grad",
@@ -116,10 +115,8 @@ def _filled_memory(evidence: Evidence) -> Iterator[Cause]:
     """
     is_on = evidence.condition("deterministic_algorithms") is True
     fills = evidence.condition("fills_uninitialized_memory") is not False
-    if evidence.step is None or not (is_on and fills):
-        return
-    filling = [one for one in evidence.operations(evidence.step) if _is_fill(one)]
-    if filling:
+    filling = [one for one in evidence.kernels if _is_fill(one)]
+    if filling and is_on and fills:
         choose = evidence.choose(_is_fill)
         yield Cause(
             code="deterministic",
@@ -149,14 +146,15 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         return
     preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
     is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
-    operations = [one for one in evidence.operations(step) if one.phase in COMPILED_PHASES]
+    operations = [one for one in evidence.kernels if one.phase in COMPILED_PHASES]
     fusable = set(find_fusable(step))
     small = [one for one in operations if one.at in fusable]
     mode = "reduce-overhead" if is_late else None
-    lines = _waiting_lines(evidence) if is_late and _find_waits(step) else []
+    lines = [line for line in evidence.lines if line.file and line.phase in COMPILED_PHASES and line.waits >= 1]
+    lines = lines if is_late and _find_waits(step) else []
     if not all(map(_waits_itself, lines)):
         return
-    waiting = next(iter(lines), None)
+    waiting = max(lines, key=lambda line: line.waits, default=None)
     edit = f"compile:{mode}" if mode else "compile"
     no_waits = [] if waiting is None else [stop_chosen_waits("no-wait", _find_waits)]
     yield Cause(
@@ -201,16 +199,88 @@ def _find_waits(step: ReplayedStep) -> list[int]:
     return step.columns.waits_among(step.calls_in(COMPILED_PHASES))
 
 
-def _waiting_lines(evidence: Evidence) -> list[LineTime]:
-    """Return the lines that wait within what would be captured, the one that waits most often first."""
-    lines = [line for line in evidence.lines if line.file and line.phase in COMPILED_PHASES and line.waits >= 1]
-    return sorted(lines, key=lambda line: -line.waits)
-
-
 def _waits_itself(line: LineTime) -> bool:
-    called = line.called or ""
-    is_written_there = not called or called.rpartition(".")[2] in _READING
-    return is_written_there or called.startswith(_READING_FUNCTIONS)
+    return not line.called or line.method in _READING or line.called.startswith(_READING_FUNCTIONS)
 
 
 LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _filled_memory, _compile)
+
+_WHY_LATE: dict[WhyLate, tuple[str, str]] = {
+    "data": ("waits for data", "make this rank's batches as fast as the others'"),
+    "python": ("runs Python", "do on this rank what the others do, or do it less often"),
+    "launch": ("takes longer to launch kernels", "look at what else runs on this rank's CPU"),
+    "kernels": ("computes", "give this rank as much work as the others"),
+    "copy": ("copies", "copy as much as the others, from pinned memory"),
+    "communication": ("communicates", "look at this rank's links"),
+    "clock": ("computes on a lower clock", "look at this GPU's power and temperature"),
+}
+"""What a rank does longer than the others, and what to do about it."""
+
+
+def _late_rank(evidence: Evidence) -> Iterator[Cause]:
+    """A rank that the others wait for in collectives; the steps of all ranks are replayed with it on time."""
+    compared, trace = evidence.summary.compared, evidence.capture.trace
+    culprit = None if compared is None else compared.verdict.culprit
+    if culprit is None or trace is None or culprit.rank not in trace.ranks.numbers:
+        return
+    edit = f"{ON_TIME}:{culprit.rank}"
+    does, change = _WHY_LATE[culprit.cause]
+    line = _find_line(evidence, culprit.rank, culprit.phase) if culprit.cause in ("data", "python") else None
+    yield Cause(
+        code="late-rank",
+        cause=f"all ranks wait for rank {culprit.rank}, which {does} {culprit.extra_ns / 1e6:.3g} ms longer",
+        line=line,
+        module=culprit.module or culprit.phase or None,
+        change=change,
+        answer=trace.predict_time(parse_edits([edit])),
+        edit=edit,
+        evidence={"late_ns": culprit.late_ns, "extra_ns": culprit.extra_ns},
+        proof="profkit ranks RUN",
+    )
+
+
+def _find_line(evidence: Evidence, rank: int, phase: str) -> SourceLine | None:
+    """Return the line of a rank in which Python stands longest in a phase."""
+    run = evidence.capture.run
+    if run is None or run.lines(rank) is None:
+        return None
+    lines = [
+        line
+        for line in find_lines(run, rank).lines
+        if line.file and ((line.phase or "") == phase or (phase == DATA and line.thread == "worker"))
+    ]
+    longest = max(lines, key=lambda line: line.own_ns, default=None)
+    return None if longest is None else source_line(longest)
+
+
+def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
+    """Gradients are summed over ranks after each backward pass, though the optimizer reads them after the last."""
+    if evidence.step is None:
+        return
+
+    def find_early(step: ReplayedStep) -> list[int]:
+        last = max(step.calls_in({FORWARD}), default=0)
+        return [one.at for one in evidence.operations(step) if _sums_gradients(one) and one.call < last]
+
+    early = find_early(evidence.step)
+    if not early:
+        return
+    nothing: By = {"least": 0, "expected": 0, "most": 0}
+    durations = evidence.step.columns.duration_ns
+    yield Cause(
+        code="no-sync",
+        cause="ranks sum gradients after every backward pass of a step",
+        detail=f": {len(early)} collectives too many",
+        change="with model.no_sync(): around all passes of a step but the last",
+        changes=[remove_operations("no-sync", find_early, nothing, "when ranks come to collectives")],
+        evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
+        proof="profkit ranks RUN",
+    )
+
+
+def _sums_gradients(operation: Operation) -> bool:
+    is_sum = operation.category == "communication" and "AllReduce" in operation.name
+    return is_sum and operation.phase == BACKWARD
+
+
+RANKS = (_late_rank, _needless_exchanges)

@@ -393,7 +393,7 @@ def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
     gap = list(columns.gap_ns)
     lines = _lines_at(setting)
     for line in lines:
-        left_ns = max(0, line.time_ns - line.waiting_ns + sign * line.error_ns)
+        left_ns = max(0, line.own_ns + sign * line.error_ns)
         phases = {line.phase} if line.phase is not None else {OUTSIDE, DATA}
         pauses = [sum(of_gap.get(phase, 0) for phase in phases) for of_gap in setting.step.gap_phases]
         for call in sorted(range(len(gap)), key=lambda call: -pauses[call]):

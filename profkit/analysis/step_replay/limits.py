@@ -239,7 +239,7 @@ def _by_pool(pieces: Iterable[LimitPart], lines: Iterable[LineTime]) -> dict[str
 
 
 def _place_in_phase(pieces: Sequence[LimitPart], lines: Sequence[LineTime]) -> Iterator[tuple[Limit, LineTime, int]]:
-    left = {line: max(0, line.time_ns - line.waiting_ns) for line in lines}
+    left = {line: max(0, line.own_ns) for line in lines}
     pauses = [piece.time_ns for piece in pieces if piece.limit == Limit.PYTHON]
     for pause_ns in sorted(pauses, reverse=True):
         for line, time_ns in _fill_pause(pause_ns, left):
