@@ -346,9 +346,9 @@ def test_the_parts_of_every_row_sum(tmp_path_factory: pytest.TempPathFactory, so
 def test_what_is_not_counted_is_said_and_fused_kernels_of_compiled_code_in_a_line_of_their_own() -> None:
     work = RunWork(1, "counted", "bf16", (), 0, (FUSED, "triton::f"))
     facts = RunFacts(None, None, work, None, None, None, None)
-    assert {one.code: one.message for one in facts.findings} == {
+    assert {one.code: one.message for one in facts.find_doubts()} == {
         "uncounted-fused": "of fused kernels of compiled code only matrix products are counted: their other work and "
         "their bytes are unknown, so their rates and % of peak are too low",
         "uncounted": "operators without a FLOP formula, counted as no work: triton::f",
     }
-    assert not replace(facts, work=replace(work, missing=())).findings
+    assert not [*replace(facts, work=replace(work, missing=())).find_doubts()]

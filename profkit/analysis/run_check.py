@@ -6,6 +6,7 @@ A capture that lost the same part of every step looks even, and passes every che
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,14 +91,15 @@ def products_per_forward(layers: int) -> int:
     return (_LINEARS_PER_LAYER + _BATCHED_PER_LAYER) * layers + 1
 
 
-def check_run(attribution: Attribution, run: KnownRun) -> list[Finding]:
+def check_run(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:
     """Compare the capture with what was run."""
-    return [*_check_step_count(attribution, run), *_check_products(attribution, run)]
+    yield from _check_step_count(attribution, run)
+    yield from _check_products(attribution, run)
 
 
-def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
+def _check_step_count(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:
     if run.steps is None or attribution.trace.has_invisible_ranges:
-        return []
+        return
     steps = measured_ranges(attribution).get(STEP, np.empty(0, dtype=np.int64))
     trace = attribution.trace
     rows = rows_by_value(trace.ranges.process[steps])
@@ -109,21 +111,20 @@ def _check_step_count(attribution: Attribution, run: KnownRun) -> list[Finding]:
     else:
         made, where = max(counts.values(), default=0), ""
     # A script may have ranges of its own under the same name.
-    if made == run.steps or (run.layers is None and made > run.steps):
-        return []
-    message = f"the run made {run.steps:,} step{'s' * (run.steps != 1)}, and the capture holds {made:,}{where}"
-    return [Finding("step-count", message, "failed")]
+    if made < run.steps or (run.layers is not None and made > run.steps):
+        message = f"the run made {run.steps:,} step{'s' * (run.steps != 1)}, and the capture holds {made:,}{where}"
+        yield Finding("step-count", message, "failed")
 
 
-def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
+def _check_products(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:
     trace = attribution.trace
     members = measured_ranges(attribution).get(FORWARD)
     if run.layers is None or members is None or trace.measure != "gpu-kernel" or not len(trace.work):
-        return []
+        return
     under = attribution.work.under(members, np.arange(len(members)))
     rows, instance = under.rows, under.member
     if trace.work.is_graph[rows].any():  # a graph traced whole does not show its kernels
-        return []
+        return
     is_product, is_nameless = _products_and_nameless(attribution)
     made, nameless = (
         np.bincount(instance[marked[trace.work.name[rows]]], minlength=len(members))
@@ -136,11 +137,10 @@ def _check_products(attribution: Attribution, run: KnownRun) -> list[Finding]:
     if len(lost):
         worst = int(made[lost].min())
         message = f"{said}; {len(lost):,} of {len(made):,} hold fewer, down to {worst:,}: kernels are missing"
-        return [Finding("missing-products", message, "failed")]
-    if missing.any():
+        yield Finding("missing-products", message, "failed")
+    elif missing.any():
         message = f"{said}, and by their kernels' names they hold {made.min():,} to {made.max():,}"
-        return [Finding("unknown-products", f"{message}: some kernel names are unknown or ambiguous", "warning")]
-    return []
+        yield Finding("unknown-products", f"{message}: some kernel names are unknown or ambiguous", "warning")
 
 
 def _products_and_nameless(attribution: Attribution) -> tuple[Bools, Bools]:

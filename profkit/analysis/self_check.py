@@ -33,7 +33,6 @@ _USUAL_DIAGNOSTICS = re.compile(
     r"IP samples|backtrace|sampling period|API was ignored",
     re.IGNORECASE,
 )
-# A loss is told in one sentence. Samples or strings may be lost without harm to what is counted here.
 _SENTENCE_ENDS = re.compile(r"[.;\n]")
 _COUNTED = re.compile(r"\b(?:events?|CUDA|CUPTI)\b", re.IGNORECASE)
 _LOST = re.compile(
@@ -106,21 +105,21 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
     return SelfCheck(tuple(sorted(findings, key=lambda finding: order[finding.verdict])))
 
 
-def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
+def _check_diagnostics(trace: Trace, run: KnownRun) -> Iterator[Finding]:
     """Judge the messages of the profiler about itself.
 
     A process without any event may have lost them or never had any. If the run knows its steps, `run_check` counts
     those of all its processes, and a silent process is a helper, such as Inductor's compilers.
     """
-    findings = []
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
-        findings.append(Finding("diagnostic", f"the profiler reports an error: {text}", "failed"))
+        yield Finding("diagnostic", f"the profiler reports an error: {text}", "failed")
     warnings = [d for d in trace.diagnostics if d.severity == "warning"]
     pids_of: dict[str, set[int | None]] = {}
     for diagnostic in warnings:
         pids_of.setdefault(diagnostic.text.strip(), set()).add(diagnostic.silent_pid)
     for text, is_silent in dict.fromkeys((d.text.strip(), d.silent_pid is not None) for d in warnings):
         verdict: Verdict = "warning"
+        # A loss is told in one sentence. Samples or strings may be lost without harm to what is counted here.
         if any(_COUNTED.search(part) and _LOST.search(part) for part in _SENTENCE_ENDS.split(text)):
             verdict = "failed"
         elif _USUAL_DIAGNOSTICS.search(text) or (is_silent and run.steps is not None):
@@ -128,90 +127,74 @@ def _check_diagnostics(trace: Trace, run: KnownRun) -> list[Finding]:
         pids = pids_of[text] - {None}
         of = f"process {pids.pop()}" if len(pids) == 1 else f"{len(pids)} processes"
         about = f" about {of}, where nothing was recorded" if is_silent else ""
-        findings.append(Finding("diagnostic", f"the profiler says{about}: {text}", verdict))
-    return findings
+        yield Finding("diagnostic", f"the profiler says{about}: {text}", verdict)
 
 
-def _check_values(trace: Trace) -> list[Finding]:
+def _check_values(trace: Trace) -> Iterator[Finding]:
     """Look for impossible times: work that outlasts the capture, or starts before its launch."""
-    work, calls, findings = trace.work, trace.calls, []
+    work, calls = trace.work, trace.calls
     if len(calls) and len(work):
         span_ns = int(calls.end_ns.max()) - int(calls.start_ns.min())
         too_long = int((work.end_ns - work.start_ns > _LONGER_THAN_CALLS * span_ns + _LONGEST_BESIDE_NS).sum())
         if too_long:
-            message = f"{too_long:,} kernels last longer than the whole capture"
-            findings.append(Finding("impossible-duration", message, "failed"))
+            yield Finding("impossible-duration", f"{too_long:,} kernels last longer than the whole capture", "failed")
     launched = work.launch_thread >= 0
     early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
     if early and trace.measure == "gpu-kernel":
-        findings.append(
-            Finding("before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed")
-        )
-    return findings
+        yield Finding("before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed")
 
 
-def _check_ranges(trace: Trace) -> list[Finding]:
-    findings = []
+def _check_ranges(trace: Trace) -> Iterator[Finding]:
     open_ranges = np.flatnonzero(trace.ranges.is_open)
     if len(open_ranges):
         names = dict.fromkeys(trace.names[int(trace.ranges.name[i])] for i in open_ranges)
         some = ", ".join(repr(name) for name in list(names)[:3])
-        findings.append(
-            Finding("open-range", f"{len(open_ranges):,} ranges never ended ({some}); they count to the end", "warning")
-        )
+        message = f"{len(open_ranges):,} ranges never ended ({some}); they count to the end"
+        yield Finding("open-range", message, "warning")
     if trace.has_invisible_ranges:
-        findings.append(Finding("invisible-ranges", explain_no_ranges(trace), "warning"))
-    return findings
+        yield Finding("invisible-ranges", explain_no_ranges(trace), "warning")
 
 
-def _check_threads(attribution: Attribution) -> list[Finding]:
+def _check_threads(attribution: Attribution) -> Iterator[Finding]:
     """Look for phases under which nothing lies though kernels were launched meanwhile: threads that do not match."""
     trace, ledger = attribution.trace, attribution.ledger
     ranges, work = trace.ranges, trace.work
     if trace.measure != "gpu-kernel" or ledger.outside_ns + ledger.no_launch_ns < ledger.total_ns:
-        return []
+        return
     is_phase = np.array([phase_of(name) in _PHASES for name in trace.names] or [False], dtype=np.bool_)
     phases = np.flatnonzero(is_phase[ranges.name])
     launched = np.sort(work.launch_ns[work.launch_thread >= 0])
     begun, ended = (np.searchsorted(launched, edges[phases]) for edges in (ranges.start_ns, ranges.end_ns))
-    if not (begun < ended).any():
-        return []
-    text = "kernels were launched while phases were open, and none lies in any range: their threads do not match"
-    return [Finding("unmatched-threads", text, "failed")]
+    if (begun < ended).any():
+        text = "kernels were launched while phases were open, and none lies in any range: their threads do not match"
+        yield Finding("unmatched-threads", text, "failed")
 
 
-def _check_lost(trace: Trace) -> list[Finding]:
+def _check_lost(trace: Trace) -> Iterator[Finding]:
     calls = trace.calls
     kernels, graphs = calls_named(trace, _KERNEL_LAUNCH), calls_named(trace, _GRAPH_LAUNCH)
     without = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
     captured = _in_stream_capture(trace, without)
-    findings, lost = [], without[~captured]
+    lost = without[~captured]
     if lost_kernels := int(kernels[lost].sum()):
-        findings.append(
-            Finding(
-                "launch-without-kernel",
-                f"{lost_kernels:,} of {int(kernels.sum()):,} kernel launches have no kernel: kernels are missing",
-                "failed",
-            )
+        yield Finding(
+            "launch-without-kernel",
+            f"{lost_kernels:,} of {int(kernels.sum()):,} kernel launches have no kernel: kernels are missing",
+            "failed",
         )
     if lost_graphs := int(graphs[lost].sum()):
-        findings.append(
-            Finding(
-                "graph-launch-without-graph",
-                f"{lost_graphs:,} of {int(graphs.sum()):,} CUDA graph launches have neither a graph row nor"
-                " kernels: the graphs' time is missing; capture with --cuda-graph-trace=node",
-                "failed",
-            )
+        yield Finding(
+            "graph-launch-without-graph",
+            f"{lost_graphs:,} of {int(graphs.sum()):,} CUDA graph launches have neither a graph row nor"
+            " kernels: the graphs' time is missing; capture with --cuda-graph-trace=node",
+            "failed",
         )
     if captured.any():
-        findings.append(
-            Finding(
-                "stream-capture",
-                f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they have no kernel",
-                "note",
-            )
+        yield Finding(
+            "stream-capture",
+            f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they have no kernel",
+            "note",
         )
-    return findings
 
 
 def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
@@ -241,37 +224,33 @@ def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
     return inside
 
 
-def _check_unlaunched(trace: Trace) -> list[Finding]:
+def _check_unlaunched(trace: Trace) -> Iterator[Finding]:
     unlaunched, count = int((trace.work.launch_thread < 0).sum()), len(trace.work)
     if not unlaunched:
-        return []
+        return
     lost = unlaunched >= _FEWEST_UNLAUNCHED and unlaunched > _UNLAUNCHED_SHARE * count
     message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range"
     # If they are few, the result itself warns and gives their time.
     verdict: Verdict = "failed" if lost else "note"
-    return [Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)]
+    yield Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)
 
 
-def _check_density(trace: Trace) -> list[Finding]:
+def _check_density(trace: Trace) -> Iterator[Finding]:
     """Compare the number of recorded calls with the correlation ids used in that time: a hint, never proof."""
-    findings = []
     for process, rows in rows_by_value(trace.calls.process).items():
         ids = trace.calls.correlation[rows]
         count, span = len(ids), int(ids.max()) - int(ids.min()) + 1
         if count >= _FEWEST_CALLS and count < _THIN * span:
             pid = trace.process_ids.get(process, process)
-            findings.append(
-                Finding(
-                    "thin",
-                    f"process {pid}: only {count:,} CUDA calls for {span:,} correlation ids ({count / span:.1%};"
-                    " healthy captures have over 10 %): events may be missing",
-                    "warning",
-                )
+            yield Finding(
+                "thin",
+                f"process {pid}: only {count:,} CUDA calls for {span:,} correlation ids ({count / span:.1%};"
+                " healthy captures have over 10 %): events may be missing",
+                "warning",
             )
-    return findings
 
 
-def _check_idle_instances(attribution: Attribution) -> list[Finding]:
+def _check_idle_instances(attribution: Attribution) -> Iterator[Finding]:
     """Find range names where some instances launched work and the same ones in other steps made no CUDA call.
 
     A whole capture may have such names too (a branch not taken); in a thin capture it means loss. Waiting for data
@@ -279,11 +258,9 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     """
     trace = attribution.trace
     was_open = ~attribution.is_mirror & trace.ranges.was_open & ~_waits_for_data(trace)
-    if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(trace.ranges):
-        return []
     opened = np.flatnonzero(was_open)
-    if not len(opened):
-        return []
+    if trace.measure != "gpu-kernel" or not len(trace.calls) or not len(opened):
+        return
     name, silent = trace.ranges.name[opened], _without_calls(trace)[opened]
     number = number_in_step(attribution, opened, name)
     _, alike = np.unique(name * (number.max() + 1) + number, return_inverse=True)
@@ -292,19 +269,17 @@ def _check_idle_instances(attribution: Attribution) -> list[Finding]:
     every, idle = (np.bincount(which, minlength=len(trace.names)) for which in (name, name[silent & is_mixed[alike]]))
     worst = int(np.argmax(idle))
     if not idle[worst]:
-        return []
-    thin = bool(_check_density(trace))
-    return [
-        Finding(
-            "idle-instances",
-            f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold no CUDA call, while the"
-            " others do" + (": most CUDA calls are missing, so events were lost" if thin else ""),
-            "failed" if thin else "warning",
-        )
-    ]
+        return
+    thin = any(_check_density(trace))
+    yield Finding(
+        "idle-instances",
+        f"{idle[worst]:,} of {every[worst]:,} instances of {trace.names[worst]!r} hold no CUDA call, while the"
+        " others do" + (": most CUDA calls are missing, so events were lost" if thin else ""),
+        "failed" if thin else "warning",
+    )
 
 
-def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Finding]:
+def _check_steps(attribution: Attribution, *, even: bool = False) -> Iterator[Finding]:
     """Compare the kernel counts of steps and phases outside ``warmup``, of each process and each context apart.
 
     The first backward call of a step is compared with the first ones of the other steps, the second with the second:
@@ -313,7 +288,6 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
     """
     trace = attribution.trace
     of_gpu = trace.measure == "gpu-kernel"
-    findings = []
     measured = measured_ranges(attribution)
     for label, members in measured.items():
         counts = _count_outside_data(attribution, members)
@@ -332,15 +306,12 @@ def _check_steps(attribution: Attribution, *, even: bool = False) -> list[Findin
             which_of_step = f" (number {number + 1} in its step)" if number else ""
             lost = is_empty or (of_gpu and even)
             work = "kernels" if of_gpu else "operators"
-            findings.append(
-                Finding(
-                    "empty-steps" if is_empty else "unequal-steps",
-                    f"{label}{which_of_step}: {work} per instance range from {some.min():,} to {some.max():,} over"
-                    f" {len(some)} instances of process {pid}" + (": kernels are missing" if lost else ""),
-                    "failed" if lost else "warning",
-                )
+            yield Finding(
+                "empty-steps" if is_empty else "unequal-steps",
+                f"{label}{which_of_step}: {work} per instance range from {some.min():,} to {some.max():,} over"
+                f" {len(some)} instances of process {pid}" + (": kernels are missing" if lost else ""),
+                "failed" if lost else "warning",
             )
-    return findings
 
 
 def _count_outside_data(attribution: Attribution, members: Ints) -> Ints:

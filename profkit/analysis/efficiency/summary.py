@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -293,7 +293,7 @@ def measure_efficiency(
         idle_share=account.sum_parts()[0].idle_share if len(account) else None,
         clean_idle_share=idle.share if idle.is_unprofiled else None,
         uncounted=facts.uncounted,
-        warnings=(*_find_doubts(account, rows, facts), *find_too_few_steps(account, facts.loading)),
+        warnings=tuple(_find_doubts(account, rows, facts)),
     )
 
 
@@ -331,18 +331,18 @@ def _unite_kernels(trace: Trace, rows: Bools) -> dict[int, Stretches]:
     return {device: unite(work.start_ns[mine], work.end_ns[mine]) for device, mine in here.items()}
 
 
-def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> list[Finding]:
-    doubts = []
+def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: RunFacts) -> Iterator[Finding]:
     slowed = [row for row in rows if row.verdict == "launch-bound"]
     if slowed and all(row.idle_factor is None for row in slowed):
-        doubts.append(
-            Finding(
-                "no-clean-twin",
-                "the profiler slows each kernel launch, and the unprofiled step time is unknown: without it,"
-                " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
-            )
+        yield Finding(
+            "no-clean-twin",
+            "the profiler slows each kernel launch, and the unprofiled step time is unknown: without it,"
+            " fewer ranges may be limited by kernel launches; `profkit run` also times unprofiled steps",
         )
-    return [*doubts, *find_timing_doubts(account.timed), *facts.findings, *warn_of_placement(account.attribution)]
+    yield from find_timing_doubts(account.timed)
+    yield from facts.find_doubts()
+    yield from warn_of_placement(account.attribution)
+    yield from find_too_few_steps(account, facts.loading)
 
 
 def _sum_columns(

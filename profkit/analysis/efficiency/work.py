@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -72,28 +72,21 @@ class RunFacts:
     loading: Loading | None
     uncounted: str | None = None
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What is wrong with these facts: ceilings of another GPU, operators that were not counted."""
-        problems = []
+    def find_doubts(self) -> Iterator[Finding]:
+        """Yield what is wrong with these facts: ceilings of another GPU, operators that were not counted."""
         if self.ceilings_uuid is not None and self.peaks is not None:
             uuid = self.ceilings_uuid[:_UUID_HEAD]
-            problems.append(
-                Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
-            )
+            yield Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
         missing = () if self.work is None else self.work.missing
         if FUSED in missing:
-            problems.append(
-                Finding(
-                    "uncounted-fused",
-                    "of fused kernels of compiled code only matrix products are counted: their other work and their "
-                    "bytes are unknown, so their rates and % of peak are too low",
-                )
+            yield Finding(
+                "uncounted-fused",
+                "of fused kernels of compiled code only matrix products are counted: their other work and their "
+                "bytes are unknown, so their rates and % of peak are too low",
             )
         names = ", ".join(name for name in missing if name != FUSED)
         if names:
-            problems.append(Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}"))
-        return tuple(problems)
+            yield Finding("uncounted", f"operators without a FLOP formula, counted as no work: {names}")
 
 
 def read_run_facts(
