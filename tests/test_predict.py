@@ -76,7 +76,7 @@ def _record(program: tuple[Doing, ...], category: Kind, unprofiled: bool) -> Ste
     names = {row: f"{category(row)}_kernel" for row in rows}
     categories = {row: category(row) for row in rows}
     phase = ["forward"] * edge + ["optimizer"] * len(OPTIMIZER)
-    proof = prove(step, run(step, CONSTANTS))
+    proof = prove((step, run(step, CONSTANTS)))
     gap_phases = [{name: max(gap, 0)} for name, gap in zip(phase, step.gap_ns, strict=True)]
     nowhere = [None] * len(program), [None] * len(step.row)
     kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, gap_phases, *nowhere)

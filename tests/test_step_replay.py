@@ -66,7 +66,7 @@ def test_a_step_that_runs_as_recorded_ends_as_recorded(path: Path) -> None:
         constants = measure_constants(steps)
         for step in steps:
             ready = prepare(step, constants)
-            proof = prove(ready, run(ready, constants))
+            proof = prove((ready, run(ready, constants)))
             assert abs(proof.error) <= 0.005
             assert proof.operations_p95_ns <= 150_000
             assert proof.waits_p95_ns <= 150_000

@@ -206,7 +206,6 @@ class Amount:
     least_bytes: int | None = None
     recomputed_flops: int | None = None
     flops_by_dtype: dict[str, int] = field(default_factory=dict)
-    sources: frozenset[str] = frozenset()
 
 
 class RangeWorks:
@@ -241,27 +240,25 @@ class RangeWorks:
         known = [(self._known[node], counts[node]) for node in sorted(counts)]
         whole = [(work, count) for work, count in known if work is not None]
         if len(whole) == len(known):
-            return _sum(whole, self._source)
+            return _sum(whole)
         payload = self._payload[members]
         if (payload < 0).any():
             return Amount()
         flops = int(payload.sum())
-        return Amount(flops=flops, flops_by_dtype={self._dtype: flops}, sources=frozenset({"payload"}))
+        return Amount(flops=flops, flops_by_dtype={self._dtype: flops})
 
 
-def _sum(whole: list[tuple[RangeWork, int]], source: str) -> Amount:
-    by_dtype: dict[str, int] = {}
+def _sum(whole: list[tuple[RangeWork, int]]) -> Amount:
+    by_dtype: Counter[str] = Counter()
     for work, count in whole:
-        for dtype, flops in work.flops_of(count).items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + flops
+        by_dtype.update(work.flops_of(count))
     return Amount(
         flops=sum(by_dtype.values()),
         other_flops=sum(work.other_flops * count for work, count in whole),
         needed_flops=sum(work.needed_flops * count for work, count in whole),
         least_bytes=sum(work.least_bytes * count for work, count in whole),
         recomputed_flops=sum(work.recomputed_flops * count for work, count in whole),
-        flops_by_dtype=by_dtype,
-        sources=frozenset({source}),
+        flops_by_dtype=dict(by_dtype),
     )
 
 

@@ -62,52 +62,57 @@ OTHER_GPU = (0.985, 1.045)
 _JOINT = math.sqrt(2)
 """Two assumptions that are each at the end of their range by chance are seldom both there at once."""
 
-CHANGES: dict[str, Change] = {
-    "optimizer": change_optimizer,
-    "zero-grad": drop_zeroed_gradients,
-    "no-wait": drop_waits_of_line,
-    "no-host": drop_python_of_line,
-    "no-checkpoint": drop_checkpoints,
-    "checkpoint": add_checkpoints,
-    "tf32": use_tf32,
-    "autocast": use_bf16,
-    "channels-last": use_channels_last,
-    "cudnn-benchmark": benchmark_convolutions,
-    "compile": compile_model,
-    "graphs": launch_as_graph,
-    "workers": change_workers,
-    "pin-memory": pin_memory,
-    "gpu": change_gpu,
-    "kernels": change_kernels,
-    "links": change_links,
-    "cpu": change_cpu,
-    "batch": change_batch,
-    "no-anomaly": stop_anomaly_detection,
+@dataclass(frozen=True)
+class StepChange:
+    """A change of a step, by an edit or by the removal of a cause.
+
+    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is.
+    """
+
+    name: str
+    apply: Change
+    assumption: str = ""
+    bound: str = ""
+
+
+_WRAPPERS = "how much Python the wrapper of a checkpoint takes"
+
+CHANGES = {
+    change.name: change
+    for change in (
+        StepChange("optimizer", change_optimizer, "how many launches and which bandwidth the other optimizer has"),
+        StepChange("zero-grad", drop_zeroed_gradients),
+        StepChange("no-wait", drop_waits_of_line, "which of the phase's waits the line makes"),
+        StepChange("no-host", drop_python_of_line, "the line's time is sampled"),
+        StepChange("no-checkpoint", drop_checkpoints, _WRAPPERS),
+        StepChange("checkpoint", add_checkpoints, _WRAPPERS),
+        StepChange("tf32", use_tf32, "products in TF32 take from an eighth to a third of their time in fp32"),
+        StepChange(
+            "autocast",
+            use_bf16,
+            "products in bf16 take from a sixteenth to a fifth of their time in fp32, and casts take Python's time",
+        ),
+        StepChange("channels-last", use_channels_last, "how fast convolutions and norms are in the other layout"),
+        StepChange(
+            "cudnn-benchmark",
+            benchmark_convolutions,
+            bound="cudnn-benchmark is a bound: which kernel is fastest only a run shows",
+        ),
+        StepChange("compile", compile_model, "which kernels a compiler fuses"),
+        StepChange("graphs", launch_as_graph, "what launching a graph takes for each kernel"),
+        StepChange(
+            "workers", change_workers, "how much longer a worker takes for a batch than the thread that trains"
+        ),
+        StepChange("pin-memory", pin_memory, "how fast copies from pinned memory are"),
+        StepChange("gpu", change_gpu),
+        StepChange("kernels", change_kernels),
+        StepChange("links", change_links, "all memory copies pass a link"),
+        StepChange("cpu", change_cpu),
+        StepChange("batch", change_batch, "how fast kernels are on another batch"),
+        StepChange("no-anomaly", stop_anomaly_detection, "how much of Python's time keeping stacks takes"),
+    )
 }
 """What each edit whose effect is known does to a step."""
-
-BOUNDS = {
-    "cudnn-benchmark": "cudnn-benchmark is a bound: which kernel is fastest only a run shows",
-}
-"""Edits whose effect unseen kernels decide: what the bound is."""
-
-ASSUMPTIONS = {
-    "optimizer": "how many launches and which bandwidth the other optimizer has",
-    "no-wait": "which of the phase's waits the line makes",
-    "no-host": "the line's time is sampled",
-    "no-checkpoint": "how much Python the wrapper of a checkpoint takes",
-    "checkpoint": "how much Python the wrapper of a checkpoint takes",
-    "tf32": "products in TF32 take from an eighth to a third of their time in fp32",
-    "autocast": "products in bf16 take from a sixteenth to a fifth of their time in fp32, and casts take Python's time",
-    "channels-last": "how fast convolutions and norms are in the other layout",
-    "workers": "how much longer a worker takes for a batch than the thread that trains",
-    "pin-memory": "how fast copies from pinned memory are",
-    "compile": "which kernels a compiler fuses",
-    "graphs": "what launching a graph takes for each kernel",
-    "links": "all memory copies pass a link",
-    "batch": "how fast kernels are on another batch",
-    "no-anomaly": "how much of Python's time keeping stacks takes",
-}
 
 
 @dataclass(frozen=True)
@@ -180,40 +185,23 @@ class _Reach:
         return cls(math.hypot(*(each.below for each in reaches)), math.hypot(*(each.above for each in reaches)))
 
 
-@dataclass(frozen=True)
-class StepChange:
-    """A change of a step, by an edit or by the removal of a cause.
-
-    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is.
-    """
-
-    name: str
-    apply: Change
-    assumption: str = ""
-    bound: str = ""
-
-
 def predict_time(replay: StepReplay, edits: Sequence[Edit], facts: ProgramFacts) -> TimeAnswer:
     """Return how long the step would take after some edits, in the order in which they are given."""
-    unknown = [edit.text for edit in edits if edit.spec.name not in CHANGES]
-    refusal = replay.refusal
-    if refusal is None and unknown:
-        refusal = (
-            f"what {', '.join(unknown)} would do to the time is not known: only a run of the edited program shows it"
-        )
-    if refusal is not None:
-        return _refuse(replay, [edit.text for edit in edits], refusal)
+    unknown = ", ".join(edit.text for edit in edits if edit.spec.name not in CHANGES)
+    if unknown or replay.refusal is not None:
+        why = f"what {unknown} would do to the time is not known: only a run of the edited program shows it"
+        return _refuse(replay, [edit.text for edit in edits], replay.refusal or why)
     return predict_changes(replay, [change_of(edit) for edit in edits], facts)
 
 
 def change_of(edit: Edit) -> StepChange:
     """Return what an edit does to a step; there must be such a change."""
-    name = edit.spec.name
+    known = CHANGES[edit.spec.name]
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        return CHANGES[name](columns, replace(setting, argument=edit.argument))
+        return known.apply(columns, replace(setting, argument=edit.argument))
 
-    return StepChange(edit.text, apply, ASSUMPTIONS.get(name, ""), BOUNDS.get(name, ""))
+    return replace(known, name=edit.text, apply=apply)
 
 
 def predict_changes(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts) -> TimeAnswer:

@@ -16,7 +16,7 @@ from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.predict import TimeAnswer
-from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, run
+from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, prove, run
 from profkit.analysis.step_replay.steps import LARGEST_ERROR, ReplayedStep, StepReplay
 
 ON_TIME = "on-time"
@@ -113,9 +113,10 @@ def replay_on_time(replays: Mapping[int, StepReplay], late: int) -> list[OnTime]
 
 
 def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int) -> OnTime:
-    recorded = _lay_side_by_side([_rank_step(step, step.columns, constants) for step, constants in steps.values()])
+    recorded = _lay_side_by_side([_rank_step(step, constants) for step, constants in steps.values()])
     wires = find_wires(recorded)
-    proof = _prove(recorded, run_together(recorded, wires))
+    together = run_together(recorded, wires)
+    proof = prove(*((rank.columns, found) for rank, found in zip(recorded, together, strict=True)))
     if abs(proof.error) > LARGEST_ERROR:
         raise CannotPredictError(f"the replay of all ranks together ends {abs(proof.error):.1%} off")
     at_speed = [
@@ -123,13 +124,13 @@ def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int)
         for rank, (step, _) in zip(recorded, steps.values(), strict=True)
     ]
     others = [rank for rank, number in zip(at_speed, steps, strict=True) if number != late]
-    before, after = (_longest(run_together(ranks, wires)) for ranks in (at_speed, others))
+    before, after = (max(own.step_ns for own in run_together(ranks, wires)) for ranks in (at_speed, others))
     return OnTime(before, after, proof)
 
 
-def _rank_step(step: ReplayedStep, columns: StepColumns, constants: Constants) -> RankStep:
-    rows = [at for at, row in enumerate(columns.row.tolist()) if step.categories[row] == "communication"]
-    return RankStep(columns, constants, rows)
+def _rank_step(step: ReplayedStep, constants: Constants) -> RankStep:
+    rows = [at for at, row in enumerate(step.columns.row.tolist()) if step.categories[row] == "communication"]
+    return RankStep(step.columns, constants, rows)
 
 
 def _lay_side_by_side(ranks: Sequence[RankStep]) -> list[RankStep]:
@@ -172,18 +173,3 @@ def _with_durations(rank: RankStep, durations: Sequence[int]) -> StepColumns:
     for row, time_ns in zip(rank.collectives, durations, strict=True):
         own[row] = time_ns
     return replace(rank.columns, duration_ns=own)
-
-
-def _longest(found: Sequence[Replayed]) -> int:
-    return max(own.step_ns for own in found)
-
-
-def _prove(ranks: Sequence[RankStep], found: Sequence[Replayed]) -> Proof:
-    recorded, replayed = max(rank.columns.recorded_ns for rank in ranks), _longest(found)
-    ends = sorted(
-        abs(a - b)
-        for rank, own in zip(ranks, found, strict=True)
-        for a, b in zip(own.end_ns, rank.columns.end_ns, strict=True)
-    )
-    p50, p95 = (ends[min(len(ends) - 1, int(len(ends) * share))] for share in (0.5, 0.95))
-    return Proof(recorded, replayed, p50, p95, 0, sum(len(rank.columns.stall_ns) for rank in ranks))

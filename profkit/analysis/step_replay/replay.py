@@ -390,7 +390,7 @@ class Proof:
     """How well a step that runs as it was recorded ends where it ended, in nanoseconds.
 
     ``operations_p50_ns`` and ``operations_p95_ns`` are of the distances between the recorded and replayed ends of
-    operations, ``waits_p95_ns`` of those of calls that wait.
+    operations, ``waits_p95_ns`` of those of calls that wait. Of several ranks it is how well all together end.
     """
 
     recorded_ns: int
@@ -398,7 +398,6 @@ class Proof:
     operations_p50_ns: int
     operations_p95_ns: int
     waits_p95_ns: int
-    stalls: int
 
     @property
     def error(self) -> float:
@@ -406,21 +405,21 @@ class Proof:
         return (self.replayed_ns - self.recorded_ns) / self.recorded_ns if self.recorded_ns else 0.0
 
 
-def prove(step: StepColumns, found: Replayed) -> Proof:
-    """Return how well a step was replayed that ran as it was recorded."""
-    ends = sorted(abs(a - b) for a, b in zip(found.end_ns, step.end_ns, strict=True))
-    waits = sorted(
-        abs(found.call_end_ns[at] - step.call_end_ns[at]) for at, kind in enumerate(step.kind) if kind == WAIT
-    )
+def prove(*runs: tuple[StepColumns, Replayed]) -> Proof:
+    """Return how well a step was replayed that ran as it was recorded: on one rank, or on several together."""
+    ends, waits = [], []
+    for step, found in runs:
+        ends += [abs(a - b) for a, b in zip(found.end_ns, step.end_ns, strict=True)]
+        calls = zip(step.kind, found.call_end_ns, step.call_end_ns, strict=True)
+        waits += [abs(a - b) for kind, a, b in calls if kind == WAIT]
     return Proof(
-        step.recorded_ns,
-        found.step_ns,
+        max(step.recorded_ns for step, _ in runs),
+        max(found.step_ns for _, found in runs),
         _quantile(ends, 0.5),
         _quantile(ends, 0.95),
         _quantile(waits, 0.95),
-        len(step.stall_ns),
     )
 
 
 def _quantile(values: Sequence[int], share: float) -> int:
-    return values[min(len(values) - 1, int(len(values) * share))] if values else 0
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0

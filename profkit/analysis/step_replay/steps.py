@@ -257,19 +257,22 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
     places = [*places_of_ranges(account.attribution), Place(None)]
     allocates = {number for number, name in enumerate(trace.names) if _ALLOCATES.match(name)}
     steps = []
-    for step, phases_of_step, waits_of_step in zip(
-        recorded, _phase_intervals(account, windows), _data_intervals(account, windows), strict=True
-    ):
+    phases = {label: rows for label, rows in measured_ranges(account.attribution).items() if label != STEP}
+    waits = {DATA: np.flatnonzero(is_data_wait(trace))}
+    for step, (begin_ns, end_ns, _) in zip(recorded, windows, strict=True):
+        phases_of_step, waits_of_step = (
+            _find_intervals(trace, labelled, begin_ns, end_ns) for labelled in (phases, waits)
+        )
         columns = prepare(step, constants)
         names, categories = _names(trace, columns)
-        phase, gap_phases = _phases_of_calls(columns, {**phases_of_step, DATA: waits_of_step})
+        phase, gap_phases = _phases_of_calls(columns, phases_of_step | {DATA: waits_of_step.get(DATA, [])})
         of_calls, of_operations = _places_of(account.attribution, columns, places)
         allocating = {at for at, name in enumerate(trace.calls.name[columns.call].tolist()) if name in allocates}
         steps.append(
             ReplayedStep(
                 columns,
-                find_phases(columns, phases_of_step, waits_of_step),
-                prove(columns, run(columns, constants)),
+                find_phases(columns, phases_of_step, waits_of_step.get(DATA, [])),
+                prove((columns, run(columns, constants))),
                 AS_RECORDED,
                 names,
                 categories,
@@ -340,40 +343,22 @@ def _windows(trace: Trace, process: int, steps: Ints) -> list[tuple[int, int, in
     return list(windows)[-min(MOST_STEPS, max(1, int((made <= MOST_CALLS).sum()))) :]
 
 
-def _phase_intervals(
-    account: TimeAccount, windows: Sequence[tuple[int, int, int]]
-) -> list[dict[str, list[tuple[int, int]]]]:
-    """Return the phases of each window on the host, by name, in nanoseconds since it began."""
-    ranges = account.attribution.trace.ranges
-    labelled = {label: rows for label, rows in measured_ranges(account.attribution).items() if label != STEP}
-    found = []
-    for start, end, _ in windows:
-        phases: dict[str, list[tuple[int, int]]] = {}
-        for label, rows in labelled.items():
-            for row in rows[(ranges.start_ns[rows] >= start) & (ranges.start_ns[rows] < end)].tolist():
-                interval = int(ranges.start_ns[row]) - start, int(ranges.end_ns[row]) - start
-                phases.setdefault(label, []).append(interval)
-        found.append(_disjoint(phases))
-    return found
+def _find_intervals(
+    trace: Trace, labelled: Mapping[str, Ints], begin_ns: int, end_ns: int
+) -> dict[str, list[tuple[int, int]]]:
+    """Return by label the ranges that begin within a time, in nanoseconds since its beginning.
 
-
-def _data_intervals(account: TimeAccount, windows: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int]]]:
-    """Return the waits for data of each window, which no speed of the host scales."""
-    ranges = account.attribution.trace.ranges
-    waits = is_data_wait(account.attribution.trace)
-    found = []
-    for start, end, _ in windows:
-        rows = np.flatnonzero(waits & (ranges.start_ns >= start) & (ranges.start_ns < end)).tolist()
-        intervals = [(int(ranges.start_ns[row]) - start, int(ranges.end_ns[row]) - start) for row in rows]
-        found.append(_disjoint({DATA: intervals}).get(DATA, []))
-    return found
-
-
-def _disjoint(phases: dict[str, list[tuple[int, int]]]) -> dict[str, list[tuple[int, int]]]:
-    """Return the phases without those within another one, which count as the outer one."""
+    One within another counts as the outer one.
+    """
+    ranges = trace.ranges
+    found: list[tuple[int, int, str]] = []
+    for label, rows in labelled.items():
+        mine = rows[(ranges.start_ns[rows] >= begin_ns) & (ranges.start_ns[rows] < end_ns)]
+        starts, ends = ((edge[mine] - begin_ns).tolist() for edge in (ranges.start_ns, ranges.end_ns))
+        found += [(start, -end, label) for start, end in zip(starts, ends, strict=True)]
     kept: dict[str, list[tuple[int, int]]] = {}
     reach = -1
-    for start, end, label in sorted((start, -end, label) for label, some in phases.items() for start, end in some):
+    for start, end, label in sorted(found):
         if start >= reach:
             kept.setdefault(label, []).append((start, -end))
             reach = -end
