@@ -316,7 +316,7 @@ def test_a_real_steps_busy_time_equals_that_from_sql() -> None:
         assert step.gpu.idle_ns == step.wall_ns - step.gpu.busy_ns
     connection.close()
     assert [step.name for step in steps] == ["step 0", "step 1"]
-    assert [round(step.idle_share, 3) for step in steps] == [0.717, 0.717]
+    assert [round(step.gpu.idle_share, 3) for step in steps] == [0.717, 0.717]
 
 
 def test_waiting_of_two_real_ranks_equals_all_reduce_by_all_reduce(captures: Path) -> None:

@@ -53,7 +53,6 @@ class LinesResult(NotebookResult):
         return self.batch_cpu_ns / self.batch_ns if self.batch_ns and self.batch_cpu_ns is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         return asdict(self)
 
     def to_pandas(self) -> Any:

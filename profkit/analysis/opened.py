@@ -79,7 +79,6 @@ class OpenedTrace:
 
     @cached_property
     def attribution(self) -> Attribution:
-        """Return the trace with its work placed under its ranges."""
         return attribute_work(self.recorded, thread_only=self._thread_only)
 
     @property
@@ -118,7 +117,6 @@ class OpenedTrace:
 
     @cached_property
     def self_check(self) -> SelfCheck:
-        """Return whether the capture can be trusted."""
         return check_capture(self.attribution, "" if self.run is None else self.run.log, self._known)
 
     def kernels(
@@ -209,7 +207,6 @@ class OpenedTrace:
 
     @cached_property
     def program_facts(self) -> ProgramFacts:
-        """Return what predictions rest on besides the trace."""
         from profkit.analysis.efficiency.work import read_run_facts
         from profkit.analysis.step_replay.edits import ProgramFacts
         from profkit.run.manifest import (

@@ -92,7 +92,6 @@ def products_per_forward(layers: int) -> int:
 
 
 def check_run(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:
-    """Compare the capture with what was run."""
     yield from _check_step_count(attribution, run)
     yield from _check_products(attribution, run)
 

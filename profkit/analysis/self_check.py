@@ -70,7 +70,6 @@ class SelfCheck(NotebookResult):
 
     @property
     def failed(self) -> bool:
-        """Return whether any check failed."""
         return any(finding.verdict == "failed" for finding in self.findings)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -78,7 +77,6 @@ class SelfCheck(NotebookResult):
         return table_of(self.findings, Finding)
 
     def of(self, verdict: Verdict) -> list[Finding]:
-        """Return the findings of one verdict."""
         return [finding for finding in self.findings if finding.verdict == verdict]
 
 
@@ -141,7 +139,9 @@ def _check_values(trace: Trace) -> Iterator[Finding]:
     launched = work.launch_thread >= 0
     early = int((launched & (work.start_ns < work.launch_ns - _CLOCK_TOLERANCE_NS)).sum())
     if early and trace.measure == "gpu-kernel":
-        yield Finding("before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed")
+        yield Finding(
+            "before-launch", f"{early:,} kernels start over 1 ms before the call that launched them", "failed"
+        )
 
 
 def _check_ranges(trace: Trace) -> Iterator[Finding]:

@@ -62,7 +62,6 @@ class StepTree:
     parts: tuple[StepPart, ...]
 
     def share(self, time_ns: float) -> float:
-        """Return a part of the step as a fraction of it."""
         return time_ns / self.step_ns if self.step_ns else 0.0
 
 
@@ -281,12 +280,10 @@ class WorkUse:
 
     @property
     def product_ns(self) -> int:
-        """Return the time of matrix products and attention."""
         return sum(map(self._outside_optimizer, PRODUCTS))
 
     @property
     def graph_ns(self) -> int:
-        """Return the time of CUDA graphs that were traced whole."""
         return self._outside_optimizer("graph")
 
     @property
@@ -402,7 +399,6 @@ class Summary:
         return {name: self.per_step(time_ns) for name, time_ns in causes.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         data = asdict(replace(self, findings=(), compared=None, limits=None, tree=None))
         del data["findings"], data["compared"], data["limits"], data["tree"]
         data["step_tree"] = None if self.tree is None else asdict(self.tree)

@@ -103,7 +103,6 @@ class Trial:
         return prediction.low_ns <= after_ns <= (math.inf if prediction.high_ns is None else prediction.high_ns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         loss, prediction = self.loss, self.prediction
         return {
             "edits": list(self.edits),

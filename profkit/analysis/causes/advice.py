@@ -74,7 +74,6 @@ class Advice:
 
     @property
     def short_cause(self) -> str:
-        """The cause without its detail."""
         return self.cause.removesuffix(self.detail)
 
     @property

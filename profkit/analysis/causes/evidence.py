@@ -154,7 +154,6 @@ class Evidence:
 
     @cached_property
     def facts(self) -> ProgramFacts:
-        """What is known of the program besides its trace."""
         return ProgramFacts() if self.trace is None else self.trace.program_facts
 
     @cached_property
@@ -217,12 +216,10 @@ class Evidence:
 
     @property
     def spread_ns(self) -> int:
-        """By how much the unprofiled steps differ."""
         return 0 if self.replay is None else self.replay.spread_ns
 
     @property
     def is_tight(self) -> bool:
-        """Whether the GPU's memory is short."""
         memory = self.summary.memory
         if memory is None:
             return False
@@ -261,7 +258,6 @@ class Evidence:
         return None if lines is None else lines.worker_cpus
 
     def condition(self, *names: str) -> object:
-        """Return a condition of the run, None if it is unknown."""
         return find_condition(self.manifest, *names)
 
     def operations(self, step: ReplayedStep) -> tuple[Operation, ...]:
@@ -341,7 +337,6 @@ def _find_place(path: Sequence[str]) -> Place:
 
 
 def source_line(line: LineTime) -> SourceLine:
-    """Return where a line stands."""
     assert line.file is not None
     return SourceLine(line.file, line.line, line.function)
 

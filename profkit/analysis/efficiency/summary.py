@@ -77,11 +77,6 @@ class GpuStep:
     data: DataWait
     data_wait_ns: int
 
-    @property
-    def idle_share(self) -> float:
-        """Return the share of the step's time on the GPU in which nothing ran."""
-        return self.gpu.idle_share
-
 
 @dataclass(frozen=True)
 class EfficiencyRow(RangeRow):
@@ -193,14 +188,13 @@ class EfficiencyResult(NotebookResult):
         return tuple(sorted(known, key=lambda dtype: (dtype != self.dtype, dtype)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
         # There may be a hundred thousand rows, which asdict would copy value by value.
         data = asdict(replace(self, ranges=(), steps=(), inflation=()))
         data["ranges"] = [vars(row) | {"gpu": None if row.gpu is None else row.gpu.to_dict()} for row in self.ranges]
         for row in data["ranges"]:
             del row["idle"]
         data["steps"] = [
-            vars(step) | {"gpu": step.gpu.to_dict(), "data": asdict(step.data), "idle_share": step.idle_share}
+            vars(step) | {"gpu": step.gpu.to_dict(), "data": asdict(step.data), "idle_share": step.gpu.idle_share}
             for step in self.steps
         ]
         costs = ("phase", "context", "clean_ns", "profiled_ns", "cost")
@@ -216,6 +210,8 @@ class EfficiencyResult(NotebookResult):
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
+    """What is summed by node of the tree; ``window_count`` counts a range on two GPUs twice."""
+
     launch_count: Ints
     own_computing_ns: Ints
     moving_ns: Ints
@@ -223,7 +219,6 @@ class _Columns:
     waited_for: dict[int, int]
     data: dict[int, DataWait]
     window_count: Ints
-    """How many ranges and GPUs they worked on: a range on two GPUs has two windows."""
 
 
 def measure_efficiency(

@@ -76,7 +76,9 @@ class RunFacts:
         """Yield what is wrong with these facts: ceilings of another GPU, operators that were not counted."""
         if self.ceilings_uuid is not None and self.peaks is not None:
             uuid = self.ceilings_uuid[:_UUID_HEAD]
-            yield Finding("other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's")
+            yield Finding(
+                "other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's"
+            )
         missing = () if self.work is None else self.work.missing
         if FUSED in missing:
             yield Finding(
@@ -232,7 +234,6 @@ class RangeWorks:
         return "payload" if (self._payload[members] >= 0).any() else None
 
     def total(self, members: Ints) -> Amount:
-        """Return the work of the ranges ``members`` together."""
         if not len(members):
             return Amount()
         # Asked of single ranges, a hundred thousand times: no array function is as quick.
@@ -283,7 +284,6 @@ class StepFlops:
     """Knows how many FLOPs the model of a trace asks for in a step (MFU), and how many the hardware did (HFU)."""
 
     def __init__(self, account: TimeAccount, nodes: RangeNodes, works: RangeWorks, facts: RunFacts) -> None:
-        """Find the measured steps; ``nodes`` must be numbered."""
         self._account = account
         self._attribution = account.attribution
         self._nodes = nodes

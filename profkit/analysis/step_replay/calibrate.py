@@ -99,7 +99,6 @@ class Phases:
         return sum(passed(end) - passed(begin) for name in names for begin, end in self.marks.get(name, ()))
 
     def host_ns(self, found: Replayed, factor: float, names: Iterable[str]) -> int:
-        """Return how long the host was in the phases."""
         marks = [pair for name in names for pair in self.marks.get(name, ())]
         return sum(self._passes_ns(end, found, factor) - self._passes_ns(begin, found, factor) for begin, end in marks)
 
@@ -130,7 +129,6 @@ class Phases:
         return int(self.parts_ns[_OUTSIDE].sum() + own[is_outside].sum())
 
     def wait_ns(self) -> int:
-        """Return the recorded waits for data."""
         return int(self.parts_ns[_WAITING].sum())
 
 

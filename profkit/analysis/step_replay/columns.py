@@ -369,7 +369,6 @@ def _gaps(starts: list[int], ends: list[int], threads: list[int]) -> tuple[list[
 
 
 def _previous(streams: list[int]) -> list[int]:
-    """Return for each operation the one before it on its stream."""
     last: dict[int, int] = {}
     previous = []
     for row, stream in enumerate(streams):

@@ -279,7 +279,6 @@ def _foreach_time(durations: Sequence[int], world: World) -> int:
 
 
 def find_rows(columns: StepColumns, setting: Setting, holds: Callable[[str, str], bool]) -> list[int]:
-    """Return the operations whose name and category fit."""
     rows = range(len(columns.row))
     return [row for row in rows if holds(setting.name(columns, row), setting.category(columns, row))]
 

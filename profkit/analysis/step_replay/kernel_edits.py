@@ -89,7 +89,6 @@ _CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECA
 
 
 def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
-    """Return the step with the durations of some operations scaled."""
     if not rows:
         raise CannotPredictError("the step has no such operation")
     chosen = set(rows)

@@ -146,7 +146,6 @@ class StepLimits:
         }
 
     def parts_of(self, limit: Limit) -> list[LimitPart]:
-        """Return the parts of a limit, the longest first."""
         return [part for part in self.parts if part.limit == limit]
 
     def lines_of(self, limit: Limit) -> list[LineLimit]:
@@ -158,7 +157,6 @@ class StepLimits:
         return sorted(mine, key=lambda line: -line.time_ns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         return {
             "step_ns": self.step_ns,
             "unprofiled_ns": self.unprofiled_ns,

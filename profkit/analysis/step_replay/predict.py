@@ -62,6 +62,7 @@ OTHER_GPU = (0.985, 1.045)
 _JOINT = math.sqrt(2)
 """Two assumptions that are each at the end of their range by chance are seldom both there at once."""
 
+
 @dataclass(frozen=True)
 class StepChange:
     """A change of a step, by an edit or by the removal of a cause.
@@ -100,9 +101,7 @@ CHANGES = {
         ),
         StepChange("compile", compile_model, "which kernels a compiler fuses"),
         StepChange("graphs", launch_as_graph, "what launching a graph takes for each kernel"),
-        StepChange(
-            "workers", change_workers, "how much longer a worker takes for a batch than the thread that trains"
-        ),
+        StepChange("workers", change_workers, "how much longer a worker takes for a batch than the thread that trains"),
         StepChange("pin-memory", pin_memory, "how fast copies from pinned memory are"),
         StepChange("gpu", change_gpu),
         StepChange("kernels", change_kernels),
@@ -140,7 +139,6 @@ class TimeAnswer:
     widths_ns: Mapping[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         return {
             "edits": list(self.edits),
             "step_ns": self.now_ns,

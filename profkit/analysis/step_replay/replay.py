@@ -401,7 +401,6 @@ class Proof:
 
     @property
     def error(self) -> float:
-        """The difference as a share of the recorded step."""
         return (self.replayed_ns - self.recorded_ns) / self.recorded_ns if self.recorded_ns else 0.0
 
 

@@ -98,17 +98,14 @@ class TimeAccount:
     rank: Ints
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.parts)
 
     @property
     def step(self) -> Ints:
-        """Return each row's place among the steps."""
         return self.windows.member
 
     @property
     def all_rows(self) -> Bools:
-        """Return a mask of all rows."""
         return np.ones(len(self), dtype=np.bool_)
 
     def step_ns(self, context: int | None = None) -> float | None:

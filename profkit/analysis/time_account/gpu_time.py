@@ -66,12 +66,10 @@ class GpuParts:
 
     @property
     def busy_ns(self) -> int:
-        """Return the time in which anything ran."""
         return self.computing_ns + self.exposed_communication_ns + self.exposed_copy_ns
 
     @property
     def idle_ns(self) -> int:
-        """Return the time in which nothing ran."""
         return self.launching_ns + self.synchronising_ns + self.outside_cuda_ns
 
     @property
@@ -137,7 +135,6 @@ _NO_HOST = HostTime(NOTHING, NOTHING)
 
 
 def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
-    """Return each device's time in its parts."""
     hosts = build_host_times(trace)
     talks = communication_rows(trace)
     devices = distinct_values(np.concatenate([trace.work.device, trace.copies.device])).tolist()
@@ -167,7 +164,6 @@ class Windows:
     end_ns: Ints
 
     def take(self, order: Ints) -> Windows:
-        """Return some of the windows, in this order."""
         return Windows(self.member[order], self.device[order], self.start_ns[order], self.end_ns[order])
 
 
@@ -361,7 +357,6 @@ def sum_host_waits(attribution: Attribution, members: Ints) -> Ints:
 
 
 def find_data_waits(trace: Trace, times: dict[int, GpuTime]) -> DataWaits:
-    """Return when each GPU waited for data."""
     waits = is_data_wait(trace)
     if not waits.any():
         return DataWaits(({}, {}, {}, {}))

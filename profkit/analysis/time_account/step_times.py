@@ -92,12 +92,10 @@ class PhaseSamples:
 
     @property
     def total_ns(self) -> Ints:
-        """Return the whole of each sample."""
         return self.rest_ns + self.wait_ns
 
     @property
     def waits(self) -> bool:
-        """Return whether any of them waited for data."""
         return bool(self.wait_ns.any())
 
     @property
@@ -134,17 +132,14 @@ class PhaseTimes:
 
     @cached_property
     def clean(self) -> SampleStatistics:
-        """The statistics of the samples without a profiler."""
         return summarize_samples(self.unprofiled.total_ns)
 
     @cached_property
     def profiled(self) -> SampleStatistics | None:
-        """The statistics of those with one."""
         return None if self.recorded is None else summarize_samples(self.recorded.total_ns)
 
     @property
     def clean_ns(self) -> float:
-        """What one takes without a profiler."""
         return self.unprofiled.time_ns
 
     @property

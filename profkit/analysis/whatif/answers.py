@@ -81,7 +81,6 @@ class WhatIf(NotebookResult):
     """Of a search for edits that fit, whether it found some; else None."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per case, today's first."""
         return table_of(self.cases, Case)
 
 
@@ -250,7 +249,6 @@ def read_requests(history: History, snapshot: str) -> Requests:
 
 
 def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings, edits: tuple[str, ...] = ()) -> Case:
-    """Return the figures of a prediction."""
     simulation = prediction.simulation
     peak = int(simulation.allocated.argmax())
     failed = prediction.failed

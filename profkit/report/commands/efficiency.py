@@ -126,19 +126,11 @@ def _step_table(result: EfficiencyResult) -> Table:
         Column("wall_ns", "Python time", NS),
         Column("idle_share", "idle", SHARE),
         Column("communication_ns", "comm.", NS),
-        Column("exposed_ns", "not hidden", NS),
-        Column("overlapped_ns", "hidden", NS),
+        Column("exposed_communication_ns", "not hidden", NS),
+        Column("overlapped_communication_ns", "hidden", NS),
         Column("waiting_ns", "waiting", NS),
     )
-    rows = [
-        {
-            **vars(step),
-            "idle_share": step.idle_share,
-            "exposed_ns": step.gpu.exposed_communication_ns,
-            "overlapped_ns": step.gpu.overlapped_communication_ns,
-        }
-        for step in result.steps
-    ]
+    rows = [{**vars(step), **vars(step.gpu), "idle_share": step.gpu.idle_share} for step in result.steps]
     return Table(columns, rows)
 
 

@@ -105,7 +105,6 @@ _TIME = Unit(lambda value: NS.show(value) if value else UNKNOWN)
 
 
 def build_lines_document(result: LinesResult) -> Document:
-    """Return the lines, the longest first."""
     files = _short_names({row.file for row in result.lines if row.file is not None})
     rows: list[dict[str, Any]] = [
         {**vars(row), "place": f"{files[row.file or '']}:{row.line}", "called": row.called or ""}
