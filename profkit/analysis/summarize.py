@@ -39,7 +39,7 @@ from profkit.analysis.time_account.step_times import (
     summarize_step_times,
 )
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
-from profkit.analysis.tree.modules import find_costliest, time_kernels_by_module, time_modules
+from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
 from profkit.analysis.tree.selection import split_path
 from profkit.errors import Finding, ProfkitError
 from profkit.names import (
@@ -123,7 +123,13 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
     on_gpu = trace is not None and trace.measure == "gpu-kernel"
     gpus = sorted(set(trace.gpus)) if trace is not None else []
     process = manifest.processes[0] if manifest.processes else None
-    head = Head(
+    steps = None
+    if capture.trace is not None:
+        attribution = capture.trace.attribution
+        measured = measured_ranges(attribution).get(STEP, empty_ints())
+        each = set(np.unique(attribution.trace.ranges.process[measured], return_counts=True)[1].tolist())
+        steps = each.pop() if len(each) == 1 else None
+    return Head(
         command=manifest.argv or ((manifest.target,) if manifest.target else ()),
         gpu=manifest.gpu or (gpus[0] if len(gpus) == 1 else None) or (None if process is None else process.gpu),
         gpu_count=len(distinct_values(trace.work.device)) if trace is not None and on_gpu else 0,
@@ -133,16 +139,8 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
         dtype=(None if work is None else work.dtype) or manifest.workload.dtype,
         is_compiled=is_compiled,
         ending=manifest.ending if capture.run is not None and manifest.status != "complete" else None,
-    )
-    if capture.trace is None:
-        return head
-    attribution = capture.trace.attribution
-    steps = measured_ranges(attribution).get(STEP, empty_ints())
-    each = np.unique(attribution.trace.ranges.process[steps], return_counts=True)[1]
-    return replace(
-        head,
-        steps=int(each[0]) if len(set(each.tolist())) == 1 else None,
-        drained_steps=0 if manifest.loading is None else manifest.loading.drained_steps,
+        steps=steps,
+        drained_steps=0 if trace is None or manifest.loading is None else manifest.loading.drained_steps,
     )
 
 
@@ -182,35 +180,35 @@ def _add_time(summary: Summary, opened: OpenedTrace, uncounted: str | None) -> t
     has_work = opened.trace.measure == "gpu-kernel" and len(opened.trace.work)
     result = opened.efficiency() if has_work else None
     doubts = find_timing_doubts(account.timed) if result is None else result.warnings
-    use = None if result is None else _gpu(account, result)
+    modules = time_modules(attribution)
+    costliest = find_costliest(modules)
     summary = replace(
         summary,
         has_trace=True,
         step_count=len(account) or len(account.steps) or 1,
         program_steps=len(account.steps) or 1,
         steps=tuple(_steps(account.timed, account)),
-        gpu=use,
+        gpu=None if result is None else _gpu(account, result),
         limits=opened.step_limits if has_work else None,
         work=_work(attribution, rows, measured.get(OPTIMIZER, empty_ints()), result, uncounted),
         optimizer=None if result is None else _optimizer(account, result),
-        modules=time_modules(opened.attribution),
+        modules=modules,
+        costliest_module=costliest,
+        costliest_kinds=_by_kind(attribution, costliest),
         recomputes=any(name == RECOMPUTE for name in opened.trace.names),
         passes=len(passes) / len(account.steps) if len(account.steps) and len(passes) else None,
         ledger=attribution.ledger if len(opened.trace.work) else None,
     )
-    summary = _add_costliest_module(summary, attribution)
     return summary, [*opened.self_check.findings, *doubts]
 
 
-def _add_costliest_module(summary: Summary, attribution: Attribution) -> Summary:
-    module = find_costliest(summary.modules)
-    if module is None:
-        return summary
+def _by_kind(attribution: Attribution, module: ModuleTime | None) -> dict[str, int]:
     kinds: dict[str, int] = {}
-    for name, kernel in time_kernels_by_module(attribution, {module.module})[module.module].items():
+    kernels = {} if module is None else time_kernels_by_module(attribution, {module.module})[module.module]
+    for name, kernel in kernels.items():
         kind = categorize(name, attribution.trace.measure).name
         kinds[kind] = kinds.get(kind, 0) + kernel.total_ns
-    return replace(summary, costliest_module=module, costliest_kinds=kinds)
+    return kinds
 
 
 def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iterator[StepUse]:

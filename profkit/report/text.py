@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from profkit.names import SHARED, is_shared, sharing_modules
@@ -132,6 +132,13 @@ def shorten_apart(texts: Sequence[str], width: int) -> list[str]:
         short if len(groups[short]) == 1 else _shorten_around(text, _first_difference(groups[short]), width)
         for text, short in ((text, shorten(text, width)) for text in texts)
     ]
+
+
+def shortest_end(names: Sequence[str], among: Iterable[Sequence[str]]) -> Sequence[str]:
+    """Return the shortest end of a sequence of names that only one of some sequences has; all of it if none is."""
+    others = list(among)
+    ends = (names[-count:] for count in range(1, len(names)))
+    return next((end for end in ends if sum(other[-len(end) :] == end for other in others) == 1), names)
 
 
 def escape_markdown(text: str) -> str:

@@ -13,6 +13,7 @@ from profkit.analysis.step_replay.columns import HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
     Setting,
     World,
+    change_durations,
     drop_calls,
     drop_operations,
     stop_waiting,
@@ -38,12 +39,10 @@ def scale_operations(name: str, choose: Choose, factor: By, assumption: str) -> 
     """Return the change that scales the durations of some operations, none below what the smallest kernels take."""
 
     def apply(columns: StepColumns, setting: Setting) -> StepColumns:
-        chosen = set(choose(setting.step))
-        durations = [
-            max(round(time_ns * factor[setting.world]), min(time_ns, SMALLEST_NS)) if row in chosen else time_ns
-            for row, time_ns in enumerate(columns.duration_ns)
-        ]
-        return replace(columns, duration_ns=durations)
+        share = factor[setting.world]
+        return change_durations(
+            columns, choose(setting.step), lambda time_ns: max(round(time_ns * share), min(time_ns, SMALLEST_NS))
+        )
 
     return StepChange(name, apply, assumption)
 
@@ -55,8 +54,7 @@ def remove_operations(name: str, choose: Choose, kept: By, assumption: str) -> S
         rows = set(choose(setting.step))
         share = kept[setting.world]
         if share:
-            durations = [round(time * share) if row in rows else time for row, time in enumerate(columns.duration_ns)]
-            columns = replace(columns, duration_ns=durations)
+            columns = change_durations(columns, rows, lambda time_ns: time_ns * share)
         else:
             columns = drop_operations(columns, rows)
         return drop_calls(columns, _launching_only(columns, rows))

@@ -279,7 +279,7 @@ def measure_efficiency(
         steps=steps,
         step_count=None if numbered else count_steps(attribution, mark_members(len(trace.work), under)),
         twin=None if timed is None else timed.twin,
-        inflation=() if timed is None else timed.inflated,
+        inflation=() if timed is None else tuple(times for times in timed.phases if times.cost is not None),
         product_flops=product_flops,
         model_flops=model.flops,
         mfu=model.share,

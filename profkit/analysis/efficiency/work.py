@@ -290,25 +290,22 @@ class StepFlops:
         self._names = nodes.names_above()
         self._works = works
         self._facts = facts
-        self._steps = account.steps
-        self._gpu_counts = _count_gpus(account.attribution, self._steps)
+        self._gpu_counts = _count_gpus(account.attribution, account.steps)
 
     def model(self, members: Ints | None = None) -> Utilization:
         """Return what these steps ask for, forward and backward, whatever is computed again; by default all steps."""
-        return self._utilization(self._steps if members is None else members, self._asked_of)
+        return self._utilization(members, self._asked_of)
 
     def hardware(self, members: Ints | None = None) -> Utilization:
         """Return what was computed in these steps, optimizer included; by default in all of them."""
-        return self._utilization(self._steps if members is None else members, self._done_in)
+        return self._utilization(members, lambda step: self._works.total(np.array([step], dtype=np.int64)).flops)
 
-    def _utilization(self, steps: Ints, flops_of: Callable[[int], int | None]) -> Utilization:
+    def _utilization(self, members: Ints | None, flops_of: Callable[[int], int | None]) -> Utilization:
+        steps = self._account.steps if members is None else members
         contexts = {self._context(step) for step in steps.tolist()}
         amounts = {flops_of(step) for step in steps.tolist()}
         flops = amounts.pop() if len(amounts) == 1 else None
         return Utilization(flops, self._share(flops, contexts.pop(), steps) if len(contexts) == 1 else None)
-
-    def _done_in(self, step: int) -> int | None:
-        return self._works.total(np.array([step], dtype=np.int64)).flops
 
     def _asked_of(self, step: int) -> int | None:
         """Return a step's FLOPs: the run's figure, else the sum of its forward and backward ranges without what is

@@ -204,9 +204,12 @@ def drop_operations(columns: StepColumns, rows: Iterable[int]) -> StepColumns:
     return replace(columns, duration_ns=duration, between_ns=between, stall_ns=stalls, slots=slots)
 
 
-def _refuse_waits(columns: StepColumns, calls: Iterable[int]) -> None:
-    if columns.waits_among(calls):
-        raise CannotPredictError("the host waits for the GPU, or copies pageable memory, within what would be captured")
+def change_durations(columns: StepColumns, rows: Iterable[int], new_time: Callable[[int], float]) -> StepColumns:
+    """Return the step in which some operations take what ``new_time`` makes of their time."""
+    durations = list(columns.duration_ns)
+    for row in rows:
+        durations[row] = round(new_time(durations[row]))
+    return replace(columns, duration_ns=durations)
 
 
 def launch_as_graph(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -215,7 +218,8 @@ def launch_as_graph(columns: StepColumns, setting: Setting) -> StepColumns:
     if not inside:
         raise CannotPredictError("the step has no phases")
     calls = range(inside[0], inside[-1] + 1)
-    _refuse_waits(columns, calls)
+    if columns.waits_among(calls):
+        raise CannotPredictError("the host waits for the GPU, or copies pageable memory, within what would be captured")
     nodes = sum(last - first for first, last in (columns.launches[call] for call in calls))
     columns = drop_calls(columns, calls[1:])
     own = list(columns.own_ns)
@@ -256,10 +260,7 @@ def change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
     kept_rows = [row for call in kept for row in range(*columns.launches[call])]
     columns = drop_calls(columns, [call for call in calls if call not in kept and call > launches[0]])
     columns = drop_operations(columns, [row for row in rows if row not in kept_rows])
-    duration = list(columns.duration_ns)
-    for row in kept_rows:
-        duration[row] = time_ns // len(kept_rows)
-    return replace(columns, duration_ns=duration)
+    return change_durations(columns, kept_rows, lambda _: time_ns // len(kept_rows))
 
 
 def _fused_time(setting: Setting) -> int:
@@ -343,17 +344,16 @@ def _lines_at(setting: Setting) -> list[LineTime]:
     if {line.phase for line in calling} >= {BACKWARD, OPTIMIZER}:
         raise CannotPredictError("this line calls what trains: all that a step does lies in it")
     phases = {line.phase: [one for one in lines if one.phase == line.phase] for line in lines}
-    return [_join_lines(of_phase) for of_phase in phases.values()]
-
-
-def _join_lines(lines: Sequence[LineTime]) -> LineTime:
-    return replace(
-        lines[0],
-        time_ns=sum(line.time_ns for line in lines),
-        error_ns=round(math.hypot(*(line.error_ns for line in lines))),
-        waits=sum(line.waits for line in lines),
-        waiting_ns=sum(line.waiting_ns for line in lines),
-    )
+    return [
+        replace(
+            of_phase[0],
+            time_ns=sum(line.time_ns for line in of_phase),
+            error_ns=round(math.hypot(*(line.error_ns for line in of_phase))),
+            waits=sum(line.waits for line in of_phase),
+            waiting_ns=sum(line.waiting_ns for line in of_phase),
+        )
+        for of_phase in phases.values()
+    ]
 
 
 def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:

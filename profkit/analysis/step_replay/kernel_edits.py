@@ -15,6 +15,7 @@ from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,
     World,
+    change_durations,
     drop_calls,
     drop_operations,
     find_rows,
@@ -91,20 +92,13 @@ _CONVOLUTION = re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|winograd", re.IGNORECA
 def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepColumns:
     if not rows:
         raise CannotPredictError("the step has no such operation")
-    chosen = set(rows)
-    durations = [
-        round(time_ns * factor) if row in chosen else time_ns for row, time_ns in enumerate(columns.duration_ns)
-    ]
-    return replace(columns, duration_ns=durations)
+    return change_durations(columns, rows, lambda time_ns: time_ns * factor)
 
 
 def _speed_up(columns: StepColumns, rows: Collection[int], speeds: _Speeds, world: World) -> StepColumns:
     """Return the step with some operations in the time of another type, none of them slower than by its share."""
     share, fixed_ns = speeds[world]
-    durations = list(columns.duration_ns)
-    for row in rows:
-        durations[row] = round(min(durations[row] * max(share, 1.0), durations[row] * share + fixed_ns))
-    return replace(columns, duration_ns=durations)
+    return change_durations(columns, rows, lambda time_ns: min(time_ns * max(share, 1.0), time_ns * share + fixed_ns))
 
 
 _LINKS = ("communication", "copy")
@@ -141,9 +135,8 @@ def find_fusable(step: ReplayedStep) -> list[int]:
 
 def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
     """Small kernels are fused; Python takes as long as now, but in modes whose CUDA graphs replay each pass."""
-    share, fused = _FUSED[setting.world], set(find_fusable(setting.step))
-    durations = [round(time * share) if at in fused else time for at, time in enumerate(columns.duration_ns)]
-    columns = replace(columns, duration_ns=durations)
+    share = _FUSED[setting.world]
+    columns = change_durations(columns, find_fusable(setting.step), lambda time_ns: time_ns * share)
     return _replay_passes(columns, setting) if setting.argument in _REPLAYING else columns
 
 

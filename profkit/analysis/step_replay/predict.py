@@ -219,7 +219,7 @@ def expect_after(replay: StepReplay, changes: Sequence[StepChange], facts: Progr
         return None
     columns = step.at_speed(step.fit.middle)
     try:
-        changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
+        changed = _change(replay, step, columns, changes, facts)
     except CannotPredictError:
         return None
     return round(replay.now_ns * replay.run(changed).step_ns / max(replay.run(columns).step_ns, 1))
@@ -233,8 +233,7 @@ def share_saved_on_fast_host(replay: StepReplay, changes: Sequence[StepChange], 
     step, columns = replay.typical, replay.typical_on_fast_host
     if step is None or columns is None:
         return 0.0
-    changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
-    before_ns = replay.fast_ns
+    before_ns, changed = replay.fast_ns, _change(replay, step, columns, changes, facts)
     return (before_ns - replay.run(changed).step_ns) / max(before_ns, 1)
 
 
@@ -246,11 +245,9 @@ def lanes_before_and_after(
     if step is None or after_ns is None or replay.now_ns is None:
         return None
     columns = step.at_speed(step.fit.middle)
-    changed = _apply(columns, changes, Setting(step, replay.constants, facts, "expected"))
-    return (
-        lay_out_lanes(step, columns, replay.run(columns), replay.now_ns),
-        lay_out_lanes(step, changed, replay.run(changed), after_ns),
-    )
+    before, after = (columns, replay.now_ns), (_change(replay, step, columns, changes, facts), after_ns)
+    now, then = (lay_out_lanes(step, form, replay.run(form), time_ns) for form, time_ns in (before, after))
+    return now, then
 
 
 def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:
@@ -263,9 +260,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     steps = replay.fitted
     runs = list(_run_all(replay, steps, changes, facts))
     typical = steps[len(steps) // 2]
-    changed = _apply(
-        typical.at_speed(typical.fit.middle), changes, Setting(typical, replay.constants, facts, "expected")
-    )
+    changed = _change(replay, typical, typical.at_speed(typical.fit.middle), changes, facts)
     before_ns = median(run.before_ns for run in runs if run.speed == 1)
     after_ns = _medians(runs, now_ns / max(before_ns, 1))
     # How much the profiler slowed the host is unknown where no step was timed without it: between not and most.
@@ -338,7 +333,7 @@ def _run_all(
             columns = step.at_speed(factor)
             before_ns = replay.run(columns).step_ns
             for world in WORLDS:
-                changed = _apply(columns, changes, Setting(step, replay.constants, facts, world))
+                changed = _change(replay, step, columns, changes, facts, world=world)
                 yield _Run(speed, world, before_ns, replay.run(changed).step_ns)
 
 
@@ -356,9 +351,17 @@ def _error_of_steps(runs: Sequence[_Run]) -> float:
     return (max(changes) - min(changes)) / 2 / math.sqrt(len(changes))
 
 
-def _apply(columns: StepColumns, changes: Sequence[StepChange], setting: Setting) -> StepColumns:
+def _change(
+    replay: StepReplay,
+    step: ReplayedStep,
+    columns: StepColumns,
+    changes: Sequence[StepChange],
+    facts: ProgramFacts,
+    *,
+    world: World = "expected",
+) -> StepColumns:
     for change in changes:
-        columns = change.apply(columns, setting)
+        columns = change.apply(columns, Setting(step, replay.constants, facts, world))
     return columns
 
 

@@ -104,10 +104,6 @@ class TimeAccount:
     def step(self) -> Ints:
         return self.windows.member
 
-    @property
-    def all_rows(self) -> Bools:
-        return np.ones(len(self), dtype=np.bool_)
-
     def step_ns(self, context: int | None = None) -> float | None:
         """Return the unprofiled step time; None if it was not taken."""
         times = self._times(STEP, context)
@@ -149,13 +145,13 @@ class TimeAccount:
 
     def sum_parts(self, rows: Bools | None = None) -> tuple[GpuParts, DataWait]:
         """Return the recorded time of some rows in its parts, and their waits for data."""
-        mine = self.all_rows if rows is None else rows
+        mine = slice(None) if rows is None else rows
         parts, data = (columns[mine].sum(axis=0).tolist() for columns in (self.parts, self.data))
         return GpuParts(*parts), DataWait(*data)
 
     def idle_time(self, rows: Bools | None = None) -> IdleTime:
         """Return the idle time of some rows and why, without a profiler where any of their contexts was timed so."""
-        mine = self.all_rows if rows is None else rows
+        mine = np.ones(len(self), dtype=np.bool_) if rows is None else rows
         contexts = [None if number == _NONE else number for number in np.unique(self.context[mine]).tolist()]
         timed = [context for context in contexts if self.step_ns(context) is not None]
         if not timed:

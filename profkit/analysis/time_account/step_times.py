@@ -198,11 +198,6 @@ class StepTimes(NotebookResult):
         """Return the unprofiled samples of each phase by its name."""
         return {times.name: times.unprofiled for times in self.phases}
 
-    @property
-    def inflated(self) -> tuple[PhaseTimes, ...]:
-        """Return the phases of which it is known what profiling cost them."""
-        return tuple(times for times in self.phases if times.cost is not None)
-
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data, numbers unrounded."""
         return {"twin": self.twin, "phases": [times.to_dict() for times in self.phases]}

@@ -20,6 +20,7 @@ from profkit.names import STEP
 from profkit.report.commands.ranks import describe_verdict
 from profkit.report.commands.steps import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.text import shortest_end
 from profkit.report.units import (
     NS,
     NUMBER,
@@ -266,19 +267,11 @@ def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | Non
     if waits:
         waits.sort(key=lambda wait: -wait[0])
         paths = [split_path(row.path) for row in result.ranges]
-        named = [f"{_name_among(paths, path)} {words}" for _, _, path, words in waits[:_WAITS_NAMED]]
+        named = [
+            f"{join_path(shortest_end(split_path(path), paths))} {words}" for _, _, path, words in waits[:_WAITS_NAMED]
+        ]
         more = f", {len(waits) - _WAITS_NAMED} more" if len(waits) > _WAITS_NAMED else ""
         yield f"Also idle for more than {_MUCH * 100:.0f} % for one reason: {', '.join(named)}{more}"
-
-
-def _name_among(paths: Sequence[Sequence[str]], path: str) -> str:
-    """Return the shortest end of a path, in whole names, that no other path has."""
-    names = split_path(path)
-    for count in range(1, len(names)):
-        end = names[-count:]
-        if sum(other[-count:] == end for other in paths) == 1:
-            return join_path(end)
-    return path
 
 
 def _cost_words(step: PhaseTimes) -> str:

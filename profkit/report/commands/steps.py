@@ -19,6 +19,7 @@ from profkit.analysis.time_account.steps import is_step, is_warmup
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.names import STEP, phase_of
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
+from profkit.report.text import shortest_end
 from profkit.report.units import NS, SHARE, TEXT, Unit, format_change, format_count, format_ns, format_share
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
@@ -105,9 +106,14 @@ _TIME = Unit(lambda value: NS.show(value) if value else UNKNOWN)
 
 
 def build_lines_document(result: LinesResult) -> Document:
-    files = _short_names({row.file for row in result.lines if row.file is not None})
+    files = {Path(row.file).parts for row in result.lines if row.file is not None}
     rows: list[dict[str, Any]] = [
-        {**vars(row), "place": f"{files[row.file or '']}:{row.line}", "called": row.called or ""}
+        {
+            **vars(row),
+            "place": f"{Path(*shortest_end(Path(row.file or '').parts, files))}:{row.line}",
+            "called": row.called or "",
+            "where": "loader worker" if row.thread == "worker" else row.phase or UNKNOWN,
+        }
         for row in result.lines
     ]
     head = f"Lines of source in {format_count(result.steps, 'step')} of {NS.show(result.step_ns)}"
@@ -115,7 +121,7 @@ def build_lines_document(result: LinesResult) -> Document:
         Column("place", "line", TEXT, flexible=True),
         Column("function", "function", TEXT, flexible=True),
         Column("called", "calls", TEXT, flexible=True),
-        Column("phase", "phase", TEXT, on_screen=_show_phase),
+        Column("where", "phase", TEXT),
         Column("time_ns", "per step", _TIME),
         Column("error_ns", "±", _TIME),
         Column("waiting_ns", "waiting", _TIME),
@@ -149,22 +155,6 @@ def describe_line(line: LineTime) -> str:
     shown = _WAITS.show(line.waits)
     times = f" ({shown} {'wait' if shown == '1' else 'waits'})" if line.waits else ""
     return f"{what} {NS.show(line.time_ns)}{waits}{times}"
-
-
-def _show_phase(row: Row) -> str:
-    return "loader worker" if row["thread"] == "worker" else str(row["phase"] or UNKNOWN)
-
-
-def _short_names(files: set[str]) -> dict[str, str]:
-    short = {}
-    for file in files:
-        parts = Path(file).parts
-        others = [Path(other).parts for other in files if other != file]
-        size = 1
-        while size < len(parts) and any(other[-size:] == parts[-size:] for other in others):
-            size += 1
-        short[file] = str(Path(*parts[-size:]))
-    return short
 
 
 _CAUSES = {
