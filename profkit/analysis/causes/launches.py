@@ -260,7 +260,8 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
 
     def find_early(step: ReplayedStep) -> list[int]:
         last = max(step.calls_in({FORWARD}), default=0)
-        return [one.at for one in evidence.operations(step) if _sums_gradients(one) and one.call < last]
+        sums = [one for one in evidence.operations(step) if one.category == "communication" and "AllReduce" in one.name]
+        return [one.at for one in sums if one.phase == BACKWARD and one.call < last]
 
     early = find_early(evidence.step)
     if not early:
@@ -276,11 +277,6 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
         evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
         proof="profkit ranks RUN",
     )
-
-
-def _sums_gradients(operation: Operation) -> bool:
-    is_sum = operation.category == "communication" and "AllReduce" in operation.name
-    return is_sum and operation.phase == BACKWARD
 
 
 RANKS = (_late_rank, _needless_exchanges)

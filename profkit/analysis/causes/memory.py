@@ -99,7 +99,7 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
     outermost = min((module for module in modules if module), key=len, default=None)
     if outermost is None:
         return
-    block = _outermost_repeated(outermost)
+    block = "".join(outermost.partition("*")[:2])  # blocks.* of blocks.*.mlp.up
     edit = f"no-checkpoint:{block.removesuffix('*')}*"
     yield Cause(
         code="recompute",
@@ -115,16 +115,13 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-def _outermost_repeated(module: str) -> str:
-    """Return ``blocks.*`` of ``blocks.*.mlp.up``."""
-    before, star, _ = module.partition("*")
-    return f"{before}{star}" if star else module
-
-
 def _growth(evidence: Evidence) -> Iterator[Cause]:
     """Memory that each step keeps: the line and the owner from a recorded history, else the allocator's own count."""
     suspects = check_leaks(evidence.capture.snapshot.device()).suspects if evidence.capture.snapshot else ()
-    grown = sum(row.bytes // row.every for row in suspects) or _count_growth(evidence)
+    samples = evidence.manifest.unprofiled
+    grown = sum(row.bytes // row.every for row in suspects)
+    if not grown and samples is not None:
+        grown = samples.during.get("allocated_bytes", 0) // len(samples.steps)
     if grown < _LEAST_GROWTH:
         return
     line = find_line(suspects[0].stack[0]) if suspects and suspects[0].stack else None
@@ -177,12 +174,6 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
 
 
 MEMORY = (_growth, _needless_checkpoints, _expandable, _gradients_in_forward, _checkpoint, _small_batch)
-
-
-def _count_growth(evidence: Evidence) -> int:
-    """Return by how much the allocated memory grew in an unprofiled step."""
-    samples = evidence.manifest.unprofiled
-    return 0 if samples is None else samples.during.get("allocated_bytes", 0) // len(samples.steps)
 
 
 def _steps_left(evidence: Evidence, grown: int) -> int | None:

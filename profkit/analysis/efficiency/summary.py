@@ -227,8 +227,6 @@ def measure_efficiency(
     """Return how well the GPUs' time was used under each range.
 
     Args:
-        account: the time account of the trace.
-        facts: what is known besides the trace.
         range: only these ranges and those within them, as ``--range`` names them.
         numbered: keep ``step 0`` and ``step 1`` apart.
 

@@ -97,8 +97,6 @@ def read_run_facts(
     """Return what is known besides the trace.
 
     Args:
-        trace: the capture.
-        run: the run it belongs to, if any.
         ceilings: a file of `profkit ceilings`, or a run directory that has one; by default the run's own.
         dtype: the type of matrix products, if the run does not name it.
 

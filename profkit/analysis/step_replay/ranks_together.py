@@ -50,11 +50,7 @@ def predict_on_time(
 ) -> TimeAnswer:
     """Return how long a step would take if rank ``late`` came to no collective after all others.
 
-    Args:
-        replays: those of all ranks, by their numbers.
-        late: the rank.
-        now_ns: the measured step of all ranks, unprofiled if that is known.
-        unprofiled_ns: the same; None if it is as recorded.
+    ``now_ns`` is the measured step of all ranks, ``unprofiled_ns`` the same; None if it is as recorded.
     """
     edits, fit = (f"{ON_TIME}:{late}",), _fit_of_all(replays)
     try:

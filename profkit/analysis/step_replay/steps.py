@@ -214,8 +214,7 @@ class StepReplay:
     def limits(self, lines: Sequence[LineTime] = ()) -> StepLimits:
         """Return what limits the typical step at its unprofiled speed; nothing where nothing may be predicted.
 
-        Args:
-            lines: the lines of source behind an unprofiled step, as `profkit.analysis.lines.find_lines` returns them.
+        ``lines`` are those of source behind an unprofiled step, as `profkit.analysis.lines.find_lines` returns them.
         """
         step = self.typical
         if step is None or self.refusal is not None:
@@ -238,12 +237,7 @@ class StepReplay:
 
 
 def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepReplay:
-    """Return the steps of a trace, each replayed as it was recorded.
-
-    Args:
-        account: the time account of the trace.
-        failed_check: whether the capture failed its self-check: what is missing in it cannot be replayed.
-    """
+    """Return the steps of a trace, each replayed as it was recorded."""
     trace = account.attribution.trace
     processes = rows_by_value(trace.ranges.process[account.steps])
     refusal = _why_not(trace, processes, failed_check=failed_check)

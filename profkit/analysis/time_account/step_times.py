@@ -226,7 +226,8 @@ def summarize_step_times(manifest: Manifest) -> StepTimes | None:
     profiled = manifest.profiled or Samples()
     phases = [times for context in unprofiled.contexts for times in _summarize(context, unprofiled, profiled)]
     on_host = {phase: float(np.median(times)) for phase, times in unprofiled.times_ns("host", None).items()}
-    return StepTimes(_twin_of(manifest), tuple(phases), on_host) if phases else None
+    twin: Twin = "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
+    return StepTimes(twin, tuple(phases), on_host) if phases else None
 
 
 def measure_memory_cost(manifest: Manifest) -> float | None:
@@ -263,10 +264,6 @@ def _split_waits(samples: Samples, context: int | None, phase: str, clock: Clock
         known = np.array(samples.times_ns("wall", context).get(DATA, []), dtype=np.int64)
         waits = known if len(known) == len(times_ns) else waits
     return PhaseSamples(clock, times_ns - waits, waits)
-
-
-def _twin_of(manifest: Manifest) -> Twin:
-    return "clean" if manifest.clean is not None and manifest.clean.steps else "attached"
 
 
 def _summarize(context: int | None, unprofiled: Samples, profiled: Samples) -> Iterator[PhaseTimes]:

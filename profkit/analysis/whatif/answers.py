@@ -97,10 +97,8 @@ def what_if(
     """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
 
     Args:
-        snapshot: its path, for the result.
         allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
         capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
-        edits: what to change in the program, as on the command line.
         fit: change whatever makes it fit.
         cost: says how long ranges of the forward pass take.
 

@@ -166,7 +166,6 @@ def apply_edits(
     """Return the program's requests after some edits, and what each of them rests on.
 
     Args:
-        program: what was recorded.
         texts: edits such as ``optimizer:sgd``; they are applied in the order of `profkit.run.edits.EDITS`.
         stream: what the edits change; by default what was recorded.
         bound: what to take for what is not known of them.
