@@ -202,12 +202,7 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
 
 
 def _copy_files(source: Path, place: Path) -> list[str]:
-    """Copy the files in a run; return what else lies there and is left out: links, folders, pipes.
-
-    Raises:
-        RunError: they need more room than there is.
-        OSError: a file cannot be read or written.
-    """
+    """Copy the files in a run; return what else lies there and is left out: links, folders, pipes."""
     sizes = {path: path.lstat() for path in sorted(source.iterdir())}
     files = [path for path, status in sizes.items() if stat.S_ISREG(status.st_mode)]
     needed, free = sum(sizes[path].st_size for path in files), shutil.disk_usage(place).free

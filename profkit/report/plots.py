@@ -231,13 +231,9 @@ def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path
             f"A step: {format_ns(before.step_ns)} now, {format_ns(after.step_ns)} with {', '.join(edits)}",
             fontsize="medium",
         )
-        _add_key(axes, [before, after])
-
-
-def _add_key(axes: Axes, steps: list[StepLanes]) -> None:
-    kinds = dict.fromkeys(span.kind for step in steps for spans in step.lanes.values() for span in spans)
-    patches = [Patch(color=STEP[LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+        kinds = dict.fromkeys(span.kind for _, spans in rows for span in spans)
+        patches = [Patch(color=STEP[LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
+        axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
 
 
 _GIB = 2**30

@@ -215,9 +215,6 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
     """Return whether a category or range takes at most ``limit`` of the steps' kernel time (of all, without steps).
 
     ``name`` is whichever of the two the capture has; ``category:`` or ``range:`` before it decides.
-
-    Raises:
-        UsageError: the capture has both, and ``name`` has no prefix; or no category and no range has this name.
     """
     by_step = has_measured_steps(attribution)
     whole = sample_steps(attribution, by_step=by_step)
@@ -245,9 +242,6 @@ def _find_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple
     """Return whether ``name`` is a category or a range, and its name without prefix.
 
     The kind is None for a category of profkit's that no kernel here has.
-
-    Raises:
-        UsageError: the capture has both; or the name is neither that of a category nor that of a range here.
     """
     prefix, _, rest = name.partition(":")
     asked: tuple[_Kind, ...] = ("category", "range")

@@ -162,8 +162,7 @@ def compare_ranks(
     matched = match_collectives([(rank.record, rank.calls) for rank in reduced])
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
-    between = [steps_between_matches(rank.record.rank, rank.steps.named, matched) for rank in reduced]
-    counts = [int(steps.sum()) for steps in between]
+    counts = [int(steps_between_matches(rank.record.rank, rank.steps.named, matched).sum()) for rank in reduced]
     waits = sum_waits(matched, len(records), index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}

@@ -424,11 +424,7 @@ def read_and_reduce(
 
 
 def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
-    """Return the columns, their record on the machine that its directory names.
-
-    Raises:
-        RunError: it is another rank's.
-    """
+    """Return the columns, their record on the machine that its directory names."""
     record = columns.record
     if record.rank != rank:
         raise RunError(f"{path}: holds rank {record.rank}, not {rank}: a copy, or renamed")

@@ -121,11 +121,11 @@ def _relative(path: str) -> str:
     return Path(path).name if installed == path else installed
 
 
-def view_table(table: Table, *, top: int = _LONGEST_TABLE) -> dict[str, Any]:
+def view_table(table: Table) -> dict[str, Any]:
     """Return what the template needs of a table: each cell as text, with the exact value behind it.
 
-    Columns of which no row knows anything are left out. The rows beyond ``top`` are counted in ``hidden``, and the page
-    says so.
+    Columns of which no row knows anything are left out. The rows beyond `_LONGEST_TABLE` are counted in ``hidden``, and
+    the page says so.
     """
     rest = table.rest
     columns = [
@@ -133,12 +133,12 @@ def view_table(table: Table, *, top: int = _LONGEST_TABLE) -> dict[str, Any]:
         for column in table.columns
         if not table.rows or any(row.get(column.key) is not None for row in (*table.rows, *([rest] if rest else [])))
     ]
-    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in table.rows[:top]]
+    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in table.rows[:_LONGEST_TABLE]]
     return {
         "title": table.title,
         "columns": [{"key": column.key, "heading": column.heading, "right": column.unit.right} for column in columns],
         "rows": rows,
-        "hidden": max(len(table.rows) - top, 0),
+        "hidden": max(len(table.rows) - _LONGEST_TABLE, 0),
         "rest": None
         if rest is None
         else [_cell(column, rest[column.key]) if column.key in rest else _EMPTY for column in columns],
