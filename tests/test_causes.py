@@ -178,7 +178,7 @@ FORWARD = within("forward", launch(NVJET, 100_000, 20), wait)
 
 def line(time_ns: int, phase: str | None = None, called: str | None = None, **more: Any) -> LineTime:
     """Return what a line took of a step."""
-    usual = LineTime("/work/train.py", 30, "main", called, phase, "main", 100, time_ns, time_ns // 50, 0)
+    usual = LineTime("/code/train.py", 30, "main", called, phase, "main", 100, time_ns, time_ns // 50, 0)
     return replace(usual, **more)
 
 
@@ -289,7 +289,7 @@ def test_python_outside_of_the_phases_is_named_by_its_line_and_leaves_the_rest_o
     program = equal_steps(python(4 * MS), FORWARD)
     result = program.write(tmp_path, [line(4 * MS, called="make_batch"), line(MS // 100, line=31)])
     (advice,) = result.tries
-    assert (advice.code, advice.line and advice.line.line, advice.edit) == ("python", 30, "no-host:/work/train.py:30")
+    assert (advice.code, advice.line and advice.line.line, advice.edit) == ("python", 30, "no-host:/code/train.py:30")
     assert_predicted(advice, program.lengths[0] - 4 * MS, 0.1)
     assert result.together_ns is None
 
@@ -319,25 +319,25 @@ def test_a_tensor_of_pythons_numbers_is_named_where_the_move_that_waits_leaves_t
     advice = by_code(program.write(tmp_path, lines))
     assert ("python" in advice) == is_named
     if is_named:
-        assert advice["python"].line == SourceLine("/work/train.py", 20, "main")
-        assert advice["python"].edit == "no-wait:/work/train.py:31"
+        assert advice["python"].line == SourceLine("/code/train.py", 20, "main")
+        assert advice["python"].edit == "no-wait:/code/train.py:31"
         assert_predicted(advice["python"], 20 * 201_000, 0.02)
 
 
 def test_a_copy_from_pageable_memory_holds_the_host_where_the_gpu_is_late_for_it(tmp_path: Path) -> None:
     advice = by_code(pageable_copy(100).write(tmp_path, **IMAGES))["pageable-copy"]
-    assert advice.line == SourceLine("/work/train.py", 30, "main")
+    assert advice.line == SourceLine("/code/train.py", 30, "main")
 
 
 @pytest.mark.parametrize(("data_ns", "is_named"), [(5 * MS, True), (20_000, False)])
 def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns: int, *, is_named: bool) -> None:
     program = equal_steps(within("data", python(data_ns)), FORWARD)
-    dataset = line(data_ns // 3, "data", "Image.open", file="/work/data.py", line=12, function="__getitem__")
+    dataset = line(data_ns // 3, "data", "Image.open", file="/code/data.py", line=12, function="__getitem__")
     loop = line(2 * data_ns // 3, "data", "next", line=88)  # the loader itself, which makes a batch of the images
     advice = by_code(program.write(tmp_path, [dataset, loop]))
     assert ("loader" in advice) == is_named
     if is_named:
-        assert advice["loader"].line == SourceLine("/work/data.py", 12, "__getitem__")
+        assert advice["loader"].line == SourceLine("/code/data.py", 12, "__getitem__")
         assert "has no workers" in advice["loader"].cause
         assert advice["loader"].edit == "workers:4"
         low, _, high = after(advice["loader"])
@@ -370,7 +370,7 @@ def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Pat
     late = program.write(tmp_path / "late", [line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)])
     advice = by_code(late)["waits"]
     assert advice.cause == "y.mean().item() waits for the GPU, 8 times a step"
-    assert (advice.edit, advice.evidence["waits"]) == ("no-wait:/work/train.py:30", 8)
+    assert (advice.edit, advice.evidence["waits"]) == ("no-wait:/code/train.py:30", 8)
     program = equal_steps(within("forward", launch(NVJET, 300_000, 40), wait))
     last = program.write(tmp_path / "last", [line(MS, "forward", "loss.item", waits=1, waiting_ns=MS)])
     assert last.tries == ()
@@ -602,7 +602,7 @@ def test_garbage_is_a_cause_where_most_steps_collect_it(tmp_path: Path, in_steps
     advice = _write_pauses(tmp_path, "collecting garbage", "full_collections", in_steps=in_steps, counted=counted)
     assert ("garbage" in advice) == (min(in_steps, counted) > 1)
     if "garbage" in advice:
-        assert advice["garbage"].line == SourceLine("/work/train.py", 44, "main")
+        assert advice["garbage"].line == SourceLine("/code/train.py", 44, "main")
         assert advice["garbage"].evidence["paused_ns"] == 2 * MS
         assert_predicted(advice["garbage"], 20 * 51_000 + 20_000, 0.05)
 

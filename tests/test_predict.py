@@ -291,14 +291,18 @@ def test_what_a_checkpoint_computes_again_is_gone() -> None:
     )
 
 
-def test_what_a_checkpoint_would_compute_again_comes_on_top() -> None:
+def with_blocks() -> StepReplay:
+    """Return the replay of the program, whose first twenty calls are blocks' forward passes and later ones backward."""
     replay = recorded(PROGRAM)
     (step,) = replay.steps
     modules = ["blocks.*" if call in range(20) else None for call in range(len(PROGRAM))]
     modules[60:80] = ["blocks.*"] * 20
     phase = ["backward" if call in range(60, 80) else name for call, name in enumerate(step.phase)]
-    replay = replace(replay, steps=(replace(step, module=modules, phase=phase),))
-    answer = predict_time(replay, parse_edits(["checkpoint:blocks.*"]), ProgramFacts())
+    return replace(replay, steps=(replace(step, module=modules, phase=phase),))
+
+
+def test_what_a_checkpoint_would_compute_again_comes_on_top() -> None:
+    answer = predict_time(with_blocks(), parse_edits(["checkpoint:blocks.*"]), ProgramFacts())
     for slower in (1.0, 1.5, 2.0):
         again = slow_host(PROGRAM[:20], slower)
         assert holds(answer, [*PROGRAM[:60], *again, *PROGRAM[60:]])
@@ -316,21 +320,19 @@ def test_what_a_checkpoint_would_compute_again_comes_on_top() -> None:
 def test_a_checkpoint_computes_again_what_was_saved_and_not_the_product_and_sum_after_it(
     edit: str, module: str, last: str, is_saved: bool
 ) -> None:
-    replay = recorded(PROGRAM)
+    replay = with_blocks()
     (step,) = replay.steps
     assert not any("gemm" in name for name in step.categories.values())
-    modules = ["blocks.*" if call in range(20) else None for call in range(len(PROGRAM))]
-    modules[60:80] = ["blocks.*"] * 20
-    phase = ["backward" if call in range(60, 80) else name for call, name in enumerate(step.phase)]
     rows = range(*step.columns.launches[18]), range(*step.columns.launches[19])
     assert [len(each) for each in rows] == [1, 1]
     (product,), (added,) = rows
     operations = [module if row == product else each for row, each in enumerate(step.operation_module)]
     categories = {**step.categories, product: "gemm", added: "elementwise"}
     names = {**step.names, added: last}
-    step = replace(step, module=modules, operation_module=operations, phase=phase, categories=categories, names=names)
-    answer = predict_time(replace(replay, steps=(step,)), parse_edits([edit]), ProgramFacts())
-    whole = predict_time(replace(replay, steps=(step,)), parse_edits(["checkpoint:blocks.*:reentrant"]), ProgramFacts())
+    step = replace(step, operation_module=operations, categories=categories, names=names)
+    replay = replace(replay, steps=(step,))
+    answer = predict_time(replay, parse_edits([edit]), ProgramFacts())
+    whole = predict_time(replay, parse_edits(["checkpoint:blocks.*:reentrant"]), ProgramFacts())
     assert answer.expected_ns is not None
     assert whole.expected_ns is not None
     assert (answer.expected_ns == whole.expected_ns) is is_saved
@@ -559,7 +561,7 @@ def test_what_the_error_of_a_line_leaves_of_its_long_pause_is_gone_too() -> None
     program = [*FORWARD[:30], replace(FORWARD[30], gap_ns=pause), *FORWARD[31:], *OPTIMIZER]
     for error_ns, left_ns in ((500_000, 9_000), (10_000, 400_000)):
         time_ns = pause - 400_000
-        line = LineTime("/work/train.py", 7, "main", None, "forward", "main", 90, time_ns, error_ns, 0.0, 0)
+        line = LineTime("/code/train.py", 7, "main", None, "forward", "main", 90, time_ns, error_ns, 0.0, 0)
         answer = predicted(program, "no-host:train.py:7", facts=ProgramFacts(lines=[line]))
         truth = [*FORWARD[:30], replace(FORWARD[30], gap_ns=left_ns), *FORWARD[31:], *OPTIMIZER]
         assert answer.expected_ns == pytest.approx(steady_step_ns(truth, CONSTANTS), rel=0.01)

@@ -194,7 +194,7 @@ def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None
     one = Advice(
         code="waits",
         cause="loss.item waits for the GPU",
-        line=SourceLine("/work/train.py", 30, "main"),
+        line=SourceLine("/code/train.py", 30, "main"),
         module=None,
         change="read it every 50 steps",
         edit="no-wait:train.py:30",

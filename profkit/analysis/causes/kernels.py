@@ -16,7 +16,6 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
-from profkit.run.manifest import find_condition
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
 """What products of other sizes take of the time of misaligned ones, where their FLOPs are unknown."""
@@ -77,7 +76,7 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
     """Products in TF32, none in fp32, of a program that does not use autocast: tensor cores multiply bf16 faster."""
     products = [one for one in evidence.kernels if product_dtype(one.name) == "tf32"]
     has_fp32 = any(map(_is_in_simple_fp32, evidence.kernels))
-    if not products or has_fp32 or find_condition(evidence.manifest, "autocast_dtypes"):
+    if not products or has_fp32 or evidence.condition("autocast_dtypes"):
         return
     yield Cause(
         code="autocast",

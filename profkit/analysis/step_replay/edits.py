@@ -515,7 +515,9 @@ def _unsaved_ends(columns: StepColumns, setting: Setting, pattern: str, rows: Se
     is_sum = [_SUM in setting.name(columns, row) for row in rows]
     modules = [setting.step.operation_module[row] for row in rows]
     products = [at for at, row in enumerate(rows) if setting.category(columns, row) == "gemm"]
-    last = products[-1] if products else len(rows) - 1
+    if not products:
+        return set()
+    last = products[-1]
     within, sums = (modules[last] or "").rpartition(".")[0], is_sum[last + 1 :]
     if not sums or not all(sums) or not fnmatchcase(within, pattern):
         return set()
