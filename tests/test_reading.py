@@ -276,7 +276,7 @@ def test_a_result_is_one_short_line_a_table_and_a_frame(name: str) -> None:
     assert isinstance(result, NotebookResult)
     line = repr(result)
     assert line.startswith(f"{type(result).__name__}(")
-    assert len(line.replace(str(ROOT), "")) < 300, "wherever the capture lies"
+    assert len(line) < 330, "a long path is cut, so this holds wherever the capture lies"
     assert "\n" not in line
     frame = result.to_pandas()
     assert len(frame) == rows or (name == "two snapshots" and frame["bytes"].sum() == 0)

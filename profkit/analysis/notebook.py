@@ -32,7 +32,7 @@ class NotebookResult:
     def _values(self) -> Iterator[str]:
         for field in fields(self):  # type: ignore[arg-type]
             value: Any = getattr(self, field.name)
-            if isinstance(value, str):
+            if isinstance(value, str) and value:
                 text = value if len(value) <= _LONGEST_TEXT else f"…{value[1 - _LONGEST_TEXT :]}"
                 yield f"{field.name}={text!r}"
             elif isinstance(value, bool | int | float):
