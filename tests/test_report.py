@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table
 from profkit.report.page.markup import view_table, without_folders
-from profkit.report.page.modules import tree_of
+from profkit.report.page.modules import module_rows
 from profkit.report.page.page import render_report
 from profkit.report.page.step import MOST_SLICES, slice_median_step
 from profkit.report.units import format_bytes, format_ns
@@ -438,8 +439,8 @@ def test_the_lines_are_those_of_the_summary_and_lead_to_their_sections(page: Any
 @pytest.mark.browser
 def test_the_modules_have_the_times_of_the_summary(page: Any, run: Path) -> None:
     told = {one["module"]: one for one in printed("summary", run)["modules"]}
-    shown = {row["name"]: row for row in read_table(page, "modules")}
-    assert told.keys() <= shown.keys()
+    shown = {row["module"]: row for row in read_table(page, "modules")}
+    assert told.keys() == shown.keys()
     for name, one in told.items():
         assert (int(shown[name]["forward_ns"]), int(shown[name]["backward_ns"])) == (
             one["forward_ns"],
@@ -448,57 +449,24 @@ def test_the_modules_have_the_times_of_the_summary(page: Any, run: Path) -> None
     flops = {row["name"]: row["flops"] for row in printed("efficiency", run, "--range", "forward")["ranges"]}
     assert int(shown["layer *"]["flops"]) == flops["layer *"]
     peak = printed("memory", run)["peak"]
-    at_top = [row for row in peak["by_module"] if len(row["path"]) == 1]
-    assert [int(shown[row["module"]]["bytes"]) for row in at_top] == [row["bytes"] for row in at_top]
+    held = [row for row in peak["by_module"] if row["module"] in shown]
+    assert [int(shown[row["module"]]["bytes"]) for row in held] == [row["bytes"] for row in held]
 
 
-def test_time_and_memory_of_a_module_stand_in_one_row() -> None:
-    times = [
-        ModuleTime("model", None, 1, 100, 200, 0),
-        ModuleTime("h.*", "model", 2, 60, 120, 5),
-        ModuleTime("h.*.mlp", "h.*", 2, 50, 100, 0),
-    ]
-    parts = [module("model", 700), module("h", 600, own=0), module("h.0", 300), module("h.0.mlp", 200)]
-    parts += [module("h.1", 300), module("h.1.mlp", 250), module("head", 100), module("(outside modules)", 50)]
-    rows = tree_of(times, parts)
-    assert [(row["name"], row["depth"], row["bytes"]) for row in rows] == [
-        ("model", 0, 700),
-        ("h.*", 1, 600),
-        ("h.*.mlp", 2, 450),
-        ("head", 1, 100),
-        ("(outside modules)", 0, 50),
-    ]
-    assert rows[1]["forward_ns"] == 60
-    assert "forward_ns" not in rows[3]  # unknown, not 0
-
-
-def test_a_list_of_blocks_with_memory_of_its_own_stands_around_the_blocks() -> None:
-    """Nobody calls a list, so that it has no time; side by side its bytes would count twice."""
+def test_time_and_memory_of_modules_that_differ_in_a_number_stand_in_one_row() -> None:
     times = [ModuleTime("model", None, 1, 100, 200, 0), ModuleTime("h.*", "model", 2, 60, 120, 5)]
-    parts = [module("model", 700), module("h", 610, own=10), module("h.0", 300), module("h.1", 300)]
-    rows = tree_of(times, [*parts, module("head", 90)])
-    assert [(row["name"], row["parent"], row["depth"], row["bytes"]) for row in rows] == [
-        ("model", None, 0, 700),
-        ("h", "model", 1, 610),
-        ("h.*", "h", 2, 600),
-        ("head", "model", 1, 90),
+    times += [ModuleTime("head", None, 1, 7, 7, 0), ModuleTime("h.*.mlp", "h.*", 2, 50, 100, 0)]
+    sizes = {"model": 700, "h": 600, "h.0": 300, "h.0.mlp": 200, "h.1": 300, "h.1.mlp": 250, "(outside modules)": 50}
+    parts = [PartRow(name, (name,), size, 0.1, 1, 1, {"activations": size}, {}) for name, size in sizes.items()]
+    memory = SimpleNamespace(composition=SimpleNamespace(by_module=parts))
+    capture = SimpleNamespace(trace=None)
+    run = SimpleNamespace(summary=SimpleNamespace(modules=times), memory=memory, efficiency=None, capture=capture)
+    assert [(row["module"], row["depth"], row.get("bytes"), row["recompute_ns"]) for row in module_rows(run)] == [
+        ("model", 0, 700, None),
+        ("h.*", 1, 600, 5),
+        ("h.*.mlp", 2, 450, None),
+        ("head", 0, None, None),
     ]
-
-
-def test_what_has_memory_alone_stands_under_the_module_that_it_is_in() -> None:
-    times = [ModuleTime("layer1.*", None, 3, 9, 9, 0), ModuleTime("layer1.0.downsample", "layer1.*", 1, 5, 5, 0)]
-    parts = [module("layer1.0.downsample", 90, own=0), module("layer1.0.downsample.0", 40)]
-    rows = tree_of(times, [*parts, module("layer1.0.downsample.1", 50)])
-    assert [(row["name"], row["depth"], row.get("bytes")) for row in rows] == [
-        ("layer1.*", 0, None),
-        ("layer1.0.downsample", 1, 90),
-        ("layer1.*.downsample.*", 2, 90),
-    ]
-
-
-def module(name: str, size: int, own: int = 1) -> PartRow:
-    path = (name,) if name.startswith("(") or name == "model" else ("model", *name.split("."))
-    return PartRow(name, path, size, 0.1, 1, own, {"activations": size}, {})
 
 
 @pytest.mark.browser
@@ -516,13 +484,13 @@ def test_a_module_folds_by_keyboard_and_chooses_what_the_sections_below_show(pag
     assert page.locator("tr[aria-selected=true]").count() == 1
 
 
-def choose(page: Any, module: str) -> dict[str, str]:
+def choose(page: Any, module: str, table: str = "modules", key: str = "module") -> dict[str, str]:
     page.evaluate(
-        """(name) => [...document.querySelectorAll("table[data-table='modules'] tbody tr")]
+        """([name, table]) => [...document.querySelectorAll(`table[data-table='${table}'] tbody tr`)]
             .find((row) => row.cells[0].dataset.value === name).querySelector("button[title]").click()""",
-        module,
+        [module, table],
     )
-    return next(row for row in read_table(page, "modules") if row["name"] == module)
+    return next(row for row in read_table(page, table) if row[key] == module)
 
 
 @pytest.mark.browser
@@ -548,15 +516,13 @@ def test_the_kernels_of_a_chosen_module_add_up_to_its_times(page: Any, run: Path
 
 @pytest.mark.browser
 def test_the_memory_of_a_chosen_module_adds_up_by_line_and_by_category(page: Any) -> None:
-    for row in read_table(page, "modules"):
-        if not int(row["bytes"] or 0):
-            continue
-        choose(page, row["name"])
+    for row in read_table(page, "memory-module"):
+        choose(page, row["name"], "memory-module", "name")
         lines, categories = read_table(page, "module-lines"), read_table(page, "module-categories")
         assert sum(int(one["bytes"]) for one in lines) == int(row["bytes"])
         assert sum(int(one["bytes"]) for one in categories) == int(row["bytes"])
         shown = {one["category"]: int(one["bytes"]) for one in categories}
-        assert shown.get("activations", 0) == int(row["activations"])
+        assert shown.get("activations", 0) == int(row["activations"] or 0)
 
 
 @pytest.mark.browser

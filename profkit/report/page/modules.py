@@ -1,9 +1,9 @@
 """The sections of modules, each with its time and its memory, and of memory over time.
 
-A module's time and memory come from two processes of the same program, so they are joined by the module's name and the
-phase, never by the clock. A row of time stands for modules that differ in a number; the memory of all of them is added
-up for it. What the page shows of a chosen module closes: its kernels add up to its times, its lines and categories to
-its bytes.
+A module's time and memory come from two processes of the same program, so they are joined by the module's name, those
+that differ in a number as one, never by the clock. What lies in no module that has time stands in the memory's own
+table. What the page shows of a chosen module closes: its kernels add up to its times, its lines and categories to its
+bytes.
 
 The data of memory over time are packed: sizes are differences from sample to sample, in the largest unit that divides
 them all (usually 512 bytes), texts are numbers, and all of it is gzipped. uPlot, whose code and licence are in the
@@ -12,7 +12,6 @@ page, draws the chart; without it there is a picture.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -21,17 +20,16 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.summary import EfficiencyRow
 from profkit.analysis.kernels.categories import categorize
 from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
-from profkit.analysis.memory.device import DeviceMemory, Filter, piece_of
+from profkit.analysis.memory.device import Composition, DeviceMemory, Filter, piece_of
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
-from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.analysis.tree.selection import split_path
-from profkit.names import BACKWARD, FORWARD, MODEL, kind_of, phase_of
+from profkit.names import BACKWARD, FORWARD, kind_of, phase_of
 from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.commands.steps import name_limits
@@ -41,221 +39,108 @@ from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_bytes, format_flops, ns_over
 from profkit.snapshot.columns import Ints
 
-_HELD = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "activations": "activations",
-}
-"""Column → category of memory."""
+_HELD = ("parameters", "gradients", "optimizer state", "activations")
+"""The categories of memory that have a column."""
 
 _PHASES = (FORWARD, BACKWARD)
 
 
 def build_modules(run: Results) -> dict[str, Any]:
     """Return the tree of modules, depth first."""
-    times, steps = run.summary.modules, run.steps
-    parts = () if run.memory is None else run.memory.composition.by_module
-    limits = None if run.capture.trace is None else run.capture.trace.step_limits
-    rows = tree_of(times, parts, run.efficiency, limits)
-    table = view_table(Table(_columns(run), rows))
+    steps, rows = run.steps, list(module_rows(run))
+    table = view_table(Table(_columns(steps), rows))
     count = run.summary.head.gpu_count
     together = f", of all {count} GPUs together" if count > 1 else ""
     for view, row in zip(table["rows"], rows, strict=False):
         # Under its parent a module needs only the rest of its name; the whole one is in the title, and in CSV.
-        parent = row["parent"] or ""
         view[0] |= {"depth": row["depth"], "number": row["number"], "title": view[0]["text"]}
-        view[0]["text"] = view[0]["text"].removeprefix(f"{parent}.").removeprefix(f"{parent} ")
+        view[0]["text"] = view[0]["text"].removeprefix(f"{row['parent']}.")
     return {
         "table": table,
-        "choices": _pack_choices(run, rows[: len(table["rows"])]),
-        "is_joined": bool(times) and bool(parts),
+        "kernels": _pack_kernels(run),
         "per": ("summed over the recording" if steps is None else f"per step, averages over {steps}") + together,
         "moment": None if run.memory is None else run.memory.composition.what,
     }
 
 
-def tree_of(
-    times: Sequence[ModuleTime],
-    parts: Sequence[PartRow],
-    efficiency: EfficiencyResult | None = None,
-    limits: StepLimits | None = None,
-) -> list[dict[str, Any]]:
-    """Return a row for each module with its depth in the tree, depth first; what is unknown is absent or None.
-
-    A row holds those below it. One of memory alone stands in the module that its dotted name lies in, and around those
-    that lie in it: a list of blocks is never called, so that no range says that it holds them.
-    """
-    timed = list(_time_rows(times, efficiency, parts, limits))
-    others = list(_other_rows(times, parts))
-    alone = {kind_of(row["name"]): row["name"] for row in others}
-    kinds = {kind_of(row["name"]) for row in timed}
-    for row in timed:
-        around = map(kind_of, _prefixes(row["name"]))
-        nearest = next((kind for kind in around if kind in kinds or kind in alone), None)
-        if nearest is not None and nearest not in kinds:
-            row["parent"] = alone[nearest]
-    return _in_order([*timed, *others])
-
-
-def _time_rows(
-    times: Sequence[ModuleTime],
-    efficiency: EfficiencyResult | None,
-    parts: Sequence[PartRow],
-    limits: StepLimits | None,
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each module that has time, with what its ranges in both passes do and the memory of its name."""
-    words = {} if efficiency is None else name_limits(efficiency.ranges, limits)
-    ranges_of = {} if efficiency is None else _by_module(efficiency.ranges)
-    held = _match([module.module for module in times], parts)
-    for module in times:
-        passes = ranges_of.get(module.module, {})
+def module_rows(run: Results) -> Iterator[dict[str, Any]]:
+    """Yield a row for each module that has time; what is unknown is absent or None."""
+    ranges = () if run.efficiency is None else run.efficiency.ranges
+    limits = None if run.capture.trace is None else run.capture.trace.step_limits
+    parts = () if run.memory is None else run.memory.composition.by_module
+    words, ranges_of, held = name_limits(ranges, limits), _by_module(ranges), _categories_by_kind(parts)
+    for depth, module in _depth_first(run.summary.modules):
+        passes, sizes = ranges_of.get(module.module, {}), held.get(kind_of(module.module))
         flops = [row.flops for row in passes.values() if row.flops is not None]
         yield {
-            "name": module.module,
-            "parent": module.parent,
-            "number": module.number,
-            "forward_ns": module.forward_ns,
-            "backward_ns": module.backward_ns,
+            **vars(module),
+            "depth": depth,
             "recompute_ns": module.recompute_ns or None,
             "inference_ns": module.inference_ns or None,
             "kernel_count": sum(row.kernel_count for row in passes.values()) if passes else None,
             "flops": sum(flops) if flops else None,
-            **{f"{phase}_peak": passes[phase].roof_share if phase in passes else None for phase in _PHASES},
-            "limited_by": _limits(passes, words),
-            **_held(held.get(module.module, [])),
+            **{f"{phase}_peak": row.roof_share for phase, row in passes.items()},
+            "limited_by": _limits({phase: words[row.path] for phase, row in passes.items()}),
+            **({} if sizes is None else {"bytes": sizes.total(), **{use: sizes[use] for use in _HELD}}),
         }
 
 
-def _other_rows(times: Sequence[ModuleTime], parts: Sequence[PartRow]) -> Iterator[dict[str, Any]]:
-    """Yield a row for what has memory alone, names that differ in a number as one."""
-    known = [module.module for module in times]
-    timed = {id(part) for matched in _match(known, parts).values() for part in matched}
-    # What only holds modules that have rows of their own, as ``transformer`` does ``transformer.h``, has none.
-    containers = {above for name in known for above in _prefixes(name)}
-    groups: dict[str, list[PartRow]] = {}
-    for part in parts:
-        if id(part) not in timed and (part.own_bytes or part.name not in containers):
-            # What lies outside the modules is split by phase one level below: names there are no modules.
-            is_module = not part.path[0].startswith("(")
-            groups.setdefault(kind_of(part.name) if is_module else " ".join(part.path), []).append(part)
-    names = {kind_of(name): name for name in (*groups, *known)}
-    for name, grouped in groups.items():
-        path = grouped[0].path
-        parent = path[0] if len(path) > 1 and path[0].startswith("(") else _module_around(name, names)
-        yield {"name": name, "parent": parent, "number": len(grouped), **_held(grouped)}
-
-
-def _match(known: Sequence[str], parts: Sequence[PartRow]) -> dict[str, list[PartRow]]:
-    """Return the modules' memory by the rows of time that stand for them: ``h.*.mlp`` stands for ``h.0.mlp``."""
-    by_kind: dict[str, list[str]] = {}
-    for name in known:
-        by_kind.setdefault(kind_of(name), []).append(name)
-    matched: dict[str, list[PartRow]] = {}
-    for part in parts:
-        for name in by_kind.get(kind_of(part.name), ()):
-            if name == part.name or re.fullmatch(re.escape(name).replace(r"\*", r"\d{1,9}"), part.name):
-                matched.setdefault(name, []).append(part)
-                break
-    return matched
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _module_around(name: str, names: Mapping[str, str]) -> str | None:
-    """Return the module around one that has a row, by its dotted name; ``names`` are the rows by their kind."""
-    near = next((names[kind_of(above)] for above in _prefixes(name) if kind_of(above) in names), None)
-    if near is not None:
-        return near
-    return MODEL if name != MODEL and not name.startswith("(") and MODEL in names else None
-
-
-def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows depth first, each with its depth; one whose parent has no row stands at the top."""
-    by_name = {row["name"]: row for row in rows}
-    children: dict[str | None, list[dict[str, Any]]] = {}
-    for row in rows:
-        parent = row["parent"] if row["parent"] in by_name and row["parent"] != row["name"] else None
-        children.setdefault(parent, []).append(row)
-    ordered: list[dict[str, Any]] = []
-    waiting = [(row, 0) for row in reversed(children.get(None, []))]
+def _depth_first(modules: Sequence[ModuleTime]) -> Iterator[tuple[int, ModuleTime]]:
+    within: dict[str | None, list[ModuleTime]] = {}
+    for module in reversed(modules):
+        within.setdefault(module.parent, []).append(module)
+    waiting = [(0, module) for module in within.get(None, ())]
     while waiting:
-        row, depth = waiting.pop()
-        ordered.append(row | {"depth": depth})
-        waiting += [(child, depth + 1) for child in reversed(children.get(row["name"], []))]
-    return ordered
+        depth, module = waiting.pop()
+        yield depth, module
+        waiting += [(depth + 1, inner) for inner in within.get(module.module, ())]
 
 
-def _by_module(ranges: Iterable[EfficiencyRow]) -> dict[str, dict[str, EfficiencyRow]]:
+def _by_module(ranges: Sequence[EfficiencyRow]) -> dict[str, dict[str, EfficiencyRow]]:
     """Return module → pass → its range; of several paths the one with the most time."""
     by_module: dict[str, dict[str, EfficiencyRow]] = {}
     for row in ranges:
         phase = next((phase for part in split_path(row.path) if (phase := phase_of(part)) in _PHASES), None)
         if phase is not None:
             passes = by_module.setdefault(row.name, {})
-            if phase not in passes or row.busy_ns > passes[phase].busy_ns:
-                passes[phase] = row
+            passes[phase] = max(passes.get(phase, row), row, key=lambda each: each.busy_ns)
     return by_module
 
 
-def _limits(passes: Mapping[str, EfficiencyRow], words: Mapping[str, str | None]) -> str | None:
-    """Return what limits a module, each pass by itself where they differ; ``words`` are those of the ranges' paths."""
-    of_passes = {phase: words[row.path] for phase, row in passes.items()}
-    known = {phase: text for phase, text in of_passes.items() if text is not None}
-    if len(set(of_passes.values())) == 1 and known:
-        return next(iter(known.values()))
-    return "; ".join(f"{phase}: {text}" for phase, text in known.items()) or None
+def _limits(words: Mapping[str, str | None]) -> str | None:
+    """Return what limits a module, each pass by itself where they differ."""
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{phase}: {text}" for phase, text in words.items() if text is not None) or None
 
 
-def _held(parts: Sequence[PartRow]) -> dict[str, Any]:
-    """Return the bytes of some modules together, those of each use, and whose they are; nothing where none is known."""
-    if not parts:
-        return {}
-    uses = {key: sum(part.categories.get(category, 0) for part in parts) for key, category in _HELD.items()}
-    return {"bytes": sum(part.bytes for part in parts), "paths": tuple(part.path for part in parts), **uses}
+def _categories_by_kind(parts: Iterable[PartRow]) -> dict[str, Counter[str]]:
+    by_kind = defaultdict[str, Counter[str]](Counter)
+    for part in parts:
+        by_kind[kind_of(part.name)].update(part.categories)
+    return by_kind
 
 
-def _columns(run: Results) -> list[Column]:
+def _columns(steps: int | None) -> list[Column]:
     """Return all columns that some program has; `view_table` leaves out those that nothing is known of."""
-    steps = run.steps
-    each = ns_over(steps)
     flops = Unit(lambda value: format_flops(value / (steps or 1)).removesuffix("FLOP").rstrip())
-    columns = [
-        Column("forward_ns", "forward", each),
-        Column("backward_ns", "backward", each),
-        Column("recompute_ns", "recompute", each),
-        Column("inference_ns", "inference", each),
+    times = [Column(name, name.removesuffix("_ns"), ns_over(steps)) for name in PASSES]
+    return [
+        Column("module", "module", TEXT),
+        *times,
         Column("kernel_count", "kernels", count_over(steps)),
         Column("flops", "FLOP", flops),
-        Column("forward_peak", "forward % of peak", SHARE),
-        Column("backward_peak", "backward % of peak", SHARE),
+        *(Column(f"{phase}_peak", f"{phase} % of peak", SHARE) for phase in _PHASES),
         Column("limited_by", "limited by", TEXT),
         Column("bytes", "memory at the peak", BYTES),
-        *(Column(key, heading, BYTES) for key, heading in _HELD.items()),
+        *(Column(use, use, BYTES) for use in _HELD),
     ]
-    return [Column("name", "module", TEXT), *columns]
 
 
-def _pack_choices(run: Results, rows: Sequence[Mapping[str, Any]]) -> Markup:
-    texts = Interned()
-    data = {
-        "steps": run.steps,
-        "run": run.name,
-        "kernels": _pack_kernels(run, rows, texts),
-        "memory": _pack_memory(run, rows, texts),
-    }
-    return pack({**data, "texts": texts.texts})
-
-
-def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
+def _pack_kernels(run: Results) -> Markup:
     """Return, for each module, its kernels as rows: full name, name, category, the four times, count."""
-    opened = run.capture.trace
-    if opened is None or not len(opened.trace.work):
-        return None
+    opened, texts = run.capture.trace, Interned()
+    assert opened is not None
     measure = opened.trace.measure
 
     def pack_row(name: str, kernel: ModuleKernel) -> list[int]:
@@ -263,8 +148,10 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
         words = [texts.number(word) for word in (name, shown, categorize(name, measure).name)]
         return [*words, *(getattr(kernel, part) for part in PASSES), kernel.count]
 
-    by_module = time_kernels_by_module(opened.attribution, {row["name"] for row in rows})
-    return {
+    by_module = time_kernels_by_module(opened.attribution, {module.module for module in run.summary.modules})
+    data = {
+        "steps": run.steps,
+        "run": run.name,
         "modules": {
             module: [pack_row(*item) for item in sorted(kernels.items(), key=lambda item: (-item[1].total_ns, item[0]))]
             for module, kernels in by_module.items()
@@ -273,41 +160,7 @@ def _pack_kernels(run: Results, rows: Sequence[Mapping[str, Any]], texts: Intern
         # Where no range was open in the backward pass, a module's name alone means its forward pass.
         "forward_alone": bool(opened.attribution.is_mirror.any()),
     }
-
-
-def _pack_memory(run: Results, rows: Sequence[Mapping[str, Any]], texts: Interned) -> dict[str, Any] | None:
-    if run.capture.snapshot is None or run.memory is None:
-        return None
-    composition = run.memory.composition
-    row_of = {path: row["name"] for row in rows for path in row.get("paths", ())}
-    sizes, counts = defaultdict[str, Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
-    memory = run.capture.snapshot.device()
-    by_line = defaultdict[str, list[Piece]](list)
-    for row in memory.live_rows(composition.moment):
-        label = memory.stack_of(row, composition.moment).label
-        by_line[label].append(piece_of(memory, row, composition.moment))
-    for label, pieces in by_line.items():
-        for part in sum_by_module(pieces, composition.allocated_bytes, ()):
-            if part.path in row_of:
-                sizes[row_of[part.path]][label] += part.bytes
-                counts[row_of[part.path]][label] += part.count
-    categories = defaultdict[str, Counter[str]](Counter)
-    for part in composition.by_module:
-        if part.path in row_of:
-            categories[row_of[part.path]].update(part.categories)
-    return {
-        "lines": {
-            name: [
-                [texts.number(label), size, counts[name][label]]
-                for label, size in sorted(by_label.items(), key=lambda item: (-item[1], item[0]))
-            ]
-            for name, by_label in sizes.items()
-        },
-        "categories": {
-            name: [[texts.number(category), size] for category, size in held.most_common() if size]
-            for name, held in categories.items()
-        },
-    }
+    return pack({**data, "texts": texts.texts})
 
 
 _MAX_PHASES = 4000
@@ -330,6 +183,7 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
         "facts": [" ".join(line.split()) for line in head.lines],
         "notes": view_parts(others),
         "data": pack(build_data(bins, memory)),
+        "chosen": _pack_chosen(memory, result.composition),
         "picture": _picture(bins),
         "at": result.composition.what,
         "peak": format_bytes(int(bins.allocated[bins.peak])),
@@ -340,6 +194,30 @@ def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | No
             "category": view_table(_table_by(result, "category")),
         },
     }
+
+
+def _pack_chosen(memory: DeviceMemory, composition: Composition) -> Markup:
+    """Return, for the modules of each kind, the lines that asked for their memory, and its categories."""
+    texts, by_line = Interned(), defaultdict[str, list[Piece]](list)
+    for row in memory.live_rows(composition.moment):
+        label = memory.stack_of(row, composition.moment).label
+        by_line[label].append(piece_of(memory, row, composition.moment))
+    sizes, counts = defaultdict[str, Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
+    for label, pieces in sorted(by_line.items()):
+        for part in sum_by_module(pieces, composition.allocated_bytes, ()):
+            sizes[kind_of(part.name)][label] += part.bytes
+            counts[kind_of(part.name)][label] += part.count
+    data = {
+        "lines": {
+            kind: [[texts.number(label), size, counts[kind][label]] for label, size in by_label.most_common()]
+            for kind, by_label in sizes.items()
+        },
+        "categories": {
+            kind: [[texts.number(category), size] for category, size in held.most_common() if size]
+            for kind, held in _categories_by_kind(composition.by_module).items()
+        },
+    }
+    return pack({**data, "texts": texts.texts})
 
 
 def _table_by(result: MemoryResult, by: By) -> Table:

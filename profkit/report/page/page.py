@@ -39,7 +39,7 @@ from profkit.version import __version__
 _SCRIPTS = {
     "modules": ("modules.js",),
     "timeline": ("timeline.js",),
-    "memory": ("uplot.min.js", "memory_data.js", "memory_drawing.js", "memory.js"),
+    "memory": ("uplot.min.js", "memory_data.js", "memory_drawing.js", "memory.js", "memory_chosen.js"),
 }
 """Sections with a script of their own."""
 
@@ -253,7 +253,7 @@ def _draw_waits(result: RanksResult) -> dict[str, Any] | None:
 
 
 def _module_sections(run: Results) -> Iterator[Section]:
-    if run.summary.modules or run.memory is not None:
+    if run.summary.modules:
         yield Section("modules", "Modules", f"profkit summary {run.name} --format json", build_modules(run))
 
 

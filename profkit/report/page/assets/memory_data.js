@@ -28,7 +28,7 @@ for (const phase of data.phases) phase.name = text(phase.name);
 const colours = data.colours;
 
 const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
-const { formatBytes } = profkit;
+const { formatBytes, kindOf } = profkit;
 const formatTime = (value) => value >= 1 ? value.toFixed(3) + " s" : value >= 1e-3 ? (value * 1e3).toFixed(3) + " ms" : (value * 1e6).toFixed(0) + " µs";
 const formatSpan = (us) => formatTime(us / 1e6);
 
@@ -64,7 +64,6 @@ const colourOf = (mode, at) => mode === "category" ? colours.categories[modes.ca
 const isHidden = (name) => state.hidden.has(name);
 const isShown = (shape) => !isHidden(shape.category) && (!state.module || inModule(shape.module));
 // A module's name, or that of one within it; a star stands for any number.
-const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
 const inModule = (name) => {
   const module = kindOf(state.module);
   return module === "model" ? !name.startsWith("(") : name === module || name.startsWith(`${module}.`);

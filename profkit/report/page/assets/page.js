@@ -134,6 +134,21 @@ const chooseModule = (row) => {
 chosen.bar.setAttribute("role", "status");
 document.body.append(chosen.bar);
 
+// What shows the whole run is hidden while a module is chosen, and holds nothing of it.
+const replace = (id, ...shown) => {
+  const whole = byId(id);
+  if (!whole) return;
+  whole.hidden = shown.length > 0;
+  if (whole.nextElementSibling?.className === "choice-of-module") whole.nextElementSibling.remove();
+  if (!shown.length) return;
+  const holder = element("div", undefined, "choice-of-module");
+  holder.append(...shown);
+  whole.after(holder);
+};
+
+// A module's name without its numbers, as rows that differ in a number are one.
+const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
+
 // Rows of a tree fold, and a module's name chooses what the sections below show.
 const OPEN_TO = 3;
 const makeTree = (table) => {
@@ -248,6 +263,6 @@ for (const link of document.querySelectorAll("a[href^='#']")) link.addEventListe
 let closed = [];
 addEventListener("beforeprint", () => { closed = folds.filter((fold) => !fold.open); for (const fold of closed) fold.open = true; });
 addEventListener("afterprint", () => { for (const fold of closed) fold.open = false; });
-return { byId, element, button, copyText, unpack, searchField, csvOf, makeTable, formatNs, formatBytes, formatShare, fourDigits, started: [] };
+return { byId, element, button, copyText, unpack, searchField, csvOf, makeTable, replace, kindOf, formatNs, formatBytes, formatShare, fourDigits, started: [] };
 })();
 window.profkit = profkit;

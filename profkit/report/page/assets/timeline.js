@@ -1,7 +1,7 @@
 "use strict";
 // One step, thread by thread and stream by stream. Drag adds up an area; the wheel and the keys zoom and move.
 profkit.started.push((async () => {
-const { byId, element, button, formatNs } = profkit;
+const { byId, element, button, kindOf, formatNs } = profkit;
 const data = await profkit.unpack("timeline-data");
 if (!data) return;
 
@@ -55,7 +55,6 @@ const fillOf = (lane, row, colours) => {
   if (lane.kind === "copies") return colours.copies;
   return colours[COLOUR[categoryOf(lane, row)] || "other"];
 };
-const kindOf = (name) => name.replace(/(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<!\d)\d+$/g, "*");
 const isDimmed = (lane, row) => state.module && !(lane.place && text(lane.place[row]).split("/").includes(state.module))
   && !(lane.kind === "ranges" && kindOf(text(lane.text[row])) === state.module);
 
