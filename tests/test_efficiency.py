@@ -219,9 +219,7 @@ def test_a_real_trace_is_launch_bound_by_its_largest_part() -> None:
         "step */backward": "launch-bound",
         "step */optimizer": "memory-bound",
     }
-    forward = rows["step */forward"]
-    assert forward.flops == 2 * 257_320_550_400
-    assert forward.rule.startswith("the largest part, 75.4% of its time on the GPU, is idle while Python prepares k")
+    assert rows["step */forward"].flops == 2 * 257_320_550_400
 
 
 def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> None:

@@ -184,10 +184,7 @@ def test_the_largest_part_of_the_time_decides(parts: GpuParts | None, roofline: 
 
 
 def test_idle_time_is_scaled_to_unprofiled_time_and_communication_alone_judged_as_such() -> None:
-    verdict = _judge(_parts(computing_ns=40, launching_ns=60), factor=0.5)
-    assert verdict.word == "compute-bound"
-    assert "57.1%" in verdict.rule
-    assert "30 ns for 60 ns recorded" in verdict.rule
+    assert _judge(_parts(computing_ns=40, launching_ns=60), factor=0.5).word == "compute-bound"
     others_compute = _parts(computing_ns=80, exposed_communication_ns=20)
     assert _judge(others_compute, only_communicates=True).word == "communication-bound"
 
@@ -195,9 +192,7 @@ def test_idle_time_is_scaled_to_unprofiled_time_and_communication_alone_judged_a
 @pytest.mark.parametrize(("share", "word"), [(0.5, "compute-bound"), (0.51, "memory-bound")])
 def test_a_range_with_mostly_data_moving_kernels_is_memory_bound(share: float, word: str) -> None:
     parts = _parts(computing_ns=100)
-    verdict = _judge(parts, mover_share=share)
-    assert verdict.word == word
-    assert ("51.0% of its kernel time" in verdict.rule) == (word == "memory-bound")
+    assert _judge(parts, mover_share=share).word == word
     unknown = Roofline(None, 90.0)
     assert _judge(parts, unknown, mover_share=share).word == (word if word == "memory-bound" else None)
 

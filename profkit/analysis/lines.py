@@ -11,7 +11,7 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import RunError
 from profkit.names import STEP
 from profkit.run.directory import Run
-from profkit.run.lines import FEWEST_SAMPLES, LineTime
+from profkit.run.lines import FEWEST_SAMPLES, LineTime, calls_backward
 from profkit.run.manifest import Samples
 
 _PART = 0.1
@@ -98,11 +98,8 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
 
 
 def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
-    """Return the two lines whose own time is at least `_PART` of a step, then those that wait for the GPU.
-
-    A call of backward is none of them: Python stands there while torch's engine or the GPU works.
-    """
-    own = [line for line in result.lines if line.thread != "worker" and not (line.called or "").endswith("backward")]
+    """Return the two lines whose own time is at least `_PART` of a step, then those that wait for the GPU."""
+    own = [line for line in result.lines if line.thread != "worker" and not calls_backward(line.called)]
     longest = [line for line in own if line.own_ns >= _PART * result.step_ns][:_MOST_NAMED]
     return (*longest, *[line for line in own if line.waits >= 1 and line not in longest][:_MOST_NAMED])
 

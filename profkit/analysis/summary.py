@@ -23,7 +23,7 @@ from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.errors import Finding
 from profkit.names import DATA, STEP
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, calls_backward
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
@@ -139,12 +139,10 @@ def _by_phases(account: TimeAccount, lines: Sequence[LineTime], step_ns: int) ->
 
 
 def _longest(lines: Sequence[LineTime], phase: str | None) -> LineLimit | None:
-    """Return the line in which Python stands longest in a phase; a call of backward says nothing of where."""
-    own = [
-        line
-        for line in lines
-        if line.phase == phase and line.thread != "worker" and not (line.called or "").endswith("backward")
-    ]
+    """Return the line in which Python stands longest in a phase."""
+    own = (
+        line for line in lines if line.phase == phase and line.thread != "worker" and not calls_backward(line.called)
+    )
     line = max(own, key=lambda line: line.time_ns, default=None)
     if line is None or line.file is None:
         return None

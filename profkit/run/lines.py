@@ -35,6 +35,11 @@ class Line(NamedTuple):
     called: str | None = None
 
 
+def calls_backward(called: str | None) -> bool:
+    """Return whether a line calls backward, where Python stands while torch's engine or the GPU works."""
+    return (called or "").endswith("backward")
+
+
 @dataclass(frozen=True)
 class LineSteps:
     """How the lines of one process were looked for.

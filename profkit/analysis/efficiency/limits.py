@@ -1,4 +1,4 @@
-"""What limits a range, in one word, with the rule and the numbers behind it.
+"""What limits a range, in one word.
 
 1. Where does its time on the GPU go? The largest part of its span (`time_account.gpu_time`) decides: idle while the
    host launches is *launch-bound*; idle for any other reason, or receiving a batch, *host-bound*; communication alone
@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -39,13 +39,12 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """One word, None if there is no verdict; ``rule`` says in one line why.
+    """One word, None if there is no verdict.
 
     ``loads_data``: where the GPU waits for the host, other than for launches, it mostly waits for data.
     """
 
     word: Word | None
-    rule: str
     loads_data: bool = False
 
 
@@ -108,7 +107,7 @@ def judge(
         input_copy_ns: the part of ``parts`` in which only copies of the batch to the GPU ran.
     """
     if parts is None or idle is None or not parts.span_ns:
-        return Verdict(None, "it launched no GPU work")
+        return Verdict(None)
     waiting, other = idle.causes.data_ns, idle.causes.synchronising_ns + idle.causes.outside_cuda_ns
     shares: dict[Word | None, int] = {
         "launch-bound": idle.causes.launching_ns,
@@ -116,47 +115,22 @@ def judge(
         "communication-bound": parts.exposed_communication_ns,
         None: parts.computing_ns + parts.exposed_copy_ns - input_copy_ns,
     }
-    loads_data = waiting + input_copy_ns > other
-    whole = sum(shares.values()) or 1
     word = max(shares, key=lambda key: shares[key])
-    share = f"{shares[word] / whole:.1%} of its time on the GPU"
-    if idle.is_unprofiled and parts.idle_ns:
-        share += f" (idle without a profiler, an estimate: {idle.idle_ns:,} ns for {parts.idle_ns:,} ns recorded)"
-    if word == "host-bound" and loads_data:
-        waited, copied = (f"{ns / whole:.1%}" for ns in (waiting, input_copy_ns))
-        rule = f"the largest part, {share}, is mostly waiting for data: idle {waited}, copying it {copied}"
-        return Verdict(word, rule, loads_data)
-    if word is not None:
-        return Verdict(word, f"the largest part, {share}, is {_MEANING[word]}", loads_data)
-    busy = f"the largest part, {share}, is computing and copying"
-    if only_communicates:
-        return Verdict("communication-bound", "it launched only communication; all else belongs to other ranges")
-    if parts.exposed_copy_ns > parts.computing_ns:
-        return Verdict("memory-bound", f"{busy}, mostly copying", loads_data)
-    return replace(_judge_busy(busy, busy_ns, roofline, mover_share), loads_data=loads_data)
+    if word is None and only_communicates:
+        return Verdict("communication-bound")
+    if word is None:
+        is_copying = parts.exposed_copy_ns > parts.computing_ns
+        word = "memory-bound" if is_copying else _judge_busy(busy_ns, roofline, mover_share)
+    return Verdict(word, loads_data=waiting + input_copy_ns > other)
 
 
-_MEANING = {
-    "launch-bound": "idle while Python prepares kernels",
-    "host-bound": "idle while the host waits for the GPU or makes no CUDA calls",
-    "communication-bound": "communication that is not hidden behind computing",
-}
-
-
-def _judge_busy(busy: str, busy_ns: int, roofline: Roofline, mover_share: float) -> Verdict:
+def _judge_busy(busy_ns: int, roofline: Roofline, mover_share: float) -> Word | None:
     compute, memory = roofline.compute_ns, roofline.memory_ns
     if compute is not None and memory is not None:
-        if compute >= memory and mover_share > _MOSTLY:
-            return Verdict("memory-bound", f"{busy}; {mover_share:.1%} of its kernel time is in kernels that move data")
-        longer, shorter = ("FLOPs", "least bytes") if compute >= memory else ("least bytes", "FLOPs")
-        rule = f"{busy}; at the GPU's peaks its {longer} take longer than its {shorter}"
-        return Verdict("compute-bound" if compute >= memory else "memory-bound", rule)
+        return "compute-bound" if compute >= memory and mover_share <= _MOSTLY else "memory-bound"
     if compute is not None and busy_ns and compute >= _SURELY * busy_ns:
-        return Verdict("compute-bound", f"{busy}; at the peak its FLOPs take {compute / busy_ns:.1%} of its busy time")
-    if mover_share > _MOSTLY:
-        return Verdict("memory-bound", f"{busy}; {mover_share:.1%} of its kernel time is in kernels that move data")
-    missing = "FLOPs (or their dtype's peak)" if compute is None else "least bytes"
-    return Verdict(None, f"{busy}; its {missing} are unknown, so the limit is unknown")
+        return "compute-bound"
+    return "memory-bound" if mover_share > _MOSTLY else None
 
 
 def chosen_ranges(attribution: Attribution, range: str | None) -> Ints:

@@ -118,7 +118,6 @@ class EfficiencyRow(RangeRow):
     input_copy_ns: int | None
     loads_data: bool
     verdict: str | None
-    rule: str
 
     @property
     def best_idle_share(self) -> float | None:
@@ -444,7 +443,6 @@ def _build_row(
         input_copy_ns=None if parts is None else data.input_copy_ns,
         loads_data=verdict.loads_data,
         verdict=verdict.word,
-        rule=verdict.rule,
     )
 
 

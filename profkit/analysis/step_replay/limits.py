@@ -16,7 +16,7 @@ from profkit.analysis.step_replay.columns import COPY, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.replay import BY_LAUNCH, EARLIER, Proof, Replayed
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import DATA
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, calls_backward
 
 OUTSIDE = "outside"
 """The phase of what lies in none."""
@@ -149,11 +149,8 @@ class StepLimits:
         return [part for part in self.parts if part.limit == limit]
 
     def lines_of(self, limit: Limit) -> list[LineLimit]:
-        """Return the lines behind a limit, the longest first.
-
-        Calls of backward are left out: Python stands there while torch's engine works.
-        """
-        mine = [line for line in self.lines if line.limit == limit and not (line.called or "").endswith("backward")]
+        """Return the lines behind a limit, the longest first."""
+        mine = [line for line in self.lines if line.limit == limit and not calls_backward(line.called)]
         return sorted(mine, key=lambda line: -line.time_ns)
 
     def to_dict(self) -> dict[str, Any]:
