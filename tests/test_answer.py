@@ -99,6 +99,36 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Summary:
     return _summary(make_small_run(tmp_path_factory.mktemp("small")))
 
 
+def test_a_short_try_has_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many lines the last two Tries are short: the call's method alone, and the first way to make the change."""
+    monkeypatch.setattr(document_module, "screen_width", lambda: 80)
+    (advice,) = _advise(
+        Interval(32_000_000, 32_500_000, 34_000_000), 700_000, SourceLine("/me/points.py", 53, "main")
+    ).tries
+    waits = replace(
+        advice,
+        cause="all.errors.item() waits for the GPU, once a step",
+        detail=", once a step",
+        change="keep the value on the GPU, and read it every 50 steps or so",
+    )
+    fills = replace(
+        advice,
+        cause="deterministic algorithms fill all memory that torch allocates",
+        detail="",
+        line=None,
+        change="torch.utils.deterministic.fill_uninitialized_memory = False, or use_deterministic_algorithms(False)",
+    )
+    summary = replace(SUMMARY, findings=(Finding("late", "a warning that says much of what was recorded " * 4),) * 2)
+    summary = replace(summary, memory=_stored_summary(ROOT / "traces" / "resnet50-adamw.snapshot.pickle.gz").memory)
+    many = AdviceResult(
+        (advice, waits, fills), trials=(Trial(("compile",), processes=3, step_ns=9e6, change_ns=-1e6),) * 3
+    )
+    said = " ".join(render(build_summary_document(summary, many), "table").split())
+    assert "2 .item() waits for the GPU · points.py:53 · keep the value on the GPU · → 32.5 ms (32.0 to 34.0)" in said
+    assert "3 deterministic algorithms fill all memory that torch allocates · torch.utils.deterministic." in said
+    assert "fill_uninitialized_memory = False · →" in said
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("with_others", [False, True])
 def test_a_run_with_long_tries_fits_its_screen(

@@ -36,6 +36,7 @@ from profkit.report.document import (
 )
 from profkit.report.text import (
     csv_lines,
+    cut_clauses,
     escape_latex,
     escape_markdown,
     json_text,
@@ -173,6 +174,20 @@ def test_shortening_keeps_both_ends_and_the_width() -> None:
     assert shorten("abc", 1) == "…"
     for width in range(1, 30):
         assert len(shorten("x" * 20 + "y" * 20, width)) == width
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("No rank is late: rank 1 costs most, 10 ms a step", "No rank is late: rank 1 costs most, 10 ms a step"),
+        ("No rank is late: rank 1 costs 10.03 ms (22.4% of the step)", "No rank is late: rank 1 costs 10.03 ms …"),
+        ("peak 12.92 GiB (h.0 2 GiB, and others of which there are many)", "peak 12.92 GiB …"),
+        ("one clause that is longer by far than the line has room", "one clause that is longer by far than the line …"),
+        ("x" * 60, "x" * 48 + " …"),
+    ],
+)
+def test_a_sentence_is_cut_between_clauses_and_never_in_a_parenthesis(text: str, cut: str) -> None:
+    assert cut_clauses(text, 50, " …") == cut
 
 
 def test_names_that_differ_in_the_middle_alone_shorten_to_different_names() -> None:

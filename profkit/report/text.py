@@ -60,6 +60,7 @@ _COMMON_TEXT = """
 _LONGEST_INDENTED = 2000
 _LONGEST_NAME = 4096
 _COMMON = frozenset(_COMMON_TEXT.split())
+_CLAUSE_END = re.compile(r"[,;:] | \(| · ")
 _UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\))::")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PLACEHOLDER = re.compile(r"T\d+$")
@@ -104,6 +105,25 @@ def shorten(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def cut_clauses(text: str, width: int, end: str) -> str:
+    """Return text of at most ``width`` characters: as many of its clauses as fit, and ``end`` for the rest.
+
+    A clause ends before a comma, a semicolon, a colon or a parenthesis, of which none is cut; the first one between two
+    words if it must.
+    """
+    if len(text) <= width:
+        return text
+    room = width - len(end)
+    ends = [match.start() for match in _CLAUSE_END.finditer(text, 0, room + 2) if _is_closed(text[: match.start()])]
+    if not ends or ends[-1] < room // 3:
+        ends = [max(text.rfind(" ", 0, room + 1), 0) or room]
+    return f"{text[: ends[-1]]}{end}"
+
+
+def _is_closed(text: str) -> bool:
+    return text.count("(") == text.count(")")
 
 
 def _with_last_parts(text: str, width: int) -> str:

@@ -5,6 +5,7 @@ Every command that says what limits a run says this sentence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,8 +44,9 @@ _PACES: dict[Kind, str] = {
 ROOM = 92
 """A line's text on a screen of 100 columns, behind its word."""
 SEPARATOR = " · "
-_LEAST_CHANGE = 12
-"""Of a change at least so many characters stand in a line."""
+_CALLED = re.compile(r"[\w.]+\.(\w+)\(\)")
+_FURTHER = re.compile(r", (?:or|and) ")
+"""Between the ways to make a change, or its parts: the first says what to do."""
 TWO_LINES = 2 * ROOM - 16
 """Two such lines hold this much of a text that is wrapped."""
 _NUMBERS = {2: "Both", 3: "All three"}
@@ -128,7 +130,8 @@ def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool 
     """Return a Try as whole as it fits ``room`` characters.
 
     Left out for that are the details of its cause, its costs, its module and function. It is longer where even the
-    least does not fit, unless it ``is_cut``: then it is one line of a screen.
+    least does not fit. One that ``is_cut`` has no more than the least, and where that is longer than a line of a screen
+    the method alone of what is called, and the first of several ways to make the change. No sentence is cut.
     """
     place, effects = name_place(advice), list(describe_effects(advice))
     costs = f"costs {advice.costs}" if advice.costs is not None else ""
@@ -138,13 +141,10 @@ def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool 
     short = join_parts(f"{number} {advice.short_cause}", place, advice.change, *effects)
     line = "" if advice.line is None else f"{Path(advice.line.file).name}:{advice.line.line}"
     least = join_parts(f"{number} {advice.short_cause}", line, advice.change, *effects)
-    over = len(least) - ROOM
-    if is_cut and over > 0:
-        change = max(len(advice.change) - over, _LEAST_CHANGE)
-        cause = len(advice.short_cause) - over + len(advice.change) - change
-        cut = f"{advice.change[: change - 1].rstrip()}…"
-        return join_parts(f"{number} {shorten(advice.short_cause, cause)}", line, cut, *effects)
-    room = room if over <= 0 else TWO_LINES
+    if is_cut and len(least) > ROOM:
+        cause = _CALLED.sub(r".\1()", advice.short_cause)
+        return join_parts(f"{number} {cause}", line, _FURTHER.split(advice.change)[0], *effects)
+    room = room if len(least) <= ROOM else TWO_LINES
     return next((text for text in (whole, join_parts(short, costs), short) if len(text) <= room), least)
 
 

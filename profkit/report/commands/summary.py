@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from profkit.report.commands.answer import (
 from profkit.report.commands.steps import describe_limits, describe_line
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
-from profkit.report.text import shorten
+from profkit.report.text import cut_clauses, shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
 _SCHEMA = 2
@@ -54,6 +53,7 @@ _ATTEMPTS = (
     (0.2, ("RANKS", "WORK")),
     (1.0, ()),
     (1.0, ("Closed",)),
+    (1.0, ("MEMORY",)),
 )
 """The attempts to fit a screen: the least share of a part of the step that has a row, and what else is left out."""
 
@@ -165,7 +165,7 @@ def _in_short(
     join = _cut if "ends" in left_out else _fit
     yield "WORK", _cut(_describe_work(summary))
     yield "MODULE", _cut(_describe_modules(summary))
-    yield "MEMORY", _cut(describe_memory(summary))
+    yield "MEMORY", _cut(describe_memory(summary, ROOM))
     yield "RANKS", join([_describe_late_rank(summary, answer)])
     yield "Try", advice.nothing or ""
     yield from _tries(summary, advice, left_out)
@@ -178,8 +178,8 @@ def _in_short(
 
 
 def _cut(parts: Iterable[str]) -> str:
-    """Return as many parts as a line has room for, the first one without its end if it must be."""
-    return textwrap.shorten(_fit(parts), ROOM, placeholder=" … (--all)")
+    """Return as many parts as a line has room for, of the first one as many whole clauses if it must be."""
+    return cut_clauses(_fit(parts), ROOM, " … (--all)")
 
 
 def _fit(parts: Iterable[str]) -> str:
@@ -262,7 +262,7 @@ def describe_step(summary: Summary) -> Iterator[str]:
             cost = format_change(step.recorded_ns / step.unprofiled_ns - 1)
             yield f"{format_ns(step.recorded_ns)} with the profiler ({cost})"
         if step.data_wait_ns is not None:
-            yield f"median without waits for data, plus {format_ns(step.data_wait_ns)}, the mean wait"
+            yield f"Python waits {format_ns(step.data_wait_ns)} a step for data, on average"
     compiled = summary.compilations
     if compiled is not None and compiled.recorded_ns:
         count = format_count(len(compiled.steps), "recorded step")
@@ -274,7 +274,7 @@ def _describe_time(step: StepUse) -> str:
     if step.context is not None:
         return f"context {step.context}: {time}"
     low, high = step.p10_ns or 0, step.p90_ns or 0
-    # A mean wait, some of which the GPU's work hides, and the median of the rest may be longer than most steps.
+    # The mean of waits that come in bursts may be longer than most steps.
     is_within = low < high and low <= (step.best_ns or 0) <= high
     spread = f", most take {format_ns(low)} to {format_ns(high)}" if is_within else ""
     return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
@@ -376,8 +376,11 @@ def _passes(summary: Summary, module: ModuleTime) -> str:
     return ", ".join(f"{name} {format_ns(summary.per_step(ns))}" for name, ns in passes.items() if ns)
 
 
-def describe_memory(summary: Summary) -> Iterator[str]:
-    """Yield the peak with its largest parts, what PyTorch held beside it, and what recording it cost."""
+def describe_memory(summary: Summary, room: int | None = None) -> Iterator[str]:
+    """Yield the peak with its largest parts, what PyTorch held beside it, and what recording it cost.
+
+    With ``room`` for the first of these, only as many modules hold activations as it has room for.
+    """
     memory = summary.memory
     if memory is None:
         return
@@ -385,8 +388,14 @@ def describe_memory(summary: Summary) -> Iterator[str]:
     text += f" in {memory.phase}" if memory.phase else ""
     whole = memory.peak_bytes or 1
     shown = sorted(memory.by_category.items(), key=lambda item: -item[1])
+    holders = _holders(memory.modules)
+    if room is not None and shown[:1] and shown[0][0] == "activations":
+        without = len(f"{text}: activations 00.0% ()")
+        while holders and without + len(", ".join(holders)) > room:
+            holders.pop()
+    held = f" ({', '.join(holders)})" if holders else ""
     parts = [
-        f"{category} {format_share(size / whole)}{_holders(memory.modules) if category == 'activations' else ''}"
+        f"{category} {format_share(size / whole)}{held if category == 'activations' else ''}"
         for category, size in shown
         if size >= 2 * _PART * whole
     ]
@@ -399,7 +408,7 @@ def describe_memory(summary: Summary) -> Iterator[str]:
         yield f"recording the allocator changed the step time by {format_change(memory.recording_cost)}"
 
 
-def _holders(modules: Sequence[PartRow]) -> str:
+def _holders(modules: Sequence[PartRow]) -> list[str]:
     """Return the modules that hold the most activations: those in the repeated blocks, and others of the model."""
     blocks = repeated_module(tuple(modules))
     above = () if blocks is None else blocks.path
@@ -415,8 +424,7 @@ def _holders(modules: Sequence[PartRow]) -> str:
         and row.path[:-1] == above[: len(row.path) - 1]
     ]
     rows.sort(key=lambda row: -row.categories["activations"])
-    named = [f"{shorten(row.name, _NAME_WIDTH)} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
-    return f" ({', '.join(named)})" if named else ""
+    return [f"{shorten(row.name, _NAME_WIDTH)} {format_bytes(row.categories['activations'])}" for row in rows[:3]]
 
 
 def _describe_late_rank(summary: Summary, answer: str) -> str:
