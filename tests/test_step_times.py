@@ -121,8 +121,8 @@ def test_no_samples_have_no_statistics() -> None:
 
 
 def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_rest() -> None:
-    """Waits of 90, 0 and 0 (mean 30); the rest takes 10, 12 and 40 (median 12). The median step would be 12."""
-    steps = [(100, 90), (12, 0), (40, 0)]
+    """Waits of 90, 0 and 0 (mean 30); the rest takes 12, 12 and 40 (median 12). The median step would be 40."""
+    steps = [(102, 90), (12, 0), (40, 0)]
     manifest = {
         "attached": {"steps": [{"data_ns": wait, "step_ns": step} for step, wait in steps]},
         "profiled": {"steps": [{"data_ns": 20, "step_ns": 41}, {"data_ns": 0, "step_ns": 21}]},
@@ -132,6 +132,15 @@ def test_a_step_that_waits_for_data_takes_its_mean_wait_and_the_median_of_the_re
     assert (data.phase, data.clean_ns, data.profiled_ns) == ("data", 30, 10)
     assert (step.phase, step.clean.median, step.clean_ns, step.profiled_ns) == ("step", 40, 42, 31)
     assert step.cost == 31 / 42 - 1
+
+
+def test_a_wait_that_the_gpu_hides_makes_no_step_longer() -> None:
+    """Python waits for 8 to 30, the GPU sets the pace of 62 to 64: with all of their mean a step would take 66.5."""
+    steps = [(62, 8), (62, 10), (64, 30), (62, 8)]
+    times = _summarize({"attached": {"steps": [{"data_ns": wait, "step_ns": step} for step, wait in steps]}})
+    data, step = times.phases
+    assert (data.clean_ns, step.clean_ns, step.unprofiled.wait_ns.tolist()) == (14, 62.5, [0, 0, 2, 0])
+    assert step.clean.p10 <= step.clean_ns <= step.clean.p90
 
 
 def test_steps_that_wait_for_nothing_keep_their_median() -> None:
@@ -291,7 +300,8 @@ def test_the_interval_of_steps_holds_how_much_their_waits_differ() -> None:
 
 def test_a_time_says_whether_it_is_a_median_or_holds_the_mean_wait() -> None:
     for data_ns, statistic in ((0, "medians"), (40, "mean waits and medians of the rest")):
-        steps = _summarize({"attached": {"steps": [{"data_ns": data_ns, "step_ns": 50}] * 3}})
+        waits = (0, 0, data_ns)
+        steps = _summarize({"attached": {"steps": [{"data_ns": wait, "step_ns": 50 + wait} for wait in waits]}})
         assert steps is not None
         result = compare_unprofiled(steps, steps)
         (step,) = (change for change in result.changes if change.is_whole_step)

@@ -218,7 +218,8 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
     if not steps and recorded_ns is not None:
         yield StepUse(None, None, 0, None, None, recorded_ns)
     for step in steps:
-        waits = None if timed is None or not step.unprofiled.waits else timed.find(DATA, step.context)
+        waits = None if timed is None else timed.find(DATA, step.context)
+        is_of_all = waits is not None and waits.clean.count == step.clean.count
         yield StepUse(
             step.context,
             step.clean_ns,
@@ -226,7 +227,7 @@ def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iter
             step.clean.p10,
             step.clean.p90,
             None if recorded is None else recorded.recorded_step_ns(step.context),
-            None if waits is None else waits.clean_ns,
+            (waits.clean_ns or None) if waits is not None and is_of_all else None,
         )
 
 

@@ -204,8 +204,8 @@ class Head:
 class StepUse:
     """The step time in ns: without a profiler (over ``count`` steps) and as recorded.
 
-    ``data_wait_ns`` is the mean wait for data in an unprofiled step, None if it waits for none. Then the step time is
-    this mean and the median of the rest, since waits come in bursts.
+    ``data_wait_ns`` is how long Python waits for data in an unprofiled step, on average, None if it waits for none: the
+    GPU's work may hide some of that.
     """
 
     context: int | None

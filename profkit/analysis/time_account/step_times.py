@@ -2,7 +2,8 @@
 
 A step takes its mean wait for data and the median of the rest. Data come in bursts: of eight workers all may deliver at
 once, so that seven steps find their batch ready and one waits for all, which a median hides. Waits take their mean, and
-every other phase takes its median. All commands ask here how long a step takes.
+every other phase takes its median. A wait that the GPU's work hides makes no step longer: of a step only as much of its
+wait counts as it is longer than the fastest step. All commands ask here how long a step takes.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def summarize_samples(samples: Sequence[int] | Sequence[float] | Ints) -> Sample
 
 @dataclass(frozen=True, eq=False)
 class PhaseSamples:
-    """The times of one phase by one clock, in ns: of each sample the wait for data in it, and the rest."""
+    """The times of one phase by one clock, in ns: of each sample by how much it waits longer for data, and the rest."""
 
     clock: Clock
     rest_ns: Ints
@@ -262,7 +263,7 @@ def _split_waits(samples: Samples, context: int | None, phase: str, clock: Clock
     waits = times_ns if phase == DATA else np.zeros_like(times_ns)
     if phase == STEP:
         known = np.array(samples.times_ns("wall", context).get(DATA, []), dtype=np.int64)
-        waits = known if len(known) == len(times_ns) else waits
+        waits = np.minimum(known, times_ns - times_ns.min()) if len(known) == len(times_ns) else waits
     return PhaseSamples(clock, times_ns - waits, waits)
 
 
