@@ -9,7 +9,6 @@ Effects on time are replayed. A capture that failed its self-check, or cannot be
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
 from profkit.analysis.causes.memory import MEMORY
 from profkit.analysis.step_replay.limits import Limit, StepLimits
-from profkit.analysis.step_replay.predict import STEPS_DIFFER, StepChange, TimeAnswer
+from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.edits import RunTrials, can_be_tried
@@ -253,20 +252,12 @@ def _holds(evidence: Evidence, cause: Cause) -> bool:
         return True
     answer = evidence.predict(cause.changes)
     now_ns = answer.now_ns
-    high_ns, high_here_ns = (_high_of(answer, most_ns) for most_ns in (answer.high_ns, answer.high_here_ns))
-    if answer.expected_ns is None or now_ns is None or high_ns is None or high_here_ns is None:
+    usual_ns, here_ns = answer.high_usual_ns, answer.high_here_ns
+    if answer.expected_ns is None or now_ns is None or usual_ns is None or here_ns is None:
         return False
     saved_ns = now_ns - answer.expected_ns
-    is_sure = high_here_ns - now_ns <= _SURE * saved_ns and high_ns - now_ns <= saved_ns
+    is_sure = here_ns - now_ns <= _SURE * saved_ns and usual_ns - now_ns <= saved_ns
     return is_sure and saved_ns > max(cause.worth * now_ns, evidence.spread_ns)
-
-
-def _high_of(answer: TimeAnswer, high_ns: int | None) -> float | None:
-    """Return the most of a prediction without what the unprofiled steps differ by, None where nothing is predicted."""
-    if answer.expected_ns is None or high_ns is None or answer.widths_ns is None:
-        return None
-    differ_ns = answer.widths_ns[STEPS_DIFFER] / 2
-    return answer.expected_ns + math.sqrt(max(0.0, (high_ns - answer.expected_ns) ** 2 - differ_ns**2))
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:

@@ -117,7 +117,8 @@ CHANGES = {
 @dataclass(frozen=True)
 class TimeAnswer:
     """The step after some edits, in nanoseconds: ``low_ns``, ``expected_ns``, ``high_ns``; None where unknown.
-    ``high_here_ns`` is the most beside ``now_ns``: in a process whose host and GPU are as fast as in this one.
+    ``high_usual_ns`` is the most without what unprofiled steps differ by, which makes ``now_ns`` longer, too;
+    ``high_here_ns`` also without what processes differ by: where host and GPU are as fast as in this one.
 
     ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
     limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
@@ -133,6 +134,7 @@ class TimeAnswer:
     low_ns: int | None = None
     expected_ns: int | None = None
     high_ns: int | None = None
+    high_usual_ns: int | None = None
     high_here_ns: int | None = None
     limited_by: Mapping[str, int] | None = None
     assumptions: tuple[str, ...] = ()
@@ -274,7 +276,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         _OPEN: _Reach.around(expected_ns, [ns for (speed, _), ns in after_ns.items() if speed == 1]),
         "how recorded steps differ": _Reach.of_error(_error_of_steps(runs)),
         _PROCESSES: _reach_of_processes(replay, changed, expected_ns),
-        STEPS_DIFFER: _Reach.of_error(replay.variation * expected_ns),
+        _STEPS: _Reach.of_error(replay.variation * expected_ns),
         # What makes the replays longer or shorter than the measured step changes by the same share, or stays.
         "how the replay differs from the measured step": _Reach.around(
             expected_ns, [after_ns[1, "expected"] * before_ns / now_ns + now_ns - before_ns]
@@ -282,7 +284,10 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     }
     corner = _Reach.around(expected_ns, [*after_ns.values()])
     reach = _reach_of_all(reaches, corner)
-    here = _reach_of_all({name: each for name, each in reaches.items() if name != _PROCESSES}, corner)
+    usual, here = (
+        _reach_of_all({name: each for name, each in reaches.items() if name not in left_out}, corner)
+        for left_out in ((_STEPS,), (_STEPS, _PROCESSES))
+    )
     bounds = [change.bound for change in changes if change.bound]
     parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
@@ -295,6 +300,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         low_ns=max(0, round(expected_ns - reach.below)),
         expected_ns=None if bounds else expected_ns,
         high_ns=round(expected_ns + reach.above),
+        high_usual_ns=round(expected_ns + usual.above),
         high_here_ns=round(expected_ns + here.above),
         limited_by=None if bounds else sum_parts(parts, "cause"),
         assumptions=(*bounds, *_assumptions(replay, changes)),
@@ -310,7 +316,7 @@ def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: i
     return _Reach.together([_Reach.around(expected_ns, others_ns), _Reach.around(expected_ns, gpus_ns)])
 
 
-STEPS_DIFFER = "how unprofiled steps differ"
+_STEPS = "how unprofiled steps differ"
 _SPEED, _OPEN = "how fast Python is without the profiler", "what the edit leaves open"
 _PROCESSES = "how speed differs between two processes"
 
