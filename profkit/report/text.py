@@ -117,7 +117,7 @@ def cut_clauses(text: str, width: int, end: str) -> str:
         return text
     room = width - len(end)
     ends = [match.start() for match in _CLAUSE_END.finditer(text, 0, room + 2) if _is_closed(text[: match.start()])]
-    if not ends or ends[-1] < room // 3:
+    if not ends or ends[-1] < room // 4:
         ends = [max(text.rfind(" ", 0, room + 1), 0) or room]
     return f"{text[: ends[-1]]}{end}"
 
