@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import simulate
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.whatif.apply import apply_edits
-from profkit.analysis.whatif.edits import Program, Stream
+from profkit.analysis.whatif.edits import Program
 from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
@@ -39,15 +40,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 def peak(program: Program, *edits: str) -> int:
     """Return the requested peak after some edits; the simulated one, which must be the same."""
-    stream, _ = apply_edits(program, edits)
+    requests, _ = apply_edits(program, edits)
     settings = program.memory.history.settings
-    assert simulate(stream.requests, settings).requested_peak_bytes == stream.requested_peak_bytes()
-    return stream.requested_peak_bytes()
+    assert simulate(requests, settings).requested_peak_bytes == requests.peak_bytes()
+    return requests.peak_bytes()
 
 
-def phase_peak(program: Program, stream: Stream, phase: str) -> int:
+def phase_peak(program: Program, requests: Requests, phase: str) -> int:
     """Return the most that was requested in any pass of a phase."""
-    simulation = simulate(stream.requests, program.memory.history.settings)
+    simulation = simulate(requests, program.memory.history.settings)
     timeline = program.memory.timeline
     spans = [timeline.moments_of(one) for one in timeline.phases if one.name == phase]
     inside = [(simulation.positions > begin - 1) & (simulation.positions < end) for begin, end in spans]
@@ -91,11 +92,11 @@ def test_edits_add_up(program: Program) -> None:
 
 
 def test_a_recomputed_call_stops_at_the_last_tensor_that_it_keeps(program: Program) -> None:
-    stream, _ = apply_edits(program, ["checkpoint:h.1"])
-    added = ~stream.is_recorded
+    requests, _ = apply_edits(program, ["checkpoint:h.1"])
+    added = ~requests.is_recorded
     # Its temporary and what it keeps, in each of three steps; its output is not computed again.
-    assert sorted(stream.requests.requested_bytes[added].tolist()) == [1 * MIB] * 3 + [8 * MIB] * 3
-    assert phase_peak(program, stream, BACKWARD) == 60 * MIB
+    assert sorted(requests.requested_bytes[added].tolist()) == [1 * MIB] * 3 + [8 * MIB] * 3
+    assert phase_peak(program, requests, BACKWARD) == 60 * MIB
 
 
 def test_what_is_checkpointed_already_is_left_as_it_is(tmp_path: Path) -> None:
@@ -120,8 +121,8 @@ def test_a_fused_step_makes_no_temporaries_and_offloaded_gradients_are_on_the_gp
 ) -> None:
     assert phase_peak(program, program.recorded(), "optimizer") == 40 * MIB
     for edit, size in (("optimizer:adamw-fused", 32 * MIB + 8), ("gradients:offload", 32 * MIB)):
-        stream, _ = apply_edits(program, [edit])
-        assert phase_peak(program, stream, "optimizer") == size
+        requests, _ = apply_edits(program, [edit])
+        assert phase_peak(program, requests, "optimizer") == size
 
 
 def test_gradients_that_were_kept_are_freed_after_each_step(tmp_path: Path) -> None:
@@ -141,10 +142,10 @@ def test_an_edit_changes_only_what_it_names(program: Program, edit: str) -> None
         "checkpoint": program.is_category("activations", "temporaries"),
         "loss": program.replay.requested_bytes == 20 * MIB,
     }[edit.partition(":")[0]]
-    recorded, (stream, _) = program.recorded(), apply_edits(program, [edit])
+    recorded, (requests, _) = program.recorded(), apply_edits(program, [edit])
     for column in ("requested_bytes", "born", "freed", "completed", "kind"):
-        before, after = getattr(recorded.requests, column), getattr(stream.requests, column)
-        kept = stream.is_recorded & ~named[stream.source]
+        before, after = getattr(recorded, column), getattr(requests, column)
+        kept = requests.is_recorded & ~named[requests.source]
         assert after[kept].tolist() == before[~named].tolist()
 
 
@@ -188,17 +189,17 @@ def test_a_snapshot_without_known_tensors_has_no_optimizer_to_edit() -> None:
 def test_a_real_model_with_every_layer_checkpointed_has_the_peaks_that_its_sizes_give() -> None:
     """The prediction from the model's sizes was measured on an H200, to the byte."""
     real = Program(open_snapshot(SMALL).device())
-    stream, _ = apply_edits(real, ["checkpoint:layer *"])
+    requests, _ = apply_edits(real, ["checkpoint:layer *"])
     expected = predict_memory(Work("small", 256, batch=4, dtype="fp32", checkpoint_layers=1))
     for phase in (LOSS, BACKWARD):
-        assert phase_peak(real, stream, phase) == next(one.bytes for one in expected.peaks if one.phase == phase)
+        assert phase_peak(real, requests, phase) == next(one.bytes for one in expected.peaks if one.phase == phase)
 
 
 def test_a_search_lets_the_request_through_that_ended_the_program(tmp_path: Path) -> None:
     training = Blocks()
     allocator = training.allocator
     # 24 MiB are live then, 16 of them Adam's state; today's reserved peak is far below the capacity.
-    failure = {"action": "oom", "device_free": 0, "size": 100 * MIB, "stream": 0, "time_us": allocator.clock + 1}
+    failure = {"action": "oom", "device_free": 0, "size": 100 * MIB, "requests": 0, "time_us": allocator.clock + 1}
     allocator.events.append(failure)
     snapshot = opened(training, tmp_path)
     result = snapshot.whatif(fit=True, capacity_bytes=130 * MIB)

@@ -2,7 +2,9 @@
 
 A request stream holds what was asked for, when, on which stream, and when it was given back, without what the recorded
 allocator did about it (`profkit.allocator.simulate`). Positions are those of the recorded events, as floats, so that an
-edit can put a request between two of them; -1 is before the first event, the number of events or more is never.
+edit can put a request between two of them; -1 is before the first event, the number of events or more is never. Every
+request of a program comes from one recorded allocation: itself, or the one that an edit copied. What is known of that
+(its category, its module) holds for the request too.
 
 CUDA chooses where segments begin. Such a base is *proven* if up to it CUDA was asked for the same segments as in the
 recording; the others are drawn.
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,7 @@ from profkit.snapshot.columns import (
     read_pool,
 )
 
+Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Kind = tuple[tuple[int, int], int]
 """A memory pool, ``(0, 0)`` for the default one, and a stream: blocks are shared within a kind only."""
@@ -42,6 +46,7 @@ DEFAULT_POOL = (0, 0)
 ADDED = -1
 """The row of a request that was not recorded."""
 
+_COLUMNS = ("requested_bytes", "born", "freed", "completed", "kind", "row", "source")
 _FAR = 2**62
 _EMPTY_CACHE = "empty_cache"
 
@@ -84,11 +89,15 @@ class Requests:
     """Index into ``kinds``."""
     row: Ints
     """The allocation's row in the `Replay`; -1 for one that an edit added."""
+    source: Ints
+    """The row of the allocation that it comes from."""
     kinds: tuple[Kind, ...]
     event_count: int
     releases: tuple[Release, ...]
     failures: tuple[tuple[float, int], ...]
     """Requests that failed: position and bytes, as rounded by the allocator."""
+    fatal: tuple[int, int, int] | None
+    """The request that ended the program: event, bytes and stream."""
     start: tuple[Region, ...]
     addresses: Ints
     """By row of the `Replay`: where the block lay, and in ``sizes`` what the allocator charged for it."""
@@ -99,71 +108,91 @@ class Requests:
     def __len__(self) -> int:
         return len(self.born)
 
+    @property
+    def is_recorded(self) -> Bools:
+        """Whether a request is a recorded allocation, not one that an edit added."""
+        return np.not_equal(self.row, ADDED)
+
+    def keep(self, kept: Bools) -> Requests:
+        """Return some of the requests."""
+        return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
+
+    def resized(self, where: Bools | Ints, requested_bytes: Ints) -> Requests:
+        """Return the requests, some with other sizes."""
+        sizes = self.requested_bytes.copy()
+        sizes[where] = requested_bytes
+        return replace(self, requested_bytes=sizes)
+
+    def freed_at(self, where: Bools | Ints, positions: Floats) -> Requests:
+        """Return the requests, some freed at other positions, and free for reuse at once."""
+        freed, completed = self.freed.copy(), self.completed.copy()
+        freed[where] = completed[where] = positions
+        return replace(self, freed=freed, completed=completed)
+
+    def add_copies(self, of: Ints, requested_bytes: Ints, born: Floats, freed: Floats) -> Requests:
+        """Return further requests too: of the kind and the source of the requests ``of`` (indices)."""
+        added = np.full(len(of), ADDED, dtype=np.int64)
+        return self._add((requested_bytes, born, freed, freed, self.kind[of], added, self.source[of]))
+
+    def add_last(self, event: int, size_bytes: int, stream: int) -> Requests:
+        """Return one more request too, which comes with an event and stays, in the default pool of a stream."""
+        kind, never = (DEFAULT_POOL, stream), float(self.event_count)
+        kinds = self.kinds if kind in self.kinds else (*self.kinds, kind)
+        values = (size_bytes, float(event), never, never, kinds.index(kind), ADDED, ADDED)
+        return replace(self._add(tuple(np.array([value]) for value in values)), kinds=kinds)
+
+    def with_fatal(self) -> Requests:
+        """Return the request that ended the program too, if one did: edits should let it through."""
+        return self if self.fatal is None else self.add_last(*self.fatal)
+
+    def cut_off_at(self, event: int) -> Requests:
+        """Return the requests that came before an event, as if the history ended with it."""
+        releases = tuple(release for release in self.releases if release.position < event)
+        return replace(self.keep(self.born < event), event_count=event + 1, releases=releases, failures=())
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were requested at a time."""
+        return self.highest_sum(self.requested_bytes, self.completed)
+
+    def highest_sum(self, sizes: Ints, ends: Floats) -> int:
+        """Return the most bytes that were live at a time, each request from its birth to its end; frees come first."""
+        position = np.concatenate([ends, self.born])
+        change = np.concatenate([-sizes, sizes])
+        order = np.argsort(position, kind="stable")
+        order = order[position[order] < self.event_count]
+        return int(change[order].cumsum().max(initial=0))
+
+    def _add(self, columns: tuple[npt.NDArray[Any], ...]) -> Requests:
+        pairs = zip(_COLUMNS, columns, strict=True)
+        longer: dict[str, Any] = {name: np.concatenate([getattr(self, name), more]) for name, more in pairs}
+        return replace(self, **longer)
+
 
 def requests_of(history: History) -> Requests:
     """Return what the program asked of the allocator, as the replay shows it."""
     replay, events = history.replay, history.device.events
     kinds, kind, start = _find_kinds(history)
     failed = np.flatnonzero(events.action == OOM)
+    rows = np.arange(len(replay), dtype=np.int64)
+    last = int(failed[-1]) if len(failed) and not np.any(events.action[failed[-1] :] == ALLOC) else None
     return Requests(
         requested_bytes=replay.requested_bytes,
         born=replay.birth.astype(np.float64),
         freed=replay.freed.astype(np.float64),
         completed=replay.completed.astype(np.float64),
         kind=kind,
-        row=np.arange(len(replay), dtype=np.int64),
+        row=rows,
+        source=rows,
         kinds=kinds,
         event_count=replay.event_count,
         releases=_find_releases(history),
         failures=tuple(zip(failed.astype(np.float64).tolist(), events.size_bytes[failed].tolist(), strict=True)),
+        fatal=None if last is None else (last, int(events.size_bytes[last]), int(events.stream[last])),
         start=start,
         addresses=replay.address,
         sizes=replay.size_bytes,
         bases=_find_bases(history),
     )
-
-
-def cut_off_at(requests: Requests, event: int) -> Requests:
-    """Return the requests that came before an event, as if the history ended with it."""
-    came = requests.born < event
-    return replace(
-        requests,
-        requested_bytes=requests.requested_bytes[came],
-        born=requests.born[came],
-        freed=requests.freed[came],
-        completed=requests.completed[came],
-        kind=requests.kind[came],
-        row=requests.row[came],
-        event_count=event + 1,
-        releases=tuple(release for release in requests.releases if release.position < event),
-        failures=(),
-    )
-
-
-def add_request(requests: Requests, event: int, size_bytes: int, stream: int) -> Requests:
-    """Return the requests and one more that comes with an event and stays, in the default pool of a stream."""
-    kinds, kind = requests.kinds, (DEFAULT_POOL, stream)
-    kinds = kinds if kind in kinds else (*kinds, kind)
-    never = float(requests.event_count)
-    return replace(
-        requests,
-        requested_bytes=np.append(requests.requested_bytes, size_bytes),
-        born=np.append(requests.born, float(event)),
-        freed=np.append(requests.freed, never),
-        completed=np.append(requests.completed, never),
-        kind=np.append(requests.kind, kinds.index(kind)),
-        row=np.append(requests.row, ADDED),
-        kinds=kinds,
-    )
-
-
-def highest_sum(requests: Requests, sizes: Ints, ends: Floats) -> int:
-    """Return the most bytes that were live at a time, each request from its birth to its end; frees come first."""
-    position = np.concatenate([ends, requests.born])
-    change = np.concatenate([-sizes, sizes])
-    order = np.argsort(position, kind="stable")
-    order = order[position[order] < requests.event_count]
-    return int(change[order].cumsum().max(initial=0))
 
 
 def _find_bases(history: History) -> dict[int, tuple[int, int]]:

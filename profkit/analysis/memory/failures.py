@@ -257,7 +257,7 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     """
     # Most histories hold no failure, and need no simulator.
     from profkit.allocator.heap import Limit
-    from profkit.allocator.requests import add_request, cut_off_at, requests_of
+    from profkit.allocator.requests import requests_of
     from profkit.allocator.simulate import check_identity, simulate
 
     history, events = memory.history, memory.device.events
@@ -265,7 +265,7 @@ def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -
     requests = requests_of(history)
     if requests.start or not check_identity(history, requests).exact:
         return None
-    requests = add_request(cut_off_at(requests, event), event, wanted, int(events.stream[event]))
+    requests = requests.cut_off_at(event).add_last(event, wanted, int(events.stream[event]))
     least = max(int(reserved.max()), 0 if is_limited else int(reserved[-1] + events.address[event]))
     most = int(reserved[-1]) + segment_size_bytes(wanted) - 1 if is_limited else least
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.allocator.replay import History
-from profkit.allocator.requests import Requests, highest_sum, requests_of
+from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.rules import format_settings, list_variants, parse_settings, round_sizes, segment_size_bytes
-from profkit.allocator.simulate import Identity, Prediction, Range, Simulation, check_identity, predict
+from profkit.allocator.simulate import Identity, Range, Simulation, check_identity, predict
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
-from profkit.analysis.whatif.edits import Program, add_failed_request
+from profkit.analysis.whatif.edits import Program
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
 
@@ -108,22 +107,23 @@ def what_if(
     """
     history = memory.history
     variants = [parse_settings(text) for text in allocators]
-    requests = read_requests(history, snapshot)
+    if not len(history.device.events):
+        raise SnapshotError(f"{snapshot}: no history was recorded, so there is nothing to simulate")
+    requests = requests_of(history)
+    if requests.requested_bytes.max(initial=0) > _LARGEST_REQUEST_BYTES:
+        raise SnapshotError(f"{snapshot}: a request for more memory than any GPU has; nothing is simulated")
     identity = check_identity(history, requests)
     capacity, source = _find_capacity(memory, requests, capacity_bytes)
-    today = _today(memory, requests, capacity, is_proven=identity.exact)
-    if not (edits or fit):
+    cases = _Cases(memory, requests, capacity, is_proven=identity.exact)
+    today = cases.today()
+    edited = has_found = None
+    if edits or fit:
+        others, edited, has_found = cases.edited(today, tuple(edits), variants, fit=fit, cost=cost)
+    else:
         variants = variants or list_variants(history.settings)
         if not capacity:
             variants = [variant for variant in variants if allocators or not variant.garbage_collection_threshold]
-        asked = add_failed_request(memory, requests)
-        cases, _ = _cases(memory, asked, variants, capacity=capacity, is_proven=identity.exact)
-        edited = has_found = None
-    else:
-        variants = variants or [history.settings]
-        cases, edited, has_found = _edited_cases(
-            memory, tuple(edits), variants, today, fit=fit, cost=cost, capacity=capacity, is_proven=identity.exact
-        )
+        others = [cases.under(settings, requests.with_fatal())[0] for settings in variants]
     return WhatIf(
         snapshot=snapshot,
         device=memory.device.index,
@@ -131,7 +131,7 @@ def what_if(
         capacity_bytes=capacity,
         capacity_from=source,
         history_is_complete=history.is_complete,
-        cases=(today, *cases),
+        cases=(today, *others),
         edited=edited,
         search=has_found,
     )
@@ -155,145 +155,121 @@ def _find_capacity(
     return recorded, "gpu" if recorded else None
 
 
-def _edited_cases(
-    memory: DeviceMemory,
-    texts: tuple[str, ...],
-    variants: list[Settings],
-    today: Case,
-    *,
-    fit: bool,
-    cost: Cost | None,
-    capacity: int | None,
-    is_proven: bool,
-) -> tuple[list[Case], EditedPeak | None, bool | None]:
-    """Return the cases of an edited program, what its peak is made of, and what a search found."""
-    program, has_found = Program(memory), None
-    if fit:
-        if capacity is None or not is_proven:
-            raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
-        if today.fits and not len(add_failed_request(memory, program.recorded().requests)) > len(program.replay):
-            return [], None, True
-        rung, has_found = find_fitting(program, memory.history.settings, capacity, cost)
-        texts, variants = rung.edits, [rung.settings]
-    stream, applied = apply_edits(program, texts)
-    requests = add_failed_request(memory, stream.requests)
-    cases, simulations = _cases(memory, requests, variants, texts, capacity=capacity, is_proven=is_proven)
-    if any(edit.unknown for edit in applied):
-        extremes = [apply_edits(program, texts, bound=bound)[0] for bound in ("least", "most")]
-        asked = [add_failed_request(memory, stream.requests) for stream in extremes]
-        cases = [
-            _widen(case, asked, settings, is_proven=is_proven) for case, settings in zip(cases, variants, strict=True)
-        ]
-        if any(edit.recomputed for edit in applied):  # as wide as real programs were found to need
-            cases = [
-                replace(
-                    case,
-                    requested_range_bytes=_stretch(case.requested_range_bytes, _MARGIN),
-                    allocated_range_bytes=_stretch(case.allocated_range_bytes, _MARGIN),
-                    reserved_range_bytes=_stretch(case.reserved_range_bytes, _RESERVED_MARGIN),
-                )
-                for case in cases
-            ]
-    first = simulations[0] if simulations else None
-    return cases, take_apart(program, stream, applied, first, cost), has_found
+class _Cases:
+    """The cases of one recorded program; without proof of the simulator only bounds of them."""
+
+    def __init__(self, memory: DeviceMemory, requests: Requests, capacity: int | None, *, is_proven: bool) -> None:
+        self._memory, self._requests = memory, requests
+        self._capacity, self._is_proven = capacity, is_proven
+
+    def today(self) -> Case:
+        """Return the recorded case, as the replay proves it; whether it survives in less memory is simulated."""
+        history, capacity = self._memory.history, self._capacity
+        curves, moment = history.curves, history.peak_moment
+        allocated, reserved = history.allocated_peak_bytes, int(curves.reserved.max())
+        fits, failed = True if capacity is not None and reserved <= capacity else None, None
+        if capacity is not None and not fits and self._is_proven:
+            limited = predict(self._requests, history.settings, capacity)
+            fits, failed = limited.fits, limited.failed
+        failed_bytes = None if failed is None else failed.requested_bytes
+        if self._requests.fatal is not None:
+            fits, failed_bytes = False, self._requests.fatal[1]
+        return _case(
+            history.settings,
+            int(curves.requested.max()),
+            history.bounds or (allocated, allocated),
+            (reserved, reserved),
+            allocated_peak_bytes=allocated,
+            reserved_peak_bytes=reserved,
+            exact=history.bounds is None,
+            phase=self._memory.timeline.phase_at(moment - 1),
+            fits=fits,
+            unused_bytes=_unused(int(curves.reserved[moment]), allocated),
+            failed_request_bytes=failed_bytes,
+        )
+
+    def under(
+        self, settings: Settings, requests: Requests, edits: tuple[str, ...] = ()
+    ) -> tuple[Case, Simulation | None]:
+        """Return the case of some requests under some settings, and its simulation.
+
+        Unproven, it holds what does for any allocator with these settings: no peak is below the requests, rounded.
+        """
+        if not self._is_proven:
+            low = requests.highest_sum(round_sizes(requests.requested_bytes, settings), requests.freed)
+            return _case(settings, requests.peak_bytes(), (low, None), (low, None), edits=edits), None
+        prediction = predict(requests, settings, self._capacity)
+        simulation, failed = prediction.simulation, prediction.failed
+        peak, last = int(simulation.allocated.argmax()), len(self._memory.device.events) - 1
+        case = _case(
+            settings,
+            simulation.requested_peak_bytes,
+            prediction.allocated_range_bytes,
+            prediction.reserved_range_bytes,
+            edits=edits,
+            allocated_peak_bytes=simulation.allocated_peak_bytes,
+            reserved_peak_bytes=simulation.reserved_peak_bytes,
+            exact=prediction.exact,
+            phase=self._memory.timeline.phase_at(min(int(simulation.peak_position), last)),
+            fits=prediction.fits,
+            unused_bytes=_unused(int(simulation.reserved[peak]), int(simulation.allocated[peak])),
+            failed_request_bytes=None if failed is None else failed.requested_bytes,
+        )
+        return case, simulation
+
+    def edited(
+        self, today: Case, texts: tuple[str, ...], variants: list[Settings], *, fit: bool, cost: Cost | None
+    ) -> tuple[list[Case], EditedPeak | None, bool | None]:
+        """Return the cases of an edited program, what its peak is made of, and what a search found."""
+        program, has_found = Program(self._memory), None
+        variants = variants or [self._memory.history.settings]
+        if fit:
+            if self._capacity is None or not self._is_proven:
+                raise UsageError("no edits can be searched for: the simulator is not proven on this snapshot")
+            if today.fits and self._requests.fatal is None:
+                return [], None, True
+            rung, has_found = find_fitting(program, self._memory.history.settings, self._capacity, cost)
+            texts, variants = rung.edits, [rung.settings]
+        requests, applied = apply_edits(program, texts)
+        found = [self.under(settings, requests.with_fatal(), texts) for settings in variants]
+        cases = [case for case, _ in found]
+        if any(edit.unknown for edit in applied):
+            ends = [apply_edits(program, texts, bound=bound)[0].with_fatal() for bound in ("least", "most")]
+            cases = [self._widen(case, ends, settings) for case, settings in zip(cases, variants, strict=True)]
+        if any(edit.recomputed for edit in applied):
+            cases = list(map(_stretch, cases))
+        return cases, take_apart(program, requests, applied, found[0][1], cost), has_found
+
+    def _widen(self, case: Case, ends: list[Requests], settings: Settings) -> Case:
+        """Return a case with ranges that also cover other assumptions on what is not known of its edits."""
+        requested = [(end.peak_bytes(), end.peak_bytes()) for end in ends]
+        case = replace(case, exact=False, requested_range_bytes=_span(case.requested_range_bytes, requested))
+        if not self._is_proven:
+            return case
+        both = [predict(end, settings) for end in ends]
+        return replace(
+            case,
+            allocated_range_bytes=_span(case.allocated_range_bytes, [end.allocated_range_bytes for end in both]),
+            reserved_range_bytes=_span(case.reserved_range_bytes, [end.reserved_range_bytes for end in both]),
+        )
 
 
-def _widen(case: Case, extremes: list[Requests], settings: Settings, *, is_proven: bool) -> Case:
-    """Return a case with ranges that also cover other assumptions on what is not known of its edits."""
-    requested = [highest_sum(some, some.requested_bytes, some.completed) for some in extremes]
-    spread = _span(case.requested_range_bytes, [(size, size) for size in requested])
-    case = replace(case, exact=False, requested_range_bytes=spread)
-    if not is_proven:
-        return case
-    both = [predict(requests, settings) for requests in extremes]
-    return replace(
-        case,
-        allocated_range_bytes=_span(case.allocated_range_bytes, [end.allocated_range_bytes for end in both]),
-        reserved_range_bytes=_span(case.reserved_range_bytes, [end.reserved_range_bytes for end in both]),
-    )
-
-
-def _cases(
-    memory: DeviceMemory,
-    requests: Requests,
-    variants: list[Settings],
+def _case(
+    settings: Settings,
+    requested: int,
+    allocated: Range,
+    reserved: Range,
     edits: tuple[str, ...] = (),
-    *,
-    capacity: int | None,
-    is_proven: bool,
-) -> tuple[list[Case], list[Simulation]]:
-    if not is_proven:
-        return [_bounded(requests, settings, edits) for settings in variants], []
-    predictions = [predict(requests, settings, capacity) for settings in variants]
-    cases = [
-        build_case(memory, prediction, settings, edits)
-        for prediction, settings in zip(predictions, variants, strict=True)
-    ]
-    return cases, [prediction.simulation for prediction in predictions]
-
-
-def read_requests(history: History, snapshot: str) -> Requests:
-    """Return the request stream of a device.
-
-    Raises:
-        SnapshotError: no history was recorded, or a request is larger than any GPU.
-    """
-    if not len(history.device.events):
-        raise SnapshotError(f"{snapshot}: no history was recorded, so there is nothing to simulate")
-    requests = requests_of(history)
-    if requests.requested_bytes.max(initial=0) > _LARGEST_REQUEST_BYTES:
-        raise SnapshotError(f"{snapshot}: a request for more memory than any GPU has; nothing is simulated")
-    return requests
-
-
-def build_case(memory: DeviceMemory, prediction: Prediction, settings: Settings, edits: tuple[str, ...] = ()) -> Case:
-    simulation = prediction.simulation
-    peak = int(simulation.allocated.argmax())
-    failed = prediction.failed
+    **known: Any,
+) -> Case:
     return Case(
         allocator=format_settings(settings),
         edits=edits,
-        requested_peak_bytes=simulation.requested_peak_bytes,
-        allocated_peak_bytes=simulation.allocated_peak_bytes,
-        reserved_peak_bytes=simulation.reserved_peak_bytes,
-        exact=prediction.exact,
-        requested_range_bytes=(simulation.requested_peak_bytes, simulation.requested_peak_bytes),
-        allocated_range_bytes=prediction.allocated_range_bytes,
-        reserved_range_bytes=prediction.reserved_range_bytes,
-        phase=memory.timeline.phase_at(min(int(simulation.peak_position), len(memory.device.events) - 1)),
-        fits=prediction.fits,
-        unused_bytes=_unused(int(simulation.reserved[peak]), int(simulation.allocated[peak])),
-        failed_request_bytes=None if failed is None else failed.requested_bytes,
-    )
-
-
-def _today(memory: DeviceMemory, requests: Requests, capacity: int | None, *, is_proven: bool) -> Case:
-    """Return the recorded case, as the replay proves it; whether it survives in less memory is simulated."""
-    history = memory.history
-    curves, bounds = history.curves, history.bounds
-    allocated, reserved = history.allocated_peak_bytes, int(curves.reserved.max())
-    requested, moment = int(curves.requested.max()), history.peak_moment
-    fits, failed = True if capacity is not None and reserved <= capacity else None, None
-    if capacity is not None and not fits and is_proven:
-        limited = predict(requests, history.settings, capacity)
-        fits, failed = limited.fits, limited.failed
-    failed_bytes = None if failed is None else failed.requested_bytes
-    if len(add_failed_request(memory, requests)) > len(requests):
-        fits, failed_bytes = False, requests.failures[-1][1]
-    return Case(
-        allocator=format_settings(history.settings),
-        edits=(),
         requested_peak_bytes=requested,
-        allocated_peak_bytes=allocated,
-        reserved_peak_bytes=reserved,
-        exact=bounds is None,
         requested_range_bytes=(requested, requested),
-        allocated_range_bytes=bounds or (allocated, allocated),
-        reserved_range_bytes=(reserved, reserved),
-        phase=memory.timeline.phase_at(moment - 1),
-        fits=fits,
-        unused_bytes=_unused(int(curves.reserved[moment]), allocated),
-        failed_request_bytes=failed_bytes,
+        allocated_range_bytes=allocated,
+        reserved_range_bytes=reserved,
+        **known,
     )
 
 
@@ -301,24 +277,14 @@ def _unused(reserved_bytes: int, allocated_bytes: int) -> int | None:
     return None if reserved_bytes < allocated_bytes else reserved_bytes - allocated_bytes
 
 
-def _bounded(requests: Requests, settings: Settings, edits: tuple[str, ...]) -> Case:
-    """Return what holds for any allocator with these settings: no peak is lower than the requests, rounded."""
-    rounded = round_sizes(requests.requested_bytes, settings)
-    low = highest_sum(requests, rounded, requests.freed)
-    requested = highest_sum(requests, requests.requested_bytes, requests.completed)
-    return Case(
-        allocator=format_settings(settings),
-        edits=edits,
-        requested_peak_bytes=requested,
-        requested_range_bytes=(requested, requested),
-        allocated_range_bytes=(low, None),
-        reserved_range_bytes=(low, None),
-    )
-
-
-def _stretch(both: Range, margin: float) -> Range:
-    low, high = both
-    return int(low * (1 - margin)), None if high is None else int(high * (1 + margin))
+def _stretch(case: Case) -> Case:
+    """Return a case with ranges as wide as real programs with checkpoints were found to need."""
+    margins = {"requested": _MARGIN, "allocated": _MARGIN, "reserved": _RESERVED_MARGIN}
+    ranges: dict[str, Any] = {}
+    for kind, margin in margins.items():
+        low, high = getattr(case, f"{kind}_range_bytes")
+        ranges[f"{kind}_range_bytes"] = int(low * (1 - margin)), None if high is None else int(high * (1 + margin))
+    return replace(case, **ranges)
 
 
 def _span(first: Range, others: Sequence[Range]) -> Range:

@@ -16,19 +16,16 @@ from itertools import product
 
 import numpy as np
 
-from profkit.allocator.requests import highest_sum
+from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import Simulation, predict
 from profkit.analysis.memory.places import Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
 from profkit.analysis.whatif.edits import (
-    Applied,
     Bound,
     CannotModelError,
     Change,
     Program,
-    Stream,
-    add_failed_request,
     drop_gradients,
     edit_gradients,
     edit_loss,
@@ -60,6 +57,16 @@ def cost_of_ranges(tree: RangesResult) -> Cost:
 
 
 @dataclass(frozen=True)
+class Applied:
+    """One edit as it was written, and what is known of it; the fields of its `Change`."""
+
+    text: str
+    rests_on: str
+    unknown: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PartChange:
     """A category, or a module with the modules in it: its bytes at the recorded peak and at the edited one."""
 
@@ -85,23 +92,23 @@ class EditedPeak:
 
 
 def take_apart(
-    program: Program, stream: Stream, applied: tuple[Applied, ...], simulation: Simulation | None, cost: Cost | None
+    program: Program, requests: Requests, applied: tuple[Applied, ...], simulation: Simulation | None, cost: Cost | None
 ) -> EditedPeak:
-    """Return what the peak of an edited stream is made of; without a simulation only what the edits rest on."""
+    """Return what the peak of an edited program is made of; without a simulation only what the edits rest on."""
     ranges = [name for edit in applied for name in edit.recomputed]
     added = cost(ranges) if cost and ranges else None
     if simulation is None:
         return EditedPeak(applied, None, added)
     memory, position = program.memory, simulation.peak_position
     before = memory.live_rows(memory.history.peak_moment)
-    after = np.flatnonzero((stream.requests.born <= position) & (stream.requests.freed > position))
+    after = np.flatnonzero((requests.born <= position) & (requests.freed > position))
     recorded = list(zip(before, program.replay.size_bytes[before].tolist(), strict=True))
-    edited = list(zip(stream.source[after].tolist(), simulation.size_bytes[after].tolist(), strict=True))
+    edited = list(zip(requests.source[after].tolist(), simulation.size_bytes[after].tolist(), strict=True))
     # A request that failed when the program was recorded comes after all others.
-    failed = int(simulation.size_bytes[len(stream) :].sum())
+    failed = int(simulation.size_bytes[len(requests) :].sum())
     return EditedPeak(
         applied,
-        _place(program, stream, position),
+        _place(program, requests, position),
         added,
         _join(
             _by_category(program, recorded),
@@ -111,13 +118,13 @@ def take_apart(
     )
 
 
-def _place(program: Program, stream: Stream, position: float) -> str | None:
-    at = np.flatnonzero(stream.requests.born == position)
+def _place(program: Program, requests: Requests, position: float) -> str | None:
+    at = np.flatnonzero(requests.born == position)
     if not len(at):
         return None
-    row = int(stream.source[at[0]])
+    row = int(requests.source[at[0]])
     module = next((name for name, _ in program.memory.place_of(row).modules if name), None)
-    again = "" if stream.is_recorded[at[0]] else " (computed again)"
+    again = "" if requests.is_recorded[at[0]] else " (computed again)"
     return f"{module + ': ' if module else ''}{program.memory.stacks.facts_of(row).label}{again}"
 
 
@@ -144,7 +151,7 @@ def _join(before: dict[str, int], after: dict[str, int]) -> tuple[PartChange, ..
     return tuple(sorted(changes, key=lambda change: -max(change.before_bytes, change.after_bytes)))
 
 
-_EDITS: dict[str, Callable[[Program, Stream, str], Change]] = {
+_EDITS: dict[str, Callable[[Program, Requests, str], Change]] = {
     "optimizer": edit_optimizer,
     "gradients": edit_gradients,
     "parameters": edit_parameters,
@@ -160,34 +167,34 @@ def apply_edits(
     program: Program,
     texts: Sequence[str],
     *,
-    stream: Stream | None = None,
+    requests: Requests | None = None,
     bound: Bound = "likely",
-) -> tuple[Stream, tuple[Applied, ...]]:
+) -> tuple[Requests, tuple[Applied, ...]]:
     """Return the program's requests after some edits, and what each of them rests on.
 
     Args:
         texts: edits such as ``optimizer:sgd``; they are applied in the order of `profkit.run.edits.EDITS`.
-        stream: what the edits change; by default what was recorded.
+        requests: what the edits change; by default what was recorded.
         bound: what to take for what is not known of them.
 
     Raises:
         UsageError: an edit is unknown, the snapshot says too little for it, or it would change nothing.
     """
-    stream, applied = stream or program.recorded(), []
+    requests, applied = requests or program.recorded(), []
     for edit in parse_edits(texts):
         name, argument, text = edit.spec.name, edit.argument, edit.text
         if name not in MODELLED:
             raise UsageError(f"{text}: what it does to memory is not known")
         try:
             if name == _CHECKPOINT:
-                change = edit_checkpoint(program, stream, argument, bound)
+                change = edit_checkpoint(program, requests, argument, bound)
             else:
-                change = _EDITS[name](program, stream, argument)
+                change = _EDITS[name](program, requests, argument)
         except CannotModelError as error:
             raise UsageError(f"{text}: {error}") from None
-        stream = change.stream
-        applied.append(Applied(text, change.rests_on, change.unknown, change.recomputed))
-    return stream, tuple(applied)
+        requests = change.requests
+        applied.append(Applied(text, *change[1:]))
+    return requests, tuple(applied)
 
 
 _OPTIMIZERS = ("optimizer:adamw-fused", "optimizer:adamw-8bit", "optimizer:offload")
@@ -210,20 +217,20 @@ class Rung:
 
 def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost: Cost | None) -> tuple[Rung, bool]:
     """Return the cheapest set that fits, or else the one that needs least, and whether it fits."""
-    streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
+    edited: _Known = {(): program.recorded()}
 
     def price(rung: Rung) -> tuple[int, float, int]:
         unknown = sum(edit in _UNKNOWN_TIME for edit in rung.edits)
         return unknown, rung.added, len(rung.edits) + (rung.settings != settings)
 
-    rungs = sorted(_rungs(program, settings, cost), key=price)
+    rungs = sorted(_rungs(program, settings, cost, edited), key=price)
     least, least_bytes = rungs[0], 2**62
     for rung in rungs:
-        stream = _stream(program, rung.edits, streams)
-        if stream is None:
+        after = _edited(program, rung.edits, edited)
+        if after is None:
             continue
-        requests = add_failed_request(program.memory, stream.requests)
-        requested = highest_sum(requests, requests.requested_bytes, requests.completed)
+        requests = after.with_fatal()
+        requested = requests.peak_bytes()
         if requested < least_bytes:
             least, least_bytes = rung, requested
         if requested <= capacity_bytes and predict(requests, rung.settings, capacity_bytes).fits:
@@ -231,12 +238,11 @@ def find_fitting(program: Program, settings: Settings, capacity_bytes: int, cost
     return least, False
 
 
-def _rungs(program: Program, settings: Settings, cost: Cost | None) -> Iterator[Rung]:
+def _rungs(program: Program, settings: Settings, cost: Cost | None, edited: _Known) -> Iterator[Rung]:
     """Yield every set of edits that each do something on their own, under the recorded settings and with pages."""
-    streams: dict[tuple[str, ...], Stream] = {(): program.recorded()}
 
     def possible(texts: tuple[str, ...]) -> list[str]:
-        return ["", *(text for text in texts if _stream(program, (text,), streams) is not None)]
+        return ["", *(text for text in texts if _edited(program, (text,), edited) is not None)]
 
     checkpoints = possible(tuple(_checkpoints(program)))
     added = {text: _added(program, text, cost) for text in checkpoints}
@@ -247,14 +253,18 @@ def _rungs(program: Program, settings: Settings, cost: Cost | None) -> Iterator[
             yield Rung(tuple(filter(None, edits)), variant, added[edits[1]])
 
 
-def _stream(program: Program, edits: tuple[str, ...], known: dict[tuple[str, ...], Stream]) -> Stream | None:
+_Known = dict[tuple[str, ...], Requests]
+"""What some edits make of the program."""
+
+
+def _edited(program: Program, edits: tuple[str, ...], known: _Known) -> Requests | None:
     """Return the program after some edits; None if one of them changes nothing or cannot be modelled."""
     if edits not in known:
-        before = _stream(program, edits[:-1], known)
+        before = _edited(program, edits[:-1], known)
         if before is None:
             return None
         try:
-            known[edits], _ = apply_edits(program, edits[-1:], stream=before)
+            known[edits], _ = apply_edits(program, edits[-1:], requests=before)
         except UsageError:
             return None
     return known[edits]

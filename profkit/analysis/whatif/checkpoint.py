@@ -25,8 +25,8 @@ from itertools import groupby
 
 import numpy as np
 
-from profkit.allocator.requests import Floats
-from profkit.analysis.whatif.edits import Bools, Bound, CannotModelError, Change, Program, Stream
+from profkit.allocator.requests import Bools, Floats, Requests
+from profkit.analysis.whatif.edits import Bound, CannotModelError, Change, Program
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
 
@@ -54,7 +54,7 @@ class Call:
     backward_end: int
 
 
-def edit_checkpoint(program: Program, stream: Stream, text: str, bound: Bound = "likely") -> Change:
+def edit_checkpoint(program: Program, requests: Requests, text: str, bound: Bound = "likely") -> Change:
     """Checkpoint the ranges or modules that match ``GLOB``.
 
     Of ``GLOB:every=K`` only every K-th, from the first on; of ``GLOB:group=K`` K that follow one another share one
@@ -79,14 +79,14 @@ def edit_checkpoint(program: Program, stream: Stream, text: str, bound: Bound = 
     calls = [call for call in calls if call.name in chosen]
     if match["how"] == "group":
         calls = list(_joined(calls, number))
-    stream, count = _checkpoint(program, stream, calls, bound, is_reentrant=match["reentrant"] is not None)
+    requests, count = _checkpoint(program, requests, calls, bound, is_reentrant=match["reentrant"] is not None)
     if not count:
         raise CannotModelError(f"what matches {glob!r} keeps nothing for backward: is it compiled?")
     unknown = (
         "when a checkpointed call frees what it no longer keeps, and backward what was computed again",
         *([] if match["reentrant"] else ["use_reentrant=True needs each call's output once more: add :reentrant"]),
     )
-    return Change(stream, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
+    return Change(requests, f"{len(chosen)} of {len(names)} ranges, {count} calls", unknown, tuple(chosen))
 
 
 def find_calls(program: Program, glob: str) -> list[Call]:
@@ -202,15 +202,15 @@ def _unit_of(module: str, glob: str) -> str | None:
 
 
 def _checkpoint(
-    program: Program, stream: Stream, calls: list[Call], bound: Bound, *, is_reentrant: bool
-) -> tuple[Stream, int]:
-    """Return the stream with calls checkpointed, and how many of them keep anything for their backward pass.
+    program: Program, requests: Requests, calls: list[Call], bound: Bound, *, is_reentrant: bool
+) -> tuple[Requests, int]:
+    """Return the requests with calls checkpointed, and how many of them keep anything for their backward pass.
 
     The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
     """
-    at = np.flatnonzero(stream.is_recorded)  # in the order of their births
-    born, freed, sizes = stream.requests.born[at], stream.requests.freed[at], stream.requests.requested_bytes[at]
-    stays = program.is_category("autocast copies")[stream.source[at]]
+    at = np.flatnonzero(requests.is_recorded)  # in the order of their births
+    born, freed, sizes = requests.born[at], requests.freed[at], requests.requested_bytes[at]
+    stays = program.is_category("autocast copies")[requests.source[at]]
     by_free = np.argsort(freed, kind="stable")
     new_freed = freed.copy()
     copies: list[tuple[Ints, Floats, Floats]] = []
@@ -225,7 +225,7 @@ def _checkpoint(
         output = _output_of(sizes, freed, inside, call)
         if len(output):
             last = int(np.searchsorted(born, max(freed[output[0]], others_end), "right"))
-            until_then = zip(range(own, last), stream.source[at[own:last]].tolist(), strict=True)
+            until_then = zip(range(own, last), requests.source[at[own:last]].tolist(), strict=True)
             own = next((index for index, row in until_then if _is_made_in(program, row, call.name)), last)
         if own == len(born):
             continue
@@ -250,16 +250,15 @@ def _checkpoint(
             frees[is_kept] = [_when_unpacked_goes(born, freed, sizes, index) for index in again[is_kept].tolist()]
         copies.append((at[again], births, frees))
     if not copies:
-        return stream, 0
+        return requests, 0
     of, births, frees = (np.concatenate(column) for column in zip(*copies, strict=True))
-    is_changed = np.zeros(len(stream), dtype=np.bool_)
-    is_changed[at[new_freed != freed]] = True
-    edited = stream.freed_at(is_changed, new_freed[new_freed != freed])
-    edited = edited.add_copies(of, stream.requests.requested_bytes[of], births, frees)
-    workspace = at[_shared_workspaces(program, stream.source[at], sizes, freed)]
+    is_changed = new_freed != freed
+    edited = requests.freed_at(at[is_changed], new_freed[is_changed])
+    edited = edited.add_copies(of, requests.requested_bytes[of], births, frees)
+    workspace = at[_shared_workspaces(program, requests.source[at], sizes, freed)]
     is_needed = bound == "most" or (bound == "likely" and bool(np.isin(workspace, of).any()))
     if len(workspace) and is_needed:
-        never = np.array([float(stream.requests.event_count)])
+        never = np.array([float(requests.event_count)])
         edited = edited.add_copies(workspace[:1], np.array([_WORKSPACE_BYTES], dtype=np.int64), births[:1], never)
     return edited, len(copies)
 

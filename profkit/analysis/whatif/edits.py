@@ -1,4 +1,4 @@
-"""A program's requests, what is known of the allocation that each comes from, and what edits make of them.
+"""What is known of the allocations that a program's requests come from, and what edits make of the requests.
 
 Parameters, gradients and the optimizer's state have recorded sizes, which are exact; the logits are found by the loss.
 The optimizers are torch's own and bitsandbytes' AdamW8bit. Of these only torch's ``foreach`` variant, its default,
@@ -9,92 +9,18 @@ and their gradients in chunks, as Liger Kernel's cross entropy does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from profkit.allocator.requests import ADDED, Floats, Requests, add_request, highest_sum, requests_of
+from profkit.allocator.requests import Bools, Floats, Requests, requests_of
 from profkit.analysis.memory.categories import Claim
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.failures import last_failure
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.owners import ROLES
-from profkit.snapshot.columns import ALLOC, Ints
-
-Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """Requests, as recorded or edited. Every request comes from one recorded allocation: itself, or the one it copies.
-
-    What is known of that allocation (its category, its module) holds for the request too.
-    """
-
-    requests: Requests
-    source: Ints
-    """By request: the row in the `Replay` of the recorded allocation."""
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def is_recorded(self) -> Bools:
-        """Whether a request is a recorded allocation, not one that an edit added."""
-        return np.not_equal(self.requests.row, ADDED)
-
-    def select(self, is_row: Bools) -> Bools:
-        """Return which requests come from an allocation for which ``is_row`` is true."""
-        return is_row[self.source]
-
-    def drop(self, gone: Bools) -> Stream:
-        """Return the stream without some requests."""
-        kept = ~gone
-        columns = ("requested_bytes", "born", "freed", "completed", "kind", "row")
-        requests = replace(self.requests, **{name: getattr(self.requests, name)[kept] for name in columns})
-        return Stream(requests, self.source[kept])
-
-    def resized(self, where: Bools, requested_bytes: Ints) -> Stream:
-        """Return the stream with other sizes for some requests."""
-        sizes = self.requests.requested_bytes.copy()
-        sizes[where] = requested_bytes
-        return replace(self, requests=replace(self.requests, requested_bytes=sizes))
-
-    def freed_at(self, where: Bools, positions: Floats) -> Stream:
-        """Return the stream with some requests freed at other positions, and free for reuse at once."""
-        freed, completed = self.requests.freed.copy(), self.requests.completed.copy()
-        freed[where] = completed[where] = positions
-        return replace(self, requests=replace(self.requests, freed=freed, completed=completed))
-
-    def add_copies(self, of: Ints, requested_bytes: Ints, born: Floats, freed: Floats) -> Stream:
-        """Return the stream with further requests: of the kind and the source of the requests ``of`` (indices)."""
-        old = self.requests
-        requests = replace(
-            old,
-            requested_bytes=np.concatenate([old.requested_bytes, requested_bytes]),
-            born=np.concatenate([old.born, born]),
-            freed=np.concatenate([old.freed, freed]),
-            completed=np.concatenate([old.completed, freed]),
-            kind=np.concatenate([old.kind, old.kind[of]]),
-            row=np.concatenate([old.row, np.full(len(of), ADDED, dtype=np.int64)]),
-        )
-        return Stream(requests, np.concatenate([self.source, self.source[of]]))
-
-    def requested_peak_bytes(self) -> int:
-        """Return the most bytes that were requested at a time."""
-        return highest_sum(self.requests, self.requests.requested_bytes, self.requests.completed)
-
-
-def add_failed_request(memory: DeviceMemory, requests: Requests) -> Requests:
-    """Return the requests with the one that failed last, if that ended the program: edits should let it through."""
-    event, events = last_failure(memory), memory.device.events
-    if event is None or np.any(events.action[event:] == ALLOC):
-        return requests
-    return add_request(requests, event, int(events.size_bytes[event]), int(events.stream[event]))
+from profkit.snapshot.columns import Ints
 
 
 class Program:
@@ -104,10 +30,8 @@ class Program:
         self.memory = memory
         self.replay = memory.history.replay
 
-    def recorded(self) -> Stream:
-        """Return the requests as they were recorded."""
-        requests = requests_of(self.memory.history)
-        return Stream(requests, requests.row)
+    def recorded(self) -> Requests:
+        return requests_of(self.memory.history)
 
     @cached_property
     def claims(self) -> list[Claim]:
@@ -128,12 +52,19 @@ class Program:
         owners = self.memory.owners
         return self._mask(row in owners and owners[row].role == role for row in range(len(self.replay)))
 
-    def element_bytes(self, row: int) -> int | None:
-        """Return the size of an element of a known tensor; None if the run did not record it or tensors differ."""
-        owner = self.memory.owners.get(row)
-        sizes = {part.element_bytes for part in owner.parts} if owner else {None}
-        size = sizes.pop() if len(sizes) == 1 else None
-        return size if size and size > 0 else None
+    @cached_property
+    def element_bytes(self) -> Ints:
+        """The size of an element of each known tensor; 0 if the run did not record it or tensors differ."""
+        sizes = np.zeros(len(self.replay), dtype=np.int64)
+        for row, owner in self.memory.owners.items():
+            known = {part.element_bytes for part in owner.parts}
+            sizes[row] = max(known.pop() or 0, 0) if len(known) == 1 else 0
+        return sizes
+
+    def states_of(self, requests: Requests, where: Bools | Ints) -> list[str]:
+        """Return which state of a parameter some requests are: ``exp_avg`` of ``head.weight.exp_avg``."""
+        owners = self.memory.owners
+        return [owners[row].parts[0].name.rpartition(".")[2] for row in requests.source[where].tolist()]
 
     @cached_property
     def is_optimizer_temporary(self) -> Bools:
@@ -162,25 +93,13 @@ Bound = Literal["least", "likely", "most"]
 """What is taken for that which nobody knows of an edit: what needs least memory, what was seen mostly, or most."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """An edited stream; ``rests_on`` and each line of ``unknown`` are sentences for people."""
+class Change(NamedTuple):
+    """Edited requests; ``rests_on`` and each line of ``unknown`` are sentences for people."""
 
-    stream: Stream
+    requests: Requests
     rests_on: str
     unknown: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
-    """Ranges whose forward pass runs a second time."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One edit as it was written, and what is known of it."""
-
-    text: str
-    rests_on: str
-    unknown: tuple[str, ...]
-    recomputed: tuple[str, ...]
     """Ranges whose forward pass runs a second time."""
 
 
@@ -203,26 +122,27 @@ _LARGEST_SCALAR_BYTES = 8
 _ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
 
 
-def edit_optimizer(program: Program, stream: Stream, kind: str) -> Change:
+def edit_optimizer(program: Program, requests: Requests, kind: str) -> Change:
     """Replace the optimizer by none, or by one of `_OPTIMIZERS`; ``offload`` moves it to the host."""
     if kind not in _OPTIMIZERS:
         raise CannotModelError(f"no optimizer {kind!r}; it is one of {', '.join(_OPTIMIZERS)}")
-    is_state = _find_tensors(program, stream, "optimizer_state")
-    is_temporary = stream.select(program.is_optimizer_temporary)
-    temporaries = int(np.count_nonzero(is_temporary))
-    removed = f"{temporaries:,} temporaries of its steps removed"
+    is_state = _find_tensors(program, requests, "optimizer_state")
+    is_temporary = program.is_optimizer_temporary[requests.source]
+    removed = f"{np.count_nonzero(is_temporary):,} temporaries of its steps removed"
     if kind in ("none", "sgd", "offload"):
-        return Change(stream.drop(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: known state and {removed}")
-    names = {_state_name(program, row) for row in stream.source[is_state].tolist()}
-    if not names <= _ADAM:
-        raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(names - _ADAM))}, which Adam does not")
-    if kind == "sgd-momentum":  # one buffer of the parameter's size, made in the first step
-        names_of = [_state_name(program, row) for row in stream.source[is_state].tolist()]
-        is_state[np.flatnonzero(is_state)] = [name != "exp_avg" for name in names_of]
-        return Change(stream.drop(is_state | is_temporary), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
+        return Change(requests.keep(~(is_state | is_temporary)), f"{_OPTIMIZERS[kind]}: known state and {removed}")
+    states = program.states_of(requests, is_state)
+    if unknown := {*states} - _ADAM:
+        raise CannotModelError(f"the recorded optimizer keeps {', '.join(sorted(unknown))}, which Adam does not")
+    if kind == "adamw-8bit":
+        return _make_8bit(program, requests, np.flatnonzero(is_state), is_temporary)
+    is_first = is_state.copy()
+    is_first[is_state] = [state == "exp_avg" for state in states]
     if kind == "adamw-fused":
-        return _fuse(program, stream, is_state, is_temporary)
-    return _make_8bit(program, stream, is_state, is_temporary)
+        return _fuse(requests, np.flatnonzero(is_first), is_temporary, has_counters="step" in states)
+    # One buffer of the parameter's size, made in the first step.
+    kept = is_first | ~(is_state | is_temporary)
+    return Change(requests.keep(kept), f"{_OPTIMIZERS[kind]}: one known moment kept; {removed}")
 
 
 _OPTIMIZERS = {
@@ -235,159 +155,138 @@ _OPTIMIZERS = {
 }
 
 
-def _fuse(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools) -> Change:
+def _fuse(requests: Requests, moments: Ints, is_temporary: Bools, *, has_counters: bool) -> Change:
     """Remove the temporaries; the fused step keeps its counters on the GPU, one for each parameter."""
-    first = [
-        at for at in np.flatnonzero(is_state).tolist() if _state_name(program, int(stream.source[at])) == "exp_avg"
-    ]
-    has_counters = any(_state_name(program, row) == "step" for row in stream.source[is_state].tolist())
     if has_counters and not is_temporary.any():
         raise CannotModelError("the recorded optimizer makes no temporaries: it is fused already")
-    count = int(np.count_nonzero(is_temporary))
-    if not has_counters:
-        of = np.array(first, dtype=np.int64)
-        sizes = np.full(len(of), _FUSED_STEP_BYTES, dtype=np.int64)
-        requests = stream.requests
-        stream = stream.add_copies(of, sizes, requests.born[of] - 0.5, requests.freed[of])
-        is_temporary = np.append(is_temporary, np.zeros(len(of), dtype=np.bool_))
-    text = f"{_OPTIMIZERS['adamw-fused']}: {count:,} temporaries of its steps removed, known state as recorded"
-    return Change(stream.drop(is_temporary), text)
+    text = (
+        f"{_OPTIMIZERS['adamw-fused']}: {np.count_nonzero(is_temporary):,} temporaries of its steps removed, known"
+        " state as recorded"
+    )
+    of = moments[:0] if has_counters else moments
+    counters = np.full(len(of), _FUSED_STEP_BYTES, dtype=np.int64)
+    return Change(_replace(requests, is_temporary, of, counters, requests.born[of] - 0.5), text)
 
 
-def _make_8bit(program: Program, stream: Stream, is_state: Bools, is_temporary: Bools) -> Change:
+def _make_8bit(program: Program, requests: Requests, where: Ints, gone: Bools) -> Change:
     """Store each large moment in one byte an element, with the maximum of each block in a tensor of its own."""
-    where = np.flatnonzero(is_state)
-    sizes, maxima, gone = [], [], is_temporary.copy()
-    for at in where.tolist():
-        row, size = int(stream.source[at]), int(stream.requests.requested_bytes[at])
-        elements = size // (program.element_bytes(row) or _WHOLE)
-        is_large = elements >= _LEAST_8BIT_ELEMENTS
-        gone[at] |= size <= _LARGEST_SCALAR_BYTES and _state_name(program, row) == "step"
-        sizes.append(elements if is_large else elements * _WHOLE)
-        maxima.append(-(-elements // _BLOCK_ELEMENTS) * _WHOLE if is_large else 0)
-    extra = np.array(maxima, dtype=np.int64)
-    of = np.concatenate([where[extra > 0], np.full(_TABLES, where[0])])
-    more = np.concatenate([extra[extra > 0], np.full(_TABLES, _TABLE_BYTES)])
-    requests = stream.requests
-    edited = stream.resized(is_state, np.array(sizes, dtype=np.int64))
-    edited = edited.add_copies(of, more, requests.born[of] + 0.5, requests.freed[of])
-    edited = edited.drop(np.append(gone, np.zeros(len(of), dtype=np.bool_)))
+    sizes = requests.requested_bytes[where]
+    elements = sizes // _element_bytes(program, requests.source[where])
+    is_large = elements >= _LEAST_8BIT_ELEMENTS
+    is_counter = np.array([state == "step" for state in program.states_of(requests, where)])
+    gone[where] |= (sizes <= _LARGEST_SCALAR_BYTES) & is_counter
+    maxima = -(-elements[is_large] // _BLOCK_ELEMENTS) * _WHOLE
+    of = np.concatenate([where[is_large], np.full(_TABLES, where[0])])
+    more = np.concatenate([maxima, np.full(_TABLES, _TABLE_BYTES)])
+    edited = requests.resized(where, np.where(is_large, elements, elements * _WHOLE))
+    edited = _replace(edited, gone, of, more, requests.born[of] + 0.5)
     text = f"{_OPTIMIZERS['adamw-8bit']}: known state in 8 bits with a maximum for each 256 elements; no temporaries"
-    return Change(edited, text, _unsure_of_elements(program, stream.source[where]))
+    return Change(edited, text, _unsure_of_elements(program, requests.source[where]))
 
 
-def edit_gradients(program: Program, stream: Stream, kind: str) -> Change:
+def _replace(requests: Requests, gone: Bools, of: Ints, sizes: Ints, born: Floats) -> Requests:
+    """Return the requests without some, and with copies of others that live as long as these."""
+    edited = requests.add_copies(of, sizes, born, requests.freed[of])
+    return edited.keep(~np.append(gone, np.zeros(len(of), dtype=np.bool_)))
+
+
+def edit_gradients(program: Program, requests: Requests, kind: str) -> Change:
     """Store gradients in bf16, or move each to the host as soon as the next one has been made."""
-    where = _find_tensors(program, stream, "gradient")
+    where = _find_tensors(program, requests, "gradient")
     if kind == "bf16":
-        stream = _halve(program, stream, where, "gradients")
-        unknown = ("what backward makes before it adds to a gradient is taken as recorded",)
-        return Change(
-            stream, "known gradients in bf16", (*unknown, *_unsure_of_elements(program, stream.source[where]))
-        )
+        unsure = _unsure_of_elements(program, requests.source[where])
+        unknown = "what backward makes before it adds to a gradient is taken as recorded"
+        return Change(_halve(program, requests, where, "gradients"), "known gradients in bf16", (unknown, *unsure))
     if kind != "offload":
         raise CannotModelError(f"no kind of gradients {kind!r}; it is bf16 or offload")
     at = np.flatnonzero(where)
-    at = at[np.argsort(stream.requests.born[at], kind="stable")]
-    born = stream.requests.born[at]
+    at = at[np.argsort(requests.born[at], kind="stable")]
+    born = requests.born[at]
     ends = np.array([end for _, end in program.backward_passes] or [0], dtype=np.float64)
     inside = np.minimum(np.searchsorted(ends, born), len(ends) - 1)
-    end = np.where(ends[inside] > born, ends[inside], stream.requests.event_count)
+    end = np.where(ends[inside] > born, ends[inside], requests.event_count)
     following = np.append(born[1:], np.inf)
-    freed = np.minimum(stream.requests.freed[at], np.minimum(following, end))
-    positions = np.zeros(len(stream))
-    positions[at] = freed
     return Change(
-        stream.freed_at(where, positions[where]),
+        requests.freed_at(at, np.minimum(requests.freed[at], np.minimum(following, end))),
         "each known gradient leaves the GPU when the next one has been made",
         ("the copies' speed: slow ones hold several gradients at a time",),
     )
 
 
-def edit_parameters(program: Program, stream: Stream, kind: str) -> Change:
+def edit_parameters(program: Program, requests: Requests, kind: str) -> Change:
     """Store parameters in bf16, as ``model.bfloat16()``: their gradients and the optimizer's state become bf16 too."""
     if kind != "bf16":
         raise CannotModelError(f"no kind of parameters {kind!r}; it is bf16")
-    where = _find_tensors(program, stream, "parameter")
-    stream = _halve(program, stream, where, "parameters")
-    follows = stream.select(program.is_role("gradient") | program.is_role("optimizer_state"))
-    stream = _halve(program, stream, follows, "gradients", may_change_nothing=True)
-    rows = stream.source[stream.select(program.is_role("parameter"))]
-    is_copy = stream.select(program.is_category("autocast copies"))
+    where = _find_tensors(program, requests, "parameter")
+    follows = (program.is_role("gradient") | program.is_role("optimizer_state"))[requests.source]
+    unsure = _unsure_of_elements(program, requests.source[where])
+    requests = _halve(program, requests, where, "parameters")
+    requests = _halve(program, requests, follows)
+    is_copy = program.is_category("autocast copies")[requests.source]
     if is_copy.any():
         text = "known parameters, gradients and optimizer state in bf16, without autocast's copies of parameters"
         unknown = "activations and temporaries that autocast left in fp32 are taken as recorded"
-        return Change(stream.drop(is_copy), text, (unknown, *_unsure_of_elements(program, rows)))
-    others = stream.select(program.is_category("activations", "temporaries"))
-    others &= ~(follows | where)
-    stream = _halve(program, stream, others, "activations", may_change_nothing=True)
+        return Change(requests.keep(~is_copy), text, (unknown, *unsure))
+    others = program.is_category("activations", "temporaries")[requests.source] & ~(follows | where)
     text = "known parameters, gradients and optimizer state in bf16; activations and temporaries of 4-byte elements too"
     unknown = "which activations and temporaries are no floats of 4 bytes, and what the model keeps in fp32 on purpose"
-    return Change(stream, text, (unknown, *_unsure_of_elements(program, rows)))
+    return Change(_halve(program, requests, others), text, (unknown, *unsure))
 
 
-def drop_gradients(program: Program, stream: Stream, kind: str) -> Change:
+def drop_gradients(program: Program, requests: Requests, kind: str) -> Change:
     """Free each gradient after the optimizer's step, as ``zero_grad(set_to_none=True)`` does."""
     if kind != "none":
         raise CannotModelError(f"no kind of zero-grad {kind!r}; it is none")
-    where = _find_tensors(program, stream, "gradient")
+    at = np.flatnonzero(_find_tensors(program, requests, "gradient"))
     steps = [phase for phase in program.memory.timeline.phases if phase.name == OPTIMIZER]
     ends = np.array([program.memory.timeline.moments_of(phase)[1] for phase in steps], dtype=np.float64)
-    at = np.flatnonzero(where)
-    is_kept = np.searchsorted(ends, stream.requests.freed[at]) > np.searchsorted(ends, stream.requests.born[at]) + 1
-    if not is_kept.any():
+    first, last = np.searchsorted(ends, requests.born[at]), np.searchsorted(ends, requests.freed[at])
+    at, first = at[last > first + 1], first[last > first + 1]
+    if not len(at):
         raise CannotModelError("no known gradient outlives the step that made it: this is done already")
-    at = at[is_kept]
-    first = np.searchsorted(ends, stream.requests.born[at])
-    positions = stream.requests.freed.copy()
-    positions[at] = ends[first] + 0.25
-    kept = np.zeros(len(stream), dtype=np.bool_)
-    kept[at] = True
-    of, born, freed = _made_again(program, stream, at, ends)
-    stream = stream.freed_at(kept, positions[kept])
+    of, born, freed = _made_again(program, requests, at, ends)
     return Change(
-        stream.add_copies(of, stream.requests.requested_bytes[of], born, freed),
+        requests.freed_at(at, ends[first] + 0.25).add_copies(of, requests.requested_bytes[of], born, freed),
         f"{len(at):,} known gradients are freed after each optimizer step",
         (f"when in later {BACKWARD} passes each gradient is made: taken as in the first",),
     )
 
 
-def _made_again(program: Program, stream: Stream, at: Ints, ends: Floats) -> tuple[Ints, Floats, Floats]:
+def _made_again(program: Program, requests: Requests, at: Ints, ends: Floats) -> tuple[Ints, Floats, Floats]:
     """Return which gradients later steps make anew, when, and when they are freed: after the ``ends`` of the steps."""
     starts = np.array([low for low, _ in program.backward_passes], dtype=np.float64)
     copies = []
     for gradient in at.tolist():
-        born, freed = float(stream.requests.born[gradient]), float(stream.requests.freed[gradient])
+        born, freed = float(requests.born[gradient]), float(requests.freed[gradient])
         first = int(np.searchsorted(starts, born, "right")) - 1
         for end in ends[ends > born][1:].tolist():
             start = starts[np.searchsorted(starts, end) - 1]
             if first >= 0 and start < freed:
-                copies.append((gradient, _handed_over(stream, gradient, start + born - starts[first]), end + 0.25))
+                copies.append((gradient, _handed_over(requests, gradient, start + born - starts[first]), end + 0.25))
     of, births, frees = zip(*copies, strict=True) if copies else ((), (), ())
     return np.array(of, dtype=np.int64), np.array(births, dtype=np.float64), np.array(frees, dtype=np.float64)
 
 
-def _handed_over(stream: Stream, gradient: int, position: float) -> float:
+def _handed_over(requests: Requests, gradient: int, position: float) -> float:
     """Return when backward had made what it adds to a gradient about then: from there on it is the gradient itself."""
-    requests = stream.requests
     alike = np.flatnonzero(requests.requested_bytes == requests.requested_bytes[gradient])
     nearest = alike[np.abs(requests.born[alike] - position).argmin()]
     return float(max(requests.freed[nearest], position))
 
 
-def _halve(program: Program, stream: Stream, where: Bools, what: str, *, may_change_nothing: bool = False) -> Stream:
-    """Return the stream with 4-byte elements as 2-byte ones where ``where`` says."""
-    sizes = stream.requests.requested_bytes[where]
-    elements = np.array([program.element_bytes(row) or _WHOLE for row in stream.source[where].tolist()], dtype=np.int64)
+def _halve(program: Program, requests: Requests, where: Bools, what: str | None = None) -> Requests:
+    """Return the requests, some with 2-byte elements for 4-byte ones; refuse it if ``what`` has none of 4 bytes."""
+    sizes = requests.requested_bytes[where]
+    elements = _element_bytes(program, requests.source[where])
     is_whole = (elements == _WHOLE) & (sizes > _LARGEST_SCALAR_BYTES)
-    if not (is_whole.any() or may_change_nothing):
+    if what is not None and not is_whole.any():
         raise CannotModelError(f"the {what} are not of 4 bytes an element")
-    return stream.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
+    return requests.resized(where, np.where(is_whole, sizes // _WHOLE * _HALF, sizes))
 
 
-def _find_tensors(program: Program, stream: Stream, role: str) -> Bools:
+def _find_tensors(program: Program, requests: Requests, role: str) -> Bools:
     """Return which requests are tensors of a role; raise if the run recorded none on the GPU."""
-    where = stream.select(program.is_role(role))
+    where = program.is_role(role)[requests.source]
     if where.any():
         return where
     if program.memory.recorded is None:
@@ -395,13 +294,14 @@ def _find_tensors(program: Program, stream: Stream, role: str) -> Bools:
     raise CannotModelError(f"the run recorded no {ROLES[role]} on the GPU")
 
 
-def _state_name(program: Program, row: int) -> str:
-    """Return which state of a parameter it is: ``exp_avg`` of ``head.weight.exp_avg``."""
-    return program.memory.owners[row].parts[0].name.rpartition(".")[2]
+def _element_bytes(program: Program, rows: Ints) -> Ints:
+    """Return the size of an element of each tensor, 4 bytes where that is not known."""
+    known = program.element_bytes[rows]
+    return np.where(known > 0, known, _WHOLE)
 
 
 def _unsure_of_elements(program: Program, rows: Ints) -> tuple[str, ...]:
-    is_known = all(program.element_bytes(row) for row in rows.tolist())
+    is_known = program.element_bytes[rows].all()
     return () if is_known else ("the run does not say how large the elements are: taken as 4 bytes",)
 
 
@@ -413,7 +313,7 @@ _FUNCTION = ("cross_entropy", "torch/nn/functional")
 _KNOWN = ("parameters", "gradients", "optimizer state", "buffers")
 
 
-def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
+def edit_loss(program: Program, requests: Requests, kind: str) -> Change:
     """Compute the loss in chunks: whatever has the logits' number of elements is of one chunk's size.
 
     ``cross_entropy`` allocates the logarithms of the probabilities, one for each logit. Half and twice their bytes are
@@ -441,10 +341,10 @@ def edit_loss(program: Program, stream: Stream, kind: str) -> Change:
             is_near[max(row - _NEAR, 0) : row + _NEAR] = is_near[max(end - _NEAR, 0) : end + _NEAR] = True
     is_near[in_loss] = True
     is_logits = np.isin(sizes, [largest, 2 * largest, largest // 2]) & ~program.is_category(*_KNOWN)
-    where = stream.select(is_logits & is_near)
-    now = stream.requests.requested_bytes[where]
+    where = (is_logits & is_near)[requests.source]
+    now = requests.requested_bytes[where]
     return Change(
-        stream.resized(where, -(-now // number)),
+        requests.resized(where, -(-now // number)),
         f"{np.count_nonzero(where):,} allocations of the logits' size, in {number} chunks",
         ("how many chunks your fused loss makes, and its own buffers: loss:fused:chunks=N",),
     )
