@@ -123,6 +123,12 @@ class ReferenceAllocator:
                 self._release(region)
                 return
 
+    def run_out(self, wanted: int, device_free: int) -> None:
+        """Note that a request failed."""
+        self.clock += 1
+        failure = {"action": "oom", "device_free": device_free, "size": wanted, "stream": 0, "time_us": self.clock}
+        self.events.append(failure)
+
     # -- how ----------------------------------------------------------------------------------------------------
 
     def round(self, size: int) -> int:
@@ -327,6 +333,13 @@ class ReferenceAllocator:
                 for block in blocks
             ],
         }
+
+
+def recording(**how: Any) -> ReferenceAllocator:
+    """Return an allocator that is recorded from the first."""
+    allocator = ReferenceAllocator(**how)
+    allocator.record()
+    return allocator
 
 
 def _mapped_runs(blocks: list[Block]) -> list[list[Block]]:

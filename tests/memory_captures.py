@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from profkit.analysis.memory.opened_snapshot import MemoryResult
+from profkit.analysis.memory.device import Composition
+from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
+from profkit.reading import open_snapshot
 from profkit.run.directory import MANIFEST, OWNERS, SNAPSHOT
+from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB, Block, ReferenceAllocator
 
 STACKS = {
@@ -95,6 +101,14 @@ class Training:
         self.mark("END", "Optimizer.step#AdamW.step")
         self.mark("END", f"step {number}")
 
+    @contextmanager
+    def within(self, *names: str) -> Iterator[None]:
+        for name in names:
+            self.mark("START", name)
+        yield
+        for name in reversed(names):
+            self.mark("END", name)
+
     def mark(self, stage: str, name: str) -> None:
         self.allocator.clock += 3
         self.annotations.append({"stage": stage, "name": name, "device": 0, "time_us": self.allocator.clock})
@@ -131,6 +145,35 @@ class Training:
         lines = [*self.ledger, self.figures()]
         (folder / OWNERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
+
+    def opened(self) -> OpenedSnapshot:
+        """Return the snapshot alone."""
+        return opened(self.snapshot())
+
+    def opened_run(self) -> OpenedSnapshot:
+        """Return the snapshot with the ledger."""
+        with TemporaryDirectory() as folder:
+            return open_snapshot(self.write_run(Path(folder)))
+
+    def memory(self, **how: Any) -> MemoryResult:
+        return self.opened().memory(**how)
+
+    def at_peak(self, **how: Any) -> Composition:
+        """Return what a moment, by default the peak, is made of, with the ledger."""
+        return self.opened_run().memory(**how).composition
+
+
+def opened(data: dict[str, Any], phases: dict[str, str] | None = None) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("made.pickle"), data), phases=phases)
+
+
+def on_two_devices(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return one snapshot of two: the second one's device becomes device 1."""
+    return {
+        **first,
+        "segments": [*first["segments"], *({**segment, "device": 1} for segment in second["segments"])],
+        "device_traces": [*first["device_traces"], *second["device_traces"]],
+    }
 
 
 def sizes(result: MemoryResult) -> dict[str, int]:
