@@ -61,7 +61,7 @@ RUN_FILES = {
     COMPILED: TypedFile(CompiledCode, read_compiled_code, _write_compiled),
     LINES: TypedFile(RunLines, read_run_lines, write_lines),
     TRIALS: TypedFile(RunTrials, read_trials, write_trials),
-    LIGHT: TypedFile(LightRecord, lambda path: read_light(path)[1], write_light_record),
+    LIGHT: TypedFile(LightRecord, read_light, write_light_record),
 }
 """The name of a file, without its rank → how it is copied. Captures and the log are copied by rules of their own."""
 

@@ -19,9 +19,9 @@ import numpy as np
 from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
-from profkit.analysis.ranks.costs import Account, StepParts
 from profkit.analysis.ranks.culprit import Culprit
-from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns, reduce_ranks
+from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
 from profkit.cli import cli
 from profkit.reading import open_trace
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
@@ -259,8 +259,8 @@ def read_reduced(folder: Path, rank: int) -> ReducedRank:
     own = json.loads((folder / name_of_rank("own_time.json", rank)).read_text())
     outside = {name: np.array(column) for name, column in own["outside_cuda"].items() if name != "names"}
     phases = Phases(tuple(own["outside_cuda"]["names"]), start_ns=np.zeros_like(outside["end_ns"]), **outside)
-    did = StepParts(tuple(map(tuple, own["parts"])), np.array(own["times_ns"], dtype=np.float64))
-    exact = Account(rank, did, np.array(own["exposed_ns"], dtype=np.float64), is_exact=True, sm_mhz=own["sm_mhz"])
+    times_ns, exposed_ns = (np.array(own[name], dtype=np.float64) for name in ("times_ns", "exposed_ns"))
+    exact = Account(tuple(map(tuple, own["parts"])), times_ns, exposed_ns, is_exact=True, sm_mhz=own["sm_mhz"])
     return replace(reduced, steps=replace(reduced.steps, outside_cuda=phases), exact=exact)
 
 

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
-from profkit.analysis.ranks.costs import Account, StepParts
 from profkit.analysis.ranks.culprit import Verdict
 from profkit.analysis.ranks.own_time import CAUSES, divide_own_time
-from profkit.analysis.ranks.reduce import ReducedRank, reduce_columns
+from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.reduce import reduce_columns
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError
 from profkit.joining import find_sources, read_ranks, reduce_source
@@ -460,11 +460,10 @@ def _record_in_full(record: LightRecord) -> ReducedRank:
     ]
     data_ns = [sum(end - start for name, start, end in step.phases if name == "data") for step in steps]
     exposed_ns = [(step.collectives.end_ns[0] or 0) - (step.collectives.start_ns[0] or 0) for step in steps]
-    did = StepParts(
-        (("data", "data", ""), ("kernels", "backward", "")), np.array([[time_ns, 24.0 * MS] for time_ns in data_ns])[1:]
-    )
-    reduced = reduce_record(replace(record, source="kineto", steps=tuple(steps)))
-    return replace(reduced, exact=Account(record.rank, did, np.array(exposed_ns[1:], dtype=np.float64), is_exact=True))
+    parts = ("data", "data", ""), ("kernels", "backward", "")
+    times_ns = np.array([[time_ns, 24.0 * MS] for time_ns in data_ns])[1:]
+    exact = Account(parts, times_ns, np.array(exposed_ns[1:], dtype=np.float64), is_exact=True)
+    return replace(reduce_record(replace(record, source="kineto", steps=tuple(steps))), exact=exact)
 
 
 def test_nodes_in_directories_of_their_own_are_read_as_one_run(tmp_path: Path) -> None:
@@ -494,7 +493,7 @@ def test_a_worker_gets_a_path_and_hands_back_columns_in_place_of_collectives(tmp
     for source in find_sources(run):
         assert len(pickle.dumps(source)) < 1000
         for rank in reduce_source(source).ranks:
-            assert sum(map(len, rank.calls.values())) == 20
+            assert len(rank.calls) == 20
             assert not rank.record.steps
 
 

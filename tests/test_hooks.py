@@ -289,7 +289,7 @@ def test_a_rank_wakes_for_each_row_of_its_light_record(tmp_path: Path, forks: Fo
     (tmp_path / "train.py").write_text(PROGRAM)
     options = ("--kineto", "--ranks", "7", "--steps", "2", "--nproc-per-node", "2")
     forks.check_profkit("run", "-o", "run", *options, "--", sys.executable, "train.py", cwd=tmp_path)
-    records = [read_light(path)[1] for path in Run(tmp_path / "run").light_records.values()]
+    records = [read_light(path) for path in Run(tmp_path / "run").light_records.values()]
     assert len(records) == 2
     for record in records:
         assert [step.name for step in record.steps] == [f"step {at}" for at in (*range(128), *range(512, 544))]

@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 
 @pytest.fixture(scope="module")
 def records(place: Path) -> dict[int, LightRecord]:
-    return {rank: read_light(path)[1] for rank, path in Run(place / "run").light_records.items()}
+    return {rank: read_light(path) for rank, path in Run(place / "run").light_records.items()}
 
 
 def test_every_rank_leaves_all_its_steps_also_those_after_the_recording(records: dict[int, LightRecord]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profkit.analysis.ranks.costs import longer_on_gpu
+from profkit.analysis.ranks.reduce import longer_on_gpu
 from profkit.errors import RunError
 from profkit.names import kind_of_collective
 from profkit.run.light_columns import read_light, read_light_columns
@@ -39,7 +39,7 @@ RECORD = LightRecord(
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "light.jsonl"
     write_light_record(path, RECORD)
-    assert read_light(path)[1] == RECORD
+    assert read_light(path) == RECORD
 
 
 def test_columns_that_several_steps_share_are_written_once(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_columns_that_several_steps_share_are_written_once(tmp_path: Path) -> No
     steps = tuple(replace(RECORD.steps[0], name=f"step {number}") for number in range(70))
     write_light_record(path, replace(RECORD, steps=steps))
     assert path.read_text().count("all_reduce") == 1
-    assert read_light(path)[1].steps == steps
+    assert read_light(path).steps == steps
     # Where they differ each time, the writer does not remember all of them.
     steps = tuple(
         replace(step, collectives=replace(step.collectives, bytes=[number])) for number, step in enumerate(steps)
@@ -55,7 +55,7 @@ def test_columns_that_several_steps_share_are_written_once(tmp_path: Path) -> No
     write_light_record(path, replace(RECORD, steps=steps))
     write_light_record(path, replace(RECORD, steps=(*steps, steps[0], steps[-1])))
     assert path.read_text().count('"kind":"calls"') == 71
-    assert read_light(path)[1].steps == (*steps, steps[0], steps[-1])
+    assert read_light(path).steps == (*steps, steps[0], steps[-1])
 
 
 def test_calls_that_no_line_before_described_are_named(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_calls_that_no_line_before_described_are_named(tmp_path: Path) -> None:
     write_light_record(path, RECORD)
     path.write_text(path.read_text().replace('"calls":"0', '"calls":"7') + "{")
     with pytest.raises(RunError, match=r"light.jsonl:4: "):
-        read_light(path)[1]
+        read_light(path)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -80,7 +80,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     steps = tuple(replace(RECORD.steps[0], name=f"step {number}") for number in range(TOGETHER + 3))
     write_light_record(path, replace(RECORD, steps=steps))
     path.write_text(path.read_text()[:-30])
-    assert read_light(path)[1].steps == steps[:TOGETHER]
+    assert read_light(path).steps == steps[:TOGETHER]
 
 
 @pytest.mark.parametrize("count", [0, 1, TOGETHER, 3 * TOGETHER + 1])
@@ -98,7 +98,7 @@ def test_lines_of_some_steps_are_read_as_one(tmp_path: Path, count: int) -> None
         for number in range(count)
     )
     write_light_record(path, replace(RECORD, steps=steps))
-    assert read_light(path)[1].steps == steps
+    assert read_light(path).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -131,17 +131,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, old: str, new: str, message: st
     assert old in text
     path.write_text(text.replace(old, new, 1) + "{")
     with pytest.raises(RunError, match=rf"light.jsonl:4: .*{message}"):
-        read_light(path)[1]
+        read_light(path)
 
 
 def test_a_file_without_a_header_is_no_light_record(tmp_path: Path) -> None:
     path = tmp_path / "light.jsonl"
     path.write_text("")
     with pytest.raises(RunError, match="no header"):
-        read_light(path)[1]
+        read_light(path)
     path.write_text('{"kind": "header", "version": 4}\n')
     with pytest.raises(RunError, match="newer profkit"):
-        read_light(path)[1]
+        read_light(path)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ RECORDED = sorted((Path(__file__).parent / "light_records").glob("*/light*.jsonl
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_what_phases_took_longer_on_the_gpu_is_that_of_each_step(path: Path) -> None:
-    record, columns = read_light(path)[1], read_light_columns(path)
-    longer = longer_on_gpu(columns.steps, columns.calls)
+    record, columns = read_light(path), read_light_columns(path)
+    parts, times_ns = longer_on_gpu(columns.steps, columns.calls)
     named = [step for step in record.steps if step.name is not None]
-    assert len(longer) == len(named)
+    assert len(times_ns) == len(named)
     for number, step in enumerate(named):
-        times = zip(longer.parts, longer.times_ns[number].tolist(), strict=True)
+        times = zip(parts, times_ns[number].tolist(), strict=True)
         found = {phase: time for (_, phase, _), time in times if time}
         assert found == {phase: time for phase, time in _longer_in(step).items() if time}
 

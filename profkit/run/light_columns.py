@@ -1,19 +1,18 @@
 """``light.jsonl`` read as columns, without an object a step or a collective: many ranks are read quickly so.
 
-What the columns mean is said in `profkit.run.light_record`.
+What the columns mean is said in `profkit.run.light_record`; here all times are nanoseconds since the epoch.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from sys import intern
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
@@ -27,18 +26,18 @@ from profkit.run.light_record import (
     OF_CALLS,
     OF_STEPS,
     P2P,
-    TABLES,
-    TEXTS,
     UNKNOWN_CELL,
     VERSION,
+    Collectives,
     Columns,
     Group,
     LightRecord,
-    unpack,
+    StepRecord,
 )
 from profkit.run.records import WrongRecord, decode, read_lines
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 UNKNOWN = -(1 << 31)
 """Stands for what nobody knows, in every column of ranks: times may be negative, and a short column has 32 bits."""
@@ -46,14 +45,19 @@ UNKNOWN = -(1 << 31)
 _LARGEST = 1 << 62
 """No number in a record is as large: sums and differences of two of them fit."""
 
-_MOMENTS = ("start_ns", "end_ns")
+_MOMENTS = ("called_ns", "start_ns", "end_ns")
+
+
+def later(times_ns: Ints, by_ns: Ints | int) -> Ints:
+    """Return these times by another clock; unknown ones stay so."""
+    return np.where(times_ns == UNKNOWN, UNKNOWN, times_ns + by_ns)
 
 
 @dataclass(frozen=True, eq=False)
 class Phases:
     """The phases of all steps in their order: the position of the step, that of the name in ``names``, and when.
 
-    ``names`` are sorted. Times count from the step's start.
+    ``names`` are sorted.
     """
 
     names: tuple[str, ...]
@@ -71,12 +75,6 @@ class Phases:
     def times_of(self, name: str, count: int) -> Ints:
         """Return how long one phase took in each of ``count`` steps."""
         return self.times(count)[:, self.names.index(name)] if name in self.names else np.zeros(count, dtype=np.int64)
-
-    def of_steps(self, number: Ints) -> Phases:
-        """Return those of some steps alone: the position of a step → its new one, -1 for those left out."""
-        kept = number[self.step] >= 0
-        name, start_ns, end_ns = self.name[kept], self.start_ns[kept], self.end_ns[kept]
-        return Phases(self.names, number[self.step[kept]], name, start_ns, end_ns)
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -96,6 +94,7 @@ class StepColumns:
     end_ns: Ints
     launch_wait_ns: Ints
     peak_bytes: Ints
+    reserved_bytes: Ints
     sm_mhz: Ints
     throttle: tuple[tuple[str, ...], ...]
     phases: Phases
@@ -112,22 +111,20 @@ class StepColumns:
 
     def only(self, kept: Sequence[int]) -> StepColumns:
         """Return the steps at these positions alone."""
-        number = np.full(len(self), -1)
-        number[kept] = np.arange(len(kept))
-        columns: dict[str, Any] = {}
-        for name, column in vars(self).items():
+        columns: dict[str, Any] = {name: vars(self)[name] for name in self.__dataclass_fields__}
+        for name, column in columns.items():
             if isinstance(column, Phases):
-                columns[name] = column.of_steps(number)
-            elif name in self.__dataclass_fields__:
+                columns[name] = rows_of_steps(column, kept, len(self))
+            else:
                 columns[name] = column[kept] if isinstance(column, np.ndarray) else tuple(column[at] for at in kept)
         return StepColumns(**columns)
 
 
 @dataclass(frozen=True, eq=False)
 class CallColumns:
-    """All collectives of one rank, in the order of its steps; ``what`` is the position of kind and dtype in ``names``.
+    """Collectives of one rank; ``what`` is the position of kind and dtype in ``names``, ``step`` that of the step.
 
-    What nobody knows is `UNKNOWN`. Times count from the start of their step.
+    What nobody knows is `UNKNOWN`. ``exposed_ns`` is how long nothing else ran at the end of a backward pass.
     """
 
     names: tuple[tuple[str, str | None], ...]
@@ -142,10 +139,34 @@ class CallColumns:
     hidden_ns: Ints
     exposed_ns: Ints
 
+    def __len__(self) -> int:
+        return len(self.step)
+
     @property
-    def is_pairwise(self) -> npt.NDArray[np.bool_]:
+    def is_pairwise(self) -> Bools:
         """Whether each is sent to or received from one other rank."""
         return np.array([kind in P2P for kind, _ in self.names], dtype=np.bool_)[self.what]
+
+    @property
+    def duration_ns(self) -> Ints:
+        is_timed = (self.start_ns != UNKNOWN) & (self.end_ns != UNKNOWN)
+        return np.where(is_timed, self.end_ns - self.start_ns, UNKNOWN)
+
+    def take(self, rows: Ints | Bools) -> CallColumns:
+        """Return some of them."""
+        return CallColumns(self.names, **{name: column[rows] for name, column in vars(self).items() if name != "names"})
+
+
+Table = TypeVar("Table", Phases, CallColumns)
+
+
+def rows_of_steps(table: Table, kept: Sequence[int], count: int) -> Table:
+    """Return the rows of some of ``count`` steps alone, with the steps numbered anew."""
+    number = np.full(count, -1)
+    number[kept] = np.arange(len(kept))
+    step = number[table.step]
+    columns = {name: column[step >= 0] for name, column in vars(table).items() if name not in ("names", "step")}
+    return replace(table, step=step[step >= 0], **columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,32 +184,26 @@ def read_light_columns(path: Path) -> LightColumns:
     Raises:
         RunError: it cannot be read, has no header, is of another version, or a line other than the last is damaged.
     """
-    return _read(path)[0]
-
-
-def read_light(path: Path) -> tuple[LightColumns, LightRecord]:
-    """Return the record of a rank as columns, and with an object for each step; the file is read once."""
-    columns, steps, calls = _read(path)
-    return columns, replace(columns.record, steps=tuple(unpack(steps, calls)))
-
-
-def _read(path: Path) -> tuple[LightColumns, Columns, dict[int, Columns]]:
     with collector_off(), catch_warnings():
         simplefilter("error", DeprecationWarning)  # so numpy before 2.3 says that a text holds something else
         try:
-            record, steps, calls = _take_lines(path, is_each_checked=False)
-            return _build(record, steps, calls), steps, calls
+            return _build(*_take_lines(path, is_each_checked=False))
         except (ValueError, KeyError, TypeError, AttributeError):
             # Which line is wrong shows one by one; the last one is left out.
-            record, steps, calls = _take_lines(path, is_each_checked=True)
-            return _build(record, steps, calls), steps, calls
+            return _build(*_take_lines(path, is_each_checked=True))
 
 
-def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Columns, dict[int, Columns]]:
-    """Return the header with the groups, all steps as one line would hold them, and the calls that they share."""
+def read_light(path: Path) -> LightRecord:
+    """Return the record of a rank with an object for each step."""
+    columns = read_light_columns(path)
+    return replace(columns.record, steps=tuple(_unpack(columns)))
+
+
+def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, list[Columns], dict[int, Columns]]:
+    """Return the header with the groups, the lines of steps, and the calls that these share."""
     header: dict[str, Any] | None = None
     groups: list[Group] = []
-    parts: list[Columns] = []
+    lines: list[Columns] = []
     calls: dict[int, Columns] = {}
 
     def take(entry: dict[str, Any]) -> None:
@@ -198,8 +213,8 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
             if type(entry["name"]) is not list:
                 raise WrongRecord("name is not a list")
             if is_each_checked:
-                _build(LightRecord(0, 0), _join([entry]), calls)
-            parts.append(entry)
+                _build(LightRecord(0, 0), [entry], calls)
+            lines.append(entry)
         elif kind == "calls":
             _number_calls(entry["collectives"], {})
             calls[entry["number"]] = entry["collectives"]
@@ -209,13 +224,10 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
         elif kind == "header":
             header = entry
             if entry["version"] != VERSION:
-                older, newer = (
-                    "this profkit no longer reads; record the run again",
-                    "is of a newer profkit; update this one",
-                )
-                raise RunError(
-                    f"{path}: version {entry['version']}, which {newer if entry['version'] > VERSION else older}"
-                )
+                is_newer = entry["version"] > VERSION
+                newer = "is of a newer profkit; update this one"
+                why = newer if is_newer else "this profkit no longer reads; record the run again"
+                raise RunError(f"{path}: version {entry['version']}, which {why}")
 
     try:
         read_lines(path, take, "a line of a light record")
@@ -229,7 +241,7 @@ def _take_lines(path: Path, *, is_each_checked: bool) -> tuple[LightRecord, Colu
         )
     except WrongRecord as error:
         raise RunError(f"{path}: {error}") from None
-    return replace(record, groups=tuple(groups)), _join(parts), calls
+    return replace(record, groups=tuple(groups)), lines, calls
 
 
 @lru_cache(maxsize=256)
@@ -238,112 +250,82 @@ def _intern_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ranks
 
 
-def _join(parts: Sequence[Columns]) -> Columns:
-    """Return the steps of several lines as one line would hold them, what is left out of all of them as None."""
-    sizes = [len(part["name"]) for part in parts]
-
-    def numbers(name: str, of: Sequence[Columns], sizes: Sequence[int], lacking: str | None = None) -> str | None:
-        columns = [column.get(name) for column in of]
-        if not any(columns) and lacking is None:
-            return None
-        cell = UNKNOWN_CELL if lacking is None else lacking
-        texts = [
-            ",".join([cell] * size) if column is None else column for column, size in zip(columns, sizes, strict=True)
-        ]
-        return ",".join(filter(None, texts))
-
-    def texts(name: str, of: Sequence[Columns]) -> list[Any]:
-        return list(chain.from_iterable([table.get(name, ()) for table in of]))
-
-    throttle = [part.get("throttle", [()] * size) for part, size in zip(parts, sizes, strict=True)]
-    joined: Columns = {"name": texts("name", parts), "throttle": list(chain.from_iterable(throttle))}
-    joined |= {name: numbers(name, parts, sizes) for name in OF_STEPS}
-    for name, columns in TABLES.items():
-        tables = [part.get(name, {}) for part in parts]
-        joined[name] = {"count": numbers("count", tables, sizes, "0")}
-        # A table that a line leaves out has no rows there.
-        rows = [0] * len(parts)
-        joined[name] |= {
-            column: texts(column, tables) if column in TEXTS else numbers(column, tables, rows) for column in columns
-        }
-    tables = [part.get("collectives", {}) for part in parts]
-    rows = [sequence.count(",") + 1 if (sequence := table.get("sequence")) else 0 for table in tables]
-    joined["collectives"] = {"calls": numbers("calls", tables, sizes, str(NO_CALLS))}
-    joined["collectives"] |= {column: numbers(column, tables, rows) for column in OF_CALLS}
-    return joined
-
-
-def _build(record: LightRecord, steps: Columns, shared: Mapping[int, Columns]) -> LightColumns:
+def _build(record: LightRecord, lines: Sequence[Columns], shared: Mapping[int, Columns]) -> LightColumns:
     """Return the steps as columns of numbers; all values of a column are checked at once, as there may be thousands."""
-    names, throttle = steps["name"], [tuple(reasons) for reasons in steps["throttle"]]
+    names = list(chain.from_iterable(line["name"] for line in lines))
+    sizes = [len(line["name"]) for line in lines]
+    throttle = [*chain.from_iterable(line.get("throttle", [()] * len(line["name"])) for line in lines)]
     if not set(map(type, names)) <= {str, NoneType} or len(throttle) != len(names):
         raise WrongRecord("name or throttle is no text")
     _require_texts("throttle", chain.from_iterable(throttle))
-    numbers = {name: _numbers(name, steps[name], len(names), may_lack=name not in _MOMENTS) for name in OF_STEPS}
-    _refuse_reversed("a step", numbers["start_ns"], numbers["end_ns"])
-    known = {reasons: reasons for reasons in throttle}
+    known = {reasons: reasons for reasons in map(tuple, throttle)}
+    columns: dict[str, Any] = {
+        name: _numbers(name, lines, sizes, None if name in _MOMENTS else UNKNOWN) for name in OF_STEPS
+    }
+    _refuse_reversed("a step", columns["start_ns"], columns["end_ns"])
+    begin_ns = columns["start_ns"] + record.clock_base_ns
+    columns |= {"start_ns": begin_ns, "end_ns": columns["end_ns"] + record.clock_base_ns}
+    steps = StepColumns(
+        names=tuple([None if name is None else intern(name) for name in names]),
+        throttle=tuple([known[tuple(reasons)] for reasons in throttle]),
+        phases=_build_phases([line.get("phases", {}) for line in lines], sizes, begin_ns),
+        gpu_phases=_build_phases([line.get("gpu_phases", {}) for line in lines], sizes, begin_ns),
+        **columns,
+    )
     return LightColumns(
-        record,
-        StepColumns(
-            names=tuple([None if name is None else intern(name) for name in names]),
-            start_ns=numbers["start_ns"],
-            end_ns=numbers["end_ns"],
-            launch_wait_ns=numbers["launch_wait_ns"],
-            peak_bytes=numbers["peak_bytes"],
-            sm_mhz=numbers["sm_mhz"],
-            throttle=tuple([known[reasons] for reasons in throttle]),
-            phases=_build_phases("a phase", steps["phases"], len(names)),
-            gpu_phases=_build_phases("a phase", steps["gpu_phases"], len(names)),
-        ),
-        _build_calls(steps["collectives"], len(names), shared),
+        record, steps, _build_calls([line.get("collectives", {}) for line in lines], sizes, begin_ns, shared)
     )
 
 
-def _numbers(what: str, column: Any, count: int, *, may_lack: bool = False) -> Ints:
-    """Return ``count`` whole numbers as a column, `UNKNOWN` for those that are not known if they ``may_lack``.
-
-    A file has them as one text, a record that is not read from one as a list.
+def _numbers(what: str, tables: Sequence[Columns], counts: Sequence[int], lacking: int | None) -> Ints:
+    """Return a column of several lines, each of which holds so many whole numbers; ``lacking`` stands for those that
+    a line does not know. If it is None, none may be unknown.
     """
-    if not column and (column is None or not count):
-        if count and not may_lack:
+    columns, count = [table.get(what.rpartition(".")[2]) for table in tables], sum(counts)
+    if not any(columns):
+        if count and lacking is None:
             raise WrongRecord(f"{what} is missing")
-        return np.full(count, UNKNOWN)
-    if isinstance(column, str):
-        try:
-            text = column.replace(UNKNOWN_CELL, str(UNKNOWN)) if may_lack else column
-            numbers: Ints = np.fromstring(text, np.int64, sep=",")
-            # A number that does not fit is read as the largest that does.
-            if len(numbers) and (numbers.max() > _LARGEST or numbers.min() < -_LARGEST):
-                raise ValueError
-        except (ValueError, DeprecationWarning):
-            raise WrongRecord(f"{what} holds something else than whole numbers") from None
-    else:
-        numbers = _listed(what, column, may_lack=may_lack)
+        return np.full(count, 0 if lacking is None else lacking)
+    parts = [
+        ",".join([UNKNOWN_CELL] * size) if column is None else column
+        for column, size in zip(columns, counts, strict=True)
+    ]
+    text = ",".join(filter(None, parts))
+    try:
+        numbers: Ints = np.fromstring(
+            text if lacking is None else text.replace(UNKNOWN_CELL, str(lacking)), np.int64, sep=","
+        )
+        # A number that does not fit is read as the largest that does.
+        if len(numbers) and (numbers.max() > _LARGEST or numbers.min() < -_LARGEST):
+            raise ValueError
+    except (ValueError, DeprecationWarning):
+        raise WrongRecord(f"{what} holds something else than whole numbers") from None
     if len(numbers) != count:
         raise WrongRecord(f"{what} does not hold {count} numbers")
     return numbers
 
 
-def _listed(what: str, values: Sequence[Any], *, may_lack: bool) -> Ints:
-    try:
-        # An array takes whole numbers alone, and quickly; but also True and False, which it holds for 1 and 0.
-        numbers = np.frombuffer(array("q", values), dtype=np.int64)
-        if not ((numbers >> 1) == 0).any() or bool not in set(map(type, values)):
-            return numbers
-    except TypeError:
-        if may_lack and set(map(type, values)) <= {int, NoneType}:
-            return _listed(what, [UNKNOWN if value is None else value for value in values], may_lack=False)
-    except OverflowError:
-        pass
-    raise WrongRecord(f"{what} holds something else than whole numbers")
+def _sum_lines(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return how many rows each line holds, if each of its steps holds so many."""
+    before = np.cumsum([0, *counts])
+    sums: list[int] = np.diff(before[np.cumsum([0, *sizes])]).tolist()
+    return sums
 
 
-def _build_phases(what: str, table: Columns, count: int) -> Phases:
-    step = np.repeat(np.arange(count), _numbers(f"{what}.count", table["count"], count))
-    names, name = _texts(what, table["name"], len(step))
-    start_ns, end_ns = (_numbers(what, table[column], len(step)) for column in ("start_ns", "end_ns"))
-    _refuse_reversed(what, start_ns, end_ns)
-    return Phases(names, step, name, start_ns, end_ns)
+def _build_phases(tables: Sequence[Columns], sizes: Sequence[int], begin_ns: Ints) -> Phases:
+    count = _numbers("a phase.count", tables, sizes, 0)
+    step, counts = np.repeat(np.arange(len(count)), count), _sum_lines(count.tolist(), sizes)
+    texts = [*chain.from_iterable(table.get("name", ()) for table in tables)]
+    _require_texts("a phase", texts)
+    if len(texts) != len(step):
+        raise WrongRecord(f"a phase does not hold {len(step)} names")
+    names = tuple(map(intern, sorted(set(texts))))
+    number = {text: at for at, text in enumerate(names)}
+    start_ns, end_ns = (_numbers(f"a phase.{name}", tables, counts, None) for name in ("start_ns", "end_ns"))
+    _refuse_reversed("a phase", start_ns, end_ns)
+    begin_ns = begin_ns[step]
+    name = np.array([number[text] for text in texts], dtype=np.int64)
+    return Phases(names, step, name, start_ns + begin_ns, end_ns + begin_ns)
 
 
 def _refuse_reversed(what: str, start_ns: Ints, end_ns: Ints) -> None:
@@ -351,33 +333,30 @@ def _refuse_reversed(what: str, start_ns: Ints, end_ns: Ints) -> None:
         raise WrongRecord(f"{what} ends before it starts")
 
 
-def _texts(what: str, column: Any, count: int) -> tuple[tuple[str, ...], Ints]:
-    _require_texts(what, column)
-    if len(column) != count:
-        raise WrongRecord(f"{what} does not hold {count} names")
-    names = tuple(map(intern, sorted(set(column))))
-    number = {text: at for at, text in enumerate(names)}
-    return names, np.array([number[text] for text in column], dtype=np.int64)
-
-
 def _require_texts(what: str, values: Iterable[Any]) -> None:
     if not set(map(type, values)) <= {str}:
         raise WrongRecord(f"{what} has a name that is no text")
 
 
-def _build_calls(table: Columns, count: int, shared: Mapping[int, Columns]) -> CallColumns:
+def _build_calls(
+    tables: Sequence[Columns], sizes: Sequence[int], begin_ns: Ints, shared: Mapping[int, Columns]
+) -> CallColumns:
     names: dict[tuple[str, str | None], int] = {}
-    numbers = _numbers("collectives.calls", table["calls"], count).tolist()
-    tables = {number: _number_calls(shared[number], names) for number in dict.fromkeys(numbers) if number != NO_CALLS}
-    tables[NO_CALLS] = np.zeros((3, 0), dtype=np.int64)
-    group, what, byte_count = np.concatenate([tables[number] for number in numbers or [NO_CALLS]], axis=1)
-    step = np.repeat(np.arange(len(numbers)), [tables[number].shape[1] for number in numbers])
+    numbers = _numbers("collectives.calls", tables, sizes, NO_CALLS).tolist()
+    called = {number: _number_calls(shared[number], names) for number in dict.fromkeys(numbers) if number != NO_CALLS}
+    called[NO_CALLS] = np.zeros((3, 0), dtype=np.int64)
+    group, what, byte_count = np.concatenate([called[number] for number in numbers or [NO_CALLS]], axis=1)
+    counts = [called[number].shape[1] for number in numbers]
+    rows = _sum_lines(counts, sizes)
     own = {
-        name: _numbers(f"collectives.{name}", table[name], len(step), may_lack=name != "sequence") for name in OF_CALLS
+        name: _numbers(f"collectives.{name}", tables, rows, None if name == "sequence" else UNKNOWN)
+        for name in OF_CALLS
     }
     _refuse_reversed("a collective", own["start_ns"], own["end_ns"])
     for name in ("hidden_ns", "exposed_ns"):
         _refuse_reversed(f"collectives.{name}", np.zeros_like(own[name]), own[name])
+    step = np.repeat(np.arange(len(numbers)), counts)
+    own |= {name: later(own[name], begin_ns[step]) for name in _MOMENTS}
     return CallColumns(tuple(names), step, group, what, byte_count, **own)
 
 
@@ -385,13 +364,45 @@ def _number_calls(calls: Mapping[str, Any], names: dict[tuple[str, str | None], 
     """Return group, position in ``names`` and bytes of the collectives of a step; new names are added."""
     count = len(calls.get("group") or ())
     columns = {name: [None] * count if calls.get(name) is None else calls[name] for name in COMMON}
+    types: dict[str, set[type]] = {"group": {int}, "kind": {str}, "dtype": {str, NoneType}, "bytes": {int, NoneType}}
     for name, column in columns.items():
-        if type(column) is not list or len(column) != count:
-            raise WrongRecord(f"collectives.{name} is not a list of {count}")
-    kinds, dtypes = columns["kind"], columns["dtype"]
-    if not set(map(type, kinds)) <= {str} or not set(map(type, dtypes)) <= {str, NoneType}:
-        raise WrongRecord("collectives.kind or collectives.dtype holds something of another type")
-    pairs = zip(map(intern, kinds), dtypes, strict=True)
-    what = np.array([names.setdefault(pair, len(names)) for pair in pairs], dtype=np.int64)
-    group = _numbers("collectives.group", columns["group"], count)
-    return np.stack([group, what, _numbers("collectives.bytes", columns["bytes"], count, may_lack=True)])
+        if type(column) is not list or len(column) != count or not set(map(type, column)) <= types[name]:
+            raise WrongRecord(f"collectives.{name} is not a list of {count}, or holds something of another type")
+    pairs = zip(map(intern, columns["kind"]), columns["dtype"], strict=True)
+    what = [names.setdefault(pair, len(names)) for pair in pairs]
+    size = [UNKNOWN if value is None else value for value in columns["bytes"]]
+    try:
+        return np.array([columns["group"], what, size], dtype=np.int64)
+    except OverflowError:
+        raise WrongRecord("collectives.bytes holds a number that is too large") from None
+
+
+def _unpack(columns: LightColumns) -> Iterator[StepRecord]:
+    """Yield each step as it was written, its times since its start."""
+    steps, calls, base_ns = columns.steps, columns.calls, columns.record.clock_base_ns
+    fields: dict[str, Sequence[Any]] = {name: _known(getattr(steps, name)) for name in OF_STEPS}
+    fields |= {"name": steps.names, "throttle": steps.throttle}
+    fields |= {name: _known(getattr(steps, name) - base_ns) for name in ("start_ns", "end_ns")}
+    for name in ("phases", "gpu_phases"):
+        table: Phases = getattr(steps, name)
+        times = (_known(time - steps.start_ns[table.step]) for time in (table.start_ns, table.end_ns))
+        rows = tuple(zip((table.names[number] for number in table.name.tolist()), *times, strict=True))
+        fields[name] = [rows[first:last] for first, last in _spans(table.step, len(steps))]
+    of_calls = {name: _known(getattr(calls, name)) for name in ("group", "bytes", *OF_CALLS)}
+    for name in _MOMENTS:
+        of_calls[name] = _known(later(getattr(calls, name), -steps.start_ns[calls.step]))
+    of_calls["kind"], of_calls["dtype"] = ([calls.names[what][at] for what in calls.what.tolist()] for at in (0, 1))
+    fields["collectives"] = [
+        Collectives(**{name: column[first:last] for name, column in of_calls.items()})
+        for first, last in _spans(calls.step, len(steps))
+    ]
+    for values in zip(*fields.values(), strict=True):
+        yield StepRecord(**dict(zip(fields, values, strict=True)))
+
+
+def _known(column: Ints) -> list[Any]:
+    return [None if value == UNKNOWN else value for value in column.tolist()]
+
+
+def _spans(step: Ints, count: int) -> Iterable[tuple[int, int]]:
+    return pairwise(np.searchsorted(step, np.arange(count + 1)).tolist())

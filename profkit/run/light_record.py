@@ -46,7 +46,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,7 +95,7 @@ class Collectives:
         return len(self.group)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepRecord:
     """One step of one rank; ``name`` is None for what ran outside every step."""
 
@@ -146,12 +146,6 @@ OF_CALLS = ("sequence", "called_ns", "start_ns", "end_ns", "hidden_ns", "exposed
 
 OF_STEPS = ("start_ns", "end_ns", "launch_wait_ns", "peak_bytes", "reserved_bytes", "sm_mhz")
 
-TABLES = {
-    "phases": ("name", "start_ns", "end_ns"),
-    "gpu_phases": ("name", "start_ns", "end_ns"),
-}
-"""What a step may hold several rows of → the columns of one row."""
-
 NO_CALLS = -1
 """Stands for the calls of a step without collectives."""
 
@@ -159,72 +153,11 @@ TOGETHER = 8
 """This many steps stand in a line at most: no more are lost where a file is cut."""
 
 UNKNOWN_CELL = "?"
-TEXTS = ("name", "throttle")
-"""The columns that are lists of texts."""
 
 _MOST_SHARED = 64
 """Steps whose calls differ each time, as some of a mixture of experts, are not looked for from then on."""
 
 Columns = dict[str, Any]
-"""Steps as in a line ``steps``, each column still a list: of texts, or of whole numbers and None."""
-
-
-def unpack(steps: Columns, shared: Mapping[int, Columns]) -> list[StepRecord]:
-    """Return steps from columns that are known to be right: the reverse of `_pack`."""
-    count = len(steps["name"])
-    fields: list[dict[str, Any]] = [{"name": name} for name in steps["name"]]
-    for name in OF_STEPS:
-        for step, value in zip(fields, _cells(steps[name], count), strict=True):
-            step[name] = value
-    for name, columns in TABLES.items():
-        table = steps[name]
-        counts = _cells(table["count"], count)
-        rows = zip(*(_cells(table[column], sum(counts)) for column in columns), strict=True)
-        for step, size in zip(fields, counts, strict=True):
-            step[name] = tuple(islice(rows, size))
-    calls = steps["collectives"]
-    nothing: Columns = {name: [] for name in COMMON}
-    common = [nothing if number == NO_CALLS else shared[number] for number in _cells(calls["calls"], count)]
-    sizes = [len(shared_calls["group"]) for shared_calls in common]
-    own = {name: iter(_cells(calls[name], sum(sizes))) for name in OF_CALLS}
-    for step, reasons, of_all, size in zip(fields, steps["throttle"], common, sizes, strict=True):
-        step["throttle"] = tuple(reasons)
-        mine = {name: of_all.get(name) or [None] * size for name in COMMON}
-        step["collectives"] = Collectives(**mine, **{name: list(islice(column, size)) for name, column in own.items()})
-    return [StepRecord(**step) for step in fields]
-
-
-def _cells(column: str | list[Any] | None, count: int) -> list[Any]:
-    if column is None:
-        return [None] * count
-    if isinstance(column, list):
-        return column
-    return [None if cell == UNKNOWN_CELL else int(cell) for cell in column.split(",")] if column else []
-
-
-def _shorten(columns: Columns) -> Columns:
-    """Return columns as a line holds them: numbers as one text; what is unknown or empty is left out."""
-    line: Columns = {}
-    numbers: list[tuple[Columns, str, list[int | None]]] = []
-
-    def take(table: Columns, into: Columns) -> None:
-        for name, column in table.items():
-            if name in TEXTS:
-                into[name] = column
-            elif column.count(None) < len(column):
-                numbers.append((into, name, column))
-
-    take({name: column for name, column in columns.items() if not isinstance(column, dict)}, line)
-    if not any(line["throttle"]):
-        del line["throttle"]
-    for name, table in columns.items():
-        if isinstance(table, dict) and any(table[name] for name in table if name not in ("count", "calls")):
-            take(table, line.setdefault(name, {}))
-    # One call of the encoder for all of them: it is made anew for each call.
-    texts = _encode([column for *_, column in numbers])[2:-2].replace("null", UNKNOWN_CELL).split("],[")
-    for (into, name, _), text in zip(numbers, texts, strict=True):
-        into[name] = text
-    return line
 
 
 class StepLines:
@@ -239,7 +172,7 @@ class StepLines:
         for first in range(0, len(steps), TOGETHER):
             some = steps[first : first + TOGETHER]
             numbers = [self._number(step.collectives, lines) if len(step.collectives) else NO_CALLS for step in some]
-            lines.append(_line("steps", _shorten(_pack(some, numbers))))
+            lines.append(_line("steps", _pack(some, numbers)))
         return "".join(lines)
 
     def _number(self, calls: Collectives, lines: list[str]) -> int:
@@ -255,17 +188,29 @@ class StepLines:
         return number
 
 
-def _pack(steps: Sequence[StepRecord], numbers: list[int]) -> Columns:
-    packed: Columns = {"name": [step.name for step in steps]}
-    packed |= {name: [getattr(step, name) for step in steps] for name in OF_STEPS}
-    packed["throttle"] = [step.throttle for step in steps]
-    for table, names in TABLES.items():
+def _pack(steps: Sequence[StepRecord], calls: list[int]) -> Columns:
+    """Return steps as a line holds them: numbers as one text; what is unknown or empty is left out."""
+    line: Columns = {"name": [step.name for step in steps]}
+    if any(step.throttle for step in steps):
+        line["throttle"] = [step.throttle for step in steps]
+    numbers = [(line, name, [getattr(step, name) for step in steps]) for name in OF_STEPS]
+    for table in ("phases", "gpu_phases"):
         rows = [getattr(step, table) for step in steps]
-        columns = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((),) * len(names)
-        packed[table] = {"count": list(map(len, rows)), **dict(zip(names, map(list, columns), strict=True))}
-    own = {name: list(chain.from_iterable(getattr(step.collectives, name) for step in steps)) for name in OF_CALLS}
-    packed["collectives"] = {"calls": numbers, **own}
-    return packed
+        if any(rows):
+            names, start_ns, end_ns = map(list, zip(*chain.from_iterable(rows), strict=True))
+            into = line[table] = {"name": names}
+            columns = {"count": list(map(len, rows)), "start_ns": start_ns, "end_ns": end_ns}
+            numbers += [(into, name, column) for name, column in columns.items()]
+    if any(number != NO_CALLS for number in calls):
+        into = line["collectives"] = {}
+        own = {name: [*chain.from_iterable(getattr(step.collectives, name) for step in steps)] for name in OF_CALLS}
+        numbers += [(into, name, column) for name, column in {"calls": calls, **own}.items()]
+    known = [(into, name, column) for into, name, column in numbers if column.count(None) < len(column)]
+    # One call of the encoder for all of them: it is made anew for each call.
+    texts = _encode([column for *_, column in known])[2:-2].replace("null", UNKNOWN_CELL).split("],[")
+    for (into, name, _), text in zip(known, texts, strict=True):
+        into[name] = text
+    return line
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:

@@ -10,17 +10,17 @@ import numpy as np
 
 from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.ranks.costs import Account
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
 from profkit.analysis.ranks.own_time import Cause
-from profkit.analysis.ranks.reduce import ReadRanks, ReducedRank, read_and_reduce
+from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
-from profkit.run.light_columns import UNKNOWN
+from profkit.run.light_columns import UNKNOWN, rows_of_steps
 from profkit.trace.columns import Ints
 
 if TYPE_CHECKING:
@@ -159,16 +159,16 @@ def compare_ranks(
     ]
     index = {record.rank: at for at, record in enumerate(records)}
     reduced = [replace(rank, record=record) for rank, record in zip(reduced, records, strict=True)]
-    matched = match_collectives([(rank.record, rank.calls) for rank in reduced])
+    matched = match_collectives(reduced)
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
     counts = [int(steps_between_matches(rank.record.rank, rank.steps.named, matched).sum()) for rank in reduced]
-    waits = sum_waits(matched, len(records), index)
+    waits = sum_waits(matched, index)
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}
     usual_count = float(np.median(list(recorded.values()))) if recorded else 0.0
     short = {rank: count for rank, count in recorded.items() if count < usual_count}
-    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
+    members = {rank for match in matched if len(match) for rank in match.ranks}
     left_out = set(short) - members if members else set()
     rows = tuple(
         _summarize(rank, before.exact or account, None if rank.record.rank in left_out else int(waited), count)
@@ -208,8 +208,9 @@ def _make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, Reduced
     of ranges alone, as nsys leaves them without a GPU. ``written`` are the light records of ranks with a trace.
     """
     traced = [rank for rank in ranks if rank.record.source != "light"]
-    is_known = any(rank.exact is not None and (rank.calls or rank.sent) for rank in traced)
-    is_alike = len(traced) == len(ranks) and (is_known or not any(rank.calls for rank in written.values()))
+    is_known = any(rank.exact is not None and len(rank.calls) for rank in traced)
+    knows_more = any((~rank.calls.is_pairwise).any() for rank in written.values())
+    is_alike = len(traced) == len(ranks) and (is_known or not knows_more)
     if is_alike or not traced:
         return list(ranks)
     named = {name for rank in traced for name in rank.steps.names if name is not None}
@@ -220,18 +221,12 @@ def _make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, Reduced
 
 def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
     kept = [at for at, name in enumerate(rank.steps.names) if name in named]
-    numbers = np.full(len(rank.steps), -1)
-    numbers[kept] = np.arange(len(kept))
-    calls, sent = (
-        {group: some for group, whole in columns.items() if len(some := whole.of_steps(numbers))}
-        for columns in (rank.calls, rank.sent)
-    )
+    parts, longer_ns = rank.longer_on_gpu
     return replace(
         rank,
         steps=rank.steps.only(kept),
-        calls=calls,
-        sent=sent,
-        on_gpu=rank.on_gpu.within(numbers[rank.steps.named] >= 0),
+        calls=rows_of_steps(rank.calls, kept, len(rank.steps)),
+        longer_on_gpu=(parts, longer_ns[np.isin(rank.steps.named, kept)]),
     )
 
 
@@ -280,7 +275,7 @@ def outliers_first(result: RanksResult) -> Sequence[RankSummary]:
 
 def _summarize(rank: ReducedRank, account: Account, waiting_ns: int | None, step_count: int) -> RankSummary:
     by_cause: dict[Cause, float] = {}
-    record, steps, count = rank.record, rank.steps, len(account.own)
+    record, steps, count = rank.record, rank.steps, len(account)
     for (cause, *_), time in account.usual().items():
         by_cause[cause] = by_cause.get(cause, 0.0) + time
     parts = {cause: round(time) for cause, time in sorted(by_cause.items())}

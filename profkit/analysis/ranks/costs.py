@@ -24,134 +24,16 @@ spent there. How many hit one rank at one place is binomial. Steps in a row coun
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
-from profkit.analysis.ranks.own_time import Cause, Part
+from profkit.analysis.ranks.matching import Matched, waits_by_step
+from profkit.analysis.ranks.own_time import Cause
+from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
 from profkit.analysis.statistics import chance_beyond
-from profkit.names import BACKWARD
-from profkit.run.light_columns import UNKNOWN, CallColumns, StepColumns
-from profkit.trace.columns import Bools, Ints
-
-Parts = dict[Part, float]
-"""Part → nanoseconds."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepParts:
-    """What one rank did by itself in each step: nanoseconds as (steps, parts)."""
-
-    parts: tuple[Part, ...]
-    times_ns: Floats
-
-    def __len__(self) -> int:
-        return len(self.times_ns)
-
-    def sums(self) -> Floats:
-        """Return how long each step took."""
-        total: Floats = self.times_ns.sum(axis=1)
-        return total
-
-    def median(self) -> Parts:
-        """Return each part's median over the steps, which one strange step does not move."""
-        return self._by_part(np.median(self.times_ns, axis=0)) if len(self) else {}
-
-    def mean(self) -> Parts:
-        """Return each part per step."""
-        return self._by_part(self.times_ns.sum(axis=0) / len(self)) if len(self) else {}
-
-    def within(self, steps: slice | Bools) -> StepParts:
-        """Return some of the steps alone."""
-        return StepParts(self.parts, self.times_ns[steps])
-
-    def beside(self, other: StepParts) -> StepParts:
-        """Return these parts and those, which are others, of the same steps."""
-        return StepParts(self.parts + other.parts, np.hstack([self.times_ns, other.times_ns]))
-
-    def _by_part(self, values: Floats) -> Parts:
-        return dict(zip(self.parts, values.tolist(), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class Account:
-    """What one rank did in each step: its own parts, and the communication that nothing hid."""
-
-    rank: int
-    own: StepParts
-    exposed_ns: Floats
-    is_exact: bool
-    sm_mhz: float | None = None
-
-    def usual(self) -> Parts:
-        """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
-        return self.own.mean() if self.is_exact else self.own.median()
-
-
-def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> StepParts:
-    """Return what phases of the measured steps took on the GPU beyond their time on the host, without collectives.
-
-    A phase's collectives are those that the host called in it, for their start on the GPU is not known. What is longer
-    than the phase itself was waited for in the next one. Where nobody timed the collectives of a step, what is known of
-    them is how long the GPU waited at a backward pass's end.
-    """
-    host, gpu = steps.phases, steps.gpu_phases
-    names = tuple(sorted({*host.names, *gpu.names, BACKWARD}))
-    on_host, talking = np.zeros((2, len(steps), len(names)))
-    host_name, gpu_name = (
-        np.array([names.index(name) for name in phases.names], dtype=np.int64) for phases in (host, gpu)
-    )
-    on_host[:, host_name] = host.times(len(steps))
-    timed = (calls.called_ns != UNKNOWN) & (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
-    called = (steps.start_ns[calls.step] + calls.called_ns)[timed]
-    order = np.argsort(called, kind="stable")
-    until = np.concatenate([[0], np.cumsum((calls.end_ns - calls.start_ns)[timed][order])])
-    first, last = (
-        np.searchsorted(called[order], steps.start_ns[host.step] + times) for times in (host.start_ns, host.end_ns)
-    )
-    np.add.at(talking, (host.step, host_name[host.name]), until[np.maximum(first, last)] - until[first])
-    is_timed = np.bincount(calls.step[timed], minlength=len(steps)) > 0
-    known = calls.exposed_ns != UNKNOWN
-    waited = np.bincount(calls.step[known], calls.exposed_ns[known], minlength=len(steps))
-    talking[~is_timed] = 0
-    talking[~is_timed, names.index(BACKWARD)] = waited[~is_timed]
-    longer, is_there = np.zeros(on_host.shape), np.zeros(on_host.shape, dtype=np.bool_)
-    left = np.zeros(len(steps))
-    # The first phase of each step, then the second ones, and so on: what was left waits for the next one.
-    place = np.arange(len(gpu.step)) - np.searchsorted(gpu.step, gpu.step)
-    for number in range(int(place.max(initial=-1)) + 1):
-        rows = np.flatnonzero(place == number)
-        step, name, time = gpu.step[rows], gpu_name[gpu.name[rows]], (gpu.end_ns - gpu.start_ns)[rows]
-        left[step] += talking[step, name]
-        talking[step, name] = 0
-        longer[step, name] += np.maximum(time - left[step] - on_host[step, name], 0)
-        left[step] = np.maximum(left[step] - time, 0)
-        is_there[step, name] = True
-    used = np.flatnonzero(is_there[steps.named].any(axis=0))
-    return StepParts(tuple(("kernels", names[at], "") for at in used.tolist()), longer[steps.named][:, used])
-
-
-def clock_of(steps: StepColumns, which: Ints) -> float | None:
-    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
-    clocks = steps.sm_mhz[which]
-    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
-    return float(np.median(known)) if len(known) else None
-
-
-def step_times(steps: StepColumns) -> list[float]:
-    """Return the time from each measured step to the next; of one step, its own."""
-    starts, ends = steps.start_ns[steps.named], steps.end_ns[steps.named]
-    times: list[float] = (np.diff(starts) if len(starts) > 1 else ends - starts).astype(np.float64).tolist()
-    return times
-
-
-def median_of_parts(parts: Sequence[Parts]) -> Parts:
-    """Return each part's median over ranks or steps."""
-    keys = list({key for row in parts for key in row})
-    table = np.array([[row.get(key, 0.0) for key in keys] for row in parts]).reshape(len(parts), len(keys))
-    return dict(zip(keys, np.median(table, axis=0).tolist(), strict=True)) if keys else {}
+from profkit.trace.columns import Bools
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,48 +72,46 @@ class Cost:
 
 def sum_cost(accounts: Sequence[Account], saved_ns: Floats, step_ns: float) -> Cost:
     """Return what accounts of the same steps say that ranks cost, if ``saved_ns`` is what they saved (ranks, steps)."""
-    places = sorted({part[:2] for account in accounts for part in account.own.parts})
+    places = sorted({part[:2] for account in accounts for part in account.parts})
     number = {place: at for at, place in enumerate(places)}
     times = np.zeros((*saved_ns.shape, len(places)))
     for mine, account in zip(times, accounts, strict=True):
-        columns = np.array([number[part[:2]] for part in account.own.parts], dtype=np.int64)
-        np.add.at(mine.T, columns, account.own.times_ns.T)
+        columns = np.array([number[part[:2]] for part in account.parts], dtype=np.int64)
+        np.add.at(mine.T, columns, account.times_ns.T)
     longer = -saved_beside(times.reshape(len(accounts), -1)).reshape(times.shape)
     return Cost(tuple(accounts), saved_ns, tuple(places), times, longer, step_ns, accounts[0].is_exact)
 
 
-def cost_by_accounts(accounts: Sequence[Account], steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> Cost:
+def cost_by_accounts(ranks: Sequence[ReducedRank], accounts: Sequence[Account], matched: Sequence[Matched]) -> Cost:
     """Return what each rank cost by what each did by itself, and the communication that nothing hid.
 
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
-    waited = waits_by_step(steps, matched)
+    waited = waits_by_step(ranks, matched)
     # A damaged record may say less of its collectives than of what the rank did.
-    count = min(min(len(account.own), len(waited[account.rank])) for account in accounts)
+    count = min(min(len(account), len(waits)) for account, waits in zip(accounts, waited, strict=True))
     exposed = np.array([account.exposed_ns[:count] for account in accounts])
-    hidden = np.array([waited[account.rank][-len(account.own) :][:count] for account in accounts]) - exposed
-    corrected = _subtract_slowed_kernels(accounts, count, np.maximum(hidden, 0.0))
-    own = np.array([account.sums() for account in corrected])
-    exposed += np.array([account.own.sums()[:count] for account in accounts]) - own
+    waits = np.array([each[-len(account) :][:count] for account, each in zip(accounts, waited, strict=True)])
+    did = _subtract_slowed_kernels(accounts, count, np.maximum(waits - exposed, 0.0))
+    own = np.array([account.sums() for account in did])
+    exposed += np.array([account.sums()[:count] for account in accounts]) - own
     usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
-    did = [replace(account, own=own) for account, own in zip(accounts, corrected, strict=True)]
     return sum_cost(did, saved_beside(exposed), float(np.median(own[usual] + exposed[usual])))
 
 
-def _subtract_slowed_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[StepParts]:
+def _subtract_slowed_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[Account]:
     """Return what ranks did in the first steps, without what kernels were slower beside waiting collectives."""
-    keys = sorted({key for account in accounts for key in account.own.parts if key[0] == "kernels"})
-    kept = [account.own.within(slice(count)) for account in accounts]
-    at = [[part.parts.index(key) if key in part.parts else -1 for key in keys] for part in kept]
-    padded = [np.pad(part.times_ns, ((0, 0), (0, 1))) for part in kept]
+    keys = sorted({key for account in accounts for key in account.parts if key[0] == "kernels"})
+    at = [[account.parts.index(key) if key in account.parts else -1 for key in keys] for account in accounts]
+    padded = [np.pad(account.times_ns[:count], ((0, 0), (0, 1))) for account in accounts]
     kernels = np.array([times[:, columns] for times, columns in zip(padded, at, strict=True)])
     slower = kernels - kernels.min(axis=0)
     total = slower.sum(axis=2)
     slower *= (np.minimum(total, hidden_ns) / np.maximum(total, 1.0))[:, :, None]
     for times, columns, less in zip(padded, at, slower, strict=True):
         times[:, columns] -= less
-    return [replace(part, times_ns=times[:, :-1]) for part, times in zip(kept, padded, strict=True)]
+    return [replace(account, times_ns=times[:, :-1]) for account, times in zip(accounts, padded, strict=True)]
 
 
 def saved_beside(waited_ns: Floats) -> Floats:

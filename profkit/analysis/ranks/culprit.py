@@ -14,28 +14,26 @@ more than chance (`profkit.analysis.ranks.costs`): as a rule, or in some steps o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from profkit.analysis.ranks.costs import (
     LEAST_SHARE,
-    Account,
     Cost,
-    Parts,
     cost_by_accounts,
     find_stalls,
     find_suspects,
     late_steps,
-    median_of_parts,
     typical,
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
-from profkit.analysis.ranks.matching import LATE_NS, Floats, Matched, lateness_by_step
+from profkit.analysis.ranks.matching import LATE_NS, Matched, lateness_by_step
 from profkit.analysis.ranks.own_time import Cause
-from profkit.analysis.ranks.reduce import ReducedRank
+from profkit.analysis.ranks.rank import Account, Floats, Parts, ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL
 from profkit.trace.columns import Bools
@@ -133,48 +131,37 @@ def find_culprit(
     If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
     of the two are compared.
     """
-    if not any(kind in WAITS_FOR_ALL for match in matched for kind in match.kind):
+    if not any(np.isin(match.kind, WAITS_FOR_ALL).any() for match in matched):
         return Verdict(None)
-    every, exact = _comparable(ranks, accounts, matched)
+    # Nobody can wait for a rank that calls no collective.
+    members = {rank for match in matched if len(match) for rank in match.ranks}
+    every = _usable(
+        (rank, account_before_waits(rank, matched) if account.is_exact else account)
+        for rank, account in zip(ranks, accounts, strict=True)
+        if rank.record.rank in members
+    )
+    exact = _usable((rank, rank.exact) for rank, _ in every if rank.exact is not None)
     if len(every) < 2:
         return Verdict(None)
-    lateness = lateness_by_step({account.rank: rank.steps for rank, account in every}, matched)
-    last = max(lateness, key=lambda rank: float(np.median(lateness[rank])) if len(lateness[rank]) else 0.0)
+    lateness = lateness_by_step([rank for rank, _ in every], matched)
+    usually = [float(np.median(late_ns)) if len(late_ns) else 0.0 for late_ns in lateness]
+    last = every[usually.index(max(usually))][0]
     is_untimed = is_untimed and len(exact) < len(every)
-    has_last = len(exact) == len(every) or any(account.rank == last for _, account in exact)
+    has_last = len(exact) == len(every) or any(rank is last for rank, _ in exact)
     is_exact = len(exact) > 1 and has_last and not is_untimed
-    chosen, compared = map(list, zip(*(exact if is_exact else every), strict=True))
+    chosen, compared = zip(*(exact if is_exact else every), strict=True)
+    court = partial(_Court, chosen, matched, written, is_untimed)
     if is_exact:
-        cost = cost_by_accounts(compared, {rank.record.rank: rank.steps for rank in chosen}, matched)
-        return _Court(chosen, matched, cost, lateness, written, is_untimed).judge()
+        return court(cost_by_accounts(chosen, compared, matched)).judge()
     lost = [_lost_steps(rank, matched) for rank in chosen]
     kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
     cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
-    verdict = _Court(chosen, matched, cost, lateness, written, is_untimed).judge()
+    verdict = court(cost).judge()
     if verdict.culprit is None and tied:
-        estimated = _Court(chosen, matched, estimate, lateness, written, is_untimed).judge()
+        estimated = court(estimate).judge()
         if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
             return estimated
     return verdict
-
-
-_Accounted = list[tuple[ReducedRank, Account]]
-
-
-def _comparable(
-    ranks: Sequence[ReducedRank], accounts: Sequence[Account], matched: Sequence[Matched]
-) -> tuple[_Accounted, _Accounted]:
-    """Return all ranks with what they did before long waits, and those with full traces with their exact accounts."""
-    # Nobody can wait for a rank that calls no collective.
-    members = {rank for match in matched if len(match.kind) for rank in match.ranks}
-    alike = [
-        account_before_waits(rank, matched) if account.is_exact else account
-        for rank, account in zip(ranks, accounts, strict=True)
-    ]
-    every = _usable(ranks, [account if account.rank in members else None for account in alike])
-    of_both = {account.rank for _, account in every}
-    exact = [account if account.is_exact and account.rank in of_both else None for account in accounts]
-    return every, _usable(ranks, exact)
 
 
 def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
@@ -183,37 +170,32 @@ def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:
     Nobody knows how long it waited there. (A step without any collective is one without waits.)
     """
     called, matched_there = np.zeros((2, len(rank.steps)), dtype=np.bool_)
-    number_of = {(group.name, group.ranks): group.number for group in rank.record.groups}
     for match in matched:
-        calls = rank.calls.get(number_of.get((match.group.name, match.group.ranks), -1))
-        if rank.record.rank in match.ranks and calls is not None:
-            called[calls.step] = True
+        if rank.record.rank in match.ranks:
+            key = match.group.name, match.group.ranks
+            numbers = [group.number for group in rank.record.groups if (group.name, group.ranks) == key]
+            called[rank.calls.step[(rank.calls.group == numbers[-1]) & ~rank.calls.is_pairwise]] = True
             matched_there[match.step[match.ranks.index(rank.record.rank)]] = True
     lost: Bools = (called & ~matched_there)[rank.steps.named]
     return lost
 
 
-def _usable(ranks: Sequence[ReducedRank], accounts: Sequence[Account | None]) -> _Accounted:
+def _usable(pairs: Iterable[tuple[ReducedRank, Account]]) -> list[tuple[ReducedRank, Account]]:
     """Ranks with an account of more than half as many steps as the typical rank: others are too short to compare."""
-    known = [
-        (rank, account)
-        for rank, account in zip(ranks, accounts, strict=True)
-        if account is not None and len(account.own)
-    ]
-    middle = float(np.median([len(account.own) for _, account in known])) if known else 0.0
-    return [(rank, account) for rank, account in known if len(account.own) * 2 > middle]
+    known = [(rank, account) for rank, account in pairs if len(account)]
+    middle = float(np.median([len(account) for _, account in known])) if known else 0.0
+    return [(rank, account) for rank, account in known if len(account) * 2 > middle]
 
 
 @dataclass(frozen=True, eq=False)
 class _Court:
-    """Judges ranks by what they cost each other; they are given by their position in ``ranks``."""
+    """Judges ranks, given by their position in ``ranks``, by what they cost each other."""
 
     ranks: Sequence[ReducedRank]
     matched: Sequence[Matched]
-    cost: Cost
-    lateness: Mapping[int, Floats]
     written: Mapping[int, ReducedRank]
     is_untimed: bool
+    cost: Cost
 
     def judge(self) -> Verdict:
         nobody = self._nobody_late()
@@ -222,8 +204,9 @@ class _Court:
             weighed = self._weigh(late, cause, late_ns)
             if isinstance(weighed, Culprit):
                 if weighed.is_always:
-                    arrives_ns = round(float(np.median(self.lateness[weighed.rank][-weighed.steps :])))
-                    weighed = replace(weighed, late_ns=max(weighed.late_ns, arrives_ns))
+                    (arrives_ns,) = lateness_by_step([self.ranks[late]], self.matched)
+                    usually_ns = round(float(np.median(arrives_ns[-weighed.steps :])))
+                    weighed = replace(weighed, late_ns=max(weighed.late_ns, usually_ns))
                 return replace(nobody, doubt=None, culprit=weighed)
             doubts.append(weighed)
         stalls = find_stalls(self.cost)
@@ -286,15 +269,12 @@ class _Court:
         cost = self.cost
         record, account = self.ranks[late].record, cost.accounts[late]
         middle = cost.usual_beside(late)
-        usual = self.ranks[middle]
-        mine = account.own.within(steps).median()
         beside = [other for other in cost.accounts if other is not account]
-        ordinary = median_of_parts(
-            [other.own.median() for other in ([cost.accounts[middle]] if cost.is_exact else beside)]
-        )
+        mine = account.median(steps)
+        usual = [other.median() for other in ([cost.accounts[middle]] if cost.is_exact else beside)]
         extra = {
-            key: mine.get(key, 0.0) - ordinary.get(key, 0.0)
-            for key in sorted(mine.keys() | ordinary.keys())
+            key: mine.get(key, 0.0) - float(np.median([row.get(key, 0.0) for row in usual]))
+            for key in sorted(set(mine).union(*usual))
             if key[0] == cause and (phases is None or key[1] in phases)
         }
         phase, module, extra_ns = _find_place(extra)
@@ -325,7 +305,7 @@ class _Court:
             gain_ns=round(gain_ns),
             share=share,
             group=group,
-            compared_with=usual.record.rank,
+            compared_with=self.ranks[middle].record.rank,
             late_steps=int(steps.sum()),
             steps=len(steps),
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from profkit.analysis.ranks.matching import Matched, steps_between_matches
-from profkit.analysis.ranks.reduce import ReducedRank
+from profkit.analysis.ranks.rank import ReducedRank
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
 from profkit.trace.columns import Ints
@@ -65,21 +66,15 @@ def _group_label(group: Group, world_size: int) -> str:
     return "all ranks" if size == world_size else f"groups of {size}"
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Collectives of one group, kind and dtype; one each in ``byte_count`` and ``wire_ns``.
+class _Part(NamedTuple):
+    """Collectives of one group and kind, one each in ``byte_count`` and ``wire_ns``; the others are of ``ranks``."""
 
-    ``lengths_ns`` and ``hidden_ns`` are (ranks, collectives), or one row of what each rank took part in by itself.
-    ``waited_ns`` is the sum over ``ranks``.
-    """
-
-    group: Group
+    ranks: tuple[int, ...]
     byte_count: Ints
     wire_ns: Ints
     lengths_ns: Ints
     hidden_ns: Ints
-    ranks: tuple[int, ...]
-    waited_ns: int = 0
+    wait_ns: Ints
 
 
 _Key = tuple[str, int, str, str | None]
@@ -89,58 +84,47 @@ _Key = tuple[str, int, str, str | None]
 def sum_groups(matched: Sequence[Matched], ranks: Sequence[ReducedRank], world_size: int) -> list[GroupRow]:
     """Return a row for each name of groups, kind and dtype; the longest first."""
     parts_of_row: dict[_Key, list[_Part]] = {}
-    for kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
-        key = _group_label(part.group, world_size), len(part.group.ranks), kind, dtype
+    for group, kind, dtype, part in (*_parts_of(matched), *_sent(ranks, matched)):
+        key = _group_label(group, world_size), len(group.ranks), kind, dtype
         parts_of_row.setdefault(key, []).append(part)
     rows = [_sum_one(*key, parts) for key, parts in parts_of_row.items()]
     return sorted(rows, key=lambda row: (-(row.wire_ns or 0) - row.waiting_ns, row.group, row.kind, row.dtype or ""))
 
 
-def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Part]]:
+def _parts_of(matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
     for match in matched:
-        kinds = list(zip(match.kind, match.dtype, strict=True))
-        for kind, dtype in dict.fromkeys(kinds):
-            which = [at for at, pair in enumerate(kinds) if pair == (kind, dtype)]
-            part = _Part(
-                match.group,
-                match.byte_count[which],
-                match.wire_ns[which],
-                match.duration_ns[:, which],
-                match.hidden_ns[:, which],
-                match.ranks,
-                int(match.wait_ns[:, which].sum()),
-            )
-            yield kind, dtype, part
+        for kind, dtype in dict.fromkeys(zip(match.kind, match.dtype, strict=True)):
+            some = match.take((match.kind == kind) & (match.dtype == dtype))
+            times = some.duration_ns, some.hidden_ns, some.wait_ns
+            yield match.group, kind, dtype, _Part(match.ranks, some.byte_count, some.wire_ns, *times)
 
 
-def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[str, str | None, _Part]]:
+def _sent(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Iterator[tuple[Group, str, str | None, _Part]]:
     named = {(group.name, group.ranks): group for rank in ranks for group in rank.record.groups if group.dimension}
     for rank in ranks:
-        for group in rank.record.groups:
-            every = rank.sent.get(group.number)
-            if every is None or len(group.ranks) < 2:
-                continue
-            calls = every.take(steps_between_matches(rank.record.rank, every.step, matched))
-            for what in np.unique(calls.what).tolist():
-                (kind, dtype), some = calls.names[what], calls.take(calls.what == what)
+        calls = rank.calls.take(rank.calls.is_pairwise)
+        calls = calls.take(steps_between_matches(rank.record.rank, calls.step, matched))
+        for group in rank.record.groups if len(calls) else ():
+            of_group = calls.take(calls.group == group.number)
+            for what in np.unique(of_group.what).tolist() if len(group.ranks) > 1 else ():
+                (kind, dtype), some = calls.names[what], of_group.take(of_group.what == what)
                 # Of a kernel that receives too, or of which nobody says that it only sends, the size is unknown.
-                wire_ns = np.where((kind == "send") & (some.byte_count != UNKNOWN), some.duration_ns, UNKNOWN)
-                home = named.get((group.name, group.ranks), group)
-                times = some.duration_ns[None], some.hidden_ns[None]
-                yield kind, dtype, _Part(home, some.byte_count, wire_ns, *times, group.ranks)
+                wire_ns = np.where((kind == "send") & (some.bytes != UNKNOWN), some.duration_ns, UNKNOWN)
+                part = _Part(group.ranks, some.bytes, wire_ns, some.duration_ns, some.hidden_ns, np.zeros(0, np.int64))
+                yield named.get((group.name, group.ranks), group), kind, dtype, part
 
 
 def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequence[_Part]) -> GroupRow:
-    sizes, wires = (np.concatenate([getattr(part, name) for part in parts]) for name in ("byte_count", "wire_ns"))
-    total_bytes = int(sizes.sum()) if (sizes >= 0).all() else None
-    wire_ns = int(wires.sum()) if (wires >= 0).all() else None
-    rate = total_bytes / wire_ns * 1e9 if total_bytes is not None and wire_ns else None
-    is_hidden_known = all((part.hidden_ns >= 0).all() and (part.lengths_ns >= 0).all() for part in parts)
     # A rank is in one of the groups of a mesh dimension, as a rule: what ranks of different groups did adds up to no
     # rank's time.
     ranks = len({rank for part in parts for rank in part.ranks})
-    hidden_ns = round(sum(int(part.hidden_ns.sum()) for part in parts) / ranks) if is_hidden_known else None
-    whole_ns = round(sum(int(part.lengths_ns.sum()) for part in parts) / ranks)
+    sizes, wires, lengths, hidden, waits = (
+        np.concatenate([column.reshape(-1) for column in columns]) for columns in list(zip(*parts, strict=True))[1:]
+    )
+    total_bytes, wire_ns = (int(column.sum()) if (column >= 0).all() else None for column in (sizes, wires))
+    rate = total_bytes / wire_ns * 1e9 if total_bytes is not None and wire_ns else None
+    is_hidden_known = bool((hidden >= 0).all() and (lengths >= 0).all())
+    hidden_ns = round(int(hidden.sum()) / ranks) if is_hidden_known else None
     return GroupRow(
         group=label,
         rank_count=size,
@@ -152,8 +136,8 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
         algorithm_bandwidth=rate,
         bus_bandwidth=None if rate is None else rate * bus_factor(kind, size),
         hidden_ns=hidden_ns,
-        exposed_ns=None if hidden_ns is None else whole_ns - hidden_ns,
-        waiting_ns=round(sum(part.waited_ns for part in parts) / ranks),
+        exposed_ns=None if hidden_ns is None else round(int(lengths.sum()) / ranks) - hidden_ns,
+        waiting_ns=round(int(waits.sum()) / ranks),
     )
 
 
@@ -188,27 +172,20 @@ class Pipeline:
 
 def find_pipelines(ranks: Sequence[ReducedRank]) -> list[Pipeline]:
     """Return the groups whose ranks send to each other, where each of them left a full trace; the first one first."""
-    by_group: dict[tuple[str, tuple[int, ...]], tuple[Group, dict[int, tuple[int, int]]]] = {}
-    step_of: dict[int, float] = {}
+    by_group: dict[tuple[tuple[int, ...], str], dict[int, tuple[Group, int, int, float]]] = {}
     for rank in ranks:
-        account, record = rank.exact, rank.record
-        if account is None or not len(account.own):
+        if rank.exact is None or not len(rank.exact):
             continue
-        count = len(account.own)
-        own = round(float(account.own.sums().sum()) / count)
-        step_of[record.rank] = float((account.own.sums() + account.exposed_ns).sum()) / count
-        for group in record.groups:
+        own_ns, count = rank.exact.sums(), len(rank.exact)
+        step_ns = float((own_ns + rank.exact.exposed_ns).sum()) / count
+        for group in rank.record.groups:
             if group.number in rank.between_ns:
-                _, of_ranks = by_group.setdefault((group.name, group.ranks), (group, {}))
-                of_ranks[record.rank] = round(rank.between_ns[group.number] / count), own
-    return [
-        Pipeline(
-            group,
-            group.ranks,
-            tuple(of_ranks[rank][0] for rank in group.ranks),
-            tuple(of_ranks[rank][1] for rank in group.ranks),
-            round(float(np.median([step_of[rank] for rank in group.ranks]))),
-        )
-        for group, of_ranks in (by_group[key] for key in sorted(by_group, key=lambda key: key[1]))
-        if len(group.ranks) > 1 and set(group.ranks) <= of_ranks.keys()
-    ]
+                times = round(rank.between_ns[group.number] / count), round(float(own_ns.sum()) / count), step_ns
+                by_group.setdefault((group.ranks, group.name), {})[rank.record.rank] = group, *times
+    pipelines = []
+    for (numbers, _), of_ranks in sorted(by_group.items(), key=lambda item: item[0][0]):
+        if len(numbers) > 1 and set(numbers) <= of_ranks.keys():
+            _, between, own, steps = zip(*(of_ranks[number] for number in numbers), strict=True)
+            group = next(iter(of_ranks.values()))[0]
+            pipelines.append(Pipeline(group, numbers, between, own, round(float(np.median(steps)))))
+    return pipelines

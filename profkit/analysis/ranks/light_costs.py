@@ -16,18 +16,11 @@ from dataclasses import replace
 import numpy as np
 
 from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, unite
-from profkit.analysis.ranks.costs import (
-    Account,
-    Cost,
-    StepParts,
-    clock_of,
-    saved_beside,
-    step_times,
-    sum_cost,
-)
-from profkit.analysis.ranks.matching import Floats, Matched, waits_by_step
-from profkit.analysis.ranks.own_time import BEFORE
-from profkit.analysis.ranks.reduce import ReducedRank
+from profkit.analysis.ranks.costs import Cost, saved_beside, sum_cost
+from profkit.analysis.ranks.matching import Matched, waits_by_step
+from profkit.analysis.ranks.own_time import BEFORE, Part
+from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
+from profkit.analysis.ranks.reduce import clock_of
 from profkit.names import BACKWARD, DATA
 from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
 from profkit.trace.columns import Bools, Ints
@@ -51,28 +44,26 @@ _AT_THE_END = ("all_reduce", "reduce_scatter")
 
 def account_before_waits(rank: ReducedRank, matched: Sequence[Matched]) -> Account:
     """Return what a rank did before the first long wait of each measured step; without one, in the whole step."""
-    number = rank.record.rank
+    number, named = rank.record.rank, rank.steps.named
     mine = [(match, match.ranks.index(number)) for match in matched if number in match.ranks]
-    begin, end = _find_windows(rank, mine)
-    on_host = _sum_phases(rank, _host_waits(mine), begin, end)
-    named = rank.steps.named
-    nothing = np.zeros(len(named))
-    return Account(rank.record.rank, on_host.beside(rank.on_gpu), nothing, False, clock_of(rank.steps, named))
+    on_host, times_ns = _sum_phases(rank.steps, _host_waits(mine), *_find_windows(rank.steps, mine))
+    on_gpu, longer_ns = rank.longer_on_gpu
+    clock = clock_of(rank.steps, named)
+    return Account(on_host + on_gpu, np.hstack([times_ns, longer_ns]), np.zeros(len(named)), False, clock)
 
 
-def _host_spans(rank: ReducedRank) -> tuple[Ints, Ints, Ints, list[str]]:
-    """Return when the host was in each phase or between two while its GPU was in none, by the rank's own clock.
+def _host_spans(steps: StepColumns) -> tuple[Ints, Ints, Ints, list[str]]:
+    """Return when the host was in each phase or between two while its GPU was in none.
 
     These are starts, ends, and which of the names at last each has.
     """
-    start, end = _absolute_times(rank, rank.steps.phases)
-    order = np.lexsort((rank.steps.phases.name, end, start))
-    start, end, name, names = start[order], end[order], rank.steps.phases.name[order], rank.steps.phases.names
+    phases, gpu = steps.phases, steps.gpu_phases
+    order = np.lexsort((phases.name, phases.end_ns, phases.start_ns))
+    start, end, name, names = phases.start_ns[order], phases.end_ns[order], phases.name[order], phases.names
     reach = np.maximum.accumulate(np.concatenate([start[:1], end]))
     before = np.flatnonzero(start > reach[:-1])
-    gpu_start, gpu_end = _absolute_times(rank, rank.steps.gpu_phases)
-    known = gpu_start <= gpu_end
-    between = subtract(Stretches(reach[before], start[before]), unite(gpu_start[known], gpu_end[known]))
+    known = gpu.start_ns <= gpu.end_ns
+    between = subtract(Stretches(reach[before], start[before]), unite(gpu.start_ns[known], gpu.end_ns[known]))
     followed_by = name[before[np.searchsorted(start[before], between.start_ns, side="right")]]
     start = np.concatenate([between.start_ns, np.maximum(start, reach[:-1])])
     end = np.concatenate([between.end_ns, np.maximum(end, reach[:-1])])
@@ -86,47 +77,33 @@ def has_untimed_waits(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) 
 
     Of what is reduced in a backward pass the wait at the pass's end is known; not so of other collectives.
     """
-    by_number = {rank.record.rank: rank for rank in ranks}
+    phases_of = {rank.record.rank: rank.steps.phases for rank in ranks}
     for match in matched:
-        rank = by_number.get(match.ranks[0])
-        if rank is None or not match.is_untimed.any():
+        if not match.is_untimed.any():
             continue
-        phases = rank.steps.phases
+        phases = phases_of[match.ranks[0]]
         is_backward = np.array([name == BACKWARD for name in phases.names], dtype=np.bool_)[phases.name]
-        starts, ends = (when[is_backward] for when in _absolute_times(rank, phases))
-        called = match.called_ns[0]
+        starts, ends, called = phases.start_ns[is_backward], phases.end_ns[is_backward], match.called_ns[0]
         at = np.searchsorted(starts, called, side="right") - 1
         in_backward = (at >= 0) & (called < ends[at]) if len(ends) else np.zeros(len(called), dtype=np.bool_)
-        is_reduced = np.array([kind in _AT_THE_END for kind in match.kind], dtype=np.bool_)
-        if (match.is_untimed & ~(in_backward & is_reduced)).any():
+        if (match.is_untimed & ~(in_backward & np.isin(match.kind, _AT_THE_END))).any():
             return True
     return False
 
 
-def _absolute_times(rank: ReducedRank, phases: Phases) -> tuple[Ints, Ints]:
-    """Starts and ends of phases on the rank's own clock, in nanoseconds since the epoch."""
-    begin = rank.record.clock_base_ns + rank.steps.start_ns[phases.step]
-    return begin + phases.start_ns, begin + phases.end_ns
-
-
 def _host_waits(mine: Sequence[tuple[Matched, int]]) -> Stretches:
-    starts, ends = [], []
-    for match, here in mine:
-        if match.only_called.any():
-            called = match.called_ns[here][match.only_called]
-            starts.append(called)
-            ends.append(called + match.wait_ns[here, match.only_called])
-    return unite(np.concatenate(starts), np.concatenate(ends)) if starts else NOTHING
+    called = [match.called_ns[here][match.only_called] for match, here in mine]
+    waits = [match.wait_ns[here, match.only_called] for match, here in mine]
+    return unite(np.concatenate(called), np.concatenate(called) + np.concatenate(waits)) if mine else NOTHING
 
 
-def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tuple[Ints, Ints]:
+def _find_windows(steps: StepColumns, mine: Sequence[tuple[Matched, int]]) -> tuple[Ints, Ints]:
     """Return for each measured step the call of the collective before the first one that waited long, and of that one.
 
     Of a step without one, its own start and end. Long is half of the longest wait of the step: whoever is late in one
     collective is often late in all after it.
     """
-    steps = rank.steps
-    begin, end = (rank.record.clock_base_ns + side for side in (steps.start_ns, steps.end_ns))
+    begin, end = steps.start_ns.copy(), steps.end_ns.copy()
     longest = np.zeros(len(steps), dtype=np.int64)
     for match, here in mine:
         np.maximum.at(longest, match.step[here], match.median_wait_ns)
@@ -149,8 +126,8 @@ def _find_windows(rank: ReducedRank, mine: Sequence[tuple[Matched, int]]) -> tup
     return begin[steps.named], end[steps.named]
 
 
-def _sum_phases(rank: ReducedRank, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> StepParts:
-    start_ns, stop_ns, number, of_number = _host_spans(rank)
+def _sum_phases(steps: StepColumns, waits: Stretches, begin_ns: Ints, end_ns: Ints) -> tuple[tuple[Part, ...], Floats]:
+    start_ns, stop_ns, number, of_number = _host_spans(steps)
     first, last = np.searchsorted(stop_ns, begin_ns, side="right"), np.searchsorted(start_ns, end_ns, side="left")
     which, at = spread(first, last)
     start, stop = np.maximum(start_ns[at], begin_ns[which]), np.minimum(stop_ns[at], end_ns[which])
@@ -158,7 +135,14 @@ def _sum_phases(rank: ReducedRank, waits: Stretches, begin_ns: Ints, end_ns: Int
     times = np.zeros((len(begin_ns), len(names)))
     np.add.at(times, (which, name), stop - start - waits.within(start, stop))
     phases = [of_number[name] for name in names.tolist()]
-    return StepParts(tuple(("data" if phase == DATA else "python", phase, "") for phase in phases), times)
+    return tuple(("data" if phase == DATA else "python", phase, "") for phase in phases), times
+
+
+def step_times(steps: StepColumns) -> Floats:
+    """Return the time from each measured step to the next; of one step, its own."""
+    starts, ends = steps.start_ns[steps.named], steps.end_ns[steps.named]
+    times: Floats = (np.diff(starts) if len(starts) > 1 else ends - starts).astype(np.float64)
+    return times
 
 
 def cost_by_waits(
@@ -179,8 +163,8 @@ def cost_by_waits(
 
     The second one is an estimate for phases in which hosts are held up in nearly every step, which are returned too.
     """
-    count = min(len(account.own) for account in accounts)
-    step_ns = float(np.median([time for rank in ranks for time in step_times(rank.steps)] or [0.0]))
+    count = min(map(len, accounts))
+    step_ns = float(np.median(np.concatenate([step_times(rank.steps) for rank in ranks])))
     idle = np.array([rank.steps.launch_wait_ns[rank.steps.named[:count]] for rank in ranks])
     idle = np.where(idle == UNKNOWN, 0, idle).astype(np.float64)
     compared = kept[:count] & (idle.min(axis=0) <= step_ns)
@@ -188,10 +172,8 @@ def cost_by_waits(
     if not compared.any():
         compared[min(1, count - 1) :] = True
     phases = _Phases([rank.steps for rank in ranks], count)
-    steps_of = {rank.record.rank: rank.steps for rank in ranks}
     longest_waits, waits = (
-        np.array([of_rank[rank.record.rank][:count] for rank in ranks])
-        for of_rank in (waits_by_step(steps_of, matched, join) for join in (np.maximum, np.add))
+        np.array([each[:count] for each in waits_by_step(ranks, matched, join)]) for join in (np.maximum, np.add)
     )
     free, tied = phases.free(step_ns), phases.tied(step_ns)
     longest, total = saved_beside(longest_waits), saved_beside(waits)
@@ -201,7 +183,7 @@ def cost_by_waits(
         by_hosts = _late_hosts(idle, phases, free)
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
     did = [
-        replace(account, own=replace(account.own, times_ns=_times_if_free(account.own, phases.names, where)[compared]))
+        replace(account, times_ns=_times_if_free(account, phases.names, where)[compared])
         for account, where in zip(accounts, free, strict=True)
     ]
     steps = np.flatnonzero(compared)
@@ -226,11 +208,11 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
     held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
     freed = []
     for account, here, held_up_ns in zip(cost.accounts, tied, held_up, strict=True):
-        times = account.own.times_ns.copy()
-        for at, (cause, phase, _) in enumerate(account.own.parts):
+        times = account.times_ns.copy()
+        for at, (cause, phase, _) in enumerate(account.parts):
             if cause == "python" and phase in phases.names and here[phases.names.index(phase)]:
                 times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
-        freed.append(replace(account, own=replace(account.own, times_ns=times)))
+        freed.append(replace(account, times_ns=times))
     estimate = sum_cost(freed, cost.saved_ns, cost.step_ns)
     longer = _own_extra_time(estimate, phases, tied, steps)
     for at, (cause, phase) in enumerate(estimate.places):
@@ -352,7 +334,7 @@ def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
     return usual
 
 
-def _times_if_free(own: StepParts, names: Sequence[str], free: Bools) -> Floats:
+def _times_if_free(own: Account, names: Sequence[str], free: Bools) -> Floats:
     """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
     times = own.times_ns[: len(free)].copy()
     for at, (cause, phase, _) in enumerate(own.parts):

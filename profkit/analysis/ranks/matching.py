@@ -7,7 +7,7 @@ one rank is held against that of another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,54 +16,21 @@ import numpy.typing as npt
 
 from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unite, unite_all
 from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.ranks.rank import Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.run.light_columns import UNKNOWN, LightColumns, StepColumns
-from profkit.run.light_record import WAITS_FOR_ALL, Group, LightRecord
+from profkit.run.light_columns import UNKNOWN, CallColumns
+from profkit.run.light_record import WAITS_FOR_ALL, Group
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
 by some microseconds (2 × H200, NVLink)."""
 
-Floats = npt.NDArray[np.float64]
 _NCCL = "nccl"
 _NOBODY = -1
+_NO_LAST = 1 << 62
 _ENDS_EARLY = 0.5
 """A rank that has fewer of a group's collectives than this share of the median rank's is left out of the group."""
-
-
-@dataclass(frozen=True, eq=False)
-class Calls:
-    """Collectives of one rank as columns, `UNKNOWN` where nobody knows.
-
-    ``step`` is the position of the step in the rank's record, ``what`` that of a collective's kind and dtype in
-    ``names``. Ends and calls are nanoseconds since the epoch. ``exposed_ns`` is how long
-    nothing else ran at the end of a backward pass.
-    """
-
-    names: tuple[tuple[str, str | None], ...]
-    what: Ints
-    step: Ints
-    sequence: Ints
-    byte_count: Ints
-    duration_ns: Ints
-    hidden_ns: Ints
-    exposed_ns: Ints
-    end_ns: Ints
-    called_ns: Ints
-
-    def __len__(self) -> int:
-        return len(self.sequence)
-
-    def take(self, rows: Ints | Bools) -> Calls:
-        """Return some of them."""
-        columns = {name: column[rows] for name, column in vars(self).items() if name != "names"}
-        return Calls(self.names, **columns)
-
-    def of_steps(self, number: Ints) -> Calls:
-        """Return those in some of the steps alone: the position of a step → its new one, -1 for those left out."""
-        renumbered = replace(self, step=number[self.step])
-        return renumbered.take(renumbered.step >= 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +43,8 @@ class Matched:
 
     group: Group
     ranks: tuple[int, ...]
-    missing: tuple[int, ...]
-    kind: list[str]
-    dtype: list[str | None]
+    kind: npt.NDArray[np.object_]
+    dtype: npt.NDArray[np.object_]
     byte_count: Ints
     duration_ns: Ints
     hidden_ns: Ints
@@ -95,89 +61,51 @@ class Matched:
     median_wait_ns: Ints
     """How long the median one of the other ranks waited for the last."""
 
+    def __len__(self) -> int:
+        return len(self.kind)
 
-def tabulate_calls(rank: LightColumns) -> tuple[dict[int, Calls], dict[int, Calls]]:
-    """Return the collectives of a rank by their group's number, in order of their sequence, each number once.
-
-    What it sends to and receives from one other rank, which each rank numbers for itself, comes apart from them.
-    Those outside the measured steps count only if there are no such steps.
-    """
-    calls, named = rank.calls, rank.steps.named
-    counts = np.zeros(len(rank.steps), dtype=np.bool_)
-    counts[named if len(named) else slice(None)] = True
-    every = _calls_since_epoch(rank)
-    collectives: dict[int, Calls] = {}
-    sent: dict[int, Calls] = {}
-    is_pairwise = calls.is_pairwise
-    for number in np.unique(calls.group[counts[calls.step]]).tolist():
-        in_group = (calls.group == number) & counts[calls.step]
-        rows = np.flatnonzero(in_group & ~is_pairwise)
-        if len(rows):
-            _, first = np.unique(calls.sequence[rows], return_index=True)
-            collectives[number] = every.take(rows[first])
-        if (in_group & is_pairwise).any():
-            sent[number] = every.take(in_group & is_pairwise)
-    return collectives, sent
+    def take(self, rows: Ints | Bools) -> Matched:
+        """Return some of the collectives."""
+        columns: dict[str, Any] = {
+            name: column[..., rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)
+        }
+        return replace(self, **columns)
 
 
-def _calls_since_epoch(rank: LightColumns) -> Calls:
-    calls = rank.calls
-    begin = rank.record.clock_base_ns + rank.steps.start_ns[calls.step]
-    is_timed = (calls.start_ns != UNKNOWN) & (calls.end_ns != UNKNOWN)
-    return Calls(
-        calls.names,
-        calls.what,
-        calls.step,
-        calls.sequence,
-        byte_count=calls.bytes,
-        duration_ns=np.where(is_timed, calls.end_ns - calls.start_ns, UNKNOWN),
-        hidden_ns=calls.hidden_ns,
-        exposed_ns=calls.exposed_ns,
-        end_ns=np.where(is_timed, begin + calls.end_ns, UNKNOWN),
-        called_ns=np.where(calls.called_ns == UNKNOWN, UNKNOWN, begin + calls.called_ns),
-    )
-
-
-def match_collectives(ranks: Sequence[tuple[LightRecord, Mapping[int, Calls]]]) -> list[Matched]:
+def match_collectives(ranks: Sequence[ReducedRank]) -> list[Matched]:
     """Return the groups, the largest first, each with the collectives that its ranks have in common.
 
-    Each rank comes with its collectives by group (`tabulate_calls`). Steps at the beginning or the end of which another
-    rank lost its record are left out in all groups of the rank, so that what is waited for there is not taken for none.
+    Steps at the beginning or the end of which another rank lost its record are left out in all groups of the rank, so
+    that what is waited for there is not taken for none.
     """
-    by_group: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Group, Calls]]] = {}
-    for record, calls in ranks:
-        for group in {group.number: group for group in record.groups}.values():
-            if group.number in calls and len(group.ranks) > 1:
-                by_group.setdefault((group.name, group.ranks), {})[record.rank] = group, calls[group.number]
+    by_group: dict[tuple[str, tuple[int, ...]], dict[int, _Called]] = {}
+    for rank in ranks:
+        for group in {group.number: group for group in rank.record.groups}.values():
+            rows = np.flatnonzero((rank.calls.group == group.number) & ~rank.calls.is_pairwise)
+            if len(group.ranks) > 1 and len(rows):
+                by_group.setdefault((group.name, group.ranks), {})[rank.record.rank] = group, rank.calls, rows
     ordered = sorted(by_group.items(), key=lambda item: (-len(item[0][1]), item[0]))
     groups = [by_rank for _, by_rank in ordered if len(by_rank) > 1]
     matched = [_match(by_rank) for by_rank in groups]
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for match, by_rank in zip(matched, groups, strict=True):
-        for rank, step in zip(match.ranks, match.step, strict=True) if len(match.kind) else ():
-            mine = by_rank[rank][1].step
-            if step.min() > mine.min():
-                first[rank] = max(first.get(rank, 0), int(step.min()))
-            if step.max() < mine.max():
-                last[rank] = min(last.get(rank, int(step.max())), int(step.max()))
+        for number, step in zip(match.ranks, match.step, strict=True) if len(match) else ():
+            _, calls, rows = by_rank[number]
+            whole = calls.step[rows]
+            if step.min() > whole.min():
+                first[number] = max(first.get(number, 0), int(step.min()))
+            if step.max() < whole.max():
+                last[number] = min(last.get(number, _NO_LAST), int(step.max()))
     return [_drop_cut_steps(match, first, last) for match in matched]
 
 
 def _drop_cut_steps(match: Matched, first: Mapping[int, int], last: Mapping[int, int]) -> Matched:
-    kept = np.ones(len(match.kind), dtype=np.bool_)
+    kept = np.ones(len(match), dtype=np.bool_)
     for rank, step in zip(match.ranks, match.step, strict=True):
-        if rank in first:
-            kept &= step >= first[rank]
-        if rank in last:
-            kept &= step <= last[rank]
-    if kept.all():
-        return match
-    columns: dict[str, Any] = {
-        name: column[..., kept] for name, column in vars(match).items() if isinstance(column, np.ndarray)
-    }
-    rows = np.flatnonzero(kept).tolist()
-    return replace(match, kind=[match.kind[row] for row in rows], dtype=[match.dtype[row] for row in rows], **columns)
+        kept &= step >= first.get(rank, 0)
+        kept &= step <= last.get(rank, _NO_LAST)
+    return match if kept.all() else match.take(kept)
 
 
 def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> Bools:
@@ -185,29 +113,34 @@ def steps_between_matches(rank: int, step: Ints, matched: Sequence[Matched]) -> 
 
     ``step`` are their positions in the rank's record.
     """
-    mine = [match.step[match.ranks.index(rank)] for match in matched if rank in match.ranks and len(match.kind)]
-    first, last = (
-        min((int(steps.min()) for steps in mine), default=0),
-        max((int(steps.max()) for steps in mine), default=np.iinfo(np.int64).max),
-    )
+    mine = [match.step[match.ranks.index(rank)] for match in matched if rank in match.ranks and len(match)]
+    first = min((int(steps.min()) for steps in mine), default=0)
+    last = max((int(steps.max()) for steps in mine), default=_NO_LAST)
     return (step >= first) & (step <= last)
 
 
-def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
-    typical = float(np.median([len(calls) for _, calls in by_rank.values()]))
-    ranks = tuple(sorted(rank for rank, (_, calls) in by_rank.items() if len(calls) >= _ENDS_EARLY * typical))
-    groups, calls_of_ranks = zip(*(by_rank[rank] for rank in ranks), strict=True)
-    common = calls_of_ranks[0].sequence
-    for calls in calls_of_ranks[1:]:
-        if not np.array_equal(calls.sequence, common):
-            common = np.intersect1d(common, calls.sequence, assume_unique=True)
-    mine = [calls.take(np.searchsorted(calls.sequence, common)) for calls in calls_of_ranks]
+_Called = tuple[Group, CallColumns, Ints]
+"""A group in the record of a rank, the rank's collectives, and those that are of the group, in their order."""
+
+
+def _match(by_rank: Mapping[int, _Called]) -> Matched:
+    typical = float(np.median([len(rows) for *_, rows in by_rank.values()]))
+    ranks = tuple(sorted(rank for rank, (*_, rows) in by_rank.items() if len(rows) >= _ENDS_EARLY * typical))
+    groups, calls_of_ranks, rows_of_ranks = zip(*(by_rank[rank] for rank in ranks), strict=True)
+    sequences = [calls.sequence[rows] for calls, rows in zip(calls_of_ranks, rows_of_ranks, strict=True)]
+    common = sequences[0]
+    for sequence in sequences[1:]:
+        if not np.array_equal(sequence, common):
+            common = np.intersect1d(common, sequence, assume_unique=True)
+    matches = [rows[np.searchsorted(sequence, common)] for rows, sequence in zip(rows_of_ranks, sequences, strict=True)]
 
     def table(name: str) -> Ints:
-        return np.stack([getattr(calls, name) for calls in mine])
+        return np.stack([getattr(calls, name)[rows] for calls, rows in zip(calls_of_ranks, matches, strict=True)])
 
     duration, called, exposed = table("duration_ns"), table("called_ns"), table("exposed_ns")
-    names = [mine[0].names[what] for what in mine[0].what.tolist()]
+    ends = np.where(duration == UNKNOWN, UNKNOWN, table("end_ns"))
+    names = [calls_of_ranks[0].names[what] for what in calls_of_ranks[0].what[matches[0]].tolist()]
+    kind, dtype = (np.array([name[at] for name in names], dtype=np.object_) for at in (0, 1))
     named: Group = next((group for group in groups if group.dimension is not None), groups[0])
     # Without a profiler the end of gloo's collectives is unknown: they end when the last rank has called, also where
     # some ranks have one. (The host that calls NCCL's runs ahead of its GPU, as far as it likes.)
@@ -218,7 +151,7 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     # What a GPU waited for at the end of its backward pass ends on all ranks at once too.
     at_end = (duration == UNKNOWN).any(axis=0) & (exposed != UNKNOWN).all(axis=0)
     length = np.where(at_end, exposed, duration) if at_end.any() else duration
-    may_wait = np.array([kind in WAITS_FOR_ALL for kind, _ in names], dtype=np.bool_)
+    may_wait = np.isin(kind, WAITS_FOR_ALL)
     waits = may_wait & (length >= 0).all(axis=0)
     waited, last = _wait_for_last(length)
     wait = np.where(waits, waited, 0)
@@ -226,13 +159,12 @@ def _match(by_rank: Mapping[int, tuple[Group, Calls]]) -> Matched:
     return Matched(
         group=named,
         ranks=ranks,
-        missing=tuple(sorted(set(named.ranks) - set(ranks))),
-        kind=[kind for kind, _ in names],
-        dtype=[dtype for _, dtype in names],
-        byte_count=table("byte_count").max(axis=0),
+        kind=kind,
+        dtype=dtype,
+        byte_count=table("bytes").max(axis=0),
         duration_ns=duration,
         hidden_ns=table("hidden_ns"),
-        end_ns=table("end_ns"),
+        end_ns=ends,
         step=table("step"),
         wait_ns=wait,
         wire_ns=np.where(waits & ~no_end & ~at_end, length.min(axis=0), UNKNOWN),
@@ -262,13 +194,13 @@ def _median_of_others(wait: Ints) -> Ints:
     return middle_waits
 
 
-def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]) -> Ints:
-    """Return how long each rank waited for each other: (who waited, for whom), in ranks' order.
+def sum_waits(matched: Sequence[Matched], index: Mapping[int, int]) -> Ints:
+    """Return how long each rank waited for each other: (who waited, for whom), by their positions in ``index``.
 
     A rank that waits in several collectives at once counts that time once, for the one that it was in first.
     """
-    sums = np.zeros((rank_count, rank_count), dtype=np.int64)
-    placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in range(rank_count)]
+    sums = np.zeros((len(index), len(index)), dtype=np.int64)
+    placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in index]
     for match in matched:
         late = np.flatnonzero(match.last >= 0)
         where = np.array([index[rank] for rank in match.ranks], dtype=np.int64)
@@ -288,29 +220,27 @@ def sum_waits(matched: Sequence[Matched], rank_count: int, index: dict[int, int]
     return sums
 
 
-def waits_by_step(
-    steps: Mapping[int, StepColumns], matched: Sequence[Matched], join: np.ufunc = np.add
-) -> dict[int, Floats]:
+def waits_by_step(ranks: Sequence[ReducedRank], matched: Sequence[Matched], join: np.ufunc = np.add) -> list[Floats]:
     """Return for each rank how long it waited in the collectives of each measured step: in all, or as ``join`` says."""
-    waits = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
+    return _by_step(ranks, matched, join, lambda match, here: match.wait_ns[here])
+
+
+def lateness_by_step(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> list[Floats]:
+    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
+    return _by_step(
+        ranks, matched, np.maximum, lambda match, here: np.where(match.last == here, match.median_wait_ns, 0)
+    )
+
+
+def _by_step(
+    ranks: Sequence[ReducedRank], matched: Sequence[Matched], join: np.ufunc, times_of: Callable[[Matched, int], Ints]
+) -> list[Floats]:
+    sums = {rank.record.rank: np.zeros(len(rank.steps)) for rank in ranks}
     for match in matched:
         for here, rank in enumerate(match.ranks):
-            if rank in waits:
-                join.at(waits[rank], match.step[here], match.wait_ns[here].astype(np.float64))
-    return {rank: values[steps[rank].named] for rank, values in waits.items()}
-
-
-def lateness_by_step(steps: Mapping[int, StepColumns], matched: Sequence[Matched]) -> dict[int, Floats]:
-    """Return for each rank and each of its measured steps the longest time that the median other rank waited for it."""
-    lateness = {rank: np.zeros(len(columns)) for rank, columns in steps.items()}
-    for match in matched:
-        for to in np.unique(match.last[match.last >= 0]).tolist():
-            if match.ranks[to] in lateness:
-                mine = match.last == to
-                np.maximum.at(
-                    lateness[match.ranks[to]], match.step[to][mine], match.median_wait_ns[mine].astype(np.float64)
-                )
-    return {rank: values[steps[rank].named] for rank, values in lateness.items()}
+            if rank in sums:
+                join.at(sums[rank], match.step[here], times_of(match, here).astype(np.float64))
+    return [sums[rank.record.rank][rank.steps.named] for rank in ranks]
 
 
 @dataclass(frozen=True, eq=False)

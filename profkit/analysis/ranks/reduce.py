@@ -1,14 +1,12 @@
-"""What one rank hands over so that it can be compared: all that is known of it without the others, in little memory.
-
-A full trace becomes the same columns as a light record, so that one analysis compares ranks from either; and it says
-what the rank did by itself in each step.
+"""How a rank becomes what it hands over: a full trace the same columns as a light record, and what the rank did by
+itself in each step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +14,20 @@ import numpy as np
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.ranks.costs import Account, StepParts, clock_of, longer_on_gpu
-from profkit.analysis.ranks.matching import Calls, tabulate_calls
 from profkit.analysis.ranks.own_time import (
     CAUSES,
     OwnTime,
+    Part,
     collective_ranges,
     divide_own_time,
     host_time,
     phase_or_data,
 )
+from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
-from profkit.names import STEP, kind_of_collective
+from profkit.names import BACKWARD, STEP, kind_of_collective
 from profkit.run.light_columns import (
     NO_PHASES,
     UNKNOWN,
@@ -40,36 +38,27 @@ from profkit.run.light_columns import (
     read_light_columns,
 )
 from profkit.run.light_record import P2P, Group, LightRecord
-from profkit.trace.columns import Bools, CollectiveCall, Ints, Trace, distinct_values, empty_ints
+from profkit.trace.columns import Bools, CollectiveCall, Ints, Ranges, Trace, Work, distinct_values, empty_ints
 from profkit.trace.nesting import NO_RANGE
 
 _NODE = re.compile(r"node(\d+)")
 """The name of a machine's run within that of its job."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReducedRank:
-    """A rank's record, whose steps stand in ``steps``, and its collectives in ``calls``: the number of their group →
-    columns; and so does ``sent``, what it sends to and receives from one other rank.
-
-    ``exact`` is what it did by its full trace; of a rank without one, None. ``on_gpu`` is what phases of each measured
-    step took longer on its GPU. ``between_ns`` is what its sends and receives in a group took in the steps of ``exact``
-    that nothing hid.
-    """
-
-    record: LightRecord
-    steps: StepColumns
-    calls: Mapping[int, Calls]
-    sent: Mapping[int, Calls]
-    on_gpu: StepParts
-    exact: Account | None = None
-    between_ns: Mapping[int, int] = field(default_factory=dict)
-
-
 def reduce_columns(rank: LightColumns) -> ReducedRank:
-    """Return what a rank hands over of its columns."""
-    calls, sent = tabulate_calls(rank)
-    return ReducedRank(rank.record, rank.steps, calls, sent, longer_on_gpu(rank.steps, rank.calls))
+    """Return what a rank hands over of its columns: of the collectives of a group each number once, in their order.
+
+    Each rank numbers for itself what it sends to and receives from one other rank. Collectives outside the measured
+    steps count only if there are no such steps.
+    """
+    steps, calls = rank.steps, rank.calls
+    counts = np.zeros(len(steps), dtype=np.bool_)
+    counts[steps.named if len(steps.named) else slice(None)] = True
+    rows = np.lexsort((calls.sequence, calls.group, calls.is_pairwise))
+    rows = rows[counts[calls.step[rows]]]
+    keys = calls.take(rows)
+    is_again = (np.diff(keys.group, prepend=keys.group[:1] - 1) == 0) & (np.diff(keys.sequence, prepend=0) == 0)
+    return ReducedRank(rank.record, steps, keys.take(keys.is_pairwise | ~is_again), longer_on_gpu(steps, calls))
 
 
 def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list[ReducedRank]:
@@ -87,42 +76,38 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list
 
 
 def _reduce_trace(attribution: Attribution, rank: int, light: LightColumns | None) -> ReducedRank:
-    trace = attribution.trace
-    own, host = divide_own_time(attribution)
+    trace, base_ns = attribution.trace, attribution.trace.clock_base_ns
+    own, host = (
+        replace(own, start_ns=own.start_ns + base_ns, end_ns=own.end_ns + base_ns)
+        for own in divide_own_time(attribution)
+    )
     steps = _tabulate_steps(attribution, own, host)
     calls, groups = _tabulate_calls(attribution, steps)
-    record = LightRecord(
-        rank=rank,
-        world_size=0,
-        device=None if trace.measure != "gpu-kernel" or not len(trace.work) else int(trace.work.device[0]),
-        source=trace.source,
-        clock_base_ns=trace.clock_base_ns,
-        groups=groups,
-    )
-    columns = LightColumns(record, steps, calls)
+    device = None if trace.measure != "gpu-kernel" or not len(trace.work) else int(trace.work.device[0])
+    columns = LightColumns(LightRecord(rank, 0, device=device, source=trace.source, groups=groups), steps, calls)
     if light is not None:
         columns = _complete(columns, light)
-    return _add_own_time(columns, own) if len(calls.step) or len(trace.work) else reduce_columns(columns)
+    return _add_own_time(columns, own) if len(calls) or len(trace.work) else reduce_columns(columns)
 
 
 def _tabulate_steps(attribution: Attribution, own: OwnTime, host: OwnTime) -> StepColumns:
     """Return the steps, and what ran before the first and after the last as steps without a name."""
-    trace = attribution.trace
+    trace, base_ns = attribution.trace, attribution.trace.clock_base_ns
     rows = measured_ranges(attribution).get(STEP, empty_ints())
     rows = rows[np.argsort(trace.ranges.start_ns[rows], kind="stable")]
-    starts, ends = trace.ranges.start_ns[rows], trace.ranges.end_ns[rows]
-    begin, end = (own.start_ns[:1], own.end_ns[-1:]) if len(own.start_ns) else np.zeros((2, 1), dtype=np.int64)
+    starts, ends = trace.ranges.start_ns[rows] + base_ns, trace.ranges.end_ns[rows] + base_ns
+    begin, end = (own.start_ns[:1], own.end_ns[-1:]) if len(own.start_ns) else np.full((2, 1), base_ns)
     start_ns, end_ns = np.concatenate([begin, starts, ends[-1:]]), np.concatenate([starts[:1], ends, end])
     names = (None, *(trace.names[name] for name in trace.ranges.name[rows].tolist()), *(None for _ in starts[:1]))
     launches = own.cause == CAUSES.index("launch")
-    idle = Stretches(own.start_ns[launches], own.end_ns[launches])
     unknown = np.full(len(names), UNKNOWN)
     steps = StepColumns(
         names=names,
         start_ns=start_ns,
         end_ns=end_ns,
-        launch_wait_ns=idle.within(start_ns, end_ns),
+        launch_wait_ns=Stretches(own.start_ns[launches], own.end_ns[launches]).within(start_ns, end_ns),
         peak_bytes=unknown,
+        reserved_bytes=unknown,
         sm_mhz=unknown,
         throttle=((),) * len(names),
         phases=_find_phases(trace, start_ns, end_ns),
@@ -145,65 +130,39 @@ def _find_phases(trace: Trace, begin_ns: Ints, stop_ns: Ints) -> Phases:
     ranges = trace.ranges
     phase_of = {name: phase_or_data(trace.names[name]) for name in distinct_values(ranges.name).tolist()}
     rows = np.flatnonzero(np.isin(ranges.name, [name for name, phase in phase_of.items() if phase is not None]))
-    start_ns, end_ns = ranges.start_ns[rows], ranges.end_ns[rows]
+    start_ns, end_ns = ranges.start_ns[rows] + trace.clock_base_ns, ranges.end_ns[rows] + trace.clock_base_ns
     step, at = np.nonzero((start_ns >= begin_ns[:, None]) & (end_ns <= stop_ns[:, None]))
     names, name = np.unique([str(phase_of[number]) for number in ranges.name[rows[at]].tolist()], return_inverse=True)
-    start_ns, end_ns = start_ns[at] - begin_ns[step], end_ns[at] - begin_ns[step]
-    order = np.lexsort((name, end_ns, start_ns, step))
-    return Phases(tuple(names.tolist()), step[order], name[order], start_ns[order], end_ns[order])
-
-
-_Key = tuple[str, tuple[int, ...]]
-"""The name and the ranks of a process group."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """Collectives as a trace has them, in the order in which they were called; ``busy`` is when something computed."""
-
-    called_ns: Ints
-    start_ns: Ints
-    end_ns: Ints
-    facts: list[CollectiveCall]
-    groups: list[_Key]
-    busy: Stretches
-
-
-def _find_kernels(attribution: Attribution) -> _Recorded:
-    trace, work = attribution.trace, attribution.trace.work
-    computing = ~communication_rows(trace)
-    rows = np.flatnonzero(~computing)
-    rows = rows[np.lexsort((work.start_ns[rows], work.launch_ns[rows]))]
-    facts: list[CollectiveCall] = []
-    groups: list[_Key] = []
-    for row in rows.tolist():
-        index = -1 if work.collective is None else int(work.collective[row])
-        facts.append(trace.collectives[index] if index >= 0 else _guess_kind(attribution, row))
-        group = facts[-1].group
-        groups.append((f"stream {work.stream[row]}", ()) if group is None else (group, facts[-1].ranks))
-    busy = unite(work.start_ns[computing], work.end_ns[computing])
-    return _Recorded(work.launch_ns[rows], work.start_ns[rows], work.end_ns[rows], facts, groups, busy)
-
-
-def _find_ranges(trace: Trace) -> _Recorded:
-    rows = collective_ranges(trace)
-    start_ns, names = trace.ranges.start_ns[rows], [trace.names[name] for name in trace.ranges.name[rows].tolist()]
-    facts = [CollectiveCall(kind_of_collective(name) or "barrier") for name in names]
-    groups: list[_Key] = [(name.partition(":")[0], ()) for name in names]
-    return _Recorded(start_ns, start_ns, trace.ranges.end_ns[rows], facts, groups, host_time(trace).computing)
+    order = np.lexsort((name, end_ns[at], start_ns[at], step))
+    at = at[order]
+    return Phases(tuple(names.tolist()), step[order], name[order], start_ns[at], end_ns[at])
 
 
 def _tabulate_calls(attribution: Attribution, steps: StepColumns) -> tuple[CallColumns, tuple[Group, ...]]:
-    is_on_gpu = attribution.trace.measure == "gpu-kernel"
-    found = _find_kernels(attribution) if is_on_gpu else _find_ranges(attribution.trace)
-    facts, numbers = found.facts, {key: number for number, key in enumerate(dict.fromkeys(found.groups))}
-    dimension = dict(zip(found.groups, (fact.dimension for fact in facts), strict=True))
+    """Return the collectives in the order in which they were called: kernels, or without a GPU ranges on the host."""
+    trace, is_on_gpu = attribution.trace, attribution.trace.measure == "gpu-kernel"
+    table: Work | Ranges
+    if is_on_gpu:
+        table, computes = trace.work, ~communication_rows(trace)
+        rows = np.flatnonzero(~computes)
+        rows = rows[np.lexsort((table.start_ns[rows], table.launch_ns[rows]))]
+        called_ns, computing = table.launch_ns[rows], unite(table.start_ns[computes], table.end_ns[computes])
+        facts = [_facts_of(attribution, row) for row in rows.tolist()]
+    else:
+        table, rows = trace.ranges, collective_ranges(trace)
+        called_ns, computing = table.start_ns[rows], host_time(trace).computing
+        names = [trace.names[name] for name in table.name[rows].tolist()]
+        facts = [CollectiveCall(kind_of_collective(name) or "barrier", name.partition(":")[0]) for name in names]
+    start_ns, end_ns = table.start_ns[rows], table.end_ns[rows]
+    by_key = {(fact.group or "", fact.ranks): fact.dimension for fact in facts}
     groups = tuple(
-        Group(number, key[0], key[1], dimension[key], None if is_on_gpu else key[0]) for key, number in numbers.items()
+        Group(number, name, ranks, dimension, None if is_on_gpu else name)
+        for number, ((name, ranks), dimension) in enumerate(by_key.items())
     )
-    group = np.array([numbers[key] for key in found.groups], dtype=np.int64)
-    step = np.searchsorted(_edges_ns(steps), found.called_ns, side="right")
-    begin_ns = steps.start_ns[step]
+    number_of = {(group.name, group.ranks): group.number for group in groups}
+    group = np.array([number_of[fact.group or "", fact.ranks] for fact in facts], dtype=np.int64)
+    called_ns = called_ns + trace.clock_base_ns
+    step = np.searchsorted(_edges_ns(steps), called_ns, side="right")
     pairs, what = _number_names((fact.kind, fact.dtype) for fact in facts)
     calls = CallColumns(
         names=pairs,
@@ -212,21 +171,29 @@ def _tabulate_calls(attribution: Attribution, steps: StepColumns) -> tuple[CallC
         what=what,
         bytes=np.array([UNKNOWN if fact.byte_count is None else fact.byte_count for fact in facts], dtype=np.int64),
         sequence=_number_sequences(group, facts, step),
-        called_ns=found.called_ns - begin_ns,
-        start_ns=found.start_ns - begin_ns,
-        end_ns=found.end_ns - begin_ns,
-        hidden_ns=found.busy.within(found.start_ns, found.end_ns),
+        called_ns=called_ns,
+        start_ns=start_ns + trace.clock_base_ns,
+        end_ns=end_ns + trace.clock_base_ns,
+        hidden_ns=computing.within(start_ns, end_ns),
         exposed_ns=np.full(len(facts), UNKNOWN),
     )
     return calls, groups
 
 
-def _guess_kind(attribution: Attribution, row: int) -> CollectiveCall:
-    """Return what the name of NCCL's range around the launch says of a kernel, else its own name."""
-    trace = attribution.trace
-    around = int(attribution.work.innermost[row])
-    named = None if around == NO_RANGE else kind_of_collective(trace.names[int(trace.ranges.name[around])])
-    return CollectiveCall(named or kind_of_collective(trace.names[int(trace.work.name[row])]) or "send")
+def _facts_of(attribution: Attribution, row: int) -> CollectiveCall:
+    """Return what the trace says of a kernel, else the name of NCCL's range around the launch, else its own name.
+
+    Where no group is known its stream stands for it.
+    """
+    trace, work = attribution.trace, attribution.trace.work
+    index = -1 if work.collective is None else int(work.collective[row])
+    if index >= 0:
+        fact = trace.collectives[index]
+    else:
+        around = int(attribution.work.innermost[row])
+        named = None if around == NO_RANGE else kind_of_collective(trace.names[int(trace.ranges.name[around])])
+        fact = CollectiveCall(named or kind_of_collective(trace.names[int(work.name[row])]) or "send")
+    return fact if fact.group is not None else replace(fact, group=f"stream {work.stream[row]}", ranks=())
 
 
 def _number_names(pairs: Iterable[tuple[str, str | None]]) -> tuple[tuple[tuple[str, str | None], ...], Ints]:
@@ -246,6 +213,52 @@ def _number_sequences(group: Ints, facts: Sequence[CollectiveCall], step: Ints) 
     return numbers
 
 
+def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> tuple[tuple[Part, ...], Floats]:
+    """Return what phases of the measured steps took on the GPU beyond their time on the host, without collectives.
+
+    A phase's collectives are those that the host called in it, for their start on the GPU is not known. What is longer
+    than the phase itself was waited for in the next one. Where nobody timed the collectives of a step, what is known of
+    them is how long the GPU waited at a backward pass's end.
+    """
+    host, gpu = steps.phases, steps.gpu_phases
+    names = tuple(sorted({*host.names, *gpu.names, BACKWARD}))
+    on_host, talking = np.zeros((2, len(steps), len(names)))
+    host_name, gpu_name = (
+        np.array([names.index(name) for name in phases.names], dtype=np.int64) for phases in (host, gpu)
+    )
+    on_host[:, host_name] = host.times(len(steps))
+    timed = np.flatnonzero((calls.called_ns != UNKNOWN) & (calls.duration_ns != UNKNOWN))
+    timed = timed[np.argsort(calls.called_ns[timed], kind="stable")]
+    until = np.concatenate([[0], np.cumsum(calls.duration_ns[timed])])
+    first, last = (np.searchsorted(calls.called_ns[timed], times) for times in (host.start_ns, host.end_ns))
+    np.add.at(talking, (host.step, host_name[host.name]), until[np.maximum(first, last)] - until[first])
+    is_timed = np.bincount(calls.step[timed], minlength=len(steps)) > 0
+    known = calls.exposed_ns != UNKNOWN
+    waited = np.bincount(calls.step[known], calls.exposed_ns[known], minlength=len(steps))
+    talking[~is_timed] = 0
+    talking[~is_timed, names.index(BACKWARD)] = waited[~is_timed]
+    longer, is_there, left = np.zeros(on_host.shape), np.zeros(on_host.shape, dtype=np.bool_), np.zeros(len(steps))
+    # The first phase of each step, then the second ones, and so on: what was left waits for the next one.
+    place = np.arange(len(gpu.step)) - np.searchsorted(gpu.step, gpu.step)
+    for number in range(int(place.max(initial=-1)) + 1):
+        rows = np.flatnonzero(place == number)
+        step, name, time = gpu.step[rows], gpu_name[gpu.name[rows]], (gpu.end_ns - gpu.start_ns)[rows]
+        left[step] += talking[step, name]
+        talking[step, name] = 0
+        longer[step, name] += np.maximum(time - left[step] - on_host[step, name], 0)
+        left[step] = np.maximum(left[step] - time, 0)
+        is_there[step, name] = True
+    used = np.flatnonzero(is_there[steps.named].any(axis=0))
+    return tuple(("kernels", names[at], "") for at in used.tolist()), longer[steps.named][:, used]
+
+
+def clock_of(steps: StepColumns, which: Ints) -> float | None:
+    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
+    clocks = steps.sm_mhz[which]
+    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
+    return float(np.median(known)) if len(known) else None
+
+
 def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
     """Return the rank with what it did by itself before the ends of its collectives, for the steps that called these.
 
@@ -253,10 +266,9 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
     something before it was recorded.
     """
     rank, steps, calls = reduce_columns(columns), columns.steps, columns.calls
-    ends_ns = steps.start_ns[calls.step] + calls.end_ns
-    by_end = np.argsort(ends_ns, kind="stable")
+    by_end = np.argsort(calls.end_ns, kind="stable")
     if len(by_end):
-        cell, part, time_ns = own.sum_between(ends_ns[by_end])
+        cell, part, time_ns = own.sum_between(calls.end_ns[by_end])
         called = by_end[cell]
         step = calls.step[called]
     else:
@@ -272,9 +284,13 @@ def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:
     np.add.at(times_ns, (step[kept], column), time_ns[kept])
     talks = np.array([cause == "communication" for cause, *_ in parts], dtype=np.bool_)
     alone = sorted(np.flatnonzero(~talks).tolist(), key=parts.__getitem__)
-    did = StepParts(tuple(parts[at] for at in alone), times_ns[named][:, alone])
-    exposed_ns = times_ns[named][:, talks].sum(axis=1)
-    exact = Account(rank.record.rank, did, exposed_ns, is_exact=True, sm_mhz=clock_of(steps, named))
+    exact = Account(
+        tuple(parts[at] for at in alone),
+        times_ns[named][:, alone],
+        times_ns[named][:, talks].sum(axis=1),
+        is_exact=True,
+        sm_mhz=clock_of(steps, named),
+    )
     talking = np.flatnonzero(kept)[talks[column]]
     between_ns = _sum_sending(calls, called[talking], time_ns[talking]) if len(by_end) else {}
     return replace(rank, exact=exact, between_ns=between_ns)
