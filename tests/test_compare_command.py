@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import shutil
 import weakref
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.placing.attribution import Attribution
 from profkit.errors import UsageError
 from profkit.reading import open_capture
-from profkit.report.commands.compare import describe_difference, describe_differences
+from profkit.report.commands.compare import VIEWS, describe_difference, describe_differences
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
-from tests.allocator_reference import MIB
 from tests.conftest import ROOT
+from tests.golden import check_transcript
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import NVJET, SGEMM, Step, write_steps
@@ -28,49 +27,7 @@ from tests.test_kernel_changes import EAGER, varied
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
-GOLDEN = """\
-step 30.02 ms → 21.01 ms: -30.0%, speed × 1.43, 95% interval -9.022 … -8.989 ms
-  (medians of 6 and 6 unprofiled steps, own process)
-before  fp32
-after   bf16
-changed: precision (autocast): fp32 → bf16
-
-unprofiled steps (own process), medians of 6 and 6
-   change    before     after        95% interval  unprofiled
-─────────  ────────  ────────  ──────────────────  ──────────
--2.701 ms  9.002 ms  6.302 ms  -2.703 … -2.698 ms  forward
--9.005 ms  30.02 ms  21.01 ms  -9.022 … -8.989 ms  step
-
-   change    before     after        95% interval  per step
-─────────  ────────  ────────  ──────────────────  ─────────────────────
--6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.983 µs  kernel time
--6.000 µs  10.70 µs  4.700 µs  -6.017 … -5.983 µs  GPU busy
--6.000 µs  11.54 µs  5.540 µs  -6.017 … -5.983 µs  Python time, profiled
-
-   change    before     after        95% interval  phase
-─────────  ────────  ────────  ──────────────────  ─────────
--6.000 µs  10.40 µs  4.400 µs  -6.014 … -5.986 µs  forward
-     0 ns    300 ns    300 ns                      optimizer
-
-   change    before     after        95% interval  category
-─────────  ────────  ────────  ──────────────────  ───────────
--6.000 µs  8.000 µs  2.000 µs  -6.005 … -5.995 µs  gemm
-     0 ns  2.700 µs  2.700 µs                      elementwise
-
-   change        95% interval    before  range, category, kernels
-─────────  ──────────────────  ────────  ───────────────────────────────────────
--6.000 µs  -6.005 … -5.995 µs  8.000 µs  forward/layer */ffn, gemm
-                                          was sm80_xmma_gemm…32_f32_tn_n_64x64x8
-                                          now nvjet_tst_128x…_1x2_h_bz_coopA_TNT
-     0 ns                      2.700 µs  (3 more: no measurable difference)
-
-times are per step: 8 steps before, 8 after
-kernels per step: 7 before, 7 after
-totals: 85,600 and 37,600 ns; sum of the changes: -6,000 ns
-not compared: 0 and 0 ns (warm-up, or outside the steps or the range)
-intervals: from how the steps of each side vary; they do not include variation
-  from run to run
-"""
+OPERATORS = "tiny-train-cpu.kineto.json.gz"
 
 
 def clean_steps(factor: float) -> dict[str, list[dict[str, int]]]:
@@ -93,19 +50,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return before, after
 
 
-def test_the_table_equals_the_golden_one(runs: tuple[Path, Path]) -> None:
-    done = run_command("compare", *runs, "--force")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == GOLDEN
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_captures_of_other_origin_need_force(runs: tuple[Path, Path]) -> None:
-    done = run_command("compare", *runs)
-    assert (done.returncode, done.stdout) == (2, "")
-    changed, refused = done.stderr.splitlines()
-    assert changed == "warning: changed: precision (autocast): fp32 → bf16"
-    assert refused.endswith("record both under the same conditions, or pass --force")
+def test_each_way_of_asking_prints_what_it_did(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    forced = (*runs, "--force")
+    trace, operators = (ROOT / "traces" / name for name in ("small-train.nsys2025.sqlite", OPERATORS))
+    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
+    calls: list[tuple[str | Path, ...]] = [
+        forced,
+        runs,  # captures of other origin need force
+        (*forced, "--format", "json"),
+        *((*forced, "--format", "csv", "--by", view) for view in VIEWS),
+        (*forced, "--by", "range", "--top", "1"),
+        # Only what lies under a range.
+        (*forced, "--range", "forward", "--by", "phase"),
+        (*forced, "--range", "layer 1", "--by", "phase"),
+        (*forced, "--range", "layr 1"),
+        # Without a change there is no table of kernels, and no word on intervals and chance.
+        *(
+            (trace, Path(shutil.copy(trace, tmp_path / "again.sqlite"))),
+            (runs[0], shutil.copytree(runs[0], tmp_path / "again")),
+        ),
+        # Peaks of memory.
+        *((before, after), (before, after, "--format", "json"), (before, after, "--format", "csv")),
+        # What cannot be compared is refused in one line.
+        *((before, trace), (operators, trace), (trace, tmp_path / "missing")),
+        *((before, before, "--range", "forward"), (*forced, "-o", runs[1] / NSYS_EXPORT)),
+    ]
+    check_transcript("compare", [("compare", *words) for words in calls])
     with pytest.raises(UsageError, match="differ in precision"):
         compare(*runs)
 
@@ -114,40 +84,6 @@ def test_python_returns_what_json_holds(runs: tuple[Path, Path]) -> None:
     printed = json.loads(run_command("compare", *runs, "--force", "--format", "json", "--full-names").stdout)
     result = json.loads(json.dumps(compare(*runs, force=True).to_dict()))
     assert {key: printed[key] for key in result} == result
-    assert printed["time"]["kernel_time"] == {
-        "before_ns": 85_600,
-        "after_ns": 37_600,
-        "before_per_sample_ns": 10_700,
-        "after_per_sample_ns": 4_700,
-        "change_ns": -6000,
-        "low_ns": -6017,
-        "high_ns": -5983,
-        "verdict": "less",
-    }
-    assert (printed["time"]["unit"], printed["time"]["samples"], printed["time"]["rounding_ns"]) == ("step", [8, 8], 0)
-    part = printed["time"]["parts"][0]
-    assert (part["range"], part["category"], part["kind"]) == ("forward/layer */ffn", "gemm", "renamed")
-    assert part["after"] == [{"name": NVJET, "count": 16, "total_ns": 16_000}]
-    assert printed["clean"]["changes"][-1]["name"] == "step"
-    assert printed["provenance"]["differences"][0]["disturbs"] is True
-    assert printed["memory"] is None
-
-
-@pytest.mark.parametrize("view", ["phase", "category", "range", "kernel"])
-def test_csv_holds_every_line_of_a_view(runs: tuple[Path, Path], view: str) -> None:
-    done = run_command("compare", *runs, "--force", "--format", "csv", "--by", view)
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
-    assert sum(int(row["before_ns"]) for row in rows) == 85_600
-    assert sum(int(row["change_ns"]) for row in rows) == -6000
-    assert {row["before_samples"] for row in rows} == {"8"}
-    assert done.stderr.splitlines() == ["warning: changed: precision (autocast): fp32 → bf16"]
-
-
-def test_by_shows_one_table(runs: tuple[Path, Path]) -> None:
-    one = run_command("compare", *runs, "--force", "--by", "range", "--top", "1").stdout
-    assert "forward/layer */ffn" in one
-    assert "(1 more)" in one
-    assert "phase" not in one
 
 
 def test_the_largest_category_is_shown_however_little_it_changed(tmp_path: Path) -> None:
@@ -159,26 +95,6 @@ def test_the_largest_category_is_shown_however_little_it_changed(tmp_path: Path)
     out = run_command("compare", *paths, "--force", "--by", "category", "--top", "1").stdout
     lines = [line.split()[-1] for line in out.split("category\n")[1].splitlines()[1:4]]
     assert lines == ["normalization", "gemm", "more)"]
-
-
-def test_the_first_line_says_how_long_a_step_takes(runs: tuple[Path, Path]) -> None:
-    headline = json.loads(run_command("compare", *runs, "--force", "--format", "json").stdout)["headlines"][0]
-    assert headline["change_ns"] == pytest.approx(headline["after_ns"] - headline["before_ns"], abs=1)
-    assert headline["speed_factor"] == headline["before_ns"] / headline["after_ns"]
-    same = run_command("compare", runs[0], runs[0]).stdout.splitlines()[0]
-    assert same.startswith("step 30.02 ms → 30.02 ms: unchanged (medians of 6 and 6 unprofiled steps")
-    traces = [path / NSYS_EXPORT for path in runs]
-    first = run_command("compare", *traces, "--force", "--range", "forward").stdout.splitlines()[0]
-    assert first.startswith("kernel time under 'forward' 10.40 µs → 4.400 µs: -57.7%, speed × 2.36")
-
-
-def test_range_compares_only_what_lies_under_it(runs: tuple[Path, Path]) -> None:
-    data = json.loads(run_command("compare", *runs, "--force", "--range", "layer 1", "--format", "json").stdout)
-    assert (data["time"]["kernel_time"]["change_ns"], data["time"]["range"]) == (-3000, "layer 1")
-    assert (data["clean"], data["memory"]) == (None, None)
-    done = run_command("compare", *runs, "--force", "--range", "layr 1")
-    assert done.returncode == 2
-    assert "no range 'layr 1'; nearest: 'layer 1'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -194,24 +110,6 @@ def test_range_compares_only_what_lies_under_it(runs: tuple[Path, Path]) -> None
 def test_only_the_changed_words_of_a_command_are_printed(after: str, text: str) -> None:
     difference = Difference("command", "python train.py --compile=False --lr 1", after, disturbs=False)
     assert describe_difference(difference) == text
-
-
-def test_what_is_compared_with_itself_has_no_change(runs: tuple[Path, Path]) -> None:
-    """There is no table without kernels, and no word on intervals and chance where chance could do nothing."""
-    trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
-    done = run_command("compare", trace, trace)
-    assert done.returncode == 0
-    assert "\nno change in 74 kernels: each took equally long in both\n" in done.stdout
-    assert "more" not in done.stdout
-    assert "sum of the changes: 0 ns" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stderr == (
-        "warning: 2 steps before, 2 after: intervals need 5 on each side; record more with --steps\n"
-    )
-    of_run = run_command("compare", runs[0], runs[0]).stdout
-    assert "\nno change in 4 kernels: each took equally long in both\n" in of_run
-    assert not any(words in of_run for words in ("no measurable difference", "intervals"))
-    assert of_run.endswith("(warm-up, or outside the steps or the range)\n")
 
 
 def test_renamed_kernels_are_a_change_even_if_no_time_changed(tmp_path: Path) -> None:
@@ -243,14 +141,7 @@ def test_no_two_traces_are_in_memory_at_once(runs: tuple[Path, Path], monkeypatc
     assert len(opened) == 4
 
 
-def test_snapshots_alone_or_in_runs_with_traces_are_compared_by_their_peaks(tmp_path: Path) -> None:
-    before, after = Training().write(tmp_path, "a.pickle"), Training(scale=2).write(tmp_path, "b.pickle")
-    done = run_command("compare", before, after)
-    assert done.returncode == 0
-    assert "the peak changed by +12.00 MiB (+12,582,912 B)" in done.stdout
-    data = json.loads(run_command("compare", before, after, "--format", "json").stdout)
-    assert (data["time"], data["memory"]["difference_bytes"]) == (None, 12 * MIB)
-    assert run_command("compare", before, after, "--format", "csv").stdout.startswith("bytes,kind,count,stack\n")
+def test_snapshots_in_runs_are_compared_by_their_peaks(tmp_path: Path) -> None:
     runs = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     Training().write(runs[0], SNAPSHOT)
     one_sided = run_command("compare", *runs)
@@ -260,23 +151,6 @@ def test_snapshots_alone_or_in_runs_with_traces_are_compared_by_their_peaks(tmp_
     both = run_command("compare", *runs).stdout
     assert "kernel time" in both
     assert "the peak changed by +12.00 MiB" in both
-
-
-def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path, runs: tuple[Path, Path]) -> None:
-    snapshot = Training().write(tmp_path, "a.pickle")
-    trace = ROOT / "traces" / "small-train.nsys2025.sqlite"
-    operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
-    by_range = "only the kernel times of two traces can be compared by range"
-    for words, status, message in (
-        ((snapshot, trace), 2, "holds a memory snapshot"),
-        ((operators, trace), 2, "measures the self time of CPU operators"),
-        ((trace, tmp_path / "missing"), 1, "no such file"),
-        ((snapshot, snapshot, "--range", "forward"), 2, by_range),
-        ((*runs, "--force", "-o", runs[1] / NSYS_EXPORT), 2, "this file is being read"),
-    ):
-        done = run_command("compare", *words)
-        assert (done.returncode, message in done.stderr) == (status, True)
-        assert "\n" not in done.stderr.removeprefix("warning: changed: precision (autocast): fp32 → bf16\n")[:-1]
 
 
 def test_another_script_is_said_once() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -15,92 +13,46 @@ import pytest
 from profkit import read_trace
 from profkit.report.plots import MOST_BARS, plot_kernels
 from tests.conftest import ROOT
+from tests.golden import check_transcript
 from tests.nsys_builder import NsysBuilder
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-GOLDEN_RANGE = """\
-range 'backward', open 2 times: 3 kernels per step (2 steps)
-kernel time 6.250 µs   GPU busy 6.250 µs   Python time 80.00 µs
-
-share  per step  times      mean  category     kernel
-─────  ────────  ─────  ────────  ───────────  ─────────────────────────────────
-80.0%  5.000 µs      2  2.500 µs  gemm         sm80_xmma_gemm_f…f32_nt_n_64x64x8
-20.0%  1.250 µs      1  1.250 µs  elementwise  vectorized_eleme…nctor_add,float>
-
-100 % = 12.50 µs of kernels under 'backward' in 2 steps
-Under 'backward' 12,500 ns = placed by launching thread 2,500 + by waiting
-  thread 10,000
-All kernel time 18,500 ns = placed by launching thread 8,500 + by waiting thread
-  (backward) 10,000 + in no range 0
-"""
-
-
-def test_the_table_of_a_range_is_per_step_and_fits_80_columns(profkit: Run, trace: Path) -> None:
-    done = profkit("kernels", trace, "--range", "backward")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == GOLDEN_RANGE
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_json_keeps_its_contract(profkit: Run, trace: Path) -> None:
-    data = json.loads(profkit("kernels", trace, "--range", "backward", "--format", "json").stdout)
-    assert {key: data[key] for key in ("trace", "measure", "range", "instances", "kernel_count", "graph_count")} == {
-        "trace": "t.sqlite",
-        "measure": "gpu-kernel",
-        "range": "backward",
-        "instances": 2,
-        "kernel_count": 6,
-        "graph_count": 0,
-    }
-    assert {key: data[key] for key in ("kernel_time_ns", "graph_time_ns", "busy_ns", "wall_ns")} == {
-        "kernel_time_ns": 12500,
-        "graph_time_ns": 0,
-        "busy_ns": 12500,
-        "wall_ns": 160_000,
-    }
-    assert data["copies"] == {"memcpy_count": 0, "memcpy_ns": 0, "memset_count": 0, "memset_ns": 0}
-    assert data["kernels"][0] == {
-        "name": "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_execute_kernel__5x_cublas",
-        "category": "gemm",
-        "count": 4,
-        "per_instance_count": 2.0,
-        "total_ns": 10_000,
-        "share": 0.8,
-        "mean_ns": 2500,
-        "min_ns": 2500,
-        "max_ns": 2500,
-        "per_rank_ns": [],
-        "waiting_ns": None,
-    }
-    assert (data["ranks"], data["rank_evidence"], data["slowest_rank"]) == ([], None, None)
-    assert data["range_evidence"] == {"direct_ns": 2500, "inferred_ns": 10_000, "sequence_ns": 0}
-    assert data["ledger"] == {
-        "direct_ns": 8500,
-        "inferred_ns": 10_000,
-        "ambiguous_ns": 0,
-        "outside_ns": 0,
-        "no_launch_ns": 0,
-        "total_ns": 18_500,
-    }
-    assert data["warnings"] == []
-    assert data["self_check"]["passed"] is True
+BACKWARD = ("--range", "backward")
+CALLS: tuple[tuple[str, ...], ...] = (
+    (),  # the phases come first, then the whole capture
+    ("--totals",),
+    BACKWARD,
+    (*BACKWARD, "--totals"),
+    (*BACKWARD, "--format", "json"),
+    # The first line, and the others added up in one; a CSV that is cut says so.
+    (*BACKWARD, "--top", "1"),
+    ("--top", "1", "--format", "json"),
+    ("--top", "1", "--format", "csv"),
+    ("--top", "2", "--format", "csv"),
+    *((*BACKWARD, "--sort", key, "--format", "csv") for key in ("mean", "name")),
+    # The rule behind each category; rules follow the order of the table.
+    *(("--explain", "--format", style) for style in ("table", "markdown", "latex", "csv")),
+    ("--explain", "--sort", "max", "--top", "1", "--format", "markdown"),
+    ("--explain", "--sort", "mean", "--top", "1"),
+    *(("--by", by, "--format", "csv") for by in ("category", "range", "module")),
+    *(("--explain", "--by", by) for by in ("category", "range", "operator")),
+    ("--by", "operator"),
+    *((*BACKWARD, "--per-instance", "--format", style) for style in ("table", "markdown", "latex", "csv")),
+    ("--csv-safe",),
+)
+OF_TWO_GPUS: tuple[tuple[str, ...], ...] = (
+    (),  # phases leave out the warm-up, in any letter case
+    # A part of the capture does not call itself the whole.
+    *(("--device", "1"), ("--process", "100"), ("--exclude", "Warmup")),
+    ("--range", "forward", "--device", "0", "--exclude", "Warmup"),
+    ("--range", "forward", "--device", "0", "--exclude", "Warmup", "--format", "json"),
+)
 
 
-def test_without_a_range_it_is_the_whole_capture_and_the_phases_come_first(profkit: Run, trace: Path) -> None:
-    data = json.loads(profkit("kernels", trace, "--format", "json").stdout)
-    assert (data["range"], data["range_evidence"], data["kernel_time_ns"]) == (None, None, 18_500)
-    assert data["wall_ns"] == 390_000
-    text = profkit("kernels", trace).stdout
-    assert text.startswith("Phases, per step (2 steps); 100 % = all 18.50 µs of the capture\n")
-    assert text.index("forward") < text.index("backward") < text.index("whole capture: 4 kernels per step (2 steps)")
-
-
-def test_totals_are_sums_over_the_recorded_steps(profkit: Run, trace: Path) -> None:
-    text = profkit("kernels", trace, "--range", "backward", "--totals").stdout
-    assert text.startswith("range 'backward', open 2 times: 6 kernels\nkernel time 12.50 µs   GPU busy 12.50 µs")
-    assert "80.0%  10.00 µs      4   5.000 µs  gemm" in text
-    assert profkit("kernels", trace, "--totals").stdout.startswith("Phases, sums over the capture;")
+def test_each_way_of_asking_prints_what_it_did(trace: Path, two_devices: Path) -> None:
+    check_transcript("kernels", [("kernels", trace, *words) for words in CALLS])
+    check_transcript("kernels-of-two-gpus", [("kernels", two_devices, *words) for words in OF_TWO_GPUS])
 
 
 def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_path: Path) -> None:
@@ -114,58 +66,7 @@ def test_work_outside_the_steps_leaves_no_average_per_step(profkit: Run, tmp_pat
     assert json.loads(profkit("kernels", path, "--range", "step 0", "--format", "json").stdout)["steps"] == 1
 
 
-def test_top_adds_up_the_other_lines_and_sort_orders_them(profkit: Run, trace: Path) -> None:
-    assert "(1 more)" in profkit("kernels", trace, "--range", "backward", "--top", "1").stdout
-    data = json.loads(profkit("kernels", trace, "--top", "1", "--format", "json").stdout)
-    assert data["kernels"][0]["total_ns"] + data["rest"]["total_ns"] == data["kernel_time_ns"]
-    assert data["kernels"][0]["count"] + data["rest"]["count"] == data["kernel_count"]
-    assert data["rest"]["name"] == "(1 more)"
-    assert json.loads(profkit("kernels", trace, "--format", "json").stdout)["rest"] is None
-    assert profkit("kernels", trace, "--format", "csv", "--top", "2").stderr == ""
-    cut = profkit("kernels", trace, "--format", "csv", "--top", "1")
-    assert cut.stderr == "warning: --top 1: the CSV holds 1 of 2 lines\n"
-    ordered = ("kernels", trace, "--range", "backward", "--format", "csv", "--sort")
-    assert profkit(*ordered, "mean").stdout.splitlines()[1].startswith("sm80")
-    assert profkit(*ordered, "name").stdout.splitlines()[2].startswith('"void')
-
-
-def test_every_format_holds_the_rules_that_are_asked_for(profkit: Run, trace: Path) -> None:
-    asked = ("kernels", trace, "--explain", "--format")
-    rules = [row["rule"] for row in json.loads(profkit(*asked, "json").stdout)["kernels"]]
-    assert rules == [row["rule"] for row in csv.DictReader(io.StringIO(profkit(*asked, "csv").stdout))]
-    assert rules[0].startswith("cublas")
-    for style in ("table", "markdown", "latex"):
-        assert rules[0][:6] in profkit(*asked, style).stdout
-
-
-@pytest.mark.parametrize("by", ["category", "range", "operator"])
-def test_explain_is_refused_for_lines_that_are_no_kernels(profkit: Run, trace: Path, by: str) -> None:
-    assert profkit("kernels", trace, "--explain", "--by", by).returncode == 2
-
-
-def test_rules_and_plot_follow_the_order_of_the_table(
-    profkit: Run, trace: Path, tmp_path: Path, drawn: list[Any]
-) -> None:
-    text = profkit("kernels", trace, "--explain", "--sort", "max", "--top", "1", "--format", "markdown").stdout
-    assert "| gemm |" in text.partition("Why each")[2]
-    text = profkit("kernels", trace, "--explain", "--sort", "mean", "--top", "1").stdout
-    assert "elementwise" not in text.partition("Why each")[2]
-    opened = read_trace(trace)
-    plot_kernels(opened, opened.kernels(), tmp_path / "p.png", top=60, sort="name")
-    assert [label.get_text()[:4] for label in drawn[-1].axes[0].get_yticklabels()] == ["sm80", "vect"]
-
-
-def test_lines_can_be_categories_or_ranges(profkit: Run, trace: Path) -> None:
-    data = json.loads(profkit("kernels", trace, "--by", "category", "--format", "json").stdout)
-    assert [(row["name"], row["total_ns"]) for row in data["kernels"]] == [("gemm", 16_000), ("elementwise", 2500)]
-    data = json.loads(profkit("kernels", trace, "--by", "range", "--format", "json").stdout)
-    assert [(row["name"], row["total_ns"]) for row in data["kernels"]] == [
-        ("step */backward", 12_500),
-        ("step */forward", 6000),
-    ]
-
-
-def test_lines_can_be_the_operators_that_launched(profkit: Run, trace: Path) -> None:
+def test_lines_can_be_the_operators_that_launched(profkit: Run) -> None:
     recorded = ROOT / "traces" / "small-train.kineto.json.gz"
     data = json.loads(profkit("kernels", recorded, "--range", "forward", "--by", "operator", "--format", "json").stdout)
     rows = {row["name"]: row for row in data["kernels"]}
@@ -178,61 +79,6 @@ def test_lines_can_be_the_operators_that_launched(profkit: Run, trace: Path) -> 
     assert [(row.name, row.count, row.total_ns) for row in by_name] == [
         (row.name, row.count, row.total_ns) for row in by_operator
     ]
-    done = profkit("kernels", trace, "--by", "operator")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "does not say which operators launched its kernels; record CPU operators too" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--device", "1"), "device 1 only"),
-        (("--process", "100"), "process 100 only"),
-        (("--exclude", "Warmup"), "without 'Warmup'"),
-    ],
-)
-def test_a_part_of_the_capture_does_not_call_itself_the_whole(
-    profkit: Run, two_devices: Path, arguments: tuple[str, str], words: str
-) -> None:
-    text = profkit("kernels", two_devices, *arguments).stdout
-    assert text.startswith(f"part of the capture, {words}: ")
-    assert f"of kernels in this part of the capture ({words})" in text
-    assert "whole capture" not in text
-    assert "Phases" not in text
-
-
-def test_the_filters_of_a_range_are_named_and_in_the_json(profkit: Run, two_devices: Path) -> None:
-    arguments = ("--range", "forward", "--device", "0", "--exclude", "Warmup")
-    text = profkit("kernels", two_devices, *arguments).stdout
-    assert text.startswith("range 'forward', open 1 time, device 0 only, without 'Warmup': 1 kernel\n")
-    assert "100 % = 70 ns of kernels under 'forward', device 0 only, without 'Warmup'" in text
-    data = json.loads(profkit("kernels", two_devices, *arguments, "--format", "json").stdout)
-    assert data["filters"] == {
-        "range": "forward",
-        "exclude": "Warmup",
-        "instance": None,
-        "process": None,
-        "device": 0,
-        "rank": None,
-    }
-
-
-def test_the_phases_leave_out_warmup_in_any_letter_case(profkit: Run, two_devices: Path) -> None:
-    text = profkit("kernels", two_devices).stdout
-    assert text.startswith("Phases, sums over the capture, without warmup; 100 % = ")
-    assert [line.split()[:2] for line in text.splitlines() if line.startswith("forward")] == [["forward", "1"]]
-
-
-def test_every_format_holds_the_instances(profkit: Run, trace: Path) -> None:
-    arguments = ("kernels", trace, "--range", "backward", "--per-instance", "--format")
-    rows = list(csv.DictReader(io.StringIO(profkit(*arguments, "csv").stdout)))
-    assert [(row["instance"], row["start_ns"], row["kernel_time_ns"]) for row in rows] == [
-        ("0", "60000", "6250"),
-        ("1", "260000", "6250"),
-    ]
-    assert profkit(*arguments, "latex").stdout.count(r"\begin{tabular}") == 2
-    assert "| 1 | 260.0 µs | 80.00 µs | 6.250 µs | 6.250 µs | 3 |" in profkit(*arguments, "markdown").stdout
-    assert "       1  260.0 µs     80.00 µs" in profkit(*arguments, "table").stdout
 
 
 def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profkit: Run) -> None:
@@ -247,22 +93,23 @@ def test_instances_start_from_the_beginning_of_the_capture(tmp_path: Path, profk
     assert data["per_instance"][0]["start_ns"] - data["first_ns"] == 500
 
 
-def test_safe_csv_holds_no_formula(profkit: Run, tmp_path: Path) -> None:
+def test_safe_csv_holds_no_formula(tmp_path: Path) -> None:
     builder = NsysBuilder()
-    names = ["=1+1", "@SUM(1)", "-2", "+3", "plain"]
-    for name in names:
+    for name in ("=1+1", "@SUM(1)", "-2", "+3", "plain"):
         builder.kernel(10, 5, name=name)
     path = builder.write(tmp_path / "t.sqlite")
-    plain, safe = (
-        {row["name"] for row in csv.DictReader(io.StringIO(profkit("kernels", path, "--format", "csv", *more).stdout))}
-        for more in ([], ["--csv-safe"])
+    check_transcript(
+        "kernels-formulas", [("kernels", path, "--format", "csv", *more) for more in ((), ("--csv-safe",))]
     )
-    assert plain == set(names)
-    assert safe == {"'=1+1", "'@SUM(1)", "'-2", "'+3", "plain"}
-    assert profkit("kernels", path, "--csv-safe").returncode == 2
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plot_follows_the_order_of_the_table(trace: Path, tmp_path: Path, drawn: list[Any]) -> None:
+    opened = read_trace(trace)
+    plot_kernels(opened, opened.kernels(), tmp_path / "p.png", top=60, sort="name")
+    assert [label.get_text()[:4] for label in drawn[-1].axes[0].get_yticklabels()] == ["sm80", "vect"]
 
 
 def test_a_plot_is_a_picture_and_only_a_png(profkit: Run, trace: Path, tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""What commands print, as transcripts in ``golden/``; ``PROFKIT_GOLDEN=write`` writes them anew, to be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from profkit.version import __version__
+from tests.in_process import run_command
+
+
+def check_transcript(name: str, calls: Iterable[Sequence[str | Path]]) -> None:
+    """Compare what the calls print, in a screen of 80 columns, with the transcript of this name."""
+    said = "\n".join(map(_transcribe, calls))
+    file = Path(__file__).parent / "golden" / f"{name}.txt"
+    if os.environ.get("PROFKIT_GOLDEN") == "write":
+        file.write_text(said, encoding="utf-8")
+    assert said == file.read_text(encoding="utf-8")
+
+
+def _transcribe(words: Sequence[str | Path]) -> str:
+    done = run_command(*words)
+    asked = " ".join(word.name if isinstance(word, Path) else word for word in words)
+    text = f"$ profkit {asked}\n{done.stdout}"
+    text += f"-- standard error\n{done.stderr}" if done.stderr else ""
+    text += f"-- exit {done.returncode}\n" if done.returncode else ""
+    for path in (word for word in words if isinstance(word, Path)):
+        text = text.replace(f"{path.parent}/", "")
+    return text.replace(f'"profkit": "{__version__}"', '"profkit": "VERSION"')
