@@ -199,7 +199,7 @@ def _steps(
 
 
 def _read(place: Path) -> LightRecord:
-    return read_light(place / "light.rank1.jsonl")[1]
+    return read_light(place / "light.rank1.jsonl")
 
 
 def test_the_durations_of_nccl_give_start_and_end(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
