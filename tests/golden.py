@@ -12,11 +12,15 @@ from tests.in_process import run_command
 
 def check_transcript(name: str, calls: Iterable[Sequence[str | Path]]) -> None:
     """Compare what the calls print, in a screen of 80 columns, with the transcript of this name."""
-    said = "\n".join(map(_transcribe, calls))
+    check_text(name, "\n".join(map(_transcribe, calls)))
+
+
+def check_text(name: str, text: str) -> None:
     file = Path(__file__).parent / "golden" / f"{name}.txt"
+    text = text.replace(f'"profkit": "{__version__}"', '"profkit": "VERSION"')
     if os.environ.get("PROFKIT_GOLDEN") == "write":
-        file.write_text(said, encoding="utf-8")
-    assert said == file.read_text(encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
 
 
 def _transcribe(words: Sequence[str | Path]) -> str:
@@ -27,4 +31,4 @@ def _transcribe(words: Sequence[str | Path]) -> str:
     text += f"-- exit {done.returncode}\n" if done.returncode else ""
     for path in (word for word in words if isinstance(word, Path)):
         text = text.replace(f"{path.parent}/", "")
-    return text.replace(f'"profkit": "{__version__}"', '"profkit": "VERSION"')
+    return text

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,10 @@ from profkit.report.commands.compare import build_check_document
 from profkit.report.document import (
     FORMATS,
     SCHEMA,
-    UNKNOWN,
-    UNTRUSTED,
     Column,
     Document,
     Format,
+    Labelled,
     Lines,
     Table,
     render,
@@ -61,8 +62,8 @@ from profkit.report.units import (
     format_signed_ns,
     ns_over,
 )
-from profkit.version import __version__
 from tests.conftest import ROOT
+from tests.golden import check_text
 
 COLUMNS = (Column("time_ns", "time", NS), Column("share", "share", SHARE), Column("name", "name", TEXT, flexible=True))
 
@@ -73,43 +74,24 @@ def make_document(name: str = "gemm", **options: object) -> Document:
     return Document("kernels", {"trace": "t.sqlite", "rows": 2}, parts, table, **options)  # type: ignore[arg-type]
 
 
-def test_json_starts_with_its_schema_the_version_and_the_command() -> None:
-    data = json.loads(render(make_document(), "json"))
-    assert list(data.items())[:3] == [("schema", SCHEMA), ("profkit", __version__), ("command", "kernels")]
-    assert (data["rows"], data["warnings"]) == (2, [])
-    assert "self_check" not in data
-
-
-def test_csv_holds_exact_values_and_nothing_for_an_unknown_one() -> None:
-    rows = list(csv.DictReader(io.StringIO(render(make_document(), "csv"))))
-    assert rows == [{"time_ns": "1500", "share": "0.25", "name": "gemm"}, {"time_ns": "7", "share": "", "name": "b"}]
-
-
-def test_tables_for_people_hold_the_same_cells() -> None:
-    screen = render(make_document(), "table").splitlines()
-    assert screen[4:6] == ["1.500 µs  25.0%  gemm", f"    7 ns      {UNKNOWN}  b"]
-    assert "| 1.500 µs | 25.0% | gemm |" in render(make_document(), "markdown")
-    assert r"1.500 µs & 25.0\% & gemm \\" in render(make_document(), "latex")
-
-
-@pytest.mark.parametrize("style", [style for style in FORMATS if style != "csv"])
-def test_every_format_with_sentences_holds_failures_and_warnings(style: Format) -> None:
+@pytest.mark.parametrize("style", FORMATS)
+def test_each_format_prints_a_document_as_it_did(style: Format) -> None:
+    """Exact values for programs, the same cells for people; failures and each warning once, notes in JSON alone."""
     check = [Finding("lost", "9 kernels lost", "failed"), Finding("usual", "says nothing", "note")]
-    text = render(make_document(findings=[Finding("odd", "odd times")], self_check=check), style)
-    assert "odd times" in text
-    assert "9 kernels lost" in text
-    assert ("says nothing" in text) == (style == "json")
-    assert (UNTRUSTED in text) == (style != "json")
-    if style == "json":
-        data = json.loads(text)
-        assert [one["code"] for one in data["warnings"]] == ["odd", "self-check-lost"]
-        assert data["warnings"][1]["verdict"] == "failed"
-        assert (data["self_check"]["passed"], len(data["self_check"]["findings"])) == (False, 2)
+    odd = [Finding("odd", "odd times"), Finding("strange", "odd times")]
+    document = make_document(findings=odd, self_check=check)
+    # Lines that are not shown add up without what cannot be added; a wide column is left out on a screen only.
+    columns = (*COLUMNS, Column("domain", "domain", TEXT, wide=True))
+    rows = [{"name": "a", "domain": "NCCL"}, {"name": "[b]", "share": 1.0}]
+    more = Table(columns, rows, title="more", rest={"time_ns": 10, "name": "(3 more)"})
+    labelled = Labelled([("STEP", "5 ms"), ("", "1 a change" + " and a change" * 6), ("CLOSED", "all")])
+    parts = [*document.parts, more, Lines(["a *sentence*"], title="titled"), labelled]
+    check_text(f"document-{style}", render(replace(document, parts=parts), style) + "\n")
 
 
-def test_a_warning_is_shown_once() -> None:
-    same = [Finding("a", "odd times"), Finding("b", "odd times")]
-    assert len(make_document(findings=same).warnings) == 1
+def test_without_findings_json_has_no_self_check() -> None:
+    data = json.loads(render(make_document(), "json"))
+    assert (data["schema"], data["warnings"], "self_check" in data) == (SCHEMA, [], False)
 
 
 def test_a_path_in_json_is_absolute_only_with_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,17 +112,6 @@ def test_a_table_fits_its_width_unless_full_names_are_asked_for() -> None:
     assert len(render_table(Table(COLUMNS, [])).splitlines()) == 2
 
 
-def test_the_lines_that_are_not_shown_stand_in_one_more_row_without_what_cannot_be_added() -> None:
-    table = Table(COLUMNS, [], rest={"time_ns": 10, "name": "(3 more)"})
-    assert render_table(table).splitlines()[-1] == "10 ns         (3 more)"
-
-
-def test_a_wide_column_is_left_out_on_a_screen_only() -> None:
-    table = Table((*COLUMNS, Column("domain", "domain", TEXT, wide=True)), [{"domain": "NCCL"}])
-    assert "domain" not in render_table(table)
-    assert "| NCCL |" in render(Document("ranges", {}, [table], table), "markdown")
-
-
 @pytest.mark.parametrize(
     "character", ["\x00", "\x1b", "\x07", "\r", "\n", "\x7f", "\x9b", "\u2028", "\u202e", "\udcff"]
 )
@@ -151,12 +122,6 @@ def test_no_control_character_of_a_name_is_printed(character: str, style: Format
     assert len(text.splitlines()) == len(render(make_document("ab"), style).splitlines())
     assert character == "\n" or character not in text
     text.encode()
-
-
-def test_a_row_of_latex_begins_no_argument() -> None:
-    table = Table((Column("name", "name", TEXT),), [{"name": "a"}, {"name": "[b]"}])
-    text = render(Document("kernels", {}, [table], table), "latex")
-    assert not any(line.startswith("[") for line in text.splitlines())
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -289,27 +254,45 @@ def test_a_shared_line_that_is_too_long_keeps_the_last_part_of_each_module() -> 
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0, "0 ns"),
-        (999, "999 ns"),
-        (1000, "1.000 µs"),
-        (9_999, "9.999 µs"),
-        (99_996, "100.0 µs"),
-        (999_949, "999.9 µs"),
-        (999_950, "1.000 ms"),
-        (999_999, "1.000 ms"),
-        (1_000_000, "1.000 ms"),
-        (9_999_600, "10.00 ms"),
-        (999_999_999, "1.000 s"),
-        (999_960_000_000, "1,000 s"),
-        (-999_999, "-1.000 ms"),
-        (-5, "-5 ns"),
-    ],
-)
-def test_durations_have_four_digits_at_every_boundary(value: int, shown: str) -> None:
-    assert format_ns(value) == shown
+SHOWN: dict[Callable[..., str], dict[Any, str]] = {
+    # Four digits at every boundary.
+    format_ns: {
+        **{0: "0 ns", 999: "999 ns", 1000: "1.000 µs", 9_999: "9.999 µs", 99_996: "100.0 µs", 999_949: "999.9 µs"},
+        **{999_950: "1.000 ms", 999_999: "1.000 ms", 1_000_000: "1.000 ms", 9_999_600: "10.00 ms"},
+        **{999_999_999: "1.000 s", 999_960_000_000: "1,000 s", -999_999: "-1.000 ms", -5: "-5 ns"},
+    },
+    format_signed_ns: {0: "0 ns", 12: "+12 ns", -12: "-12 ns", 1_500_000: "+1.500 ms", -999_960: "-1.000 ms"},
+    ns_over(2).show: {25_000: "12.50 µs"},
+    ns_over(None).show: {25_000: "25.00 µs"},
+    # What is above 0 never shows as 0, and a part never as 100 %.
+    format_share: {
+        **{0.0: "0.0%", 1e-12: "<0.1%", 0.000499: "<0.1%", 0.0005: "0.1%", 0.5: "50.0%", 0.9994: "99.9%"},
+        **{0.99951: ">99.9%", 0.9999999: ">99.9%", 1 - 1e-16: "100.0%", 1.0: "100.0%"},
+    },
+    # A change from next to nothing has no digits.
+    format_change: {0.0: "+0%", -0.25: "-25%", 0.126: "+13%", 9.99: "+999%", 9.994: ">+999%", 106.47: ">+999%"},
+    format_bytes: {
+        **{0: "0 B", 999: "999 B", 1000: "0.977 KiB", 2**20: "1.000 MiB", int(99.9996 * 2**20): "100.0 MiB"},
+        **{1018 * 2**20: "0.994 GiB", 2_867_200_000: "2.670 GiB", -(2**30): "-1.000 GiB"},
+    },
+    # A count per step has a decimal only where it needs one.
+    count_over(2).show: {24: "12", 5: "2.5", 24_000: "12,000"},
+    count_over(None).show: {7: "7"},
+    # Both ends of an interval have the same unit.
+    format_interval: {
+        **{(-17_657, -12_940): "-17.66 … -12.94 µs", (-3, 12_000_000): "-0.00 … +12.00 ms"},
+        **{(-120, 5): "-120 … +5 ns", (2_000_000_000, 2_500_000_000): "+2.000 … +2.500 s"},
+        **{(123_456_000, 999_900_000): "+123.5 … +999.9 ms", (999_960, 999_970): "+1.000 … +1.000 ms"},
+    },
+    format_count: {(0, "kernel"): "0 kernels", (1, "kernel"): "1 kernel", (2422, "kernel"): "2,422 kernels"},
+    format_after: {(5_000_000, 0): "5.000 s", (1500, 0): "1.500 ms", (None, 0): "—"},
+}
+
+
+@pytest.mark.parametrize("show", SHOWN)
+def test_a_number_is_shown_to_people(show: Callable[..., str]) -> None:
+    for value, shown in SHOWN[show].items():
+        assert show(*(value if isinstance(value, tuple) else (value,))) == shown
 
 
 @given(st.integers(1, 10**15))
@@ -318,67 +301,6 @@ def test_a_duration_is_shown_to_half_a_unit_of_its_fourth_digit(value: int) -> N
     back = float(number.replace(",", "")) * {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
     assert back == pytest.approx(value, rel=5.1e-4)
     assert len(re.sub(r"\D", "", number)) <= 4 or unit == "s"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0.0%"),
-        (1e-12, "<0.1%"),
-        (0.000499, "<0.1%"),
-        (0.0005, "0.1%"),
-        (0.5, "50.0%"),
-        (0.9994, "99.9%"),
-        (0.99951, ">99.9%"),
-        (0.9999999, ">99.9%"),
-        (1 - 1e-16, "100.0%"),
-        (1.0, "100.0%"),
-    ],
-)
-def test_a_share_above_0_never_shows_as_0_and_a_part_never_as_100(value: float, shown: str) -> None:
-    assert format_share(value) == shown
-
-
-def test_a_count_has_its_noun_bytes_their_unit_and_a_change_its_sign() -> None:
-    assert [format_count(n, "kernel") for n in (0, 1, 2422)] == ["0 kernels", "1 kernel", "2,422 kernels"]
-    sizes = (0, 999, 1000, 2**20, int(99.9996 * 2**20), 1018 * 2**20, 2_867_200_000, -(2**30))
-    assert [format_bytes(size) for size in sizes] == [
-        *("0 B", "999 B", "0.977 KiB", "1.000 MiB", "100.0 MiB", "0.994 GiB", "2.670 GiB", "-1.000 GiB")
-    ]
-    assert [format_after(at, 0) for at in (5_000_000, 1500, None)] == ["5.000 s", "1.500 ms", "—"]
-    changes = {0: "0 ns", 12: "+12 ns", -12: "-12 ns", 1_500_000: "+1.500 ms", -999_960: "-1.000 ms"}
-    assert {value: format_signed_ns(value) for value in changes} == changes
-    assert (ns_over(2).show(25_000), ns_over(None).show(25_000)) == ("12.50 µs", "25.00 µs")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "shown"),
-    [
-        (-17_657, -12_940, "-17.66 … -12.94 µs"),
-        (-3, 12_000_000, "-0.00 … +12.00 ms"),
-        (-120, 5, "-120 … +5 ns"),
-        (2_000_000_000, 2_500_000_000, "+2.000 … +2.500 s"),
-        (123_456_000, 999_900_000, "+123.5 … +999.9 ms"),
-        (999_960, 999_970, "+1.000 … +1.000 ms"),
-    ],
-)
-def test_both_ends_of_an_interval_have_the_same_unit(low: int, high: int, shown: str) -> None:
-    assert format_interval(low, high) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "steps", "shown"), [(24, 2, "12"), (5, 2, "2.5"), (24_000, 2, "12,000"), (7, None, "7")]
-)
-def test_a_count_per_step_has_a_decimal_only_where_it_needs_one(value: int, steps: int | None, shown: str) -> None:
-    assert count_over(steps).show(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [(0.0, "+0%"), (-0.25, "-25%"), (0.126, "+13%"), (9.99, "+999%"), (9.994, ">+999%"), (106.47, ">+999%")],
-)
-def test_a_change_from_next_to_nothing_has_no_digits(change: float, shown: str) -> None:
-    assert format_change(change) == shown
 
 
 @given(st.floats(0, 1e9))

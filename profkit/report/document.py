@@ -319,7 +319,7 @@ def _cells(table: Table) -> list[list[str]]:
 
 
 def _render_markdown(document: Document) -> str:
-    blocks = [escape_markdown("\n".join(_failure_lines(document)))]
+    blocks = ["\n".join(map(escape_markdown, _failure_lines(document)))]
     for part in document.parts:
         if isinstance(part, Labelled):
             blocks.append("\n".join(f"- {_marked(label)}{escape_markdown(text)}" for label, text in part.lines))
