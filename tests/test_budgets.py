@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -20,6 +17,7 @@ from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_timed_run, write_two_steps
+from tests.golden import check_transcript
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
@@ -130,22 +128,6 @@ def test_a_name_that_can_mean_two_things_is_refused_and_the_share_of_what_no_ker
     budget = line(path, Budgets(max_shares=(("softmax", 1.0),)))
     assert (budget.held, budget.measured) == (False, None)
     assert "no kernel has category 'softmax', and no range has this name" in budget.detail
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("sofmax", "--max-share sofmax: no category and no range is named 'sofmax'; nearest: 'softmax'"),
-        ("range:forwrad", "--max-share range:forwrad: no range is named 'forwrad'; nearest: 'forward'"),
-        ("range:elementwise", "no range is named 'elementwise'"),
-        ("category:forward", "no category is named 'forward'"),
-        ("§", "no category and no range is named '§'; categories are gemm, attention,"),
-    ],
-)
-def test_a_share_that_names_nothing_is_a_usage_error_with_near_names(tmp_path: Path, name: str, reason: str) -> None:
-    done = run_command("check", write_steps(tmp_path / "t.sqlite", [STEP, STEP]), "--max-share", f"{name}=15%")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert reason in done.stderr
 
 
 def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -330,63 +312,28 @@ def test_a_baseline_of_other_origin_needs_force(tmp_path: Path, run: Path) -> No
     assert all(one.held for one in lines(run, Budgets(), other, force=True))
 
 
-def test_the_command_exits_3_if_a_budget_is_broken(run: Path) -> None:
-    held = run_command("check", run, "--max-step-ms", "31", "--max-peak", "1GiB", "--max-share", "elementwise=25%")
-    assert (held.returncode, held.stderr) == (0, "")
-    assert held.stdout.splitlines()[:5] == [
-        "verdict  budget                  measured        limit",
-        "───────  ─────────────────────  ─────────  ───────────",
-        "held     max-step-ms step        30.02 ms   ≤ 31.00 ms",
-        "held     max-peak               48.00 MiB  ≤ 1.000 GiB",
-        "held     max-share elementwise      25.0%      ≤ 25.0%",
+def test_each_way_of_asking_prints_what_it_did(tmp_path: Path) -> None:
+    """Exit 3 if a budget is broken or cannot be judged, 2 for a wrong request: each says in one line what is wrong."""
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    budgets = ("--max-step-ms", "30", "--max-share", "reduction=14.9%", "--max-peak", "1GB")
+    misnamed = ("sofmax", "range:forwrad", "range:elementwise", "category:forward", "§")
+    calls = [
+        ("--max-share", "elementwise=25%"),
+        budgets,
+        *((*budgets, "--format", style) for style in ("json", "csv")),
+        (),
+        ("--force", "--max-idle", "10%"),
+        ("--max-slowdown", "2%"),
+        *(("--max-share", f"{name}=15%") for name in misnamed),
     ]
-    broken = run_command("check", run, "--max-step-ms", "30", "--max-share", "reduction=14.9%", "--max-peak", "1GB")
-    assert broken.returncode == 3
-    assert broken.stderr == f"profkit: {run}: 2 of 3 budgets failed: max-step-ms step, max-share reduction\n"
-    assert "BROKEN   max-step-ms step" in broken.stdout
-    assert "held     max-peak" in broken.stdout
-    idle = run_command("check", run / SNAPSHOT, "--max-idle", "10")
-    assert idle.returncode == 3
-    assert idle.stdout.splitlines()[2].split() == ["NOT", "JUDGED", "max-idle", "–", "≤", "10.0%"]
-    assert "max-idle: NOT JUDGED (counts as failed): no trace was recorded" in idle.stdout
-    assert max(map(len, broken.stdout.splitlines())) <= 80
+    check_transcript("check", [("check", path, *words) for words in calls])
 
 
-def test_json_and_csv_hold_the_verdicts(run: Path) -> None:
-    asked = ("check", run, "--max-step-ms", "30", "--max-peak", "1GB", "--format")
-    data = json.loads(run_command(*asked, "json").stdout)
-    assert (data["run"], data["held"]) == ("run", False)
-    assert data["lines"][0] == {
-        "budget": "max-step-ms",
-        "subject": "step",
-        "measured": 30_017_500.0,
-        "limit": 30_000_000,
-        "unit": "ns",
-        "held": False,
-        "judged": True,
-        "detail": "median of 6 unprofiled steps (own process)",
-    }
-    rows = list(csv.DictReader(io.StringIO(run_command(*asked, "csv").stdout)))
-    assert [(row["budget"], row["held"]) for row in rows] == [("max-step-ms", "False"), ("max-peak", "True")]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "nothing to check"),
-        (["--force", "--max-idle", "10%"], "--force needs a baseline"),
-        (["--max-slowdown", "2%"], "--max-slowdown needs a baseline"),
-        (["--max-idle", "120%"], "'120%' is not a percentage from 0% to 100%"),
-        (["--max-peak", "40XB"], "XB is not a unit of size"),
-        (["--max-peak", "5"], "5 has no unit; write 5GiB, 5MiB or 5B"),
-        (["--max-step-ms", "nan"], "'nan' is not a number of milliseconds above 0"),
-        (["--max-share", "softmax"], "'softmax' is not NAME=PERCENT, such as softmax=15%"),
-    ],
-)
-def test_a_wrong_request_exits_2(run: Path, options: list[str], message: str) -> None:
-    done = run_command("check", run, *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+def test_a_quantity_of_another_kind_is_a_usage_error(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    for option, text in (("idle", "120%"), ("peak", "40XB"), ("peak", "5"), ("step-ms", "nan"), ("share", "softmax")):
+        done = run_command("check", path, f"--max-{option}", text)
+        assert (done.returncode, done.stdout, f"Invalid value for '--max-{option}'" in done.stderr) == (2, "", True)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:

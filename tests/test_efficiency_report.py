@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,52 +25,31 @@ from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Lines
 from profkit.report.roofline import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
+from tests.golden import check_transcript
 from tests.in_process import manifest_of, run_command
 from tests.nsys_builder import NsysBuilder
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
 
-def test_json_holds_everything_and_csv_the_ranges() -> None:
-    data = json.loads(run_command("efficiency", SMALL, "--format", "json").stdout)
-    forward = next(row for row in data["ranges"] if row["path"] == "step */forward")
-    gpu = forward["gpu"]
-    assert gpu["idle_ns"] == gpu["launching_ns"] + gpu["synchronising_ns"] + gpu["outside_cuda_ns"]
-    assert forward["least_bytes"] is None
-    assert data["self_check"]["passed"]
-    assert [step["name"] for step in data["steps"]] == ["step 0", "step 1"]
-    lines = list(csv.DictReader(io.StringIO(run_command("efficiency", SMALL, "--format", "csv").stdout)))
-    assert [line["path"] for line in lines] == [row["path"] for row in data["ranges"]]
-    assert lines[1]["launching_ns"] == str(gpu["launching_ns"])
-    assert lines[1]["least_bytes"] == ""
+def test_each_way_of_asking_prints_what_it_did() -> None:
+    """People read averages per step, or totals; a screen of 80 columns holds the tables; CSV and JSON hold all."""
+    calls = [
+        *((), ("--totals",), ("--range", "atention")),
+        *(("--range", "attention", "--format", style) for style in ("csv", "markdown")),
+        ("--range", "forward/layer */ffn", "--format", "json"),
+    ]
+    check_transcript("efficiency", [("efficiency", SMALL, *words) for words in calls])
 
 
-def test_the_table_fits_a_screen_and_a_failed_capture_says_so_first(captures: Path) -> None:
-    for path in (SMALL, captures / "ddp.nsys2025.sqlite"):
-        lines = run_command("efficiency", path, "--range", "step *").stdout.splitlines()
-        tables = [line for line in lines if line.startswith(("─", "step", " "))]
-        assert len(tables) > 10
-        assert max(map(len, tables)) <= 80
+def test_the_table_of_ranks_fits_a_screen_and_a_failed_capture_says_so_first(captures: Path) -> None:
+    lines = run_command("efficiency", captures / "ddp.nsys2025.sqlite", "--range", "step *").stdout.splitlines()
+    tables = [line for line in lines if line.startswith(("─", "step", " "))]
+    assert len(tables) > 10
+    assert max(map(len, tables)) <= 80
     done = run_command("efficiency", captures / "lossy.nsys2023.sqlite", "--strict")
     assert done.returncode == 3
     assert done.stdout.startswith("SELF-CHECK FAILED")
-
-
-def test_people_read_averages_per_step_and_totals_on_request() -> None:
-    averages = run_command("efficiency", SMALL).stdout
-    assert re.search(r"^ forward +1 +8.925 ms ", averages, re.M)
-    assert "Times and counts are averages over 2 steps." in averages
-    totals = run_command("efficiency", SMALL, "--totals").stdout
-    assert re.search(r"^ forward +2 +17.85 ms ", totals, re.M)
-    assert "Times and counts are sums over the recording." in totals
-
-
-def test_range_shows_a_part_of_the_tree() -> None:
-    done = run_command("efficiency", SMALL, "--range", "attention", "--format", "csv")
-    paths = [line["path"] for line in csv.DictReader(io.StringIO(done.stdout))]
-    assert paths[0] == "step */forward/layer */attention"
-    assert len(paths) == 5
-    assert run_command("efficiency", SMALL, "--range", "atention").returncode == 2
 
 
 def _measure(folder: Path, range: str | None = None, *, numbered: bool = False) -> EfficiencyResult:
