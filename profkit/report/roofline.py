@@ -54,7 +54,13 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
         TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
         OSError: the file cannot be written.
     """
-    points = [row for row in result.ranges if row.intensity and row.busy_ns and row.flops is not None]
+    points = [
+        row
+        for row in result.ranges
+        if row.intensity and row.busy_ns and row.flops is not None
+        # The least bytes of a range that holds others are those of one kernel for all of them.
+        if row.verdict != "memory-bound" or row.roof_share is not None
+    ]
     points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
     if not points or result.peaks is None:
         if not points:

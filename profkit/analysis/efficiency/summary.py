@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profkit.analysis.efficiency.limits import MOVERS, build_roofline, chosen_ranges, judge, product_ns
+from profkit.analysis.efficiency.limits import (
+    MOVERS,
+    Roofline,
+    Verdict,
+    build_roofline,
+    chosen_ranges,
+    judge,
+    product_ns,
+)
 from profkit.analysis.efficiency.work import Amount, Peaks, RangeWorks, RunFacts, StepFlops
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
@@ -87,7 +95,9 @@ class EfficiencyRow(RangeRow):
     ``needed_flops`` those without what a causal mask hides, ``recomputed_flops`` those that repeat what the forward
     pass did, ``other_flops`` all other operations; rates are over ``busy_ns``, and so are the shares: ``ceiling_share``
     of the time that ``flops`` would take at their dtypes' peak, ``roof_share`` of that of the peak which the range
-    would meet first (of the least bytes if it is memory-bound). ``intensity`` is all operations per least byte. ``mfu``
+    would meet first (of the least bytes if it is memory-bound). Where that is the memory's, a range that holds others
+    has none: its least bytes are those of one perfect kernel for all of them, which nobody can write, and no rate of
+    its kernels. ``intensity`` is all operations per least byte. ``mfu``
     and ``hfu`` exist for steps (`efficiency.work`). ``idle_factor`` is the unprofiled over the recorded idle time, if
     the phase around the range was timed without a profiler; ``idle`` and ``clean_idle_share`` follow from it.
     ``waiting_for`` is the rank for which most of the communication in its time was waiting. ``data_loading_ns`` and
@@ -249,7 +259,9 @@ def measure_efficiency(
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
     product_flops: dict[str, int] = {}
-    for node, summed in build_rows(attribution, nodes, members).items():
+    summed_of = build_rows(attribution, nodes, members)
+    holders = {nodes.parent[node] for node, summed in summed_of.items() if summed.busy_ns}
+    for node, summed in summed_of.items():
         mine, change_ns = members[ranges_of[node]], None
         if is_step(summed.name):
             change_ns = account.data_change_ns(context_of(split_path(summed.path)))
@@ -257,7 +269,14 @@ def measure_efficiency(
         if (amount.flops or 0) > sum(product_flops.values()):
             product_flops = amount.flops_by_dtype
         row = _build_row(
-            node, summed, columns, amount, facts.peaks, idle_factor=factors[node], data_change_ns=change_ns
+            node,
+            summed,
+            columns,
+            amount,
+            facts.peaks,
+            idle_factor=factors[node],
+            data_change_ns=change_ns,
+            holds_others=node in holders,
         )
         if is_step(row.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
@@ -396,6 +415,7 @@ def _build_row(
     *,
     idle_factor: float | None,
     data_change_ns: float | None,
+    holds_others: bool,
 ) -> EfficiencyRow:
     busy_ns = summed.busy_ns
     parts = columns.parts.get(node)
@@ -431,8 +451,7 @@ def _build_row(
         recomputed_flops=amount.recomputed_flops,
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
-        # A range that moves data by its kernels' names may still have products that take longer at their peak.
-        roof_share=_ratio(roofline.memory_ns if verdict.word == "memory-bound" else roofline.bound_ns, busy_ns),
+        roof_share=_ratio(_nearest_roof_ns(roofline, verdict, holds_others=holds_others), busy_ns),
         bytes_per_s=_ratio(amount.least_bytes, busy_ns / 1e9),
         intensity=_ratio(operations, amount.least_bytes),
         mfu=None,
@@ -444,6 +463,12 @@ def _build_row(
         loads_data=verdict.loads_data,
         verdict=verdict.word,
     )
+
+
+def _nearest_roof_ns(roofline: Roofline, verdict: Verdict, *, holds_others: bool) -> float | None:
+    # A range that moves data by its kernels' names may still have products that take longer at their peak.
+    bound_ns = roofline.memory_ns if verdict.word == "memory-bound" else roofline.bound_ns
+    return None if holds_others and bound_ns == roofline.memory_ns else bound_ns
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

@@ -247,7 +247,10 @@ def _peak_words(result: EfficiencyResult) -> str:
     memory = four_digits(peaks.bytes_per_s / 1e9)
     gpu = peaks.gpu.removeprefix("NVIDIA ")
     source = f"measured on {gpu}" if peaks.source == "measured" else f"{gpu} datasheet"
-    return f"% of peak: of {arithmetic} or {memory} GB/s ({source})."
+    none = ""
+    if any(row.roof_share is None and row.least_bytes and row.verdict == "memory-bound" for row in result.ranges):
+        none = f" {UNKNOWN}: the range moves data and holds others, which have their own."
+    return f"% of peak: of {arithmetic} or {memory} GB/s ({source}).{none}"
 
 
 def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:
