@@ -33,9 +33,6 @@ Kind = Limit | Literal["data", "phase", "rest"]
 """What a part of a step is: a `Limit` (``data`` is the wait for a batch, which ``python`` leaves out), or a phase."""
 Basis = Literal["replay", "gpu", "phases"]
 
-LARGEST_MISFIT = 0.15
-"""A replayed step that is longer or shorter by a larger share than this does not stand for the measured one."""
-
 SMALLEST_PART = 0.01
 """A part below this share of the step goes into the rest."""
 
@@ -70,7 +67,7 @@ def divide_step(
 ) -> StepTree | None:
     """Return the parts of a step that takes ``step_ns``; None where neither a GPU nor phases are known."""
     whole = round(step_ns)
-    if limits is not None and stands_for_step(limits):
+    if limits is not None and limits.stand_for_step:
         basis: Basis = "replay"
         parts = list(_join(_by_limits(limits)))
     elif len(account):
@@ -82,11 +79,6 @@ def divide_step(
     times = share_out(whole, [part.time_ns for part in parts])
     scaled = [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
     return StepTree(whole, basis, tuple(_with_rest(scaled, whole)))
-
-
-def stands_for_step(limits: StepLimits) -> bool:
-    """Return whether the replayed step is about as long as the measured one, so that what limits it limits that too."""
-    return bool(limits.step_ns) and abs(limits.calibrated_ns / limits.step_ns - 1) <= LARGEST_MISFIT
 
 
 def _by_limits(limits: StepLimits) -> Iterator[StepPart]:

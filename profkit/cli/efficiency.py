@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-from profkit.analysis.lines import find_lines
-from profkit.analysis.ranks.comparison import compare_opened
 from profkit.cli.options import (
     FILE,
     capture_argument,
@@ -20,9 +18,7 @@ from profkit.cli.options import (
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second
 from profkit.errors import UsageError
 from profkit.reading import open_capture, open_trace
-from profkit.report.commands.answer import answer_capture
 from profkit.report.commands.efficiency import build_efficiency_document, build_ranges_document
-from profkit.report.commands.steps import build_lines_document
 from profkit.run.directory import Run, choose_run, find_run
 
 _DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -95,6 +91,9 @@ def efficiency(
     """
     refuse_overwriting([trace, ceilings], [output.path, plot])
     if by == "line":
+        from profkit.analysis.lines import find_lines
+        from profkit.report.commands.steps import build_lines_document
+
         output.print(build_lines_document(find_lines(_run_of(trace, rank), rank or 0)))
         return
     with shown_after_a_second(f"reading {trace.name}"):
@@ -103,14 +102,24 @@ def efficiency(
         if capture is None or capture.trace is None:
             opened, answer = open_trace(trace, rank=rank, thread_only=thread_only), ""
         else:
+            # It asks all of the house, which a trace alone need not load; nor does it the room of several ranks.
+            from profkit.report.commands.answer import answer_capture
+
             opened, answer = capture.trace, answer_capture(capture)
+        verdict: list[str] = []
+        if len(opened.ranks.members) > 1:
+            from profkit.analysis.ranks.comparison import compare_opened
+            from profkit.report.commands.ranks import describe_verdict
+
+            compared = compare_opened(opened, opened.run)
+            verdict = describe_verdict(compared)[:1] if compared else []
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
         document = build_efficiency_document(
             result,
             check.findings,
             totals=totals,
-            compared=compare_opened(opened, opened.run) if len(opened.ranks.members) > 1 else None,
+            verdict=verdict,
             limits=opened.step_limits,
             answer=answer,
         )

@@ -185,8 +185,11 @@ class ProcessCalls:
         return np.where((starts[found] == launch_ns) & (threads[found] == thread), found, NONE)
 
     def _number_streams(self, device: Ints, stream: Ints) -> Ints:
-        pairs = zip(device.tolist(), stream.tolist(), strict=True)
-        return np.array([self._streams.setdefault(pair, len(self._streams)) for pair in pairs], dtype=np.int64)
+        numbers = np.empty(len(stream), dtype=np.int64)
+        for at in distinct_values(device).tolist():
+            for one in distinct_values(stream[device == at]).tolist():
+                numbers[(device == at) & (stream == one)] = self._streams.setdefault((at, one), len(self._streams))
+        return numbers
 
     def _read_syncs(self) -> dict[int, _Sync]:
         syncs = self._trace.syncs

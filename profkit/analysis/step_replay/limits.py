@@ -79,6 +79,8 @@ class Limit(StrEnum):
 
 
 OF_OPERATION = {"communication": Limit.COMMUNICATING, "copy": Limit.COPYING, "fill": Limit.COPYING}
+_LARGEST_MISFIT = 0.15
+"""A replayed step that is longer or shorter by a larger share than this does not stand for the measured one."""
 _HOST = (Limit.PYTHON, Limit.PREPARING, Limit.WAITING)
 
 
@@ -133,6 +135,11 @@ class StepLimits:
     calibrated_ns: int = 0
 
     @property
+    def stand_for_step(self) -> bool:
+        """Whether the replayed step is about as long as the measured one, so that what limits it limits that too."""
+        return bool(self.step_ns) and abs(self.calibrated_ns / self.step_ns - 1) <= _LARGEST_MISFIT
+
+    @property
     def limited_by(self) -> dict[str, int]:
         """Cause → nanoseconds in all phases, the longest first; they add up to the step."""
         return sum_parts(self.parts, "cause")
@@ -183,8 +190,10 @@ def _sum(items: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 def join_parts(pieces: Iterable[LimitPart]) -> tuple[LimitPart, ...]:
     """Return the pieces of one limit, cause, phase and module as one part each, the longest first."""
-    sums = _sum((replace(piece, time_ns=0), piece.time_ns) for piece in pieces)
-    return tuple(replace(part, time_ns=time_ns) for part, time_ns in sums.items())
+    sums = _sum(((piece.limit, piece.cause, piece.phase, piece.module), piece.time_ns) for piece in pieces)
+    return tuple(
+        LimitPart(limit, cause, phase, module, time_ns) for (limit, cause, phase, module), time_ns in sums.items()
+    )
 
 
 def classify_piece(piece: Piece, step: StepColumns, cause: str, phase: str) -> Limit:
@@ -283,7 +292,8 @@ def find_limits(step: StepColumns, found: Replayed) -> list[Piece]:
 
 def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
     """Return the pieces, or what is left of them, after a time: before it other steps were not over."""
-    return [replace(piece, start_ns=max(piece.start_ns, time_ns)) for piece in pieces if piece.end_ns > time_ns]
+    left = (piece for piece in pieces if piece.end_ns > time_ns)
+    return [piece if piece.start_ns >= time_ns else replace(piece, start_ns=time_ns) for piece in left]
 
 
 def _last(found: Replayed) -> Moment | None:

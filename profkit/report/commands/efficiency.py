@@ -8,7 +8,6 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
@@ -17,7 +16,6 @@ from profkit.analysis.tree.range_tree import RangesResult
 from profkit.analysis.tree.selection import join_path, split_path
 from profkit.errors import Finding
 from profkit.names import STEP
-from profkit.report.commands.ranks import describe_verdict
 from profkit.report.commands.steps import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shortest_end
@@ -63,13 +61,13 @@ def build_efficiency_document(
     self_check: Sequence[Finding],
     *,
     totals: bool = False,
-    compared: RanksResult | None = None,
+    verdict: Sequence[str] = (),
     limits: StepLimits | None = None,
     answer: str = "",
 ) -> Document:
     """Return the tree of ranges; people read averages per step if its steps are known, unless they want ``totals``.
 
-    ``compared`` are the ranks side by side, for which of them is late; ``answer`` is what the summary says of the run.
+    ``verdict`` says which of several ranks is late; ``answer`` is what the summary says of the run.
     """
     steps = None if totals else result.step_count
     words = name_limits(result.ranges, limits)
@@ -78,8 +76,8 @@ def build_efficiency_document(
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(_step_table(result))
-    if compared is not None:
-        parts.append(Lines(describe_verdict(compared)[:1]))
+    if verdict:
+        parts.append(Lines(verdict))
     data = result.to_dict()
     if answer:
         data = {"answer": answer, **data}

@@ -13,7 +13,6 @@ from profkit.analysis.step_replay.calibrate import Fit
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, sum_parts
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
-from profkit.analysis.summary import stands_for_step
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.analysis.time_account.steps import is_step, is_warmup
 from profkit.analysis.tree.selection import join_path, split_path
@@ -272,7 +271,7 @@ def name_limits(rows: Sequence[EfficiencyRow], limits: StepLimits | None) -> dic
     Of what the GPU computes, the range's own FLOPs and kernels tell which of its peaks is in the way.
     """
     words = {row.path: limit_words(row) for row in rows}
-    if limits is None or not stands_for_step(limits):
+    if limits is None or not limits.stand_for_step:
         return words
     names = _names_within(rows)
     for row in rows:
