@@ -166,18 +166,15 @@ class CaptureComparison(NotebookResult):
         import pandas as pd
 
         if self.time is not None:
-            parts = ((asdict(part.change), part) for part in self.time.parts)
             return pd.DataFrame(
                 [
                     {
-                        "range": part.range,
-                        "category": part.category,
-                        "kind": part.kind,
+                        **{key: getattr(part, key) for key in ("range", "category", "kind")},
                         "before": "; ".join(kernel.name for kernel in part.before),
                         "after": "; ".join(kernel.name for kernel in part.after),
-                        **change,
+                        **vars(part.change),
                     }
-                    for change, part in parts
+                    for part in self.time.parts
                 ]
             )
         if self.clean is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import PurePath
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from profkit.analysis.compare.kernel_changes import (
     KernelTotal,
     Line,
     ModuleComparison,
+    Part,
     TimeComparison,
     larger_time,
 )
@@ -174,16 +175,7 @@ def _sums(time: TimeComparison) -> Iterator[str]:
 def _clean_table(clean: CleanComparison) -> Table:
     labels = " and ".join(dict.fromkeys(clean.labels))
     has_interval = any(change.low_ns is not None for change in clean.changes)
-    rows = [
-        {
-            "change_ns": change.change_ns,
-            "before_ns": change.before_ns,
-            "after_ns": change.after_ns,
-            "interval": _interval(change),
-            "name": change.name,
-        }
-        for change in clean.changes
-    ]
+    rows = [{**vars(change), "interval": _interval(change)} for change in clean.changes]
     statistic = name_statistic(waits=any(change.waits for change in clean.changes), several=True)
     title = f"unprofiled steps ({labels}), {statistic} of {clean.samples[0]} and {clean.samples[1]}"
     return Table(_columns("unprofiled", has_interval), rows, title=title)
@@ -207,7 +199,7 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
             count = format_count(len(time.parts), _noun(time))
             return Lines([f"no change in {count}: each took equally long in both"])
         return _part_table(time, top)
-    lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[view]
+    lines = _lines_of(time, view)
     shown, hidden = list(lines[:top]), list(lines[top:])
     if hidden:
         # A table that hides the largest part of the whole in "2 more" would mislead, however little that changed.
@@ -217,6 +209,10 @@ def _view(time: TimeComparison, view: View, top: int) -> Table | Lines:
             shown.append(largest)
     more = [_sum_row(time, [line.change for line in hidden], "more")] if hidden else []
     return _line_table(time, view, shown, more)
+
+
+def _lines_of(time: TimeComparison, view: View) -> Sequence[Line]:
+    return {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[view]
 
 
 def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: int) -> Iterator[Table | Lines]:
@@ -350,33 +346,29 @@ def _csv_table(result: CaptureComparison, by: View | None) -> Table:
     unprofiled steps are `PhaseSamples.time_ns`.
     """
     time, clean = result.time, result.clean
+    names: Sequence[str]
+    changes: Sequence[tuple[Change | CleanChange, Mapping[str, Any]]]
     if time is not None and by in (None, "kernel"):
-        rows = [
-            {
-                **_exact_row(time.samples, part.change),
-                **vars(part),
-                "before_kernels": "; ".join(kernel.name for kernel in part.before),
-                "after_kernels": "; ".join(kernel.name for kernel in part.after),
-            }
-            for part in time.parts
-        ]
-        return Table((), rows, exact=(*_EXACT_PART, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
-    if time is not None and by == "module":
+        names, changes = _EXACT_PART, [(part.change, vars(part) | _kernel_names(part)) for part in time.parts]
+    elif time is not None and by == "module":
         modules = () if result.modules is None else result.modules.modules
-        rows = [{**_exact_row(time.samples, module.change), **vars(module)} for module in modules]
-        return Table((), rows, exact=(*_EXACT_MODULE, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
-    if time is not None and by is not None:
-        lines = {"phase": time.by_phase, "category": time.by_category, "range": time.by_range}[by]
-        rows = [{**_exact_row(time.samples, line.change), by: line.name} for line in lines]
-        return Table((), rows, exact=(by, *_EXACT_SAMPLES, *_EXACT_CHANGE, *_EXACT_PER_SAMPLE))
-    if clean is not None:
-        rows = [{**_exact_row(clean.samples, change), "name": change.name} for change in clean.changes]
-        return Table((), rows, exact=("name", *_EXACT_SAMPLES, *_EXACT_CHANGE))
-    return memory_table(result.memory) if result.memory is not None else Table((), [])
+        names, changes = _EXACT_MODULE, [(module.change, vars(module)) for module in modules]
+    elif time is not None and by is not None:
+        names, changes = (by,), [(line.change, {by: line.name}) for line in _lines_of(time, by)]
+    elif clean is not None:
+        names, changes = ("name",), [(change, {}) for change in clean.changes]
+    else:
+        return memory_table(result.memory) if result.memory is not None else Table((), [])
+    measured = time or clean
+    assert measured is not None
+    samples = dict(zip(_EXACT_SAMPLES, measured.samples, strict=True))
+    exact = (*names, *samples, *_EXACT_CHANGE, *(() if time is None else _EXACT_PER_SAMPLE))
+    return Table((), [{**vars(change), **samples, **cells} for change, cells in changes], exact=exact)
 
 
-def _exact_row(samples: tuple[int, int], change: Change | CleanChange) -> dict[str, Any]:
-    return {**vars(change), **dict(zip(_EXACT_SAMPLES, samples, strict=True))}
+def _kernel_names(part: Part) -> dict[str, str]:
+    sides = {"before_kernels": part.before, "after_kernels": part.after}
+    return {key: "; ".join(kernel.name for kernel in kernels) for key, kernels in sides.items()}
 
 
 _BUDGET_UNITS = {
