@@ -72,27 +72,22 @@ _LOOK_EVERY_NS = 1_000_000_000
 """The allocator and NVML are asked about once a second: together they take some 20 µs."""
 
 
+_UNREAD = Collectives()
+
+
 @dataclass
-class _Step:
-    """A step that was kept: times in numbers, and events until the GPU has passed them.
+class _Step(StepRecord):
+    """A step that was kept: times in numbers, by the host's own clock, and events until the GPU has passed them.
 
     Few objects are kept for long: many would have Python look for garbage among all that the program holds.
     """
 
-    number: int
-    start_ns: int
-    end_ns: int = 0
+    number: int = 0
     spans: list[Span] = field(default_factory=list)
-    phases: Sequence[tuple[str, int, int]] = ()
-    gpu_phases: Sequence[tuple[str, int, int]] = ()
-    launch_wait_ns: int | None = None
     waits: Sequence[tuple[int, int, int]] = ()
     """Of each backward pass on the GPU: when the host began and ended it, and how long the GPU waited at its end."""
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    sm_mhz: int | None = None
-    throttle: tuple[str, ...] = ()
     is_delayed: bool = False
+    collectives: Collectives = _UNREAD
 
 
 class LightRecorder:
@@ -193,7 +188,7 @@ class LightRecorder:
         if self._gpu_zero is None and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
             self._gpu_zero, self._zero_since = (mark_on_gpu(), perf_counter_ns()), number
-        self._step = _Step(number, perf_counter_ns())
+        self._step = _Step(step_range(number - self._first), perf_counter_ns(), 0, number=number)
 
     def _end_step(self, spans: list[Span]) -> None:
         step, self._step = self._step, None
@@ -233,9 +228,9 @@ class LightRecorder:
                 break
             self._unread.popleft()
             start_ns = step.start_ns
-            step.phases = [
+            step.phases = tuple(
                 (span.phase, span.first.host_ns - start_ns, span.last.host_ns - start_ns) for span in step.spans
-            ]
+            )
             step.spans = []
             if has_passed and spans and self._gpu_zero is not None and step.number >= self._zero_since:
                 self._read_events(step, spans, *self._gpu_zero)
@@ -312,7 +307,9 @@ class LightRecorder:
             ):
                 break
             groups += self._new_groups(mine)
-            records.append(self._describe(step, mine))
+            step.collectives = self._columns(mine, step)
+            step.start_ns, step.end_ns = step.start_ns - self._zero_ns, step.end_ns - self._zero_ns
+            records.append(step)
         self._steps = self._steps[len(records) :]
         for step in self._steps:
             step.is_delayed = True
@@ -336,21 +333,6 @@ class LightRecorder:
                 self._groups[collective.group] = len(self._groups)
                 lines.append(group_line(self._flight.group(collective.group, self._groups[collective.group])))
         return lines
-
-    def _describe(self, step: _Step, collectives: list[Collective]) -> StepRecord:
-        return StepRecord(
-            step_range(step.number - self._first),
-            step.start_ns - self._zero_ns,
-            step.end_ns - self._zero_ns,
-            phases=tuple(step.phases),
-            gpu_phases=tuple(step.gpu_phases),
-            launch_wait_ns=step.launch_wait_ns,
-            peak_bytes=step.peak_bytes,
-            reserved_bytes=step.reserved_bytes,
-            sm_mhz=step.sm_mhz,
-            throttle=step.throttle,
-            collectives=self._columns(collectives, step),
-        )
 
     def _read_events(self, step: _Step, spans: list[Span], before: Mark, host_ns: int) -> None:
         """Note when the GPU was in each phase, from the step's start on the host, and where it waited for other ranks.
@@ -379,7 +361,7 @@ class LightRecorder:
             if computed is not None and id(computed.event) in times:
                 waited_ns = times[id(last.event)] - times[id(computed.event)]
                 waits.append((first.host_ns - step.start_ns, last.host_ns - step.start_ns, waited_ns))
-        step.gpu_phases, step.waits = gpu_phases, waits
+        step.gpu_phases, step.waits = tuple(gpu_phases), waits
         step.launch_wait_ns = self._launch_wait(step, spans)
         give_back(zero.device, unused)
 
@@ -406,32 +388,20 @@ class LightRecorder:
         noted with the last collective that the host called in it.
         """
         zero_ns = self._on_our_clock(step.start_ns)
-        called = [collective.called_ns - zero_ns for collective in collectives]
         ends: dict[str, int] = {}
-        start_ns: list[int | None] = []
-        end_ns: list[int | None] = []
-        for collective, called_ns in zip(collectives, called, strict=True):
-            begins = max(called_ns, ends.get(collective.group, called_ns))
-            is_timed = collective.duration_ns is not None
-            ends[collective.group] = begins + (collective.duration_ns or 0)
-            start_ns.append(begins if is_timed else None)
-            end_ns.append(ends[collective.group] if is_timed else None)
-        columns = Collectives(
-            group=[self._groups[collective.group] for collective in collectives],
-            sequence=[collective.sequence for collective in collectives],
-            kind=[collective.kind for collective in collectives],
-            dtype=[collective.dtype for collective in collectives],
-            bytes=[collective.bytes for collective in collectives],
-            called_ns=[*called],
-            start_ns=start_ns,
-            end_ns=end_ns,
-            hidden_ns=[None] * len(collectives),
-            exposed_ns=[None] * len(collectives),
-        )
+        rows: list[tuple[Any, ...]] = []
+        for one in collectives:
+            called_ns = one.called_ns - zero_ns
+            begins = max(called_ns, ends.get(one.group, called_ns))
+            ends[one.group] = begins + (one.duration_ns or 0)
+            times = (None, None) if one.duration_ns is None else (begins, ends[one.group])
+            facts = self._groups[one.group], one.sequence, one.kind, one.dtype, one.bytes
+            rows.append((*facts, called_ns, *times, None, None))
+        columns = Collectives(*map(list, zip(*rows, strict=True)))
         for begin, end, waited_ns in step.waits:
-            rows = [at for at, called_ns in enumerate(called) if begin <= called_ns < end]
-            if rows and columns.kind[rows[-1]] in WAITS_FOR_ALL:
-                columns.exposed_ns[rows[-1]] = waited_ns
+            inside = [at for at, called_ns in enumerate(columns.called_ns) if begin <= (called_ns or 0) < end]
+            if inside and columns.kind[inside[-1]] in WAITS_FOR_ALL:
+                columns.exposed_ns[inside[-1]] = waited_ns
         return columns
 
 
