@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import tracemalloc
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from profkit.capture.steps import times  # noqa: E402
 from profkit.capture.steps.times import Mark, Span  # noqa: E402
 from profkit.run.directory import Run  # noqa: E402
 from profkit.run.light_columns import read_light  # noqa: E402
-from profkit.run.light_record import LightRecord  # noqa: E402
+from profkit.run.light_record import LightRecord, StepRecord  # noqa: E402
 from profkit.trace.kineto_gpu import CollectiveArguments  # noqa: E402
 
 RANKS = 4
@@ -180,160 +181,150 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return now
 
 
-def _steps(
-    record: LightRecorder,
-    recorder: Recorder,
-    ticks: list[int],
-    numbers: range,
-    calls: int = 1,
-    *,
-    is_recorded: bool = False,
-) -> None:
-    """Make steps of 1,000 ns, with this many collectives each."""
-    for number in numbers:
-        record.step_begins(number, is_recorded=is_recorded)
-        for call in range(calls):
-            recorder.call(1_000_000 + ticks[0] + 10 * (call + 1))
-        ticks[0] += 1000
-        record.step_ended([Span("forward", Mark(ticks[0] - 900, None), Mark(ticks[0] - 500, None))])
+class Rank:
+    """A rank whose light record is made of steps that the test makes."""
+
+    def __init__(self, folder: Path, recorder: Recorder, ticks: list[int]) -> None:
+        self.folder, self.recorder, self.ticks = folder, recorder, ticks
+        self.record = LightRecorder(folder)
+
+    def call(self, at_ns: int, **more: Any) -> None:
+        """Call a collective so long after the step's start."""
+        self.recorder.call(1_000_000 + self.ticks[0] + at_ns, **more)
+
+    def step(
+        self, number: int, spans: Sequence[Span] = (), calls: Iterable[int] = (), length_ns: int = 1_000, **how: Any
+    ) -> None:
+        self.record.step_begins(number, **how)
+        for at_ns in calls:
+            self.call(at_ns)
+        self.ticks[0] += length_ns
+        self.record.step_ended([*spans])
+
+    def steps(self, numbers: range, calls: int = 1, **how: Any) -> None:
+        """Make steps of 1,000 ns, with this many collectives each."""
+        for number in numbers:
+            now = self.ticks[0]
+            forward = Span("forward", Mark(now + 100, None), Mark(now + 500, None))
+            self.step(number, [forward], range(10, 10 * calls + 1, 10), **how)
+
+    def left(self, *, is_over: bool = True) -> tuple[StepRecord, ...]:
+        """Return the steps in the file, by default as it is at the end of the process."""
+        if is_over:
+            self.record.end()
+        return read_light(self.folder / "light.rank1.jsonl").steps
+
+    @property
+    def names(self) -> list[str | None]:
+        """Return the names of the steps that are left at the end."""
+        return [step.name for step in self.left()]
 
 
-def _read(place: Path) -> LightRecord:
-    return read_light(place / "light.rank1.jsonl")
+@pytest.fixture
+def rank(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> Rank:
+    return Rank(tmp_path, recorder, ticks)
 
 
-def test_the_durations_of_nccl_give_start_and_end(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
-    record = LightRecorder(tmp_path)
-    record.step_begins(0)
-    for at in (100, 600, 2000):
-        recorder.call(1_000_000 + at)
-    ticks[0] += 5000
-    record.step_ended([])
-    record.end()
-    (step,) = _read(tmp_path).steps
-    (group,) = _read(tmp_path).groups
+def test_the_durations_of_nccl_give_start_and_end(rank: Rank) -> None:
+    rank.step(0, calls=(100, 600, 2000), length_ns=5000)
+    (step,) = rank.left()
+    (group,) = read_light(rank.folder / "light.rank1.jsonl").groups
     assert (group.dimension, group.backend, group.ranks) == ("fsdp", "nccl", (0, 1, 2, 3))
-    assert step.collectives.kind == ["reduce_scatter"] * 3
-    assert step.collectives.dtype == ["bfloat16"] * 3
-    assert step.collectives.bytes == [800] * 3
-    assert step.collectives.called_ns == [100, 600, 2000]
+    calls = step.collectives
+    assert (calls.kind, calls.dtype, calls.bytes) == (["reduce_scatter"] * 3, ["bfloat16"] * 3, [800] * 3)
+    assert calls.called_ns == [100, 600, 2000]
     # The second is called while the first runs for 2,000 ns, and begins when that has ended.
-    assert step.collectives.start_ns == [100, 2100, 4100]
-    assert step.collectives.end_ns == [2100, 4100, 6100]
+    assert (calls.start_ns, calls.end_ns) == ([100, 2100, 4100], [2100, 4100, 6100])
 
 
-def test_a_step_waits_one_writing_for_the_durations_of_its_collectives(
-    tmp_path: Path, recorder: Recorder, ticks: list[int]
-) -> None:
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(7))
-    record.step_begins(7)
-    recorder.call(1_000_000 + ticks[0] + 10, retired=False, duration_ms=None)
-    ticks[0] += 1000
-    record.step_ended([])
-    assert len(_read(tmp_path).steps) == 7
-    recorder.entries[-1].update(retired=True, duration_ms=0.5)
-    record.end()
-    assert _read(tmp_path).steps[7].collectives.end_ns == [500_010]
+def test_a_step_waits_one_writing_for_the_durations_of_its_collectives(rank: Rank) -> None:
+    rank.steps(range(7))
+    rank.call(10, retired=False, duration_ms=None)
+    rank.step(7)
+    assert len(rank.left(is_over=False)) == 7
+    rank.recorder.entries[-1].update(retired=True, duration_ms=0.5)
+    assert rank.left()[7].collectives.end_ns == [500_010]
 
 
-def test_a_step_of_which_the_ring_lost_collectives_has_none(
-    tmp_path: Path, recorder: Recorder, ticks: list[int]
-) -> None:
-    recorder.ring = 10
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(8), calls=4)
-    record.end()
-    assert [len(step.collectives) for step in _read(tmp_path).steps] == [0, 0, 0, 0, 0, 0, 4, 4]
+def test_a_step_of_which_the_ring_lost_collectives_has_none(rank: Rank) -> None:
+    rank.recorder.ring = 10
+    rank.steps(range(8), calls=4)
+    assert [len(step.collectives) for step in rank.left()] == [0, 0, 0, 0, 0, 0, 4, 4]
 
 
-def test_after_128_steps_rows_of_32_are_kept(tmp_path: Path, recorder: Recorder, ticks: list[int]) -> None:
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(1600))
-    record.end()
-    record_read = _read(tmp_path)
-    kept = [int(str(step.name).removeprefix("step ")) for step in record_read.steps]
-    assert kept == [*range(128), *range(512, 544), *range(1024, 1056), *range(1536, 1568)]
-    assert all(len(step.collectives) == 1 for step in record_read.steps)
+def test_after_128_steps_rows_of_32_are_kept(rank: Rank) -> None:
+    rank.steps(range(1600))
+    kept = [*range(128), *range(512, 544), *range(1024, 1056), *range(1536, 1568)]
+    assert rank.names == [f"step {number}" for number in kept]
+    assert all(len(step.collectives) == 1 for step in rank.left())
 
 
-def test_an_hour_leaves_some_megabytes_and_nothing_grows(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_hour_leaves_some_megabytes_and_nothing_grows(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """180,000 steps of 20 ms with four collectives each, of which the flight recorder holds the last 200."""
-    recorder.ring = 200
+    rank.recorder.ring = 200
     monkeypatch.setattr(light, "RING", 200)
-    record = LightRecorder(tmp_path)
     held: list[int] = []
     # The steps between two rows begin and end, and nothing else: some of them will do.
     numbers = [*range(140), *(at for at in range(140, 180_000) if at % (512 if at < 10_000 else 4096) < 42)]
     tracemalloc.start()
     try:
         for number in numbers:
-            ticks[0] = number * 20_000_000
-            wants_phases = record.step_begins(number)
+            start = rank.ticks[0] = number * 20_000_000
+            wants_phases = rank.record.step_begins(number)
             for call in range(4 if wants_phases else 0):
-                recorder.call(1_000_000 + ticks[0] + 10 * (call + 1), duration_ms=None)
-            marks = [Mark(ticks[0] + at * 3_000_000, None) for at in range(6)]
+                rank.call(10 * (call + 1), duration_ms=None)
+            marks = [Mark(start + at * 3_000_000, None) for at in range(6)]
             names = ("data", "forward", "loss", "backward", "optimizer") if wants_phases else ()
-            ticks[0] += 19_000_000
-            record.step_ended([Span(name, marks[at], marks[at + 1]) for at, name in enumerate(names)])
+            rank.ticks[0] += 19_000_000
+            rank.record.step_ended([Span(name, marks[at], marks[at + 1]) for at, name in enumerate(names)])
             if number % 16_384 == 41:
                 held.append(tracemalloc.get_traced_memory()[0])
-        record.end()
+        steps = rank.left()
     finally:
         tracemalloc.stop()
     assert max(held[2:]) < held[1] + 200_000
-    found = _read(tmp_path)
-    assert 1_500 < len(found.steps) < 2_500
-    assert all(len(step.collectives) == 4 for step in found.steps)
-    assert (tmp_path / "light.rank1.jsonl").stat().st_size < 2_000_000
+    assert 1_500 < len(steps) < 2_500
+    assert all(len(step.collectives) == 4 for step in steps)
+    assert (rank.folder / "light.rank1.jsonl").stat().st_size < 2_000_000
 
 
-def test_steps_that_other_ranks_record_in_full_are_kept_too(
-    tmp_path: Path, recorder: Recorder, ticks: list[int]
-) -> None:
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(300))
-    _steps(record, recorder, ticks, range(300, 305), is_recorded=True)
-    _steps(record, recorder, ticks, range(305, 312))
-    assert len(_read(tmp_path).steps) == 128
-    _steps(record, recorder, ticks, range(312, 313))
-    assert [step.name for step in _read(tmp_path).steps[128:]] == [f"step {number}" for number in range(300, 305)]
+def test_steps_that_other_ranks_record_in_full_are_kept_too(rank: Rank) -> None:
+    rank.steps(range(300))
+    rank.steps(range(300, 305), is_recorded=True)
+    rank.steps(range(305, 312))
+    assert len(rank.left(is_over=False)) == 128
+    rank.steps(range(312, 313))
+    assert [step.name for step in rank.left(is_over=False)[128:]] == [f"step {number}" for number in range(300, 305)]
 
 
 def test_recorded_steps_are_kept_however_late_but_not_endlessly_and_counting_anew_begins_the_file_anew(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(light, "_MOST_RECORDED", 3)
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(5_300, 5_305), is_recorded=True)
-    record.end()
-    assert [step.name for step in _read(tmp_path).steps] == ["step 5300", "step 5301", "step 5302"]
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(9))
-    _steps(record, recorder, ticks, range(1, 4))
-    record.end()
-    assert [step.name for step in _read(tmp_path).steps] == ["step 1", "step 2", "step 3"]
+    rank.steps(range(5_300, 5_305), is_recorded=True)
+    assert rank.names == ["step 5300", "step 5301", "step 5302"]
+    rank.record = LightRecorder(rank.folder)
+    rank.steps(range(9))
+    rank.steps(range(1, 4))
+    assert rank.names == ["step 1", "step 2", "step 3"]
 
 
 def test_a_failure_ends_the_record_in_one_line_and_not_the_program(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], capsys: pytest.CaptureFixture[str]
+    rank: Rank, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = LightRecorder(tmp_path / "gone")
-    _steps(record, recorder, ticks, range(20))
-    record.end()
+    rank.record = LightRecorder(rank.folder / "gone")
+    rank.steps(range(20))
+    rank.record.end()
     (line,) = capsys.readouterr().err.splitlines()
     assert "the light record of this rank ends here (FileNotFoundError" in line
 
 
-def test_a_process_alone_leaves_none(tmp_path: Path, ticks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_leaves_none(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(light, "several_ranks", lambda: False)
-    record = LightRecorder(tmp_path)
-    assert not record.step_begins(0)
-    record.step_ended([])
-    record.end()
-    assert not list(tmp_path.iterdir())
+    assert not rank.record.step_begins(0)
+    rank.record.step_ended([])
+    rank.record.end()
+    assert not list(rank.folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -417,28 +408,19 @@ def test_nccls_collectives_count_from_the_first_where_gloos_came_before(
     ],
 )
 def test_the_file_is_written_as_seldom_as_its_cost_asks_and_the_ring_allows(
-    collectives: int,
-    reading_ns: int,
-    period: int,
-    tmp_path: Path,
-    recorder: Recorder,
-    ticks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    collectives: int, reading_ns: int, period: int, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dump = recorder.dump
-
     def slow(**_options: bool) -> bytes:
-        ticks[0] += reading_ns
-        return dump()
+        rank.ticks[0] += reading_ns
+        return rank.recorder.dump()
 
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", slow)
-    record = LightRecorder(tmp_path)
-    _steps(record, recorder, ticks, range(8), calls=collectives)
-    written = len(_read(tmp_path).steps)
-    _steps(record, recorder, ticks, range(8, period - 1))
-    assert len(_read(tmp_path).steps) == written
-    _steps(record, recorder, ticks, range(max(8, period - 1), max(16, period)))
-    assert len(_read(tmp_path).steps) > written
+    rank.steps(range(8), calls=collectives)
+    written = len(rank.left(is_over=False))
+    rank.steps(range(8, period - 1))
+    assert len(rank.left(is_over=False)) == written
+    rank.steps(range(max(8, period - 1), max(16, period)))
+    assert len(rank.left(is_over=False)) > written
 
 
 class Event:
@@ -471,26 +453,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch, ticks: list[int]) -> list[Event]:
     return unused
 
 
+def _mark(at_ns: int, passed_ns: int | None = None, device: int = 0) -> Mark:
+    """Return a mark that the host makes then, and the GPU passes at once, or later."""
+    return Mark(at_ns, Event(at_ns if passed_ns is None else passed_ns), device)
+
+
 def test_what_a_backward_pass_waited_for_at_its_end_is_noted_with_its_last_collective(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event]
+    rank: Rank, gpu: list[Event]
 ) -> None:
-    record = LightRecorder(tmp_path)
     for number in range(2):
-        start = ticks[0]
-        record.step_begins(number)
+        start = rank.ticks[0]
         for at in (3_000, 4_000, 7_000):
-            recorder.call(1_000_000 + start + at, profiling_name="nccl:all_reduce", duration_ms=None)
-        ticks[0] += 10_000
-        forward = Span("forward", Mark(start + 1_000, Event(start + 1_100)), Mark(start + 2_000, Event(start + 2_500)))
-        backward = Span(
-            "backward",
-            Mark(start + 2_000, Event(start + 2_500)),
-            Mark(start + 5_000, Event(start + 9_000)),
-            Mark(start + 4_900, Event(start + 8_600)),
-        )
-        record.step_ended([forward, backward])
-    record.end()
-    steps = _read(tmp_path).steps
+            rank.call(at, profiling_name="nccl:all_reduce", duration_ms=None)
+        ends = [_mark(start + at, start + passed) for at, passed in ((2_000, 2_500), (5_000, 9_000), (4_900, 8_600))]
+        forward = Span("forward", _mark(start + 1_000, start + 1_100), ends[0])
+        rank.step(number, [forward, Span("backward", _mark(start + 2_000, start + 2_500), *ends[1:])], (), 10_000)
+    steps = rank.left()
     assert [step.gpu_phases for step in steps] == [(("forward", 1_100, 2_500), ("backward", 2_500, 9_000))] * 2
     assert [step.collectives.exposed_ns for step in steps] == [[None, 400, None]] * 2
     assert [step.collectives.end_ns for step in steps] == [[None] * 3] * 2
@@ -504,68 +482,52 @@ def test_what_a_backward_pass_waited_for_at_its_end_is_noted_with_its_last_colle
 
 
 def test_the_events_of_many_steps_are_read_at_once_but_of_none_that_the_gpu_has_not_passed(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, gpu: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(light, "_FIRST_PERIOD", 64)
     passed_ns = [0]
     monkeypatch.setattr(Event, "query", lambda event: event.passed_ns <= passed_ns[0])
-    record = LightRecorder(tmp_path)
-
-    def make_step(number: int) -> None:
-        start = ticks[0]
-        record.step_begins(number)
-        ticks[0] += 1_000
-        ends = (Mark(start + at, Event(start + at)) for at in (100, 900))
-        record.step_ended([Span("forward", *ends)])
-
-    for number in range(15):
-        make_step(number)
-    passed_ns[0] = 10_950  # all of steps 0 to 10
-    assert gpu == []
-    make_step(15)
+    for number in range(16):
+        if number == 15:
+            passed_ns[0] = 10_950  # all of steps 0 to 10
+            assert gpu == []
+        rank.step(number, [Span("forward", _mark(number * 1_000 + 100), _mark(number * 1_000 + 900))])
     assert len(gpu) == 2 * 11
     passed_ns[0] = 1_000_000
-    record.end()
-    assert [step.gpu_phases for step in _read(tmp_path).steps] == [(("forward", 100, 900),)] * 16
+    assert [step.gpu_phases for step in rank.left()] == [(("forward", 100, 900),)] * 16
 
 
 def test_steps_that_the_gpu_has_not_passed_when_the_process_ends_keep_their_times_on_the_host(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, gpu: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Event, "query", lambda event: event.passed_ns <= 1_000)
-    record = LightRecorder(tmp_path)
     for number in range(2):
-        start = ticks[0]
-        record.step_begins(number)
-        ticks[0] += 1_000
+        start = rank.ticks[0]
         loaded = Mark(start + 10, times._HOST), Mark(start + 90, times._HOST)
-        ends = (Mark(start + at, Event(start + at)) for at in (100, 900))
-        record.step_ended([Span("data", *loaded), Span("forward", *ends)])
-    record.end()
-    steps = _read(tmp_path).steps
+        rank.step(number, [Span("data", *loaded), Span("forward", _mark(start + 100), _mark(start + 900))])
+    steps = rank.left()
     assert [step.phases for step in steps] == [(("data", 10, 90), ("forward", 100, 900))] * 2
     assert [step.gpu_phases for step in steps] == [(("forward", 100, 900),), ()]
 
 
 def test_phases_on_another_gpu_are_left_out_until_the_process_has_gone_over_to_it(
-    tmp_path: Path, recorder: Recorder, ticks: list[int], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, gpu: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = [0]
     monkeypatch.setattr(light, "_READ_TOGETHER", 1)
-    monkeypatch.setattr(light, "mark_on_gpu", lambda: Mark(ticks[0], Event(ticks[0]), device[0]))
-    record = LightRecorder(tmp_path)
-    for forward, backward in ((0, 0), (0, 1), (1, 1), (1, 1)):
-        start = ticks[0]
-        record.step_begins(start // 1_000)
-        device[0] = backward
+    monkeypatch.setattr(light, "mark_on_gpu", lambda: _mark(rank.ticks[0], device=device[0]))
+    for number, (forward, backward) in enumerate(((0, 0), (0, 1), (1, 1), (1, 1))):
+        start = rank.ticks[0]
         spans = [
-            Span(name, Mark(start + at, Event(start + at), on), Mark(start + at + 200, Event(start + at + 200), on))
+            Span(name, _mark(start + at, device=on), _mark(start + at + 200, device=on))
             for name, at, on in (("forward", 100, forward), ("backward", 500, backward))
         ]
-        computed = Mark(start + 600, Event(start + 600), 1 - backward)
-        ticks[0] += 1_000
-        record.step_ended([spans[0], spans[1]._replace(computed=computed)])
-    record.end()
+        computed = _mark(start + 600, device=1 - backward)
+        rank.record.step_begins(number)
+        device[0] = backward
+        rank.ticks[0] += 1_000
+        rank.record.step_ended([spans[0], spans[1]._replace(computed=computed)])
     both = ("forward", 100, 300), ("backward", 500, 700)
-    assert [step.gpu_phases for step in _read(tmp_path).steps] == [both, both[:1], (), both]
-    assert [len(step.phases) for step in _read(tmp_path).steps] == [2] * 4
+    steps = rank.left()
+    assert [step.gpu_phases for step in steps] == [both, both[:1], (), both]
+    assert [len(step.phases) for step in steps] == [2] * 4
