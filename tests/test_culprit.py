@@ -271,7 +271,7 @@ def test_real_runs_of_two_ranks_without_a_delay_name_nobody(name: str, doubt: st
 def _compare_traced(name: str) -> Verdict:
     """Return who is late by full traces, beside light records that hold the steps after them too."""
     light = [reduce_columns(read_light_columns(RECORDED / name / name_of_rank(LIGHT, rank))) for rank in range(2)]
-    return compare_ranks([read_reduced(REDUCED / name, rank) for rank in range(2)], written=light).verdict
+    return compare_ranks(replace(read_reduced(REDUCED / name, rank), light=light[rank]) for rank in range(2)).verdict
 
 
 @pytest.mark.parametrize(

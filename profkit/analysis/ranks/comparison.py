@@ -131,40 +131,30 @@ class RanksResult(NotebookResult):
 
 @collector_off()
 def compare_ranks(
-    ranks: Iterable[ReducedRank],
-    lost: Mapping[int, str] | None = None,
-    written: Iterable[ReducedRank] = (),
-    recorded_step_ns: int | None = None,
+    ranks: Iterable[ReducedRank], lost: Mapping[int, str] | None = None, recorded_step_ns: int | None = None
 ) -> RanksResult:
     """Return the comparison of ranks; the order of ``ranks`` does not matter.
 
-    ``lost`` are those of which nothing can be read, with the reason, ``written`` the light records of ranks that also
-    left a full trace. ``recorded_step_ns`` is what a step takes by the time account of their traces; None without
-    traces.
+    ``lost`` are those of which nothing can be read, with the reason. ``recorded_step_ns`` is what a step takes by the
+    time account of their traces; None without traces.
 
     Raises:
         TraceError: a record names more ranks than any job has, as a damaged file may.
     """
     full = sorted(ranks, key=lambda rank: rank.record.rank)
-    light = {rank.record.rank: rank for rank in written}
-    reduced = _make_comparable(full, light)
-    known = [rank.record for rank in reduced]
-    world_size = max([len(known), *(max(record.world_size, record.rank + 1) for record in known)], default=0)
+    known = _make_comparable(full)
+    records = {rank.record.rank: rank.record for rank in known}
+    world_size = max([len(known), *(max(one.world_size, one.rank + 1) for one in records.values())], default=0)
     if world_size > MOST_RANKS:
         raise TraceError(f"a rank of {world_size:,} is named; jobs of more than {MOST_RANKS:,} ranks are not compared")
-    everyone = tuple(range(world_size))
-    records = [
-        replace(record, groups=tuple(replace(group, ranks=group.ranks or everyone) for group in record.groups))
-        for record in known
-    ]
-    index = {record.rank: at for at, record in enumerate(records)}
-    reduced = [replace(rank, record=record) for rank, record in zip(reduced, records, strict=True)]
+    assumed = {group.name for record in records.values() for group in record.groups if not group.ranks}
+    reduced = [_name_ranks_of_groups(rank, tuple(range(world_size))) for rank in known]
     matched = match_collectives(reduced)
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
     counts = [int(steps_between_matches(rank.record.rank, rank.steps.named, matched).sum()) for rank in reduced]
-    waits = sum_waits(matched, index)
-    missing = dict.fromkeys(sorted(set(range(world_size)) - set(index)), "it left no record")
+    waits = sum_waits(matched, {number: at for at, number in enumerate(records)})
+    missing = dict.fromkeys(sorted(set(range(world_size)) - set(records)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}
     usual_count = float(np.median(list(recorded.values()))) if recorded else 0.0
     short = {rank: count for rank, count in recorded.items() if count < usual_count}
@@ -179,44 +169,48 @@ def compare_ranks(
         ranks=rows,
         groups=tuple(sum_groups(matched, reduced, world_size)),
         waits_ns=waits,
-        verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed, written=light),
+        verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),
         recorded_step_count=max(recorded.values(), default=0),
         is_untimed=is_untimed and not all(account.is_exact for account in accounts),
         by_clocks=any(
-            match.only_called.any() and len({records[index[rank]].node for rank in match.ranks}) > 1
-            for match in matched
+            match.only_called.any() and len({records[rank].node for rank in match.ranks}) > 1 for match in matched
         ),
-        assumed_groups=tuple(sorted({group.name for record in known for group in record.groups if not group.ranks}))
-        if world_size > 2
-        else (),
+        assumed_groups=tuple(sorted(assumed)) if world_size > 2 else (),
         short=short,
-        pipelines=tuple(
-            find_pipelines([replace(rank, record=record) for rank, record in zip(reduced, known, strict=True)])
-        ),
+        pipelines=tuple(find_pipelines(known)),
         recorded_step_ns=recorded_step_ns,
     )
 
 
-def _make_comparable(ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank]) -> list[ReducedRank]:
+def _name_ranks_of_groups(rank: ReducedRank, everyone: tuple[int, ...]) -> ReducedRank:
+    """Return the rank with all ranks in the groups of which nobody says whose they are."""
+    groups = tuple(replace(group, ranks=group.ranks or everyone) for group in rank.record.groups)
+    return replace(rank, record=replace(rank.record, groups=groups))
+
+
+def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
     """Return the ranks so that their steps can be compared: where only some left full traces, all by light records.
 
     What a trace knows of a step and what a light record knows are not the same. Light records have those steps alone
     that are in a trace: the third step of a trace is another than the third of theirs. They keep the trace's source,
     for a profiler slowed these ranks. So too with traces without collectives that light records know, and with traces
-    of ranges alone, as nsys leaves them without a GPU. ``written`` are the light records of ranks with a trace.
+    of ranges alone, as nsys leaves them without a GPU.
     """
     traced = [rank for rank in ranks if rank.record.source != "light"]
     is_known = any(rank.exact is not None and len(rank.calls) for rank in traced)
-    knows_more = any((~rank.calls.is_pairwise).any() for rank in written.values())
+    light = [rank.light for rank in ranks if rank.light is not None]
+    knows_more = any((~rank.calls.is_pairwise).any() for rank in light)
     is_alike = len(traced) == len(ranks) and (is_known or not knows_more)
     if is_alike or not traced:
         return list(ranks)
     named = {name for rank in traced for name in rank.steps.names if name is not None}
-    sources = [rank.record.source for rank in ranks]
-    limited = [_keep_steps(written.get(rank.record.rank, rank), named) for rank in ranks]
-    return [replace(rank, record=replace(rank.record, source=of)) for rank, of in zip(limited, sources, strict=True)]
+    limited = [_keep_steps(rank.light or rank, named) for rank in ranks]
+    return [
+        replace(rank, record=replace(rank.record, source=before.record.source))
+        for rank, before in zip(limited, ranks, strict=True)
+    ]
 
 
 def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
@@ -241,12 +235,11 @@ def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:
     if unknown:
         raise CaptureError(unknown[0])
     reasons = {rank: reason for rank, reason in lost if rank is not None}
-    written = [rank for read in reads for rank in read.written]
     ranks = [rank for read in reads for rank in read.ranks]
     # The n-th steps of all traces are one, which takes as long as the longest.
     recorded_ns = [read.recorded_ns for read in reads if read.recorded_ns]
     longest = [max(together) for together in zip(*recorded_ns, strict=False)]
-    return compare_ranks(ranks, reasons, written, round(sum(longest) / len(longest)) if longest else None)
+    return compare_ranks(ranks, reasons, round(sum(longest) / len(longest)) if longest else None)
 
 
 @collector_off()

@@ -121,12 +121,10 @@ def find_culprit(
     matched: Sequence[Matched],
     *,
     is_untimed: bool,
-    written: Mapping[int, ReducedRank],
 ) -> Verdict:
     """Return which rank the others wait for; ``accounts`` are those of ``ranks``, in their order.
 
     ``is_untimed``: ranks may have waited where nobody timed it (`profkit.analysis.ranks.light_costs`).
-    ``written`` are the light records of ranks with a full trace: they hold the steps that no profiler recorded too.
 
     If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
     of the two are compared.
@@ -150,7 +148,7 @@ def find_culprit(
     has_last = len(exact) == len(every) or any(rank is last for rank, _ in exact)
     is_exact = len(exact) > 1 and has_last and not is_untimed
     chosen, compared = zip(*(exact if is_exact else every), strict=True)
-    court = partial(_Court, chosen, matched, written, is_untimed)
+    court = partial(_Court, chosen, matched, is_untimed)
     if is_exact:
         return court(cost_by_accounts(chosen, compared, matched)).judge()
     lost = [_lost_steps(rank, matched) for rank in chosen]
@@ -193,7 +191,6 @@ class _Court:
 
     ranks: Sequence[ReducedRank]
     matched: Sequence[Matched]
-    written: Mapping[int, ReducedRank]
     is_untimed: bool
     cost: Cost
 
@@ -347,7 +344,7 @@ class _Court:
             for at, (why, phase) in enumerate(cost.places)
             if why == cause
         }
-        unrecorded = longer_unrecorded(self.ranks, self.written, late) if cost.is_exact else None
+        unrecorded = longer_unrecorded(self.ranks, late) if cost.is_exact else None
         if unrecorded is not None:
             within = sum(time for phase, time in longer.items() if phase in unrecorded)
             seen = sum(min(longer.get(phase, 0.0), max(typical(time), 0.0)) for phase, time in unrecorded.items())

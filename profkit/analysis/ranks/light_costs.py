@@ -10,7 +10,7 @@ of launches held it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -372,16 +372,14 @@ def _late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     return latest
 
 
-def longer_unrecorded(
-    ranks: Sequence[ReducedRank], written: Mapping[int, ReducedRank], late: int
-) -> dict[str, Floats] | None:
+def longer_unrecorded(ranks: Sequence[ReducedRank], late: int) -> dict[str, Floats] | None:
     """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
 
     The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
-    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases. ``written`` are the
-    light records of the ranks, which left full traces; ``late`` is the position of the one that is asked about.
+    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases. ``late`` is the
+    position of the rank that is asked about; all left full traces.
     """
-    light = [written[rank.record.rank].steps for rank in ranks if rank.record.rank in written]
+    light = [rank.light.steps for rank in ranks if rank.light is not None]
     if len(light) < len(ranks):
         return None
     recorded = {name for rank in ranks for name in rank.steps.names}

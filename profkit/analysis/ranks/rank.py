@@ -55,7 +55,8 @@ class ReducedRank:
 
     ``longer_on_gpu`` is what phases of each measured step took longer on its GPU, as parts and (steps, parts).
     ``exact`` is what it did by its full trace; of a rank without one, None. ``between_ns`` is what its sends and
-    receives in a group took in the steps of ``exact`` that nothing hid.
+    receives in a group took in the steps of ``exact`` that nothing hid. ``light`` is the rank by the light record that
+    it left beside its trace: that holds the steps that no profiler recorded too.
     """
 
     record: LightRecord
@@ -64,3 +65,4 @@ class ReducedRank:
     longer_on_gpu: tuple[tuple[Part, ...], Floats]
     exact: Account | None = None
     between_ns: Mapping[int, int] = field(default_factory=dict)
+    light: ReducedRank | None = None

@@ -69,10 +69,10 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list
     Raises:
         TraceError: the trace's times are impossible.
     """
-    if not opened.ranks.members or opened.rank is not None:
-        rank = opened.rank or 0
-        return [_reduce_trace(opened.attribution, rank, light.get(rank))]
-    return [_reduce_trace(opened.of_rank(rank).attribution, rank, light.get(rank)) for rank in opened.ranks.numbers]
+    numbers = opened.ranks.numbers
+    if not numbers or opened.rank is not None:
+        return [_reduce_trace(opened.attribution, opened.rank or 0, light.get(opened.rank or 0))]
+    return [_reduce_trace(opened.of_rank(rank).attribution, rank, light.get(rank)) for rank in numbers]
 
 
 def _reduce_trace(attribution: Attribution, rank: int, light: LightColumns | None) -> ReducedRank:
@@ -87,7 +87,8 @@ def _reduce_trace(attribution: Attribution, rank: int, light: LightColumns | Non
     columns = LightColumns(LightRecord(rank, 0, device=device, source=trace.source, groups=groups), steps, calls)
     if light is not None:
         columns = _complete(columns, light)
-    return _add_own_time(columns, own) if len(calls) or len(trace.work) else reduce_columns(columns)
+    reduced = _add_own_time(columns, own) if len(calls) or len(trace.work) else reduce_columns(columns)
+    return reduced if light is None else replace(reduced, light=reduce_columns(light))
 
 
 def _tabulate_steps(attribution: Attribution, own: OwnTime, host: OwnTime) -> StepColumns:
@@ -399,12 +400,11 @@ def _join_groups(record: LightRecord, light: LightRecord) -> tuple[tuple[Group, 
 class ReadRanks:
     """The ranks of one trace, or of some light records; ``lost`` says of a rank why its trace, or all of it, is lost.
 
-    ``written`` are the light records of ranks that also left a trace, ``recorded_ns`` its steps by the time account.
+    ``recorded_ns`` are the steps of the trace by the time account.
     """
 
     ranks: tuple[ReducedRank, ...]
     lost: tuple[tuple[int | None, str], ...] = ()
-    written: tuple[ReducedRank, ...] = ()
     recorded_ns: tuple[int, ...] = ()
 
 
@@ -423,20 +423,20 @@ def read_and_reduce(
             light[rank] = _check_rank(read_light_columns(path), rank, path)
         except ProfkitError as error:
             lost.append((rank, str(error)))
-    written = {rank: reduce_columns(columns) for rank, columns in light.items()}
-    if open_it is None:
-        return ReadRanks(tuple(written.values()), tuple(lost))
-    traced: dict[int, ReducedRank] = {}
+    traced: list[ReducedRank] = []
     recorded_ns: list[int] = []
     try:
-        opened = open_it()
-        recorded_ns = opened.account.recorded_steps_ns().tolist()
-        traced = {rank.record.rank: rank for rank in reduce_ranks(opened, light)}
+        if open_it is not None:
+            opened = open_it()
+            recorded_ns = opened.account.recorded_steps_ns().tolist()
+            traced = reduce_ranks(opened, light)
     except ProfkitError as error:
         unread: list[int | None] = [only] if only is not None else [*light]
         stands_in = "; its light record stands in for the trace"
         lost += [(rank, f"{error}{stands_in if rank in light else ''}") for rank in unread or [None]]
-    return ReadRanks(tuple((written | traced).values()), tuple(lost), tuple(written.values()), tuple(recorded_ns))
+    rest = light.keys() - {rank.record.rank for rank in traced}
+    ranks = *traced, *(reduce_columns(columns) for rank, columns in light.items() if rank in rest)
+    return ReadRanks(ranks, tuple(lost), tuple(recorded_ns))
 
 
 def _check_rank(columns: LightColumns, rank: int, path: Path) -> LightColumns:
