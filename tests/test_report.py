@@ -88,6 +88,7 @@ def test_the_page_is_one_small_file_that_refers_to_nothing_and_holds_no_folder_o
     assert " src=" not in text
     assert "somebody" not in text
     assert "python train.py --data=set.bin" in text
+    assert "Copyright (c) 2022 Leon Sorokin" in text
     assert text.count("said once") == 1, "a caution, at the head"
 
 
