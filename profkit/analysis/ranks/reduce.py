@@ -5,7 +5,7 @@ itself in each step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -164,12 +164,13 @@ def _tabulate_calls(attribution: Attribution, steps: StepColumns) -> tuple[CallC
     group = np.array([number_of[fact.group or "", fact.ranks] for fact in facts], dtype=np.int64)
     called_ns = called_ns + trace.clock_base_ns
     step = np.searchsorted(_edges_ns(steps), called_ns, side="right")
-    pairs, what = _number_names((fact.kind, fact.dtype) for fact in facts)
+    names_of_kinds: dict[tuple[str, str | None], int] = {}
+    what = [names_of_kinds.setdefault((fact.kind, fact.dtype), len(names_of_kinds)) for fact in facts]
     calls = CallColumns(
-        names=pairs,
+        names=tuple(names_of_kinds),
         step=step,
         group=group,
-        what=what,
+        what=np.array(what, dtype=np.int64),
         bytes=np.array([UNKNOWN if fact.byte_count is None else fact.byte_count for fact in facts], dtype=np.int64),
         sequence=_number_sequences(group, facts, step),
         called_ns=called_ns,
@@ -195,12 +196,6 @@ def _facts_of(attribution: Attribution, row: int) -> CollectiveCall:
         named = None if around == NO_RANGE else kind_of_collective(trace.names[int(trace.ranges.name[around])])
         fact = CollectiveCall(named or kind_of_collective(trace.names[int(work.name[row])]) or "send")
     return fact if fact.group is not None else replace(fact, group=f"stream {work.stream[row]}", ranks=())
-
-
-def _number_names(pairs: Iterable[tuple[str, str | None]]) -> tuple[tuple[tuple[str, str | None], ...], Ints]:
-    names: dict[tuple[str, str | None], int] = {}
-    what = np.array([names.setdefault(pair, len(names)) for pair in pairs], dtype=np.int64)
-    return tuple(names), what
 
 
 def _number_sequences(group: Ints, facts: Sequence[CollectiveCall], step: Ints) -> Ints:
@@ -368,16 +363,13 @@ def _take_over(
     """Return collectives with the waits of those that they are paired with, and in ``unnamed`` groups with all else."""
     rows, other = pairs
     taken, from_theirs = rows[unnamed[rows]], other[unnamed[rows]]
-    group, sequence, size, exposed_ns = (
-        column.copy() for column in (calls.group, calls.sequence, calls.bytes, calls.exposed_ns)
-    )
+    group, what, exposed_ns = calls.group.copy(), calls.what.copy(), calls.exposed_ns.copy()
+    sequence, size = calls.sequence.copy(), calls.bytes.copy()
     exposed_ns[rows] = theirs.exposed_ns[other]
     group[taken] = [number_of[number] for number in theirs.group[from_theirs].tolist()]
     sequence[taken], size[taken] = theirs.sequence[from_theirs], theirs.bytes[from_theirs]
-    pair = [calls.names[number] for number in calls.what.tolist()]
-    for row, number in zip(taken.tolist(), theirs.what[from_theirs].tolist(), strict=True):
-        pair[row] = theirs.names[number]
-    names, what = _number_names(pair)
+    what[taken] = theirs.what[from_theirs] + len(calls.names)
+    names = calls.names + theirs.names
     return replace(calls, names=names, what=what, group=group, sequence=sequence, bytes=size, exposed_ns=exposed_ns)
 
 
