@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from profkit.analysis.ranks.reduce import longer_on_gpu
 from profkit.errors import RunError
 from profkit.names import kind_of_collective
 from profkit.run.light_columns import read_light, read_light_columns
-from profkit.run.light_record import TOGETHER, VERSION, Collectives, Group, LightRecord, StepRecord, write_light_record
+from profkit.run.light_record import TOGETHER, Collectives, Group, LightRecord, StepRecord, write_light_record
 from tests.rank_builder import NCCL, Delay, compare_records, light_records, simulate, write_light_run
 
 RECORD = LightRecord(
@@ -36,111 +38,84 @@ RECORD = LightRecord(
 )
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "light.jsonl"
-    write_light_record(path, RECORD)
-    assert read_light(path) == RECORD
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "light.jsonl"
 
 
-def test_columns_that_several_steps_share_are_written_once(tmp_path: Path) -> None:
-    path = tmp_path / "light.jsonl"
-    steps = tuple(replace(RECORD.steps[0], name=f"step {number}") for number in range(70))
-    write_light_record(path, replace(RECORD, steps=steps))
-    assert path.read_text().count("all_reduce") == 1
-    assert read_light(path).steps == steps
-    # Where they differ each time, the writer does not remember all of them.
-    steps = tuple(
-        replace(step, collectives=replace(step.collectives, bytes=[number])) for number, step in enumerate(steps)
+def _numbered(count: int, *steps: StepRecord, **changes: Callable[[int], Any]) -> tuple[StepRecord, ...]:
+    """Return so many steps, `TOGETHER` like each of these, with what changes from one to the next."""
+    changes = {"name": lambda number: f"step {number}", **changes}
+    return tuple(
+        replace(steps[number // TOGETHER % len(steps)], **{name: of(number) for name, of in changes.items()})
+        for number in range(count)
     )
+
+
+def _assert_comes_back(path: Path, *steps: StepRecord) -> str:
     write_light_record(path, replace(RECORD, steps=steps))
-    write_light_record(path, replace(RECORD, steps=(*steps, steps[0], steps[-1])))
-    assert path.read_text().count('"kind":"calls"') == 71
-    assert read_light(path).steps == (*steps, steps[0], steps[-1])
-
-
-def test_calls_that_no_line_before_described_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "light.jsonl"
-    write_light_record(path, RECORD)
-    path.write_text(path.read_text().replace('"calls":"0', '"calls":"7') + "{")
-    with pytest.raises(RunError, match=r"light.jsonl:4: "):
-        read_light(path)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_version_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "light.jsonl"
-    write_light_record(path, RECORD)
-    path.write_text(path.read_text().replace(f'"version":{VERSION}', f'"version":{version}', 1))
-    with pytest.raises(RunError, match=rf"light.jsonl: version {version}, .* no longer reads; record the run again"):
-        read_light_columns(path)
-
-
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "light.jsonl"
-    steps = tuple(replace(RECORD.steps[0], name=f"step {number}") for number in range(TOGETHER + 3))
-    write_light_record(path, replace(RECORD, steps=steps))
-    path.write_text(path.read_text()[:-30])
-    assert read_light(path).steps == steps[:TOGETHER]
+    assert read_light(path) == replace(RECORD, steps=steps)
+    return path.read_text()
 
 
 @pytest.mark.parametrize("count", [0, 1, TOGETHER, 3 * TOGETHER + 1])
-def test_lines_of_some_steps_are_read_as_one(tmp_path: Path, count: int) -> None:
-    path = tmp_path / "light.jsonl"
+def test_steps_are_read_as_they_were_written_however_many_stand_in_a_line(path: Path, count: int) -> None:
+    _assert_comes_back(path, *RECORD.steps)
     # Some lines know what others do not, and hold no rows of a table.
-    steps = tuple(
-        replace(
-            RECORD.steps[number // TOGETHER % 2],
-            name=f"step {number}",
-            start_ns=number * 10_000,
-            end_ns=number * 10_000 + 9_000,
-            peak_bytes=None if number < TOGETHER else number,
-        )
-        for number in range(count)
-    )
-    write_light_record(path, replace(RECORD, steps=steps))
-    assert read_light(path).steps == steps
+    known = {"peak_bytes": lambda number: None if number < TOGETHER else number}
+    times = {"start_ns": lambda number: number * 10_000, "end_ns": lambda number: number * 10_000 + 9_000}
+    _assert_comes_back(path, *_numbered(count, *RECORD.steps, **times, **known))
+
+
+def test_columns_that_several_steps_share_are_written_once(path: Path) -> None:
+    assert _assert_comes_back(path, *_numbered(70, RECORD.steps[0])).count("all_reduce") == 1
+    # Where they differ each time, the writer does not remember all of them.
+    calls = RECORD.steps[0].collectives
+    steps = _numbered(70, RECORD.steps[0], collectives=lambda number: replace(calls, bytes=[number]))
+    assert _assert_comes_back(path, *steps, steps[0], steps[-1]).count('"kind":"calls"') == 71
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(path: Path) -> None:
+    steps = _numbered(TOGETHER + 3, RECORD.steps[0])
+    path.write_text(_assert_comes_back(path, *steps)[:-30])
+    assert read_light(path).steps == steps[:TOGETHER]
+
+
+_NO_NUMBERS = "holds something else than whole numbers"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"sequence":"41"', '"sequence":"x"', "collectives.sequence holds something else than whole numbers"),
-        ('"sequence":"41"', '"sequence":"?"', "collectives.sequence holds something else than whole numbers"),
-        (
-            '"sequence":"41"',
-            '"sequence":"99999999999999999999"',
-            "collectives.sequence holds something else than whole",
-        ),
-        ('"end_ns":"9100', '"end_ns":"-9100', "a step ends before it starts"),
-        ('"end_ns":"9100', '"end_ns":"-99999999999999999999', "end_ns holds something else than whole numbers"),
-        ('"sequence":"41",', "", "collectives.sequence is missing"),
-        ('"sequence":"41"', '"sequence":"41,42"', "collectives.sequence does not hold 1 numbers"),
-        ('"sequence":"41"', '"sequence":41', ""),
-        ('"called_ns":"-3"', '"called_ns":"-3,,"', "collectives.called_ns holds something else"),
-        ('"start_ns":"100,', '"start_ns":"now,', "start_ns holds something else"),
-        ('["data","forward"]', '["data",7]', "a phase has a name that is no text"),
-        ('["data","forward"]', '["data"]', "a phase does not hold 2 names"),
-        ('"name":["step 3",null]', '"name":"step 3"', "name is not a list"),
-        ('["power cap"]', "[7]", "throttle has a name that is no text"),
+        ('"sequence":"41"', '"sequence":"x"', f":4: .*collectives.sequence {_NO_NUMBERS}"),
+        ('"sequence":"41"', '"sequence":"?"', f":4: .*collectives.sequence {_NO_NUMBERS}"),
+        ('"sequence":"41"', '"sequence":"99999999999999999999"', f":4: .*collectives.sequence {_NO_NUMBERS}"),
+        ('"end_ns":"9100', '"end_ns":"-9100', ":4: .*a step ends before it starts"),
+        ('"end_ns":"9100', '"end_ns":"-99999999999999999999', f":4: .*end_ns {_NO_NUMBERS}"),
+        ('"sequence":"41",', "", ":4: .*collectives.sequence is missing"),
+        ('"sequence":"41"', '"sequence":"41,42"', ":4: .*collectives.sequence does not hold 1 numbers"),
+        ('"sequence":"41"', '"sequence":41', ":4: "),
+        ('"called_ns":"-3"', '"called_ns":"-3,,"', f":4: .*collectives.called_ns {_NO_NUMBERS}"),
+        ('"start_ns":"100,', '"start_ns":"now,', f":4: .*start_ns {_NO_NUMBERS}"),
+        ('["data","forward"]', '["data",7]', ":4: .*a phase has a name that is no text"),
+        ('["data","forward"]', '["data"]', ":4: .*a phase does not hold 2 names"),
+        ('"name":["step 3",null]', '"name":"step 3"', ":4: .*name is not a list"),
+        ('["power cap"]', "[7]", ":4: .*throttle has a name that is no text"),
+        ('"calls":"0', '"calls":"7', ":4: "),
+        ('"bytes":[4096]', '"bytes":[true]', ":3: .*collectives.bytes"),
+        ('"bytes":[4096]', '"bytes":[99999999999999999999]', ":3: .*a number that is too large"),
+        ('"group":[0]', '"group":[null]', ":3: .*collectives.group"),
+        ('"version":3', '"version":1', ": version 1, .* no longer reads; record the run again"),
+        ('"version":3', '"version":2', ": version 2, .* no longer reads; record the run again"),
+        ('"version":3', '"version":4', ": version 4, .* newer profkit"),
+        ('"kind":"header"', '"kind":"head"', ": .* has no header"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "light.jsonl"
-    write_light_record(path, RECORD)
-    text = path.read_text()
+def test_what_is_damaged_or_of_another_version_is_named(path: Path, old: str, new: str, message: str) -> None:
+    text = _assert_comes_back(path, *RECORD.steps)
     assert old in text
     path.write_text(text.replace(old, new, 1) + "{")
-    with pytest.raises(RunError, match=rf"light.jsonl:4: .*{message}"):
-        read_light(path)
-
-
-def test_a_file_without_a_header_is_no_light_record(tmp_path: Path) -> None:
-    path = tmp_path / "light.jsonl"
-    path.write_text("")
-    with pytest.raises(RunError, match="no header"):
-        read_light(path)
-    path.write_text('{"kind": "header", "version": 4}\n')
-    with pytest.raises(RunError, match="newer profkit"):
+    with pytest.raises(RunError, match=rf"light.jsonl{message}"):
         read_light(path)
 
 
