@@ -24,7 +24,7 @@ from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
 from profkit.run.directory import LIGHT, name_of_rank
 from profkit.run.light_columns import read_light_columns
-from profkit.run.light_record import Group, LightRecord
+from profkit.run.light_record import Group, LightRecord, StepRecord
 from tests.kineto_builder import row
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
@@ -86,29 +86,20 @@ def _untimed(records: list[LightRecord], *, is_at_end: bool, launch_wait_ns: int
 
     ``is_at_end``: the collectives are all-reduces at the end of a backward pass, else all-gathers within a phase.
     """
-    found = []
-    for record in records:
-        steps = []
-        for step in record.steps:
-            calls = step.collectives
-            lengths = [end - start for start, end in zip(calls.start_ns, calls.end_ns, strict=True)]  # type: ignore[operator]
-            nothing: list[int | None] = [None] * len(calls)
-            calls = replace(
-                calls,
-                kind=calls.kind if is_at_end else ["all_gather"] * len(calls),
-                start_ns=nothing,
-                end_ns=nothing,
-                exposed_ns=lengths if is_at_end else nothing,
-            )
-            # A pass ends on the GPU when what it waits for has ended.
-            on_gpu = tuple(
-                (name, start, end + sum(lengths) * (is_at_end and name == "backward"))
-                for name, start, end in step.gpu_phases
-            )
-            waited_ns = 20_000 + (launch_wait_ns if record.rank == 2 else 0)
-            steps.append(replace(step, collectives=calls, gpu_phases=on_gpu, launch_wait_ns=waited_ns))
-        found.append(replace(record, steps=tuple(steps)))
-    return found
+
+    def without_times(step: StepRecord, rank: int) -> StepRecord:
+        calls = step.collectives
+        (length,) = (end - start for start, end in zip(calls.start_ns, calls.end_ns, strict=True))  # type: ignore[operator]
+        kinds = calls.kind if is_at_end else ["all_gather"]
+        # A pass ends on the GPU when what it waits for has ended.
+        on_gpu = tuple(
+            (name, start, end + length * (is_at_end and name == "backward")) for name, start, end in step.gpu_phases
+        )
+        waited_ns = 20_000 + (launch_wait_ns if rank == 2 else 0)
+        calls = replace(calls, kind=kinds, exposed_ns=[length if is_at_end else None], **UNTIMED)
+        return replace(step, collectives=calls, gpu_phases=on_gpu, launch_wait_ns=waited_ns)
+
+    return [replace(one, steps=tuple(without_times(step, one.rank) for step in one.steps)) for one in records]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -200,46 +191,71 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path, captures: Path) ->
     assert (real.culprit, real.most_rank) == (None, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "cause", "phase", "extra_ms"),
-    [
-        ("ddp-data", "data", "data", 30),
-        ("ddp-forward", "python", "forward", 30),
-        ("ddp-backward", "python", "backward", 30),
-        ("fsdp2-before-forward", "python", "before forward", 5),
-        ("tp-before-forward", "python", "before forward", 5),
-        # Rank 0 waits for the collective of its forward while its GPU is in the loss.
-        ("tp-waits-in-loss", "python", "before forward", 5),
-        # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
-        ("full-fsdp2-kernels", "kernels", "forward", 29),
-        # Rank 0 launches all of FSDP2's small kernels too, while its GPU waits for rank 1.
-        ("full-fsdp2-host-paced", "python", "forward", 30),
-        ("untimed-fsdp2-data", "data", "data", 30),
-        ("untimed-fsdp2-forward", "python", "forward", 30),
-        ("untimed-fsdp2-backward", "python", "backward", 30),
-        ("untimed-fsdp2-optimizer", "python", "optimizer", 30),
-        ("untimed-ddp-data", "data", "data", 30),
-        ("untimed-ddp-forward", "python", "forward", 30),
-        ("untimed-ddp-backward", "python", "backward", 35),
-        ("untimed-ddp-optimizer", "python", "optimizer", 30),
-        ("untimed-ddp-after-optimizer", "python", "before data", 30),
-        # Rank 0's host ends each optimizer when its GPU gets there: both hosts seem to take as long.
-        ("one-gpu-ddp-optimizer", "python", "optimizer", 30),
-        # A heavy kernel keeps rank 1's own host in its optimizer, and rank 0's waits for rank 1 in its own.
-        ("one-gpu-ddp-kernels", "kernels", "forward", 25),
-        ("one-gpu-ddp-kernels-nsys", "kernels", "forward", 25),
-    ],
-)
-def test_real_records_of_two_ranks_name_what_was_injected(name: str, cause: str, phase: str, extra_ms: int) -> None:
-    found = late_rank(_compare_recorded(name))
+NAMED = {
+    "ddp-data": ("data", "data", 30),
+    "ddp-forward": ("python", "forward", 30),
+    "ddp-backward": ("python", "backward", 30),
+    "fsdp2-before-forward": ("python", "before forward", 5),
+    "tp-before-forward": ("python", "before forward", 5),
+    # Rank 0 waits for the collective of its forward while its GPU is in the loss.
+    "tp-waits-in-loss": ("python", "before forward", 5),
+    # A heavy kernel in one block, and what rank 0 did next to collectives that waited for it.
+    "full-fsdp2-kernels": ("kernels", "forward", 29),
+    # Rank 0 launches all of FSDP2's small kernels too, while its GPU waits for rank 1.
+    "full-fsdp2-host-paced": ("python", "forward", 30),
+    "untimed-fsdp2-data": ("data", "data", 30),
+    "untimed-fsdp2-forward": ("python", "forward", 30),
+    "untimed-fsdp2-backward": ("python", "backward", 30),
+    "untimed-fsdp2-optimizer": ("python", "optimizer", 30),
+    "untimed-ddp-data": ("data", "data", 30),
+    "untimed-ddp-forward": ("python", "forward", 30),
+    "untimed-ddp-backward": ("python", "backward", 35),
+    "untimed-ddp-optimizer": ("python", "optimizer", 30),
+    "untimed-ddp-after-optimizer": ("python", "before data", 30),
+    # Rank 0's host ends each optimizer when its GPU gets there: both hosts seem to take as long.
+    "one-gpu-ddp-optimizer": ("python", "optimizer", 30),
+    # A heavy kernel keeps rank 1's own host in its optimizer, and rank 0's waits for rank 1 in its own.
+    "one-gpu-ddp-kernels": ("kernels", "forward", 25),
+    "one-gpu-ddp-kernels-nsys": ("kernels", "forward", 25),
+    # By full traces beside light records that hold the steps after them too: the other host takes as long in all,
+    # since it is held up elsewhere, and no profiler is blamed.
+    "both-one-gpu-ddp-forward": ("python", "forward", 30),
+    "both-one-gpu-ddp-optimizer": ("python", "optimizer", 30),
+}
+NOBODY = {
+    "ddp-none": None,
+    "untimed-ddp-none": None,
+    "untimed-fsdp2-none": "untimed",
+    "one-gpu-ddp-none": "untimed",
+    "full-ddp-none": None,
+    "full-ddp-launches": "launches",
+    "full-tp-none": "launches",
+    # Rank 1 launches its backward pass by 18 ms later in recorded steps; in the others both take as long.
+    "both-one-gpu-ddp-none": "profiler",
+}
+
+
+@pytest.mark.parametrize("name", [*NAMED, *NOBODY])
+def test_real_records_of_two_ranks_name_what_was_injected_and_else_nobody(name: str) -> None:
+    verdict = _compare_recorded(name).verdict
+    if name in NOBODY:
+        assert (verdict.culprit, verdict.doubt) == (None, NOBODY[name])
+        return
+    (cause, phase, extra_ms), found = NAMED[name], verdict.culprit
     assert (found.rank, found.cause, found.phase) == (1, cause, phase)
-    assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.2)
+    assert found.extra_ns == pytest.approx(extra_ms * MS, rel=0.1 if "both" in name else 0.2)
+    assert found.gain_ns <= found.extra_ns or "both" not in name
 
 
 def _compare_recorded(name: str) -> RanksResult:
-    if not name.startswith("full-"):
+    kind, _, rest = name.partition("-")
+    if kind not in ("full", "both"):
         return read_ranks(RECORDED / name)
-    return compare_ranks([read_reduced(REDUCED / name.removeprefix("full-"), rank) for rank in range(2)])
+    traced = [read_reduced(REDUCED / rest, rank) for rank in range(2)]
+    if kind == "both":
+        light = [read_light_columns(RECORDED / rest / name_of_rank(LIGHT, rank)) for rank in range(2)]
+        traced = [replace(rank, light=reduce_columns(light[at])) for at, rank in enumerate(traced)]
+    return compare_ranks(traced)
 
 
 def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:
@@ -249,46 +265,6 @@ def test_a_host_that_is_somewhat_slow_is_said_to_be_so_for_now() -> None:
     )
     assert "record longer to see whether it lasts" in slow
     assert "record longer" not in very_slow
-
-
-@pytest.mark.parametrize(
-    ("name", "doubt"),
-    [
-        ("ddp-none", None),
-        ("untimed-ddp-none", None),
-        ("untimed-fsdp2-none", "untimed"),
-        ("one-gpu-ddp-none", "untimed"),
-        ("full-ddp-none", None),
-        ("full-ddp-launches", "launches"),
-        ("full-tp-none", "launches"),
-    ],
-)
-def test_real_runs_of_two_ranks_without_a_delay_name_nobody(name: str, doubt: str | None) -> None:
-    verdict = _compare_recorded(name).verdict
-    assert (verdict.culprit, verdict.doubt) == (None, doubt)
-
-
-def _compare_traced(name: str) -> Verdict:
-    """Return who is late by full traces, beside light records that hold the steps after them too."""
-    light = [reduce_columns(read_light_columns(RECORDED / name / name_of_rank(LIGHT, rank))) for rank in range(2)]
-    return compare_ranks(replace(read_reduced(REDUCED / name, rank), light=light[rank]) for rank in range(2)).verdict
-
-
-@pytest.mark.parametrize(
-    ("name", "phase"), [("one-gpu-ddp-forward", "forward"), ("one-gpu-ddp-optimizer", "optimizer")]
-)
-def test_a_profiler_is_not_blamed_for_what_a_host_does_without_it_too(name: str, phase: str) -> None:
-    """The other host takes as long in all, since it is held up elsewhere."""
-    found = _compare_traced(name).culprit
-    assert (found.rank, found.cause, found.phase) == (1, "python", phase)
-    assert found.extra_ns == pytest.approx(30 * MS, rel=0.1)
-    assert found.gain_ns <= found.extra_ns
-
-
-def test_a_profiler_is_blamed_where_a_host_takes_longer_in_recorded_steps_alone() -> None:
-    """Rank 1 launches its backward pass by 18 ms later in recorded steps; in the others both take as long."""
-    verdict = _compare_traced("one-gpu-ddp-none")
-    assert (verdict.culprit, verdict.most_rank, verdict.doubt) == (None, 1, "profiler")
 
 
 def test_the_gain_is_what_the_same_program_gained_without_the_delay() -> None:
@@ -381,7 +357,7 @@ def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
     assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 1.5)
 
 
-@pytest.mark.parametrize("ranks", [8, 1024])
+@pytest.mark.parametrize("ranks", [8, 256])
 def test_one_late_rank_among_many_is_found(ranks: int) -> None:
     records = light_records(simulate(ranks, 4, [Delay(ranks // 3, "backward", 15 * MS)]))
     result = compare_records(records)
@@ -440,7 +416,7 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
     light = [
         replace(one, clock_base_ns=0, groups=(replace(one.groups[0], backend=backend),)) for one in light_records(lines)
     ]
-    full = [_record_in_full(replace(record, steps=record.steps[5:8])) for record in light]
+    full = [_record_in_full(record) for record in light]
     if backend == "gloo":
         light = [in_each_step(record, UNTIMED) for record in light]
     result = compare_ranks([full[rank] if rank in recorded else reduce_record(light[rank]) for rank in range(4)])
@@ -452,18 +428,15 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
 
 
 def _record_in_full(record: LightRecord) -> ReducedRank:
-    """Return a rank whose trace has these steps: it waits for data, computes for 24 ms and reduces."""
-    # gloo calls where NCCL's kernel starts
-    steps = [
-        replace(step, collectives=replace(step.collectives, called_ns=step.collectives.start_ns))
-        for step in record.steps
-    ]
-    data_ns = [sum(end - start for name, start, end in step.phases if name == "data") for step in steps]
-    exposed_ns = [(step.collectives.end_ns[0] or 0) - (step.collectives.start_ns[0] or 0) for step in steps]
+    """Return a rank whose trace has three of these steps: it waits for data, computes for 24 ms and reduces."""
+    steps = record.steps[5:8]
     parts = ("data", "data", ""), ("kernels", "backward", "")
-    times_ns = np.array([[time_ns, 24.0 * MS] for time_ns in data_ns])[1:]
-    exact = Account(parts, times_ns, np.array(exposed_ns[1:], dtype=np.float64), is_exact=True)
-    return replace(reduce_record(replace(record, source="kineto", steps=tuple(steps))), exact=exact)
+    times = [[end - start, 24 * MS] for step in steps[1:] for name, start, end in step.phases if name == "data"]
+    exposed = [
+        end - start for step in steps[1:] for start, end in [(*step.collectives.start_ns, *step.collectives.end_ns)]
+    ]
+    exact = Account(parts, np.array(times, dtype=np.float64), np.array(exposed, dtype=np.float64), is_exact=True)
+    return replace(reduce_record(replace(record, source="kineto", steps=steps)), exact=exact)
 
 
 def test_nodes_in_directories_of_their_own_are_read_as_one_run(tmp_path: Path) -> None:
