@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from torch.utils.data import DataLoader, Dataset
 
 from profkit.analysis.lines import find_lines
+from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.capture import line_samples, lines
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.line_samples import (
@@ -600,6 +601,20 @@ def run_with_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_lines(folder / "lines.jsonl", RunLines(LineSteps(1_000_000, looked, 5, 900_000), tuple(lines)))
     return folder
+
+
+def test_the_step_of_lines_is_that_of_the_summary_where_batches_come_in_bursts(tmp_path: Path) -> None:
+    """Nine steps of 2 ms, and one of 82 that waits for data: on average 10 ms, of which 8 are waits."""
+    steps = [{"step_ns": 2_000_000, "data_ns": 0}] * 9 + [{"step_ns": 82_000_000, "data_ns": 80_000_000}]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest([]), "clean": {"steps": steps}}))
+    loop = LineTime("/me/train.py", 7, "main", "next", "data", "main", 40, 4_000_000, 10_000, 0.0)
+    write_lines(tmp_path / "lines.jsonl", RunLines(LineSteps(1_000_000, (steps[0], *steps[8:])), (loop,)))
+    result = find_lines(Run(tmp_path))
+    times = summarize_step_times(Run(tmp_path).manifest)
+    assert times is not None
+    step = times.find("step", None)
+    assert step is not None
+    assert result.step_ns == step.clean_ns == 10_000_000
 
 
 def test_lines_are_scaled_phase_by_phase_to_the_unprofiled_steps(run_with_lines: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any
 
 from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
 from profkit.names import STEP
 from profkit.run.directory import Run
@@ -125,10 +125,9 @@ def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> 
 
 
 def _step_times(samples: Samples) -> dict[str, float]:
-    """Return the median of each phase and of the step, by the GPU's clock where there is one."""
+    """Return what each phase and the step take, as everywhere."""
     context = next(iter(samples.contexts), None)
-    times = {**samples.times_ns("wall", context), **samples.times_ns("cuda-events", context)}
-    return {phase: median(values) for phase, values in times.items() if values}
+    return {phase: times.time_ns for phase, times in samples_by_phase(samples, context).items()}
 
 
 def _scales(looked: Mapping[str, float], unprofiled: Mapping[str, float]) -> dict[str | None, float]:
