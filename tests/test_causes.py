@@ -339,15 +339,26 @@ def test_a_loader_is_named_with_the_line_of_its_dataset(tmp_path: Path, data_ns:
     if is_named:
         assert advice["loader"].line == SourceLine("/code/data.py", 12, "__getitem__")
         assert "has no workers" in advice["loader"].cause
-        assert advice["loader"].edit == "workers:4"
+        assert advice["loader"].edit == "workers:5"
         low, _, high = after(advice["loader"])
         assert low <= program.lengths[0] - data_ns + 250_000 <= high
+
+
+def test_workers_are_advised_for_the_step_without_waits_however_much_of_them_the_gpu_hides(tmp_path: Path) -> None:
+    """A worker takes 20 ms for a batch, and the GPU 5 ms for a step: 4 workers just keep up, in bursts 8 do."""
+    loading = {"pid": 7, "loading": {"workers": 1, "batches_per_step": 1.0}}
+    for data_ns in (6 * MS, 17 * MS):
+        program = equal_steps(within("data", python(data_ns)), launch(NVJET, 5 * MS))
+        folder = tmp_path / str(data_ns)
+        program.write_loader(folder, batch_ns=20 * MS, cpu_ns=20 * MS)
+        advice = by_code(program.write(folder, conditions={"cpu_count": 64}, processes=[loading]))
+        assert advice["loader"].edit == "workers:8"
 
 
 @pytest.mark.parametrize(
     ("cpus", "cpu_ns", "edit"),
     [
-        (16, 20 * MS, "workers:13"),
+        (16, 20 * MS, "workers:16"),
         (8, 20 * MS, "workers:8"),
         (4, 20 * MS, None),
         (8, 40 * MS, None),

@@ -193,7 +193,7 @@ class Evidence:
     ) -> Answer:
         """Return what a function of `predict` says of some changes, asked once; there must be a replay."""
         assert self.replay is not None
-        key = (question, *map(id, changes))
+        key = (question, *changes)
         if key not in self._answers:
             self._answers[key] = question(self.replay, changes, self.facts)
         answer: Answer = self._answers[key]

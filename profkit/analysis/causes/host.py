@@ -42,8 +42,8 @@ _OF_DATASET = 0.25
 """With less of the batch's time in its lines, the dataset is not what takes it."""
 _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
-_SPARE = 1.3
-"""By how much workers that keep up are faster than the step, since batches come unevenly."""
+_SPARE = 2.0
+"""By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 
 
 def _loader(evidence: Evidence) -> Iterator[Cause]:
@@ -59,8 +59,10 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
     lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
     line = _costliest_below_loop(evidence, [line for line in lines if line.file])
-    enough = math.ceil(_SPARE * batch_ns / max(evidence.now_ns - waited_ns, evidence.now_ns // 50))
-    workers = min(max(2, enough, facts.workers + 1), facts.room or _MANY_WORKERS)
+    room = facts.room or _MANY_WORKERS
+    # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
+    pace_ns = evidence.expect_after(edits(f"workers:{room}")) or evidence.now_ns
+    workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
     if workers <= facts.workers:
         return
     have = f"with {facts.workers} worker{'s' * (facts.workers > 1)} is too slow" if facts.workers else "has no workers"
