@@ -63,7 +63,7 @@ def test_every_path_of_the_tree_gives_one_figure(path: Path) -> None:
         for row in tree:
             of_path[row.path] += row.kernel_time_ns
         same_path = Counter(row.path for row in tree)  # ranges of two domains may share one
-        efficiency = {}
+        efficiency: dict[str, Any] = {}
         if opened.trace.measure == "gpu-kernel":
             efficiency = {row.path: row for row in opened.efficiency(numbered=numbered).ranges}
         for row in tree:
@@ -73,7 +73,8 @@ def test_every_path_of_the_tree_gives_one_figure(path: Path) -> None:
             if same_path[row.path] == 1:
                 assert (asked.kernel_count + asked.graph_count, asked.busy_ns) == (row.kernel_count, row.busy_ns)
                 assert asked.wall_ns == row.wall_ns
-                assert not efficiency or efficiency[row.path].kernel_time_ns == asked.total_ns
+                same = efficiency.get(row.path, row)
+                assert (same.kernel_time_ns, same.busy_ns) == (asked.total_ns, asked.busy_ns)
         _check_samples(opened, {row.path for row in tree})
 
 
@@ -129,9 +130,12 @@ def test_all_commands_print_one_kernel_time(path: Path) -> None:
     assert whole["kernel_time_ns"] + whole["graph_time_ns"] == ranges["total_ns"] == summary["ledger"]["total_ns"]
     assert whole["ledger"] == summary["ledger"]
     in_steps = compared["kernel_time"]["before_ns"]
+    assert compared["busy"]["before_ns"] <= whole["busy_ns"]
     assert in_steps + compared["left_out_ns"][0] == ranges["total_ns"]
     if compared["unit"] == "step":
         assert in_steps == summary["work"]["kernel_time_ns"]
+        if not compared["left_out_ns"][0]:
+            assert compared["busy"]["before_ns"] == _printed("kernels", path, "--range", "step *")["busy_ns"]
     assert sum(line["change"]["before_ns"] for line in compared["by_phase"]) == in_steps
     for name in ("forward", "backward", "optimizer"):
         lines = [line["change"]["before_ns"] for line in compared["by_phase"] if line["name"] == name]
@@ -141,22 +145,6 @@ def test_all_commands_print_one_kernel_time(path: Path) -> None:
         if lines and not compared["left_out_ns"][0]:
             asked = _printed("kernels", path, "--range", name)
             assert asked["kernel_time_ns"] + asked["graph_time_ns"] == lines[0]
-
-
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
-def test_all_commands_print_one_busy_time(path: Path) -> None:
-    opened = read_trace(path)
-    if opened.trace.measure != "gpu-kernel":
-        pytest.skip("no GPU that could be busy")
-    whole, compared = _printed("kernels", path), _compared_with_itself(path)
-    busy = {row["path"]: row["busy_ns"] for row in _printed("ranges", path)["ranges"]}
-    rows = _printed("efficiency", path, "--numbered")["ranges"]
-    assert {row["path"]: row["busy_ns"] for row in rows} == busy
-    for name in list(busy)[:8]:
-        assert _printed("kernels", path, "--range", f"/{name}")["busy_ns"] == busy[name]
-    assert compared["busy"]["before_ns"] <= whole["busy_ns"]
-    if compared["unit"] == "step" and not compared["left_out_ns"][0]:
-        assert compared["busy"]["before_ns"] == _printed("kernels", path, "--range", "step *")["busy_ns"]
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
