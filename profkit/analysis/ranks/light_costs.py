@@ -10,8 +10,9 @@ of launches held it up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -171,32 +172,38 @@ def cost_by_waits(
     compared[0] = False
     if not compared.any():
         compared[min(1, count - 1) :] = True
-    phases = _Phases([rank.steps for rank in ranks], count)
+    phases = _tabulate_phases([rank.steps for rank in ranks], count, step_ns)
     longest_waits, waits = (
         np.array([each[:count] for each in waits_by_step(ranks, matched, join)]) for join in (np.maximum, np.add)
     )
-    free, tied = phases.free(step_ns), phases.tied(step_ns)
     longest, total = saved_beside(longest_waits), saved_beside(waits)
-    on_gpu = sum(np.maximum(saved_beside(phases.on_gpu[:, :, at]), 0.0) for at in range(len(phases.names)))
+    on_gpu = sum(np.maximum(saved_beside(phase.on_gpu), 0.0) for phase in phases.values())
     saved = np.maximum(longest, np.minimum(on_gpu, total))
     if is_untimed:
-        by_hosts = _late_hosts(idle, phases, free)
+        by_hosts = _late_hosts(idle, phases.values())
         saved = np.where(np.abs(by_hosts) > np.abs(saved), by_hosts, saved)
-    did = [
-        replace(account, times_ns=_times_if_free(account, phases.names, where)[compared])
-        for account, where in zip(accounts, free, strict=True)
-    ]
+    did = []
+    for at, account in enumerate(accounts):
+        times = account.times_ns[:count].copy()
+        for part, phase in _in_phases(account.parts, phases):
+            times[:, part] = _usual_if_free(times[:, part], phase.free[at])
+        did.append(replace(account, times_ns=times[compared]))
     steps = np.flatnonzero(compared)
     cost = sum_cost(did, saved[:, steps], step_ns)
-    cost = replace(cost, longer_ns=_own_extra_time(cost, phases, tied, steps))
-    if not tied.any():
-        return cost, cost, set()
-    estimate = _estimate(cost, phases, tied, waits, steps)
-    return cost, estimate, {name for name, here in zip(phases.names, tied.T, strict=True) if here.any()}
+    cost = replace(cost, longer_ns=_own_extra_time(cost, phases, steps))
+    tied = {name for name, phase in phases.items() if phase.tied.any()}
+    return cost, _estimate(cost, phases, waits, steps) if tied else cost, tied
 
 
-def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps: Ints) -> Cost:
-    """Return the costs without what held up hosts in phases in which they are ``tied``, as (ranks, phases).
+def _in_phases(parts: Iterable[tuple[str, ...]], phases: Mapping[str, _Phase]) -> Iterator[tuple[int, _Phase]]:
+    """Yield which parts, or places, are what hosts did in a phase, and that phase."""
+    for at, (cause, phase, *_) in enumerate(parts):
+        if cause == "python" and phase in phases:
+            yield at, phases[phase]
+
+
+def _estimate(cost: Cost, phases: Mapping[str, _Phase], waits_ns: Floats, steps: Ints) -> Cost:
+    """Return the costs without what held up hosts in phases in which they are tied.
 
     There a host seems to take as long as the one it waits for. It was held up for as long as its GPU waited in the step
     (``waits_ns``), without what another one evidently did longer. Late there is no host that is held up itself, by
@@ -207,25 +214,23 @@ def _estimate(cost: Cost, phases: _Phases, tied: Bools, waits_ns: Floats, steps:
     by_others = np.where(is_first, np.partition(evident, -2, axis=0)[-2], evident.max(axis=0))
     held_up = np.maximum(waits_ns[:, steps] - by_others, 0.0)
     freed = []
-    for account, here, held_up_ns in zip(cost.accounts, tied, held_up, strict=True):
+    for rank, account in enumerate(cost.accounts):
         times = account.times_ns.copy()
-        for at, (cause, phase, _) in enumerate(account.parts):
-            if cause == "python" and phase in phases.names and here[phases.names.index(phase)]:
-                times[:, at] = np.maximum(times[:, at] - held_up_ns, 0.0)
+        for at, phase in _in_phases(account.parts, phases):
+            if phase.tied[rank]:
+                times[:, at] = np.maximum(times[:, at] - held_up[rank], 0.0)
         freed.append(replace(account, times_ns=times))
     estimate = sum_cost(freed, cost.saved_ns, cost.step_ns)
-    longer = _own_extra_time(estimate, phases, tied, steps)
-    for at, (cause, phase) in enumerate(estimate.places):
-        if cause == "python" and phase in phases.names:
-            number = phases.names.index(phase)
-            is_paced = np.median(phases.behind_at_end[:, steps, number], axis=1) > _MUCH * cost.step_ns
-            is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
-            not_late = tied[:, number] | (tied[:, number].any() & (is_paced | is_elsewhere))
-            longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
+    longer = _own_extra_time(estimate, phases, steps)
+    for at, phase in _in_phases(estimate.places, phases):
+        is_paced = np.median(phase.behind_at_end[:, steps], axis=1) > _MUCH * cost.step_ns
+        is_elsewhere = np.median(evident, axis=1) > np.median(longer[:, :, at], axis=1)
+        not_late = phase.tied | (phase.tied.any() & (is_paced | is_elsewhere))
+        longer[not_late, :, at] = np.minimum(longer[not_late, :, at], 0.0)
     return replace(estimate, longer_ns=longer)
 
 
-def _own_extra_time(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Floats:
+def _own_extra_time(cost: Cost, phases: Mapping[str, _Phase], steps: Ints) -> Floats:
     """Return the extra time of each rank that waiting for others does not explain, as (ranks, steps, places).
 
     Kernels may be waits; so may a phase that others usually take longer for, at whose end their GPUs are not behind
@@ -241,10 +246,8 @@ def _own_extra_time(cost: Cost, phases: _Phases, tied: Bools, steps: Ints) -> Fl
             longer[:, :, at] = np.maximum(mine, 0.0)
         elif cause == "python" and phase.startswith(BEFORE):
             longer[:, :, at] = np.where(mine < least, 0.0, mine)
-        elif cause == "python" and phase in phases.names:
-            number = phases.names.index(phase)
-            behind = phases.behind_at_end[:, steps, number]
-            longer[:, :, at] = _discount_others_waits(mine, behind, tied[:, number], least)
+    for at, where in _in_phases(cost.places, phases):
+        longer[:, :, at] = _discount_others_waits(longer[:, :, at], where.behind_at_end[:, steps], where.tied, least)
     return longer
 
 
@@ -260,65 +263,77 @@ def _discount_others_waits(longer_ns: Floats, behind_ns: Floats, tied: Bools, le
     return unless
 
 
-class _Phases:
-    """What phases took, as (ranks, steps, phases): on hosts, on GPUs, and how far these were behind at either end."""
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """What a phase took, as (ranks, steps): on hosts, on GPUs, and how far these were behind at either end."""
 
-    def __init__(self, ranks: Sequence[StepColumns], count: int) -> None:
-        self.names = sorted({name for steps in ranks for name in {*steps.phases.names} & {*steps.gpu_phases.names}})
-        shape = len(ranks), count, len(self.names)
-        self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end = np.zeros((4, *shape))
-        for rank, steps in enumerate(ranks):
-            first = steps.named[:count]
-            host, gpu = (_edges(phases, len(steps))[:, first] for phases in (steps.phases, steps.gpu_phases))
-            on_host, on_gpu = (phases.times(len(steps))[first] for phases in (steps.phases, steps.gpu_phases))
-            for at, name in enumerate(self.names):
-                if name not in steps.phases.names or name not in steps.gpu_phases.names:
-                    continue
-                here, there = steps.phases.names.index(name), steps.gpu_phases.names.index(name)
-                begin, end = host[:, :, here]
-                began, ended = gpu[:, :, there]
-                both = (begin != UNKNOWN) & (began != UNKNOWN)
-                columns = (on_host[:, here], on_gpu[:, there], began - begin, ended - end)
-                tables = (self.on_host, self.on_gpu, self.behind_at_start, self.behind_at_end)
-                for table, column in zip(tables, columns, strict=True):
-                    table[rank, :, at] = np.where(both, column, 0)
+    on_host: Floats
+    on_gpu: Floats
+    behind_at_start: Floats
+    behind_at_end: Floats
+    step_ns: float
 
     @property
     def since_gpu_began(self) -> Floats:
-        """Return what phases took on the host once its GPU had begun them."""
+        """Return what it took on the host once its GPU had begun it."""
         since: Floats = np.maximum(self.on_host - self.behind_at_start, 0.0)
         return since
 
-    def free(self, step_ns: float) -> Bools:
-        """Return where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
-        behind = self.behind_at_start
-        least = np.maximum(np.quantile(behind, _MOST_FREE, axis=1), _MUCH * step_ns)
-        is_free: Bools = behind <= least[:, None, :]
+    @cached_property
+    def free(self) -> Bools:
+        """Where a host was not held up by a queue full of launches: its GPU was hardly behind it."""
+        least = np.maximum(np.quantile(self.behind_at_start, _MOST_FREE, axis=1), _MUCH * self.step_ns)
+        is_free: Bools = self.behind_at_start <= least[:, None]
         return is_free
 
-    def usual_on_host(self, number: int, free: Bools) -> Floats:
-        """Return what a phase takes on hosts that are not held up, as (ranks, steps); ``free`` is of all phases."""
-        both = zip(self.on_host[:, :, number], free[:, :, number], strict=True)
-        return np.array([_usual_if_free(times, where) for times, where in both])
+    @cached_property
+    def usual_on_host(self) -> Floats:
+        """What it takes on hosts that are not held up."""
+        return np.array([_usual_if_free(*both) for both in zip(self.on_host, self.free, strict=True)])
 
-    def tied(self, step_ns: float) -> Bools:
-        """Return which hosts are held up in a phase in nearly every step, as (ranks, phases).
+    @cached_property
+    def tied(self) -> Bools:
+        """Which hosts are held up in it in nearly every step.
 
         Such a host ends the phase when its GPU gets there, so what it takes varies with when its GPU began. That is
         judged by the half of the steps in which its GPU was least behind: a host held up seldom would be free there.
         """
         behind = self.behind_at_start
-        ranks, steps, phases = behind.shape
+        ranks, steps = behind.shape
         if steps < 2 * _FEWEST_TIED:
-            return np.zeros((ranks, phases), dtype=np.bool_)
+            return np.zeros(ranks, dtype=np.bool_)
         half = np.argsort(behind, axis=1, kind="stable")[:, : steps // 2]
-        since_gpu_began = self.since_gpu_began
         varies, varies_since = (
-            _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, since_gpu_began)
+            _spread(np.take_along_axis(times, half, axis=1)) for times in (self.on_host, self.since_gpu_began)
         )
-        is_behind = np.quantile(behind, _MOST_FREE, axis=1) > _MUCH * step_ns
-        is_tied: Bools = is_behind & (np.median(since_gpu_began, axis=1) > 0) & (varies_since < _TIED * varies)
+        is_behind = np.quantile(behind, _MOST_FREE, axis=1) > _MUCH * self.step_ns
+        is_tied: Bools = is_behind & (np.median(self.since_gpu_began, axis=1) > 0) & (varies_since < _TIED * varies)
         return is_tied
+
+
+def _tabulate_phases(ranks: Sequence[StepColumns], count: int, step_ns: float) -> dict[str, _Phase]:
+    """Return the phases that hosts and GPUs know, in so many measured steps of each rank."""
+    found = {}
+    for name in sorted({name for steps in ranks for name in {*steps.phases.names} & {*steps.gpu_phases.names}}):
+        rows = []
+        for steps in ranks:
+            begin, end, took = _when(steps.phases, name, steps)
+            began, ended, took_there = _when(steps.gpu_phases, name, steps)
+            both = (begin != UNKNOWN) & (began != UNKNOWN)
+            rows.append(np.where(both, [took, took_there, began - begin, ended - end], 0)[:, :count])
+        on_host, on_gpu, at_start, at_end = np.array(rows, dtype=np.float64).swapaxes(0, 1)
+        found[name] = _Phase(on_host, on_gpu, at_start, at_end, step_ns)
+    return found
+
+
+def _when(phases: Phases, name: str, steps: StepColumns) -> tuple[Ints, Ints, Ints]:
+    """Return when a phase began first and ended last in each measured step, `UNKNOWN` where never; how long it took."""
+    begin, end = np.full((2, len(steps)), UNKNOWN)
+    mine = phases.name == (phases.names.index(name) if name in phases.names else -1)
+    step = phases.step[mine]
+    begin[step[::-1]], end[step] = phases.start_ns[mine][::-1], phases.end_ns[mine]
+    named = steps.named
+    return begin[named], end[named], phases.times_of(name, len(steps))[named]
 
 
 def _spread(times_ns: Floats) -> Floats:
@@ -334,24 +349,7 @@ def _usual_if_free(times_ns: Floats, free: Bools) -> Floats:
     return usual
 
 
-def _times_if_free(own: Account, names: Sequence[str], free: Bools) -> Floats:
-    """Return what a rank did in each step, without what held up its host; ``free`` as (steps, phases)."""
-    times = own.times_ns[: len(free)].copy()
-    for at, (cause, phase, _) in enumerate(own.parts):
-        if cause == "python" and phase in names:
-            times[:, at] = _usual_if_free(times[:, at], free[:, names.index(phase)])
-    return times
-
-
-def _edges(phases: Phases, count: int) -> Ints:
-    """Return when each phase began first and ended last in each step: (2, steps, names), `UNKNOWN` where never."""
-    edges = np.full((2, count, len(phases.names)), UNKNOWN)
-    edges[0, phases.step[::-1], phases.name[::-1]] = phases.start_ns[::-1]
-    edges[1, phases.step, phases.name] = phases.end_ns
-    return edges
-
-
-def _late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
+def _late_hosts(idle_ns: Floats, phases: Iterable[_Phase]) -> Floats:
     """Return how late each rank's host was in each step, as (ranks, steps); negative where others were.
 
     ``idle_ns`` is how long each GPU had nothing to do between two phases, as (ranks, steps).
@@ -362,9 +360,9 @@ def _late_hosts(idle_ns: Floats, phases: _Phases, free: Bools) -> Floats:
     these counts. Recorders that empty the queues now and then, as profkit's own, leave steps in which hosts are free.
     """
     latest = -saved_beside(idle_ns)
-    for at in range(len(phases.names)):
-        host, usual = phases.on_host[:, :, at], phases.usual_on_host(at, free)
-        behind = saved_beside(phases.behind_at_end[:, :, at])
+    for phase in phases:
+        host, usual = phase.on_host, phase.usual_on_host
+        behind = saved_beside(phase.behind_at_end)
         theirs, theirs_free = host + saved_beside(host), usual + saved_beside(usual)
         late = np.where(behind > 0, np.clip(usual - theirs_free, 0.0, behind + theirs - theirs_free), 0.0)
         late = -saved_beside(late)
@@ -389,17 +387,14 @@ def longer_unrecorded(ranks: Sequence[ReducedRank], late: int) -> dict[str, Floa
         return None
     step_ns = float(np.median([steps.end_ns - steps.start_ns for steps in light]))
     is_step = np.min([steps.launch_wait_ns for steps in light], axis=0) <= step_ns
-    phases = _Phases(light, len(names))
-    if not phases.names or is_step.sum() < _FEWEST_UNRECORDED:
+    phases = _tabulate_phases(light, len(names), step_ns)
+    if not phases or is_step.sum() < _FEWEST_UNRECORDED:
         return None
-    free, tied = phases.free(step_ns), phases.tied(step_ns)
     longer = {}
-    for at, name in enumerate(phases.names):
-        usual = phases.usual_on_host(at, free)
-        if not tied[late, at]:
-            usual = np.where(tied[:, at, None], np.minimum(usual, phases.since_gpu_began[:, :, at]), usual)
-        late_by = _discount_others_waits(
-            -saved_beside(usual), phases.behind_at_end[:, :, at], tied[:, at], _MUCH * step_ns
-        )
+    for name, phase in phases.items():
+        usual = phase.usual_on_host
+        if not phase.tied[late]:
+            usual = np.where(phase.tied[:, None], np.minimum(usual, phase.since_gpu_began), usual)
+        late_by = _discount_others_waits(-saved_beside(usual), phase.behind_at_end, phase.tied, _MUCH * step_ns)
         longer[name] = late_by[late, is_step]
     return longer
