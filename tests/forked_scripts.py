@@ -101,6 +101,13 @@ class Forks:
         """Do as `run_profkit`, with what must end well."""
         return ended(self.run_profkit(*arguments, cwd=cwd, **variables))
 
+    def record_ranks(self, folder: Path, script: str, count: int, *options: str) -> Path:
+        """Record a script of so many ranks in ``folder``; return the run."""
+        (folder / "train.py").write_text(script)
+        words = ("run", "-o", "run", "--nproc-per-node", str(count), *options, "--", sys.executable, "train.py")
+        self.check_profkit(*words, cwd=folder)
+        return folder / "run"
+
     def _start(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path]) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -220,6 +220,17 @@ def in_each_step(record: LightRecord, calls: Mapping[str, Any] = NO_CALLS, **cha
     return replace(record, steps=tuple(steps))
 
 
+def with_groups(record: LightRecord, *groups: Group) -> LightRecord:
+    """Return the record with groups of these names, ranks, dimensions and backends, numbered in their order."""
+    return replace(record, groups=tuple(replace(group, number=number) for number, group in enumerate(groups)))
+
+
+def of_gloo(records: Sequence[LightRecord], *, is_timed: bool = False) -> list[LightRecord]:
+    """Return the records as gloo leaves them: only when each rank called is known, by the clock of one machine."""
+    timed = [with_groups(replace(one, clock_base_ns=0), replace(one.groups[0], backend="gloo")) for one in records]
+    return timed if is_timed else [in_each_step(one, UNTIMED) for one in timed]
+
+
 def with_another_call(record: LightRecord, **columns: list[Any]) -> LightRecord:
     """Return the record with the first collective of each step once more at its end, except for these columns."""
     steps = []

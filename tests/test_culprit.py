@@ -40,6 +40,7 @@ from tests.rank_builder import (
     in_each_step,
     late_rank,
     light_records,
+    of_gloo,
     read_reduced,
     reduce_record,
     said,
@@ -167,10 +168,7 @@ def test_when_hosts_called_nccl_says_nothing_about_who_waited() -> None:
     records = _untimed(light_records(simulate(2)), is_at_end=False)
     early = replace(records[0], clock_base_ns=records[0].clock_base_ns - 50 * MS)
     assert compare_records([early, records[1]]).waiting_ns == 0
-    gloo = [
-        replace(one, clock_base_ns=0, groups=tuple(replace(group, backend="gloo") for group in one.groups))
-        for one in records
-    ]
+    gloo = of_gloo(records)
     late = replace(gloo[1], clock_base_ns=20 * MS)
     assert compare_records([gloo[0], late]).waiting_ns == pytest.approx(10 * MS, rel=0.01)
 
@@ -413,12 +411,9 @@ def test_ranks_recorded_in_full_are_compared_with_light_records_in_the_same_step
 ) -> None:
     lines = simulate(4, steps=14, delays=[Delay(1, "data", 20 * MS)])
     # A light record of gloo says when hosts called: their clocks are those of one machine.
-    light = [
-        replace(one, clock_base_ns=0, groups=(replace(one.groups[0], backend=backend),)) for one in light_records(lines)
-    ]
-    full = [_record_in_full(record) for record in light]
-    if backend == "gloo":
-        light = [in_each_step(record, UNTIMED) for record in light]
+    light = [replace(one, clock_base_ns=0) for one in light_records(lines)]
+    full = [_record_in_full(one) for one in (of_gloo(light, is_timed=True) if backend == "gloo" else light)]
+    light = of_gloo(light) if backend == "gloo" else light
     result = compare_ranks([full[rank] if rank in recorded else reduce_record(light[rank]) for rank in range(4)])
     culprit = late_rank(result)
     assert (culprit.rank, culprit.cause) == (1, "data")

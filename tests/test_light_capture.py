@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import tracemalloc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -63,9 +62,7 @@ distributed.destroy_process_group()
 def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """Four ranks in a mesh of two by two, recorded by torch.profiler in steps 2 and 3 of 12."""
     folder = tmp_path_factory.mktemp("light")
-    (folder / "train.py").write_text(SCRIPT)
-    steps = ("--warmup", "2", "--steps", "2", "--no-lines", "--nproc-per-node", str(RANKS))
-    forks.check_profkit("run", "-o", "run", *steps, "--", sys.executable, "train.py", cwd=folder)
+    forks.record_ranks(folder, SCRIPT, RANKS, "--warmup", "2", "--steps", "2", "--no-lines")
     return folder
 
 

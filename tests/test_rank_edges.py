@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,31 +25,27 @@ from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     MS,
     NCCL,
-    UNTIMED,
     Delay,
     Timeline,
     compare_records,
-    in_each_step,
     late_rank,
     light_records,
+    of_gloo,
     said,
     simulate,
+    with_groups,
     write_kineto_run,
     write_light_run,
     write_nsys,
     write_two_hosts,
 )
+from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
 
 
-def _gloo(records: list[LightRecord]) -> list[LightRecord]:
-    """Return the records as gloo leaves them: only when each rank called is known, by the clock of its machine."""
-    return [
-        in_each_step(replace(one, clock_base_ns=0, groups=(replace(one.groups[0], backend="gloo"),)), UNTIMED)
-        for one in records
-    ]
+PAIRS = (0, 1), (2, 3)
 
 
 def _without(lines: list[Timeline], *, steps: bool = False, collectives: bool = False) -> list[Timeline]:
@@ -96,7 +91,7 @@ def test_waits_that_rest_on_the_clocks_of_several_machines_are_said_to(
     tmp_path: Path, nodes: int, backend: str
 ) -> None:
     records = light_records(simulate(4, 6))
-    records = _gloo(records) if backend == "gloo" else records
+    records = of_gloo(records) if backend == "gloo" else records
     ahead = [replace(one, node=one.rank % nodes, clock_base_ns=one.rank % nodes * 50 * MS) for one in records]
     result = compare_records(ahead)
     assert result.by_clocks == ((nodes, backend) == (2, "gloo"))
@@ -104,16 +99,17 @@ def test_waits_that_rest_on_the_clocks_of_several_machines_are_said_to(
     assert ("a rank whose clock is ahead looks late" in text) == result.by_clocks
 
 
-def test_the_waits_of_groups_of_one_dimension_are_those_of_the_mean_rank() -> None:
+def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_waits_are_the_mean_ranks() -> None:
     records = light_records(simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(2, "data", 20 * MS)]))
-    pairs = [
-        replace(one, groups=(Group(0, f"dp{one.rank // 2}", ((0, 1), (2, 3))[one.rank // 2], "dp", "nccl"),))
-        for one in records
-    ]
-    result = compare_records(pairs)
-    (row,) = result.groups
-    assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.01)
-    assert row.waiting_ns / result.step_count == pytest.approx(10 * MS, rel=0.01)
+    for dimension, label in (("dp", "dp"), (None, "groups of 2")):
+        result = compare_records(
+            [with_groups(one, Group(0, "pairs", PAIRS[one.rank // 2], dimension, "nccl")) for one in records]
+        )
+        (row,) = result.groups
+        assert row.group == label
+        assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.01)
+        assert row.waiting_ns / result.step_count == pytest.approx(10 * MS, rel=0.01)
+        assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
 
 
 def test_a_trace_under_another_ranks_name_is_named_with_whose_it_is(tmp_path: Path) -> None:
@@ -251,27 +247,16 @@ def test_where_ranks_take_turns_nobody_is_said_to_cost_nothing(tmp_path: Path) -
     assert "costs the others most, 0 ns" not in text
 
 
-def test_ranks_whose_groups_share_no_rank_are_compared_within_each(tmp_path: Path) -> None:
-    records = light_records(simulate(4, 8, [Delay(3, "data", 9 * MS)]))
-    halves = [
-        replace(one, groups=(Group(0, "pairs", (0, 1) if one.rank < 2 else (2, 3), None, "nccl"),)) for one in records
-    ]
-    result = compare_records(halves)
-    assert [row.group for row in result.groups] == ["groups of 2"]
-    assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
-
-
 def test_a_rank_of_several_groups_is_said_to_be_last_in_all_its_collectives_and_where_others_wait_longest() -> None:
-    pairs = (0, 1), (2, 3)
     records = []
     for one in light_records(simulate(4, 8, [Delay(3, "data", 9 * MS)])):
-        groups = (Group(0, "tp", pairs[one.rank // 2], "tp", "nccl"), Group(1, "dp", (0, 1, 2, 3), "dp", "nccl"))
         # Two of three steps reduce over all ranks, the third over two of them.
         steps = [
             replace(step, collectives=replace(step.collectives, group=[int(at % 3 > 0)]))
             for at, step in enumerate(one.steps)
         ]
-        records.append(replace(one, groups=groups, steps=tuple(steps)))
+        groups = Group(0, "tp", PAIRS[one.rank // 2], "tp", "nccl"), Group(1, "dp", (0, 1, 2, 3), "dp", "nccl")
+        records.append(with_groups(replace(one, steps=tuple(steps)), *groups))
     text = describe_ranks(compare_records(records))[1]
     assert text.startswith("Rank 3 is late: it arrives last in 100.0% of its collectives in which anybody waits, by ")
     assert text.endswith(" a step; the others wait for it longest in group dp")
@@ -305,73 +290,39 @@ def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> 
 DELAY_MS = 120
 """Longer than what four processes on two cores wait for each other by chance."""
 
-PROGRAM = f"""
-import os, time, torch, torch.distributed as dist
-from torch import nn
+LATE = f"""import time
+from torch import distributed, nn
 
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-
-
-class Late(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(32, 32)
-
+class Late(nn.Linear):
     def forward(self, x):
-        if dist.get_rank() == 2:
-            time.sleep({DELAY_MS / 1000})
-        return self.inner(x)
-
-
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), Late(), nn.Linear(32, 4)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(8):
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-dist.destroy_process_group()
+        time.sleep({DELAY_MS / 1000} if distributed.get_rank() == 2 else 0)
+        return super().forward(x)
 """
-
 
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "train.py").write_text(PROGRAM)
-    recording = ("run", "--kineto", "--warmup", "2", "--steps", "5", "--nproc-per-node", str(RANKS), "-o", "run")
-    done = forks.run_profkit(*recording, "--", sys.executable, "train.py", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    model = "nn.Sequential(nn.Linear(4, 32), Late(32, 32), nn.Linear(32, 4))"
+    script = training_of_ranks(8, before=LATE, model=model)
+    steps = ("--kineto", "--warmup", "2", "--steps", "5")
+    return forks.record_ranks(tmp_path_factory.mktemp("ranks"), script, RANKS, *steps)
 
 
 @pytest.mark.slow
-def test_a_delay_in_a_forward_is_named_with_its_module(recorded: Path) -> None:
+def test_a_delay_in_a_forward_is_named_with_its_module_and_by_light_records_alone(
+    recorded: Path, tmp_path: Path
+) -> None:
+    for path in (recorded / "manifest.json", *recorded.glob("light*.jsonl")):
+        shutil.copy(path, tmp_path)
     result = read_ranks(recorded)
-    found = late_rank(result)
-    assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
+    found, light = late_rank(result), late_rank(read_ranks(tmp_path))
+    assert (found.rank, found.cause, found.phase) == (2, "python", "forward") == (light.rank, light.cause, light.phase)
     assert found.module.endswith("1")
     assert found.extra_ns == pytest.approx(DELAY_MS * MS, rel=0.35)
     assert [one.rank for one in result.ranks if one.waiting_ns < DELAY_MS * MS / 2] == [2]
-
-
-@pytest.mark.slow
-def test_light_records_alone_name_the_same_rank_and_phase(recorded: Path, tmp_path: Path) -> None:
-    for path in (recorded / "manifest.json", *recorded.glob("light*.jsonl")):
-        shutil.copy(path, tmp_path)
-    found = late_rank(read_ranks(tmp_path))
-    assert (found.rank, found.cause, found.phase) == (2, "python", "forward")
-
-
-@pytest.mark.slow
-def test_the_summary_has_the_verdict_of_ranks(recorded: Path) -> None:
-    said = " ".join(CliRunner().invoke(cli, ["summary", str(recorded)]).stdout.split())
-    assert "rank 2 is late" in said
-    assert sum(one.waiting_ns for one in read_ranks(recorded).ranks) > 0
+    assert "rank 2 is late" in said("summary", recorded)
 
 
 @pytest.mark.slow
@@ -427,11 +378,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_groups_are_named_by_the_dimensions_of_sliced_and_flattened_meshes(tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "train.py").write_text(MESHES)
-    recording = ("run", "--kineto", "--warmup", "2", "--steps", "2", "--nproc-per-node", str(RANKS), "-o", "run")
-    done = forks.run_profkit(*recording, "--", sys.executable, "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {(row.group, row.kind): row for row in read_ranks(tmp_path / "run").groups}
+    run = forks.record_ranks(tmp_path, MESHES, RANKS, "--kineto", "--warmup", "2", "--steps", "2")
+    rows = {(row.group, row.kind): row for row in read_ranks(run).groups}
     sizes = {key: row.rank_count for key, row in rows.items()}
     assert sizes["shard", "all_gather"] == sizes["tp", "all_reduce"] == sizes["ep", "all_to_all"] == 2
     assert sizes["replicate", "all_reduce"] == sizes["dp", "all_reduce"] == 2

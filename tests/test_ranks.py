@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import GEMM, MS, NCCL, Delay, simulate, write_kineto_run, write_nsys
 from tests.second_method import Rank
+from tests.training_scripts import training_of_ranks
 
 if TYPE_CHECKING:
     from tests.forked_scripts import Forks
@@ -245,25 +245,14 @@ LIGHT_RECORDS = Path(__file__).parent / "light_records"
 
 DELAYS = [Delay(1, "data", 9 * MS), Delay(2, "forward", 5 * MS, every=2)]
 
-PROGRAM = """
-import time, torch, torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(8):
-    if dist.get_rank() == step % 2:
-        time.sleep(0.02)
-    model(torch.randn(4, 64)).sum().backward()
-    dist.all_gather_into_tensor(torch.empty(4 * dist.get_world_size()), torch.ones(4))
-    optimizer.step()
-    optimizer.zero_grad()
-del model  # or torch may wait, with the GIL, for gloo's thread, which waits for the GIL
-dist.destroy_process_group()
-"""
+PROGRAM = training_of_ranks(
+    8,
+    """time.sleep(0.02 if distributed.get_rank() == number % 2 else 0)
+distributed.all_gather_into_tensor(torch.empty(4 * distributed.get_world_size()), torch.ones(4))""",
+    before="import time",
+    model="nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01",
+    batch="torch.randn(4, 64)",
+)
 
 
 def _assert_equal(result: RanksResult, ranks: list[Rank]) -> None:
@@ -323,11 +312,7 @@ def test_real_light_records_of_two_gpus(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_recordings_of_gloo(tmp_path: Path, forks: Forks, count: int) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    recording = ("run", "--kineto", "--warmup", "2", "--steps", "4", "--nproc-per-node", str(count), "-o", "run")
-    done = forks.run_profkit(*recording, "--", sys.executable, "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "run"
+    run = forks.record_ranks(tmp_path, PROGRAM, count, "--kineto", "--warmup", "2", "--steps", "4")
     result = read_ranks(run, workers=1)
     assert {row.kind for row in result.groups} == {"all_reduce", "all_gather"}
     _assert_equal(result, _raw_kineto(run, count))
