@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import pickle
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.cli.compare import compare
 from profkit.cli.memory import memory
-from profkit.errors import RunError, UsageError
-from profkit.report.commands.memory import memory_table
+from profkit.errors import RunError
+from profkit.report.commands.memory import BY, memory_table
 from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
+from tests.golden import check_transcript
 from tests.memory_captures import Training
 
 
@@ -55,11 +55,24 @@ def test_a_run_directory_is_read_with_its_recorded_owners(tmp_path: Path) -> Non
     assert "known tensor" in out
 
 
-def test_moment_filters_and_named_phases_narrow_the_tables(snapshot: Path) -> None:
-    out = run(snapshot, "--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1").stdout
-    assert "At phase:forward" in out
-    assert "(not selected)" in out
-    assert "tail" in run(snapshot, "--phase", "tail=step *").stdout
+def test_each_way_of_asking_prints_what_it_did(snapshot: Path, tmp_path: Path) -> None:
+    """What each step left behind are 1 KiB, and with the first step the optimizer's state."""
+    leaky = Training(leaks=True, steps=4).write(tmp_path, "leaky.pickle")
+    filtered = ("--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1")
+    calls: list[tuple[str | Path, ...]] = [
+        (snapshot,),
+        *((snapshot, "--by", by, "--format", style) for by in BY for style in ("table", "csv")),
+        (snapshot, *filtered),
+        (snapshot, "--phase", "tail=step *"),
+        (leaky, "--format", "csv"),
+        *((leaky, "--leaks", "--format", style) for style in ("table", "markdown", "latex", "csv")),
+        # A wrong option or an empty selection is a usage error.
+        *((snapshot, *wrong.split()) for wrong in ("--at noon", "--device 3", "--phase forward", "--min-size 1TiB")),
+        (snapshot, "--stack", "no-such-line"),
+    ]
+    again = Path(shutil.copy(snapshot, tmp_path / "again.pickle"))
+    same = [("compare", snapshot, again, "--format", style) for style in ("table", "markdown", "latex")]
+    check_transcript("memory", [*(("memory", *words) for words in calls), *same])
 
 
 @pytest.mark.parametrize("filters", [[], ["--stack", "adam.py"], ["--min-size", "1MiB"]])
@@ -67,24 +80,6 @@ def test_the_evidence_adds_up_to_what_is_allocated_also_under_a_filter(snapshot:
     peak = json.loads(run(snapshot, *filters, "--format", "json").stdout)["peak"]
     assert sum(peak["evidence"].values()) == peak["allocated_bytes"]
     assert ("not_selected" in peak["evidence"]) == bool(filters)
-
-
-@pytest.mark.parametrize("style", ["table", "markdown", "latex", "csv"])
-def test_every_format_shows_leaks_if_asked(tmp_path: Path, style: str) -> None:
-    path = Training(leaks=True, steps=4).write(tmp_path)
-    asked, plain = (run(path, *flags, "--format", style).output for flags in (["--leaks"], []))
-    stack = "train.py:30 remember"
-    assert asked.count(stack) > plain.count(stack)
-    if style == "csv":
-        rows = [row for row in csv.reader(asked.splitlines()) if row[0] == "left behind"]
-        # Once a step, and with the first step's state of the optimizer.
-        assert [(row[2], row[4], row[6]) for row in rows if stack in row[1]] == [
-            ("1024", "1", f"step {step}") for step in (1, 2, 3)
-        ]
-        assert sum(int(row[2]) for row in rows if row[6] == "step 1") == 1024 + 16 * MIB
-    else:
-        assert "May leak: 1.000 KiB in 1 allocation per step" in asked
-    assert "left behind" not in plain
 
 
 def test_a_timeline_is_written_whole_or_the_old_file_stays(snapshot: Path, tmp_path: Path) -> None:
@@ -114,13 +109,6 @@ def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(data))
     result = run(path, "--timeline", tmp_path / "t.png", "--phase", "_$p=*")
     assert (result.exit_code, result.exception) == (0, None)
-
-
-@pytest.mark.parametrize(
-    "option", ["--at noon", "--device 3", "--phase forward", "--stack no-such-line", "--min-size 1TiB"]
-)
-def test_a_wrong_option_or_an_empty_selection_is_a_usage_error(snapshot: Path, option: str) -> None:
-    assert isinstance(run(snapshot, *option.split()).exception, UsageError)
 
 
 def test_a_bad_size_and_a_directory_that_is_no_run_are_refused(snapshot: Path, tmp_path: Path) -> None:
@@ -341,16 +329,3 @@ def test_the_comparison_in_the_other_direction_is_the_opposite(
     assert sum(there.by_kind.values()) == sum(part.bytes for part in there.parts) == there.difference_bytes
     assert there.by_kind == {OPPOSITE.get(kind, kind): -size for kind, size in back.by_kind.items()}
     assert {part.kind for part in sides[0].against(sides[0]).parts} <= {"same"}
-
-
-def shown(before: Path, after: Path, style: str = "table") -> str:
-    return CliRunner().invoke(compare, [str(before), str(after), "--format", style]).stdout
-
-
-def test_two_equal_peaks_are_one_line_without_tables(tmp_path: Path) -> None:
-    snapshot = Training().write(tmp_path, "a.pickle")
-    lines = shown(snapshot, snapshot).splitlines()
-    assert ["before", "48.00", "MiB", "a.pickle"] in [line.split() for line in lines]
-    assert lines[-1] == "no change in 12 allocations: both peaks consist of the same ones"
-    for style, sign in (("markdown", "|"), ("latex", "tabular")):
-        assert sign not in shown(snapshot, snapshot, style)
