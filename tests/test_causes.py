@@ -388,6 +388,29 @@ def test_a_wait_is_a_cause_only_if_the_gpu_runs_out_of_work_for_it(tmp_path: Pat
     assert last.nothing == "Nothing found that would save more than 2 %: the step is 100 % arithmetic."
 
 
+ITEM = line(8 * MS, None, "loss.item", line=62, waits=1, waiting_ns=8 * MS)
+PACK = line(2 * MS, called="np.argsort", line=56)
+
+
+def test_a_wait_for_a_gpu_that_python_made_late_is_not_the_cause(tmp_path: Path) -> None:
+    """Without the wait Python would pack while the GPU computes, so that either change saves as much."""
+    kernels = within("forward", launch(NVJET, 100_000, 100))
+    for number, actions in enumerate(((python(2 * MS), kernels, wait), (python(2 * MS), copy(20_000), kernels, wait))):
+        result = equal_steps(*actions).write(tmp_path / str(number), [PACK, ITEM])
+        assert [(advice.code, advice.line) for advice in result.tries] == [
+            ("python", SourceLine("/code/train.py", 56, "main"))
+        ]
+    (alone,) = equal_steps(*actions).write(tmp_path / "alone", [ITEM]).tries
+    assert alone.code == "waits"
+
+
+def test_a_line_that_reads_a_value_does_not_make_the_wait_of_a_line_that_moves_a_batch(tmp_path: Path) -> None:
+    """The copy comes first; without the last wait of the step, Python makes the next batch while the GPU computes."""
+    program = equal_steps(python(2 * MS), copy(20_000), within("forward", launch(NVJET, 100_000, 100)), wait)
+    (advice,) = program.write(tmp_path, [ITEM]).tries
+    assert_predicted(advice, program.lengths[0] - 2 * MS, 0.01)
+
+
 def test_an_optimizer_in_a_loop_is_fused_where_torch_can(tmp_path: Path) -> None:
     advice = by_code(optimizer_loop().write(tmp_path, conditions={"optimizers": [ADAMW]}))["optimizer"]
     assert (advice.edit, advice.module) == ("optimizer:fused", "optimizer")

@@ -91,6 +91,11 @@ class LineTime:
         return (self.called or "").rpartition(".")[2]
 
     @property
+    def is_move(self) -> bool:
+        """Whether it moves tensors to a GPU."""
+        return self.method in ("to", "cuda")
+
+    @property
     def place(self) -> tuple[str | None, int]:
         return self.file, self.line
 

@@ -35,6 +35,8 @@ _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
+_RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
+"""Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
 _LAST = ("autocast",)
 """Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
 
@@ -173,13 +175,17 @@ def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
 
-    Those that come last are asked when no other adds anything.
+    Those that come last are asked when no other adds anything, and a wait after the Python for which the GPU is late,
+    if it adds nothing to that: with either gone, Python is in time.
     """
     chosen: list[Cause] = []
     left = list(causes)
+    late = [cause for cause in causes if cause.code in _RUNS_PYTHON]
+    explained = [cause for cause in causes if cause.code == "waits" and late and not _weight(evidence, cause, late)]
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
-        best = max(range(len(left)), key=lambda at: (weights[at] > 0, left[at].code not in _LAST, weights[at]))
+        rank = [cause.code not in _LAST and cause not in explained for cause in left]
+        best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break
         cause = left.pop(best)

@@ -27,7 +27,6 @@ from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
-_MOVES = ("to", "cuda")
 _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
@@ -118,7 +117,7 @@ def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
     known = {line.place for lines in _group_lines(evidence) for line in lines}
     own = [line for line in evidence.lines if line.file and line.thread == "main"]
     for move in own:
-        if move.waits < 1 or move.method not in _MOVES:
+        if move.waits < 1 or not move.is_move:
             continue
         makers = [line for line in own if line.phase == move.phase and (line.called or "").endswith(_MAKERS)]
         line = max(makers, key=lambda line: line.time_ns, default=None)
@@ -222,7 +221,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
     if held_ns < _LEAST_SHARE * evidence.now_ns:
         return
-    moves = [line for line in evidence.lines if line.file and line.method in _MOVES and line.thread == "main"]
+    moves = [line for line in evidence.lines if line.file and line.is_move and line.thread == "main"]
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
     yield Cause(
         code="pageable-copy",

@@ -19,7 +19,6 @@ from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import can_all_be_fused, used_optimizers
 
-_COPIES = (".to", ".cuda")
 _TRAINING = (".step", ".backward")
 _LATE = 0.3
 """A step that waits for launches for this share of it is limited by them."""
@@ -44,7 +43,7 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     waits: dict[tuple[str | None, int], list[LineTime]] = {}
     for line in evidence.lines:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
-        if is_own and line.waits >= 1 and not (line.called or "").endswith((*_COPIES, *_TRAINING)):
+        if is_own and line.waits >= 1 and not line.is_move and not (line.called or "").endswith(_TRAINING):
             waits.setdefault(line.place, []).append(line)
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)

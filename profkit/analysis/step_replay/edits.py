@@ -357,18 +357,28 @@ def _lines_at(setting: Setting) -> list[LineTime]:
 
 
 def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
-    """As many waits of a phase go as the line makes there: the longest, the shortest, or some all over it."""
-    counts = [(line.phase or OUTSIDE, round(line.waits)) for line in _lines_at(setting)]
+    """As many waits of a phase go as the line makes there: the longest, the shortest, or some all over it.
+
+    Those after a copy from the host are of lines that move tensors, and the others of other lines, if they are enough.
+    """
+    counts = [(line, round(line.waits)) for line in _lines_at(setting)]
     if not any(count for _, count in counts):
         raise CannotPredictError("this line does not wait for the GPU")
-    for phase, count in counts:
-        waits = columns.waits_among(setting.calls_in({phase}))
+    for line, count in counts:
+        waits = columns.waits_among(setting.calls_in({line.phase or OUTSIDE}))
         waits = [call for call in waits if columns.kind[call] == WAIT or call + 1 not in waits]
+        alike = [call for call in waits if _follows_copy_from_host(columns, call, setting) == line.is_move]
+        waits = alike if len(alike) >= count else waits
         by_length = sorted(waits, key=lambda call: columns.call_start_ns[call] - columns.call_end_ns[call])
         every = max(1, len(waits) // max(count, 1))
         chosen = {"least": by_length, "expected": waits[::every], "most": by_length[::-1]}[setting.world][:count]
         columns = stop_waiting(columns, chosen, setting.constants)
     return columns
+
+
+def _follows_copy_from_host(columns: StepColumns, call: int, setting: Setting) -> bool:
+    ranges = (columns.launches[at] for at in (call - 1, call) if at >= 0 and columns.kind[at] == COPY)
+    return any(setting.name(columns, first) == FROM_HOST for first, last in ranges if first < last)
 
 
 def stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constants) -> StepColumns:
