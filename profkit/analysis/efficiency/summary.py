@@ -376,7 +376,7 @@ def _sum_columns(
 
 def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
     waited_for = {}
-    for number, part in parts.items() if waiting.by_last else ():
+    for number, part in parts.items() if len(waiting.device) else ():
         communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
         mine = node == number
         sums = waiting.sum_by_rank(windows.device[mine], windows.start_ns[mine], windows.end_ns[mine])

@@ -351,7 +351,7 @@ def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | 
 
     waiting, work = find_waiting(trace, ranks), trace.work
     waited = np.zeros(len(rows), dtype=np.int64)
-    for device in waiting.by_last:
+    for device in distinct_values(waiting.device).tolist():
         mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
         waited[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
     sums, known = np.add.reduceat(waited, first), np.logical_or.reduceat(waiting.is_known[rows], first)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, unite, unite_all
+from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.ranks.rank import Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
@@ -245,30 +245,33 @@ def _by_step(
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """When each GPU waited in a collective: device → the device that arrived last → when.
+    """When each GPU waited in a collective, in pieces: ``device`` for the one that arrived ``last``.
 
     ``is_known`` marks the communication kernels of which this is known; ``rank_of`` is device → rank.
     """
 
-    by_last: dict[int, dict[int, Stretches]]
+    device: Ints
+    last: Ints
+    start_ns: Ints
+    end_ns: Ints
     is_known: Bools
     rank_of: dict[int, int]
 
-    def waits_of(self, device: int) -> Stretches:
-        """Return when the GPU ``device`` waited for another one."""
-        waits = list(self.by_last.get(device, {}).values())
-        return unite_all(waits) if waits else NOTHING
+    def waits_of(self, device: int, last: int | None = None) -> Stretches:
+        """Return when the GPU ``device`` waited for another one: for any, or for this one."""
+        mine = (self.device == device) & (True if last is None else self.last == last)
+        return unite(self.start_ns[mine], self.end_ns[mine])
 
     def sum_by_rank(self, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
         """Return rank → how long GPUs waited for it in these windows, in ns; windows that overlap count once."""
         sums: dict[int, int] = {}
-        for here, lasts in self.by_last.items():
+        for here, last in sorted(set(zip(self.device.tolist(), self.last.tolist(), strict=True))):
             mine = device == here
-            _, starts, ends = disjoint_pieces(np.zeros(int(mine.sum()), dtype=np.int64), start_ns[mine], end_ns[mine])
-            for last, when in lasts.items():
-                if last in self.rank_of and len(starts):
-                    rank = self.rank_of[last]
-                    sums[rank] = sums.get(rank, 0) + int(when.within(starts, ends).sum())
+            if last in self.rank_of and mine.any():
+                none = np.zeros(int(mine.sum()), dtype=np.int64)
+                _, starts, ends = disjoint_pieces(none, start_ns[mine], end_ns[mine])
+                waited = int(self.waits_of(here, last).within(starts, ends).sum())
+                sums[self.rank_of[last]] = sums.get(self.rank_of[last], 0) + waited
         return sums
 
 
@@ -281,24 +284,19 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
     """
     work, communicates = trace.work, communication_rows(trace)
     is_known = np.zeros(len(work), dtype=np.bool_)
-    devices = distinct_values(work.device[communicates]).tolist()
-    waits: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
+    devices = distinct_values(work.device[communicates])
+    pieces = [np.zeros((4, 0), dtype=np.int64)]
     for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
-        partners = _match_partners(trace, communicates & (work.name == name), devices)
+        partners = _match_partners(trace, communicates & (work.name == name), devices.tolist())
         if partners is None:
             continue
         is_known[partners.reshape(-1)] = True
-        starts = work.start_ns[partners]
         waited, last = _wait_for_last(work.duration_ns[partners])
-        for here, device in enumerate(devices):
-            for there in distinct_values(last[last != here]).tolist():
-                which = last == there
-                begin = starts[here, which]
-                waits.setdefault((device, devices[there]), []).append((begin, begin + waited[here, which]))
-    by_last: dict[int, dict[int, Stretches]] = {}
-    for (device, other), pieces in waits.items():
-        by_last.setdefault(device, {})[other] = unite(*map(np.concatenate, zip(*pieces, strict=True)))
-    return Waiting(by_last, is_known, _ranks_by_device(trace, ranks))
+        here, which = np.nonzero(last != np.arange(len(devices))[:, None])
+        begin = work.start_ns[partners[here, which]]
+        pieces.append(np.stack([devices[here], devices[last[which]], begin, begin + waited[here, which]]))
+    device, waits_for, start_ns, end_ns = np.concatenate(pieces, axis=1)
+    return Waiting(device, waits_for, start_ns, end_ns, is_known, _ranks_by_device(trace, ranks))
 
 
 def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
