@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from profkit.allocator.replay import History
-from profkit.analysis.memory.generated_memory import GeneratedMemory
-from profkit.analysis.memory.recorded import Owner, Timeline, read_metadata
-from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.analysis.memory.generated_memory import ReplayedDevice
+from profkit.analysis.memory.recorded import read_metadata
+from profkit.analysis.memory.stacks import StackFacts
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.owners import ROLES
 from profkit.snapshot.columns import ALLOC, Codes, Ints
@@ -70,24 +69,14 @@ Named = tuple[str, str]
 class Classifier:
     """Finds the category of one device's allocations, one by one."""
 
-    def __init__(
-        self,
-        history: History,
-        timeline: Timeline,
-        stacks: StackBook,
-        owners: dict[int, Owner],
-        generated: GeneratedMemory,
-    ) -> None:
-        self._history = history
-        self._timeline = timeline
-        self._stacks = stacks
-        self._owners = owners
-        self._generated = generated
+    def __init__(self, memory: ReplayedDevice) -> None:
+        self._memory = memory
+        self._replay, self._timeline, self._stacks = memory.history.replay, memory.timeline, memory.stacks
         self._by_stack: dict[int, str | None] = {}
 
     def claim_of(self, row: int) -> Claim:
         """Return what an allocation (a row of the replay) is for."""
-        owner = self._owners.get(row)
+        owner = self._memory.owners.get(row)
         text = read_metadata(self._stacks.raw_of(row))
         if owner is not None and owner.role in ROLES:
             return Claim(ROLES[owner.role], "identity", owner.name or text)
@@ -103,7 +92,7 @@ class Classifier:
 
     def named(self, row: int) -> Named | None:
         """Return which tensor an allocation is, as the run recorded; None if unknown, or if several share the name."""
-        owner = self._owners.get(row)
+        owner = self._memory.owners.get(row)
         if owner is None or owner.role not in _OF_ONE_TENSOR or not owner.name:
             return None
         return ROLES[owner.role], owner.name
@@ -114,20 +103,19 @@ class Classifier:
         What it frees itself was temporary. A library that it calls writes its result into memory of the code: what the
         library allocates besides and keeps is its workspace.
         """
-        held = self._generated.held(row)
+        held = self._memory.generated.held(row)
         if held is None:
             return None
-        is_kept = int(self._history.replay.freed[row]) == self._history.replay.event_count
+        is_kept = int(self._replay.freed[row]) == self._replay.event_count
         if held.is_of_library:
             return "workspace" if is_kept else "temporaries"
         return "temporaries" if held.is_freed_in_call else None
 
     def _category_of_life(self, row: int, stack: StackFacts) -> str | None:
-        replay = self._history.replay
-        birth, freed = int(replay.birth[row]), int(replay.freed[row])
+        birth, freed = int(self._replay.birth[row]), int(self._replay.freed[row])
         if birth < 0:
             return None
-        is_kept = freed == replay.event_count
+        is_kept = freed == self._replay.event_count
         likely = self._category_of_kept(row, stack) if is_kept else None
         if likely is not None:
             return likely
@@ -152,7 +140,7 @@ class Classifier:
         """
         number = self._stacks.number_of(row)
         is_in_product = stack.is_compiled or (
-            row > self._history.replay.start_count and self._stacks.number_of(row - 1) == number
+            row > self._replay.start_count and self._stacks.number_of(row - 1) == number
         )
         # User code never allocates a workspace directly.
         is_in_library = not stack.python or stack.python[0] not in stack.user
@@ -162,7 +150,7 @@ class Classifier:
 
     def _category_of_backward(self, birth: int, freed: int, *, stays: bool) -> str | None:
         """Return the category of memory allocated in the backward pass; ``stays``: it outlives the pass."""
-        never = self._history.replay.event_count
+        never = self._replay.event_count
         again = self._timeline.recomputation_at(birth)
         if again is not None and freed >= self._timeline.moment_at(again.end_us):
             return "activations"
@@ -175,7 +163,7 @@ class Classifier:
 
         What the user's own lines allocated directly, without a library between, and backward did not free is data.
         """
-        never = self._history.replay.event_count
+        never = self._replay.event_count
         at = int(np.searchsorted(self._backward_events, birth))
         backward = int(self._backward_events[at]) if at < len(self._backward_events) else never
         outlives = backward < never and freed >= int(self._regime_ends[backward])
@@ -189,7 +177,7 @@ class Classifier:
     @cached_property
     def _first_and_only_kept(self) -> frozenset[int]:
         """The allocations of a workspace's size that are their lines' first, and the only ones that these keep."""
-        replay, rows_of = self._history.replay, dict[tuple[int, int], list[int]]()
+        replay, rows_of = self._replay, dict[tuple[int, int], list[int]]()
         for row in np.flatnonzero(np.isin(replay.requested_bytes, _WORKSPACE_BYTES)).tolist():
             rows_of.setdefault((int(replay.requested_bytes[row]), self._stacks.number_of(row)), []).append(row)
         kept = replay.freed == replay.event_count
@@ -197,7 +185,7 @@ class Classifier:
 
     @cached_property
     def _has_modules(self) -> bool:
-        rows = range(self._history.replay.start_count, len(self._history.replay))
+        rows = range(self._replay.start_count, len(self._replay))
         return any(any(frame[0] == "_call_impl" for frame in self._stacks.facts_of(row).python) for row in rows)
 
     @cached_property
@@ -207,7 +195,7 @@ class Classifier:
     @cached_property
     def _regimes(self) -> Codes:
         """Per event: which part of the step it belongs to, by its phase, else by whether the last alloc had frames."""
-        events = self._history.device.events
+        events = self._memory.device.events
         special = {BACKWARD: _BACKWARD, OPTIMIZER: _OPTIMIZER}
         has_backward = any(phase.name == BACKWARD for phase in self._timeline.phases)
         codes = np.full(len(events), _MAIN, dtype=np.int8) if has_backward else self._regimes_by_frames()
@@ -217,7 +205,7 @@ class Classifier:
         return codes
 
     def _regimes_by_frames(self) -> Codes:
-        events = self._history.device.events
+        events = self._memory.device.events
         is_alloc = events.action == ALLOC
         frames: list[Any] = list(map(dict.get, compress(events.raw, is_alloc.tolist()), repeat("frames")))
         try:

@@ -7,17 +7,15 @@ modules at the top of their tree. Sizes are what the allocator charged, with the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.allocator.replay import History, replay_history
+from profkit.allocator.replay import History
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Classifier
-from profkit.analysis.memory.generated_memory import GeneratedMemory
+from profkit.analysis.memory.generated_memory import ReplayedDevice
 from profkit.analysis.memory.places import (
     BEFORE_RECORDING,
     IN_NO_PHASE,
@@ -28,14 +26,10 @@ from profkit.analysis.memory.places import (
     sum_by_module,
     sum_by_phase,
 )
-from profkit.analysis.memory.recorded import Owner, Phase, Timeline, find_timeline, match_owners, shown_module
-from profkit.analysis.memory.stacks import StackBook, StackFacts, format_frame, sum_by_stack
+from profkit.analysis.memory.recorded import shown_module
+from profkit.analysis.memory.stacks import StackFacts, format_frame, sum_by_stack
 from profkit.names import kind_of
-from profkit.run.owners import Owners
-from profkit.snapshot.columns import INACTIVE, OOM, Device, Settings
-
-if TYPE_CHECKING:
-    from profkit.run.compiled_code import CompiledGraph
+from profkit.snapshot.columns import INACTIVE
 
 NOT_SELECTED = "(not selected)"
 
@@ -63,56 +57,18 @@ class PhasePeak:
     """Where on the curves it is."""
 
 
-class DeviceMemory:
+class DeviceMemory(ReplayedDevice):
     """One device's history and what is known about its allocations, computed on first use."""
-
-    def __init__(
-        self,
-        device: Device,
-        settings: Settings,
-        recorded: Owners | None = None,
-        named: Mapping[str, str] | None = None,
-        *,
-        compiled: Iterable[CompiledGraph] = (),
-        is_only_device: bool = True,
-    ) -> None:
-        """Replay a device; ``named`` is phase name → glob on the names of annotations."""
-        self.device = device
-        self._is_only_device = is_only_device
-        self._compiled = compiled
-        self.recorded = recorded
-        self._lines: dict[str, StackFacts] = {}
-        self.history: History = replay_history(device, settings)
-        steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
-        self.timeline: Timeline = find_timeline(device, named, steps)
-
-    @cached_property
-    def stacks(self) -> StackBook:
-        """The stacks of the allocations, interned on first use."""
-        return StackBook(self.device, self.history.replay)
-
-    @cached_property
-    def generated(self) -> GeneratedMemory:
-        """Finds who holds what compiled code allocated."""
-        ends_failing = self.device.events.action[-1:].tolist() == [OOM]
-        return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=ends_failing)
 
     @cached_property
     def classifier(self) -> Classifier:
         """Finds the category of an allocation."""
-        return Classifier(self.history, self.timeline, self.stacks, self.owners, self.generated)
+        return Classifier(self)
 
     @cached_property
     def places(self) -> Places:
         """Finds the module and the phase of an allocation."""
-        return Places(
-            self.timeline,
-            self.device.annotations,
-            self.recorded,
-            self.owners,
-            self.stacks,
-            is_only_device=self._is_only_device,
-        )
+        return Places(self)
 
     def place_of(self, row: int, moment: int | None = None) -> Place:
         """Return the module that an allocation (a row of the replay) belongs to, by default when it is made.
@@ -146,18 +102,6 @@ class DeviceMemory:
         return self._lines.setdefault(
             held.source, StackFacts((*facts.python[:1], (function, file, int(line) if line.isdecimal() else 0)))
         )
-
-    @cached_property
-    def matched_owners(self) -> tuple[dict[int, Owner], int]:
-        """The recorded tensors of each allocation (a row) that the run knows, and how many owners match none."""
-        if self.recorded is None:
-            return {}, 0
-        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
-
-    @property
-    def owners(self) -> dict[int, Owner]:
-        """The recorded tensors of each allocation (a row of the replay) that the run knows."""
-        return self.matched_owners[0]
 
     def live_rows(self, moment: int) -> list[int]:
         """Return the allocations (rows of the replay) that were live at a moment on the curves."""

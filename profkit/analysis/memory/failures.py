@@ -322,7 +322,7 @@ def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stre
             key == own,
             tuple(
                 Pin(int(memory.history.replay.size_bytes[row]), memory.owner_of(row), memory.stacks.facts_of(row).label)
-                for row in block.pinned_by[:_PINS_SHOWN]
+                for row in block.pinned_by
             ),
         )
         for key, block in ordered
@@ -379,12 +379,9 @@ def lay_out(history: History, moment: int) -> list[Segment] | None:
     return segments if covered == len(used) else None
 
 
-_MOST_NEIGHBOURS = 16
-
-
 @dataclass(frozen=True)
 class FreeBlock:
-    """A free block, and the live blocks (rows of the replay) next to it in its segment, up to 16, nearest first."""
+    """A free block, and the `_PINS_SHOWN` live blocks (rows of the replay) nearest to it in its segment."""
 
     address: int
     size_bytes: int
@@ -409,12 +406,11 @@ def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
 def _nearest(segment: Segment, at: int) -> tuple[int, ...]:
     """Return the allocations (rows) nearest to the free block at a place in its segment."""
     begin, size, *_ = segment.blocks[at]
-    reach = 2 * _MOST_NEIGHBOURS  # no two free blocks lie next to each other
-    sides = segment.blocks[max(at - reach, 0) : at], segment.blocks[at + 1 : at + reach]
-    before, after = ([block for block in blocks if block[3] >= 0] for blocks in sides)
-    near = [*before[-_MOST_NEIGHBOURS:], *after[:_MOST_NEIGHBOURS]]
-    near.sort(key=lambda block: min(abs(block[0] - begin - size), abs(begin - block[0])))
-    return tuple(row for *_, row in near[:_MOST_NEIGHBOURS])
+    reach = 2 * _PINS_SHOWN  # no two free blocks lie next to each other
+    around = [*segment.blocks[max(at - reach, 0) : at], *segment.blocks[at + 1 : at + 1 + reach]]
+    live = [block for block in around if block[3] >= 0]
+    live.sort(key=lambda block: min(abs(block[0] - begin - size), abs(begin - block[0])))
+    return tuple(row for *_, row in live[:_PINS_SHOWN])
 
 
 def _streams(history: History) -> tuple[list[int], list[int]]:

@@ -9,13 +9,16 @@ which of its inputs that is follows from their order, in which both codes name t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from profkit.allocator.replay import Replay
-from profkit.analysis.memory.recorded import read_text
-from profkit.analysis.memory.stacks import StackBook
+from profkit.allocator.replay import History, Replay, replay_history
+from profkit.analysis.memory.recorded import Owner, Phase, Timeline, find_timeline, match_owners, read_text
+from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.run.owners import Owners
+from profkit.snapshot.columns import OOM, Device, Settings
 
 if TYPE_CHECKING:
     from profkit.run.compiled_code import Allocation, CompiledGraph, Holder
@@ -307,3 +310,50 @@ def _reused_outputs(forward: CompiledGraph, backward: CompiledGraph) -> Iterator
                 if 0 <= at < len(forward.outputs):
                     yield forward.outputs[at], memory
             return
+
+
+class ReplayedDevice:
+    """One device's history, and what was recorded of it: stacks, owners, and who holds what compiled code allocated."""
+
+    def __init__(
+        self,
+        device: Device,
+        settings: Settings,
+        recorded: Owners | None = None,
+        named: Mapping[str, str] | None = None,
+        *,
+        compiled: Iterable[CompiledGraph] = (),
+        is_only_device: bool = True,
+    ) -> None:
+        """Replay a device; ``named`` is phase name → glob on the names of annotations."""
+        self.device = device
+        self.is_only_device = is_only_device
+        self._compiled = compiled
+        self.recorded = recorded
+        self._lines: dict[str, StackFacts] = {}
+        self.history: History = replay_history(device, settings)
+        steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
+        self.timeline: Timeline = find_timeline(device, named, steps)
+
+    @cached_property
+    def stacks(self) -> StackBook:
+        """The stacks of the allocations, interned on first use."""
+        return StackBook(self.device, self.history.replay)
+
+    @cached_property
+    def generated(self) -> GeneratedMemory:
+        """Finds who holds what compiled code allocated."""
+        ends_failing = self.device.events.action[-1:].tolist() == [OOM]
+        return GeneratedMemory(self._compiled, self.history.replay, self.stacks, ends_failing=ends_failing)
+
+    @cached_property
+    def matched_owners(self) -> tuple[dict[int, Owner], int]:
+        """The recorded tensors of each allocation (a row) that the run knows, and how many owners match none."""
+        if self.recorded is None:
+            return {}, 0
+        return match_owners(self.recorded, self.device.index, self.history.replay, self.timeline)
+
+    @property
+    def owners(self) -> dict[int, Owner]:
+        """The recorded tensors of each allocation (a row of the replay) that the run knows."""
+        return self.matched_owners[0]

@@ -126,12 +126,7 @@ class MemoryResult(NotebookResult):
             "history": asdict(self.history),
             "peak": {
                 "at": at.what,
-                "time_us": at.time_us,
-                "phase": at.phase,
-                "allocated_bytes": at.allocated_bytes,
-                "requested_bytes": at.requested_bytes,
-                "reserved_bytes": at.reserved_bytes,
-                "by_category": [asdict(row) for row in at.by_category],
+                **_without(asdict(at), "what", "moment"),
                 "by_stack": [
                     {"bytes": row.bytes, "share": row.share, "count": row.count, "stack": row.stack or (row.label,)}
                     for row in at.by_stack

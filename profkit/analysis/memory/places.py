@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
 
-from profkit.analysis.memory.generated_memory import Held
-from profkit.analysis.memory.recorded import Owner, Part, Timeline, read_text, shown_module
-from profkit.analysis.memory.stacks import StackBook
+from profkit.analysis.memory.generated_memory import Held, ReplayedDevice
+from profkit.analysis.memory.recorded import Part, read_text, shown_module
 from profkit.errors import SnapshotError
 from profkit.names import BACKWARD, MODEL, RECOMPUTE, kind_of, name_shared
-from profkit.run.owners import Owners
 from profkit.snapshot.columns import Annotation
 
 OUTSIDE = ""
@@ -59,26 +57,12 @@ class Place:
 class Places:
     """Finds the module and the phase of one device's allocations."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        annotations: tuple[Annotation, ...],
-        recorded: Owners | None,
-        owners: Mapping[int, Owner],
-        stacks: StackBook,
-        *,
-        is_only_device: bool,
-    ) -> None:
-        """Prepare to answer; ``owners`` says whose each allocation (a row of the replay) is, where the ledger knows."""
-        self._timeline = timeline
-        self._annotations = annotations
-        self._owned = recorded.owned if recorded else ()
-        self._owners, self._stacks = owners, stacks
-        self._is_only_device = is_only_device
+    def __init__(self, memory: ReplayedDevice) -> None:
+        self._memory, self._timeline, self._stacks = memory, memory.timeline, memory.stacks
 
     def place_of(self, row: int, held: Held | None) -> Place:
         """Return the module of an allocation (a row of the replay) that in compiled code ``held`` holds."""
-        owner = self._owners.get(row)
+        owner = self._memory.owners.get(row)
         if owner is not None and owner.role in _OWN_PARTS:
             return Place(_modules_of(owner.parts, _OWN_PARTS[owner.role]), "identity")
         if owner is not None and owner.role == "input":
@@ -106,7 +90,8 @@ class Places:
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules with tensors of their own, in the order of their definition, as the run's ledger has them."""
-        names = (entry.name for entry in self._owned if entry.role in ("parameter", "buffer"))
+        owned = self._memory.recorded.owned if self._memory.recorded else ()
+        names = (entry.name for entry in owned if entry.role in ("parameter", "buffer"))
         return tuple(dict.fromkeys(_module_of(name, 1) for name in names))
 
     def _open_module(self, birth: int) -> str | None:
@@ -124,7 +109,7 @@ class Places:
         """Whether the ranges of the autograd thread are there, and no other device has such a thread."""
         passes = [span for span in self._timeline.phases if span.name == BACKWARD]
         starts = [span.start_us for span in self._ranges]
-        return self._is_only_device and any(
+        return self._memory.is_only_device and any(
             bisect_left(starts, span.start_us) < bisect_left(starts, span.end_us) for span in passes
         )
 
@@ -156,7 +141,9 @@ class Places:
         A program has ranges of its own: a module's is known by the first part of its name, which the ledger has.
         """
         tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
-        named = (annotation for annotation in self._annotations if annotation.name.partition(".")[0] in tops)
+        named = (
+            annotation for annotation in self._memory.device.annotations if annotation.name.partition(".")[0] in tops
+        )
         return [annotation for annotation in named if annotation.end_us != annotation.start_us]
 
 
@@ -262,6 +249,12 @@ class _Sum:
     categories: Counter[str] = field(default_factory=Counter)
     evidence: Counter[str] = field(default_factory=Counter)
 
+    def add(self, piece: Piece, size: int, count: int) -> None:
+        self.bytes += size
+        self.count += count
+        self.categories[piece.category] += size
+        self.evidence[piece.place.evidence] += size
+
     def row(self, path: Path, total: int) -> PartRow:
         share = self.bytes / total if total else 0.0
         kinds = dict(self.categories), dict(self.evidence)
@@ -272,12 +265,8 @@ def sum_by_phase(pieces: Iterable[Piece], total: int) -> tuple[PartRow, ...]:
     """Return what was allocated in each phase, the most bytes first."""
     sums = defaultdict[str, _Sum](_Sum)
     for piece in pieces:
-        phase = sums[piece.phase]
-        phase.bytes += piece.bytes
-        phase.own_bytes += piece.bytes
-        phase.count += 1
-        phase.categories[piece.category] += piece.bytes
-    rows = [phase.row((name,), total) for name, phase in sums.items()]
+        sums[piece.phase].add(piece, piece.bytes, 1)
+    rows = [replace(phase.row((name,), total), own_bytes=phase.bytes, evidence={}) for name, phase in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.name)))
 
 
@@ -295,11 +284,7 @@ def sum_by_module(pieces: Iterable[Piece], total: int, known: Sequence[str]) -> 
                     raise SnapshotError(
                         f"the texts of its allocations name more than {_MOST_MODULES:,} modules; that many are not read"
                     )
-                module = sums.setdefault(path[:depth], _Sum())
-                module.bytes += size
-                module.count += count
-                module.categories[piece.category] += size
-                module.evidence[piece.place.evidence] += size
+                sums.setdefault(path[:depth], _Sum()).add(piece, size, count)
             sums[path].own_bytes += size
     order: dict[Path, int] = {}
     for path in [*map(path_of, known), *sums]:

@@ -286,6 +286,9 @@ def _time(timeline: Timeline, event: int, otherwise: int) -> int:
     return int(timeline.times_us[event]) if 0 <= event < len(timeline.times_us) else otherwise
 
 
+_KINDS = ("allocated", "reserved", "requested")
+
+
 @dataclass(frozen=True)
 class AllocatorCheck:
     """The allocator's own peaks in the run, the replay's difference from each, and owners that match no allocation."""
@@ -322,17 +325,13 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
     peaks = _highest([entry for entry in figures if entry.moment != START])
     if peaks is None:
         return None
-    curves = history.curves
-    replayed = (history.allocated_peak_bytes, int(curves.reserved.max()), int(curves.requested.max()))
-    allocated, reserved, requested = (
-        0 if earlier == peak and most <= peak else most - peak
-        for most, peak, earlier in zip(replayed, peaks, before or (None,) * len(peaks), strict=True)
-    )
+    compared: dict[str, int] = {}
+    for kind, peak, earlier in zip(_KINDS, peaks, before or (None,) * len(peaks), strict=True):
+        most = int(getattr(history.curves, kind).max())
+        compared[f"{kind}_peak_bytes"] = peak
+        compared[f"{kind}_difference_bytes"] = 0 if earlier == peak and most <= peak else most - peak
     return AllocatorCheck(
-        *peaks,
-        allocated_difference_bytes=allocated,
-        reserved_difference_bytes=reserved,
-        requested_difference_bytes=requested,
+        **compared,
         unmatched_entries=unmatched_entries,
         earlier_peak_bytes=None if before is None else before[0],
         unread_saved_tensors=0 if recorded is None else recorded.unread_saved_tensors,
@@ -340,13 +339,11 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
     )
 
 
-def _highest(figures: Sequence[Figures]) -> tuple[int, int, int] | None:
+def _highest(figures: Sequence[Figures]) -> list[int] | None:
     """Return the highest peaks of allocated, reserved and requested bytes; None if there are no figures."""
     if not figures:
         return None
-    names = ("allocated_peak_bytes", "reserved_peak_bytes", "requested_peak_bytes")
-    allocated, reserved, requested = (max(getattr(entry, name) for entry in figures) for name in names)
-    return allocated, reserved, requested
+    return [max(getattr(entry, f"{kind}_peak_bytes") for entry in figures) for kind in _KINDS]
 
 
 def find_capacity(recorded: Owners | None, device: int) -> int | None:

@@ -95,15 +95,7 @@ def what_if(
 ) -> WhatIf:
     """Return the peaks of one device today, and under other settings of the allocator or after edits of the program.
 
-    Args:
-        allocators: settings as torch writes them; by default those that are worth a try, with edits today's.
-        capacity_bytes: what PyTorch may reserve; by default what the recording shows (`CapacitySource`).
-        fit: change whatever makes it fit.
-        cost: says how long ranges of the forward pass take.
-
-    Raises:
-        UsageError: torch would refuse a setting, or an edit cannot be modelled.
-        SnapshotError: no history was recorded, or a request is larger than any GPU.
+    The arguments are those of `OpenedSnapshot.whatif`.
     """
     history = memory.history
     variants = [parse_settings(text) for text in allocators]

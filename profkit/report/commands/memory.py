@@ -256,9 +256,9 @@ def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
     at = result.composition
     rows: list[Row] = []
     if by != "stack":
-        rows += [{"section": "category", "name": row.category, **_sizes(row)} for row in at.by_category]
+        rows += [{"section": "category", "name": row.category, **vars(row)} for row in at.by_category]
     if by != "category":
-        rows += [{"section": "stack", "name": row.label, **_sizes(row)} for row in at.by_stack]
+        rows += [{"section": "stack", "name": row.label, **vars(row)} for row in at.by_stack]
     if by is None:
         whole = at.allocated_bytes
         rows += [
@@ -268,15 +268,11 @@ def _exact_table(result: MemoryResult, leaks: bool, by: By | None) -> Table:
     if leaks:
         rows += [
             # The phase is the step after which the memory is still there.
-            {"section": "left behind", "name": row.label, "bytes": row.bytes, "count": row.count, "phase": step.step}
+            {"section": "left behind", "name": row.label, **vars(row), "phase": step.step}
             for step in result.leaks.steps
             for row in step.by_stack
         ]
     return Table((), rows, exact=_EXACT)
-
-
-def _sizes(row: Any) -> dict[str, Any]:
-    return {"bytes": row.bytes, "share": row.share, "count": row.count}
 
 
 TOP_MODULES = 30
