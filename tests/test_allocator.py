@@ -18,7 +18,7 @@ from profkit.allocator.rules import round_sizes
 from profkit.analysis.memory.failures import Segment, lay_out
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings
 from profkit.snapshot.reader import build_snapshot, read_snapshot
-from tests.allocator_reference import MIB, Block, ReferenceAllocator
+from tests.allocator_reference import MIB, Block, ReferenceAllocator, recording
 from tests.captures import capture
 
 
@@ -38,31 +38,23 @@ def figures(history: History) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("name", "allocated", "reserved"),
     [
-        ("small.pickle", 3_073_660_928, 3_246_391_296),
-        ("small_forward_cpp_stacks.pickle", 633_434_112, 765_460_480),
-        ("expandable.pickle", 2_383_650_816, 2_426_404_864),
-        ("midrun.pickle", 2_394_425_344, 2_682_257_408),
+        ("small", 3_073_660_928, 3_246_391_296),
+        ("small_forward_cpp_stacks", 633_434_112, 765_460_480),
+        ("expandable", 2_383_650_816, 2_426_404_864),
+        ("midrun", 2_394_425_344, 2_682_257_408),
     ],
 )
-def test_the_peaks_of_real_snapshots_equal_the_allocators_own(name: str, allocated: int, reserved: int) -> None:
-    snapshot = read_snapshot(capture(name))
-    history = replay_history(snapshot.devices[0], snapshot.settings)
-    assert figures(history)[0] == allocated
-    assert figures(history)[2] == reserved
-    assert history.bounds is None
-    assert not history.contradictions
-    assert history.is_complete == (name != "midrun.pickle")
-
-
-@pytest.mark.parametrize("name", ["expandable", "midrun"])
-def test_real_snapshots_have_the_known_requested_peak_and_end(name: str) -> None:
-    stats = json.loads(capture(f"{name}.stats.json").read_text())
+def test_the_figures_of_real_snapshots_equal_the_allocators_own(name: str, allocated: int, reserved: int) -> None:
     snapshot = read_snapshot(capture(f"{name}.pickle"))
-    curves = replay_history(snapshot.devices[0], snapshot.settings).curves
-    assert int(curves.requested.max()) == stats["requested_bytes.all.peak"]
-    assert int(curves.requested[-1]) == stats["requested_bytes.all.current"]
-    assert int(curves.allocated[-1]) == stats["allocated_bytes.all.current"]
-    assert int(curves.reserved[-1]) == stats["reserved_bytes.all.current"]
+    history = replay_history(snapshot.devices[0], snapshot.settings)
+    assert (figures(history)[0], figures(history)[2]) == (allocated, reserved)
+    assert (history.bounds, history.contradictions) == (None, {})
+    assert history.is_complete == (name != "midrun")
+    if name in ("expandable", "midrun"):
+        stats = json.loads(capture(f"{name}.stats.json").read_text())
+        assert figures(history)[1] == stats["requested_bytes.all.peak"]
+        for kind in ("requested", "allocated", "reserved"):
+            assert int(getattr(history.curves, kind)[-1]) == stats[f"{kind}_bytes.all.current"]
 
 
 # -- random histories -------------------------------------------------------------------------------------------
@@ -184,8 +176,7 @@ def random_steps(chance: random.Random, switches: int) -> list[Any]:
 
 
 def test_a_split_that_the_limit_at_the_dump_forbids_bounds_the_other_sizes() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     for _ in range(2):
         allocator.free(allocator.malloc(40 * MIB, stream=_))
     shown = allocator.malloc(30 * MIB)
@@ -200,8 +191,7 @@ def test_a_split_that_the_limit_at_the_dump_forbids_bounds_the_other_sizes() -> 
 
 
 def test_a_block_that_an_earlier_limit_kept_whole_is_bounded() -> None:
-    allocator = ReferenceAllocator(max_split=25 * MIB)
-    allocator.record()
+    allocator = recording(max_split=25 * MIB)
     for stream in range(2):
         allocator.free(allocator.malloc(40 * MIB, stream=stream))
     allocator.malloc(30 * MIB)  # still there at the dump, which shows that it got all 40 MiB
@@ -239,8 +229,7 @@ def test_an_alloc_after_the_block_proves_its_size() -> None:
 
 
 def test_a_history_with_a_lost_event_is_not_exact() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     allocator.malloc(3 * MIB)
     allocator.free(allocator.malloc(4 * MIB))
     allocator.malloc(5 * MIB)
@@ -252,8 +241,7 @@ def test_a_history_with_a_lost_event_is_not_exact() -> None:
 
 @pytest.mark.parametrize("skipped", ["free_requested", "free_completed", "alloc"])
 def test_a_history_recorded_without_some_actions_is_never_called_exact(skipped: str) -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     for size in (3 * MIB, 4 * MIB, 700, 30 * MIB):
         allocator.malloc(size)
         allocator.free(allocator.malloc(size))
@@ -265,8 +253,7 @@ def test_a_history_recorded_without_some_actions_is_never_called_exact(skipped: 
 
 
 def test_other_settings_than_the_recorded_ones_are_not_exact() -> None:
-    allocator = ReferenceAllocator(divisions=4)
-    allocator.record()
+    allocator = recording(divisions=4)
     allocator.malloc(33 * MIB)
     data = allocator.snapshot()
     for interval in data["allocator_settings"]["roundup_power2_divisions"]:
@@ -276,8 +263,7 @@ def test_other_settings_than_the_recorded_ones_are_not_exact() -> None:
 
 
 def test_a_pool_restored_to_a_checkpoint_splits_exactly() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     allocator.malloc(512)
     address = allocator.events[-1]["addr"]
     region = allocator.regions[0]
@@ -365,8 +351,7 @@ def test_allocated_pending_and_free_are_all_that_is_reserved(name: str) -> None:
 
 
 def test_a_history_that_contradicts_its_segments_has_no_layout() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     allocator.malloc(8 * MIB)
     allocator.free(allocator.malloc(4 * MIB))
     # The last event says that memory was allocated where no segment is.

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import simulate
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.whatif.apply import apply_edits
 from profkit.analysis.whatif.edits import Program
-from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
 from profkit.reading import open_snapshot
@@ -28,6 +24,7 @@ from recipes.model_memory.predict import predict_memory
 from recipes.whole_model.cells import Work
 from tests.allocator_reference import MIB, Block
 from tests.edited_programs import Blocks, opened, program_of
+from tests.golden import check_transcript
 
 KIB = 1024
 SMALL = Path(__file__).parent.parent / "traces" / "small-train.snapshot.pickle.gz"
@@ -199,8 +196,7 @@ def test_a_search_lets_the_request_through_that_ended_the_program(tmp_path: Path
     training = Blocks()
     allocator = training.allocator
     # 24 MiB are live then, 16 of them Adam's state; today's reserved peak is far below the capacity.
-    failure = {"action": "oom", "device_free": 0, "size": 100 * MIB, "requests": 0, "time_us": allocator.clock + 1}
-    allocator.events.append(failure)
+    allocator.run_out(100 * MIB, device_free=0)
     snapshot = opened(training, tmp_path)
     result = snapshot.whatif(fit=True, capacity_bytes=130 * MIB)
     assert result.search
@@ -235,62 +231,23 @@ def test_modules_are_found_where_no_range_has_their_names(tmp_path: Path) -> Non
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Blocks().write_run(tmp_path_factory.mktemp("run"))
-
-
-def whatif(*words: str | Path) -> Any:
-    return CliRunner().invoke(cli, ["whatif", *map(str, words)])
-
-
-def test_the_command_shows_the_edited_peak_and_what_it_is_made_of(run: Path) -> None:
-    result = whatif(run, "--edit", "checkpoint:h.*", "--edit", "optimizer:sgd")
-    assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
-    for text in (
-        "edited 35.64–36.36 MiB 35.64–36.36 MiB",
-        "checkpoint:h.*: 2 of 2 ranges, 6 calls",
-        "optimizer:sgd: SGD without momentum and weight decay: known state and 6 temporaries of its steps removed",
-        "What computing again takes is not known: the run has no trace of these ranges",
-        "The edited program's peak lies in backward",
-        "optimizer state 16.00 MiB 0 B -16.00 MiB",
-    ):
-        assert text in shown
+def test_what_whatif_prints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    opened(Blocks(), run)
+    edits = ("optimizer:sgd", "checkpoint:h.*", "loss:fused", "optimizer:lion", "sequence:×2")
+    calls = [
+        ("--edit", "checkpoint:h.*", "--edit", "optimizer:sgd"),
+        *(("--edit", edit, "--format", style) for edit in edits for style in ("json", "csv")),
+        *(("--fit", size) for size in ("200MiB", "60MiB", "1MiB")),
+        ("--fit", "60MiB", "--format", "json"),
+        ("--fit", "1GiB", "--edit", "loss:fused"),
+        *(("--allocator", "expandable_segments:True", "--format", style) for style in ("table", "json")),
+        ("--capacity", "60MiB", "--full-names"),
+    ]
+    check_transcript("whatif-memory", [("whatif", run, *words) for words in calls])
     # Python prepares what is computed again, too, which no trace of the recorded program shows.
     cost = open_snapshot(run).whatif(edits=["checkpoint:h.*"], cost=lambda names: 3_300_000 if names else None)
     assert "Computing again adds at least 3.300 ms to a step" in render(build_whatif_document(cost), "table")
-
-
-def test_the_json_holds_the_edited_case_and_both_peaks(run: Path) -> None:
-    data = json.loads(whatif(run, "--edit", "optimizer:sgd", "--format", "json").output)["memory"]
-    today, edited = data["cases"]
-    assert today["edits"] == []
-    assert edited["edits"] == ["optimizer:sgd"]
-    assert (edited["requested_peak_bytes"], edited["exact"]) == (52 * MIB, True)
-    parts = {part["name"]: part for part in data["edited"]["by_category"]}
-    assert parts["optimizer state"] == {"name": "optimizer state", "before_bytes": 16 * MIB, "after_bytes": 0}
-    assert sum(part["after_bytes"] for part in parts.values()) == edited["allocated_peak_bytes"]
-    assert sum(part["before_bytes"] for part in parts.values()) == today["allocated_peak_bytes"]
-
-
-def test_the_command_searches_for_what_fits_and_refuses_in_one_line(run: Path) -> None:
-    result = whatif(run, "--fit", "200MiB")
-    assert "It fits in 200.0 MiB as it is." in result.output
-    data = json.loads(whatif(run, "--fit", "60MiB", "--format", "json").output)["memory"]
-    assert data["fit"] is True
-    assert data["cases"][1]["reserved_peak_bytes"] <= 60 * MIB
-    never = whatif(run, "--fit", "1MiB")
-    assert never.exit_code == 0
-    assert "Nothing that was tried fits in 1.000 MiB. The least is needed by: --edit" in " ".join(never.output.split())
-    for words, message in (
-        ("--edit optimizer:lion", "no optimizer 'lion'"),
-        ("--edit sequence:×2", "no edit 'sequence:×2'"),
-        ("--fit 1GiB --edit loss:fused", "--fit searches by itself"),
-    ):
-        refused = whatif(run, *words.split()).exception
-        assert isinstance(refused, UsageError)
-        assert (message in str(refused), "\n" in str(refused)) == (True, False)
 
 
 # -- real runs -------------------------------------------------------------------------------------------------------

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,15 +12,13 @@ from hypothesis import strategies as st
 
 from profkit import read_snapshot
 from profkit.analysis.memory.compare import Comparison
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.cli.memory import memory
-from profkit.errors import RunError
 from profkit.report.commands.memory import BY, memory_table
-from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.captures import capture
 from tests.golden import check_transcript
 from tests.memory_captures import Training
+from tests.test_memory_modules import Layers
 
 
 def run(*arguments: str | Path) -> Result:
@@ -33,6 +28,54 @@ def run(*arguments: str | Path) -> Result:
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:
     return Training().write(tmp_path)
+
+
+def made_in(folder: Path) -> dict[str, Path]:
+    """Write made captures: runs with a ledger, and snapshots that lack something."""
+    for name, training in (("run", Training()), ("layers", Layers()), ("none", None)):
+        (folder / name).mkdir()
+        if training is not None:
+            training.write_run(folder / name)
+    failing, late, without = Training(), Training(), Training()
+    failing.allocator.run_out(300 * MIB, device_free=20 * MIB)
+    late.allocator.max_entries = 40
+    late.step(3, False)
+    without.allocator.events.clear()
+    named = {"failing": failing, "late": late, "without": without, "leaking": Training(leaks=True, steps=4)}
+    snapshots = {name: training.write(folder, f"{name}.pickle") for name, training in named.items()}
+    return snapshots | {name: folder / name for name in ("run", "layers", "none")}
+
+
+STYLES = ("table", "markdown", "latex", "csv")
+CALLS = (
+    "run",
+    *(f"leaking --leaks --format {style}" for style in STYLES),
+    "leaking --at phase:forward --stack adam.py --min-size 1MiB --top 1",
+    "leaking --stack adam.py --format json",
+    "leaking --phase tail=step?*",
+    "leaking --by module",
+    *(f"failing --format {style}" for style in (*STYLES, "json")),
+    "failing --at oom --capacity 400MiB",
+    "late",
+    "without",
+    *(f"layers --by {by} --format {style}" for by in BY for style in ("table", "csv")),
+    *(f"layers --top 2 --format {style}" for style in STYLES),
+    "layers --by module --top 3",
+    "layers --by module --stack h.1.attn",
+    *(f"run --{wrong}" for wrong in ("at noon", "device 3", "phase forward", "stack no-such-line", "min-size 1TiB")),
+    "run --min-size much",
+    "none",
+)
+
+
+def test_what_memory_prints(tmp_path: Path) -> None:
+    made = made_in(tmp_path)
+    calls = [(made[name], *words) for name, *words in map(str.split, CALLS)]
+    check_transcript("memory", [("memory", *words) for words in calls])
+    run, layers = made["run"], made["layers"]
+    pairs = [(layers, layers), (run, layers), (layers, run)]
+    compared = [("compare", *pair, "--force", "--format", style) for pair in pairs for style in STYLES]
+    check_transcript("memory-compared", compared)
 
 
 @pytest.mark.parametrize("name", ["small.pickle", "expandable.pickle", "midrun.pickle", "oom.pickle"])
@@ -47,39 +90,6 @@ def test_the_figures_of_a_real_run_are_printed() -> None:
     assert "allocated  peak 2.863 GiB (3,073,660,928 B), exact, at 3.822 s" in out
     assert "reserved   peak 3.023 GiB (3,246,391,296 B)" in out
     assert "requested  peak 2.821 GiB (3,029,062,664 B)" in out
-
-
-def test_a_run_directory_is_read_with_its_recorded_owners(tmp_path: Path) -> None:
-    out = run(Training().write_run(tmp_path)).stdout
-    assert "PyTorch's own peaks, recorded by the run, agree to the byte" in out
-    assert "known tensor" in out
-
-
-def test_each_way_of_asking_prints_what_it_did(snapshot: Path, tmp_path: Path) -> None:
-    """What each step left behind are 1 KiB, and with the first step the optimizer's state."""
-    leaky = Training(leaks=True, steps=4).write(tmp_path, "leaky.pickle")
-    filtered = ("--at", "phase:forward", "--stack", "adam.py", "--min-size", "1MiB", "--top", "1")
-    calls: list[tuple[str | Path, ...]] = [
-        (snapshot,),
-        *((snapshot, "--by", by, "--format", style) for by in BY for style in ("table", "csv")),
-        (snapshot, *filtered),
-        (snapshot, "--phase", "tail=step *"),
-        (leaky, "--format", "csv"),
-        *((leaky, "--leaks", "--format", style) for style in ("table", "markdown", "latex", "csv")),
-        # A wrong option or an empty selection is a usage error.
-        *((snapshot, *wrong.split()) for wrong in ("--at noon", "--device 3", "--phase forward", "--min-size 1TiB")),
-        (snapshot, "--stack", "no-such-line"),
-    ]
-    again = Path(shutil.copy(snapshot, tmp_path / "again.pickle"))
-    same = [("compare", snapshot, again, "--format", style) for style in ("table", "markdown", "latex")]
-    check_transcript("memory", [*(("memory", *words) for words in calls), *same])
-
-
-@pytest.mark.parametrize("filters", [[], ["--stack", "adam.py"], ["--min-size", "1MiB"]])
-def test_the_evidence_adds_up_to_what_is_allocated_also_under_a_filter(snapshot: Path, filters: list[str]) -> None:
-    peak = json.loads(run(snapshot, *filters, "--format", "json").stdout)["peak"]
-    assert sum(peak["evidence"].values()) == peak["allocated_bytes"]
-    assert ("not_selected" in peak["evidence"]) == bool(filters)
 
 
 def test_a_timeline_is_written_whole_or_the_old_file_stays(snapshot: Path, tmp_path: Path) -> None:
@@ -111,60 +121,11 @@ def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
     assert (result.exit_code, result.exception) == (0, None)
 
 
-def test_a_bad_size_and_a_directory_that_is_no_run_are_refused(snapshot: Path, tmp_path: Path) -> None:
-    assert run(snapshot, "--min-size", "much").exit_code == 2
-    (tmp_path / "empty").mkdir()
-    assert isinstance(run(tmp_path / "empty").exception, RunError)
-
-
-def test_a_history_that_lacks_something_is_a_warning_on_stderr(tmp_path: Path) -> None:
-    incomplete = run(capture("midrun.pickle"))
-    assert "history incomplete" in incomplete.stdout
-    assert "233 blocks (1,060,567,552 B) were live before the first event" in incomplete.stderr
-    data = Training().snapshot()
-    data["device_traces"] = []
-    (tmp_path / "s.pickle").write_bytes(pickle.dumps(data))
-    without = run(tmp_path / "s.pickle")
-    assert without.exit_code == 0
-    assert "a lower bound: the true peak may be higher" in " ".join(without.stdout.split())
-    assert "no history was recorded" in without.stderr
-
-
-@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json"])
-def test_every_format_holds_the_verdict_on_an_oom_error_and_every_warning(style: str, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    run(capture("oom.pickle"), "--format", style, "-o", target)
-    text = " ".join(target.read_text().split())
-    assert "the live allocations and the request do not fit together" in text
-    assert "of the bytes is unknown" in text
-    if style == "table":
-        assert "Out of memory 1 time" in text
-        assert "needed up to 192.0 MiB (201,326,592 B) more" in text
-
-
-@pytest.mark.parametrize("style", ["table", "markdown", "latex", "json", "csv"])
-def test_equal_allocations_share_a_line_and_the_lines_that_are_hidden_are_added_up(style: str) -> None:
-    text = run(capture("oom.pickle"), "--format", style).stdout
-    assert ("27 × 256.0 MiB" in text) == (style not in ("json", "csv"))
-    rest = run(capture("small.pickle"), "--format", style, "--top", "2").stdout
-    assert ("22 smaller places" in rest) == (style not in ("json", "csv"))
-
-
-def test_reading_does_not_change_the_file(snapshot: Path) -> None:
-    before = snapshot.read_bytes(), snapshot.stat().st_mtime_ns, sorted(snapshot.parent.iterdir())
-    run(snapshot)
-    assert (snapshot.read_bytes(), snapshot.stat().st_mtime_ns, sorted(snapshot.parent.iterdir())) == before
-
-
 # -- two snapshots -------------------------------------------------------------------------------------------------
 
 
-def opened(training: Training) -> OpenedSnapshot:
-    return OpenedSnapshot(build_snapshot(Path("made.pickle"), training.snapshot()))
-
-
 def compared(before: Training, after: Training) -> Comparison:
-    result = opened(before).against(opened(after))
+    result = before.opened().against(after.opened())
     assert sum(part.bytes for part in result.parts) == result.difference_bytes
     assert sum(result.by_kind.values()) == result.difference_bytes
     return result
@@ -251,48 +212,38 @@ def with_states(stack: str, size: int = 4 * MIB, steps: int = 3) -> Training:
     return training
 
 
-def ledgered(training: Training, folder: Path) -> OpenedSnapshot:
-    folder.mkdir(exist_ok=True)
-    return read_snapshot(training.write_run(folder))
-
-
-def test_a_named_tensor_matches_whichever_lines_made_it(tmp_path: Path) -> None:
+def test_a_named_tensor_matches_whichever_lines_made_it() -> None:
     before, after = with_states("state"), with_states("keep")
-    one, other = ledgered(before, tmp_path / "a"), ledgered(after, tmp_path / "b")
+    one, other = before.opened_run(), after.opened_run()
     assert kinds(one.against(other)) == {}
     assert kinds(compared(before, after)) == {"new": 16 * MIB, "gone": -16 * MIB}  # without the ledgers
-    assert kinds(one.against(opened(after))) == {"new": 16 * MIB, "gone": -16 * MIB}  # and with one of them
-    grown = ledgered(with_states("keep", 6 * MIB), tmp_path / "c")
-    assert kinds(one.against(grown)) == {"larger": 8 * MIB}
+    assert kinds(one.against(after.opened())) == {"new": 16 * MIB, "gone": -16 * MIB}  # and with one of them
+    assert kinds(one.against(with_states("keep", 6 * MIB).opened_run())) == {"larger": 8 * MIB}
 
 
-def test_a_part_of_several_tensors_says_how_many(tmp_path: Path) -> None:
-    """Four states, the largest in the middle, stand in one line; so does a single one, under its name alone."""
-    for folder, sizes, said in (
-        ("several", (4, 5, 7, 5), "w2.exp_avg and 3 more"),
-        ("one", (4,), "w0.exp_avg"),
-    ):
-        after = Training(steps=0)
-        after.states = [
-            after.malloc(size * MIB, "state", ("optimizer_state", f"w{number}.exp_avg"))
-            for number, size in enumerate(sizes)
-        ]
-        after.step(0, False)
-        runs = [ledgered(Training(steps=0), tmp_path / "before"), ledgered(after, tmp_path / folder)]
-        result = runs[0].against(runs[1])
-        states = [part for part in result.parts if "exp_avg" in part.label]
-        assert [(part.kind, part.count, part.owner_count) for part in states] == [("new", len(sizes), len(sizes))]
-        rows = memory_table(result).rows
-        assert [row["stack"] for row in rows if "exp_avg" in row["stack"]] == [said]
-
-
-def test_a_part_with_unnamed_tensors_is_shown_by_its_stack(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "unnamed", "owner_count", "label"),
+    [
+        ((4, 5, 7, 5), (), 4, "w2.exp_avg and 3 more"),  # the largest in the middle
+        ((4,), (), 1, "w0.exp_avg"),
+        ((4,), (9,), 0, "train.py:44 <module> (adam.py:7 _init_group)"),
+    ],
+)
+def test_a_part_of_several_tensors_says_how_many_and_one_with_unnamed_ones_is_shown_by_its_stack(
+    named: tuple[int, ...], unnamed: tuple[int, ...], owner_count: int, label: str
+) -> None:
     after = Training(steps=0)
-    after.states = [after.malloc(4 * MIB, "state", ("optimizer_state", "w0.exp_avg")), after.malloc(9 * MIB, "state")]
+    after.states = [
+        after.malloc(size * MIB, "state", ("optimizer_state", f"w{number}.exp_avg"))
+        for number, size in enumerate(named)
+    ]
+    after.states += [after.malloc(size * MIB, "state") for size in unnamed]
     after.step(0, False)
-    result = ledgered(Training(steps=0), tmp_path / "a").against(ledgered(after, tmp_path / "b"))
-    (part,) = (part for part in result.parts if any("_init_group" in frame for frame in part.stack))
-    assert (part.label, part.count, part.owner_count) == ("train.py:44 <module> (adam.py:7 _init_group)", 2, 0)
+    result = Training(steps=0).opened_run().against(after.opened_run())
+    (at,) = [at for at, part in enumerate(result.parts) if any("_init_group" in frame for frame in part.stack)]
+    part = result.parts[at]
+    assert (part.kind, part.count, part.owner_count) == ("new", len(named) + len(unnamed), owner_count)
+    assert memory_table(result).rows[at]["stack"] == label
 
 
 @pytest.mark.parametrize(("stack", "other"), [("state", "compiled state"), ("generated", "generated anew")])
@@ -320,11 +271,7 @@ TRAININGS = st.one_of(
 def test_the_comparison_in_the_other_direction_is_the_opposite(
     before: Training, after: Training, has_ledger: bool
 ) -> None:
-    with TemporaryDirectory() as folder:
-        sides = [
-            ledgered(training, Path(folder) / str(number)) if has_ledger else opened(training)
-            for number, training in enumerate((before, after))
-        ]
+    sides = [training.opened_run() if has_ledger else training.opened() for training in (before, after)]
     there, back = sides[0].against(sides[1]), sides[1].against(sides[0])
     assert sum(there.by_kind.values()) == sum(part.bytes for part in there.parts) == there.difference_bytes
     assert there.by_kind == {OPPOSITE.get(kind, kind): -size for kind, size in back.by_kind.items()}

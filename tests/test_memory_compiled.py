@@ -168,7 +168,7 @@ def modules_at(memory: DeviceMemory, moment: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: int, tmp_path: Path) -> None:
+def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: int) -> None:
     chance = random.Random(seed)
     amounts = iter(lambda: chance.randrange(1, 40) * 100_000, 0)
     program = Compiled()
@@ -183,7 +183,7 @@ def test_at_every_event_each_block_is_the_modules_whose_result_it_holds(seed: in
         program.note()
         program.drop(*left.values())
         program.allocator.free(other)
-    opened = read_snapshot(program.write_run(tmp_path))
+    opened = program.opened_run()
     memory = opened.device()
     for moment, truth in program.moments.items():
         found = modules_at(memory, moment)
@@ -237,22 +237,22 @@ def test_a_compiled_run_has_the_tree_of_modules_and_the_lines_whose_results_memo
     assert "recorded with the compiled code" in run_command("memory", str(run), "--by", "module").stdout
 
 
-def test_what_a_library_keeps_of_what_no_line_asked_for_is_its_workspace(tmp_path: Path) -> None:
+def test_what_a_library_keeps_of_what_no_line_asked_for_is_its_workspace() -> None:
     program, code = Compiled(), block_code()
     program.call(code, iter(SIZES))
     # The launch that writes buf0: a product of matrices, whose library needs memory of its own.
     program.put(MIB, FORWARD, 11)
     program.allocator.free(program.put(4 * MIB, FORWARD, 13))
-    result = read_snapshot(program.write_run(tmp_path)).memory()
+    result = program.opened_run().memory()
     rows = {row.name: row for row in result.composition.by_module}
     assert rows["workspace"].bytes == MIB
     assert (sizes(result)["workspace"], sizes(result)["temporaries"]) == (MIB, 4 * MIB)
 
 
-def test_the_modules_of_an_only_model_are_named_without_it(tmp_path: Path) -> None:
+def test_the_modules_of_an_only_model_are_named_without_it() -> None:
     program = Compiled("model/")
     program.call(block_code(), iter(SIZES))
-    result = read_snapshot(program.write_run(tmp_path)).memory()
+    result = program.opened_run().memory()
     names = {row.owner for row in result.composition.largest}
     assert {"h.1.norm", "shared: h.0.a + h.0.b"} <= names
     assert "h.0.shared: h.0.a + h.0.b" in {row.name for row in result.composition.by_module}
@@ -265,7 +265,7 @@ def test_names_stand_below_the_module_that_was_compiled(tmp_path: Path) -> None:
     assert {"layers.3.h.1.norm", "layers.3.h.0.mlp.up"} <= set(rows)
 
 
-def test_between_two_events_both_holders_are_named_if_it_may_be_either(tmp_path: Path) -> None:
+def test_between_two_events_both_holders_are_named_if_it_may_be_either() -> None:
     program = Compiled()
     other = program.malloc(MIB, "forward")
     code = Code(FORWARD)
@@ -278,7 +278,7 @@ def test_between_two_events_both_holders_are_named_if_it_may_be_either(tmp_path:
     moment = len(program.allocator.events)
     blocks.append(program.put(SIZES[2], FORWARD, 16))
     program.graphs[FORWARD] = code.graph()
-    memory = read_snapshot(program.write_run(tmp_path)).device()
+    memory = program.opened_run().device()
     found = modules_at(memory, moment)
     assert found[blocks[0].address] == "one of: h.0.a, h.0.c"
     assert found[blocks[1].address] == "h.0.b"

@@ -1,6 +1,6 @@
-"""``profkit run --memory -- COMMAND`` on a CUDA of paper: real processes, torch's own lazy initialisation, no GPU.
+"""``profkit run --memory`` or ``--oom -- COMMAND`` on a CUDA of paper: real processes, torch's own lazy initialisation.
 
-The scripts run as forks of a process that has imported torch.
+The scripts run as forks of a process that has imported torch. Memory may run out in a recorded step or after them all.
 
 What only a GPU can show is in tests/test_run_script_gpu.py.
 """
@@ -12,12 +12,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from profkit.capture.errors import is_out_of_memory
+from profkit.launch.passes import Outcome, command_passes
+from profkit.run.manifest import Process, ProcessMemory
 from profkit.run.owners import Owners, read_owners
+from profkit.run.recording import Failure, MemoryOptions, Order
 from tests.forked_scripts import Forks
 from tests.in_process import ended, manifest_of, names_in, run_command
 
@@ -48,14 +55,14 @@ for number in range(5):
     optimizer.zero_grad()
     loss = model(torch.randn(4, 8)).square().mean()
     loss.backward()
-    if number == 2 and "exhaust" in how:
+    if (number == 2 and "exhaust" in how) or (number == 4 and "dies" in how):
         torch.cuda.exhaust()
-    if number == 2 and "retry" in how:
+    if (number == 2 and "retry" in how) or (number == 4 and "survives" in how):
         try:
             torch.cuda.exhaust()
         except torch.OutOfMemoryError:
             print("smaller")
-    if number == 1 and "reset" in how:
+    if (number == 1 and "reset" in how) or "dies" in how:
         torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     print(number, loss.item().hex(), flush=True)
@@ -311,3 +318,89 @@ def test_ctrl_c_keeps_what_was_recorded_until_then(place: Path, forks: Forks) ->
     last = "profkit: interrupted; run is marked failed and keeps snapshot.pickle"
     assert done.stderr.splitlines()[-1] == last
     assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+
+
+# -- memory that runs out after the recorded steps --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--oom", "--memory-only"])
+def test_a_command_that_dies_after_the_recorded_steps_is_explained(place: Path, recorded: Run, option: str) -> None:
+    done = recorded(option, "--", "dies", status=1)
+    assert "Out of memory 1 time, last at" in done.stdout
+    assert "asked for 99.00 MiB (103,809,024 B)" in done.stdout
+    assert "When the allocation failed, " in done.stdout
+    last = done.stderr.splitlines()[-2:]
+    assert last[0].startswith("torch.OutOfMemoryError: CUDA out of memory.")
+    assert last[1].endswith("failed with exit status 1; what was recorded up to then is kept: profkit memory run")
+    assert names_in(place / "run") == ["ledger.jsonl", "manifest.json", "snapshot.pickle"]
+    ledger = _ledger(place)
+    roles = {one.role for one in ledger.owned if one.time_us > ledger.figures[-2].time_us}
+    assert roles >= ({"parameter", "gradient", "optimizer_state"} if option == "--oom" else {"gradient"})
+    assert ledger.figures[-1].moment == "out of memory"
+    manifest = manifest_of(place / "run")
+    assert (manifest["status"], manifest["profiler"]) == ("failed", None)
+    assert manifest["memory"]["processes"][0]["memory"]["failed_allocations"] == 1
+
+
+def test_a_command_that_never_runs_out_leaves_the_manifest_alone(place: Path, run: Run, recorded: Run) -> None:
+    plain = run(sys.executable, "train.py")
+    done = recorded("--oom", "--")
+    assert (done.stdout, done.stderr) == (plain.stdout, ""), "the losses are the same to the bit"
+    assert names_in(place / "run") == ["manifest.json"]
+
+
+def test_a_failed_allocation_that_the_command_survives_is_said_in_one_line(place: Path, recorded: Run) -> None:
+    done = recorded("--oom", "--", "survives")
+    assert done.stderr == (
+        "profkit: 1 allocation failed and the target went on; profkit memory run says why the last failed\n"
+    )
+    assert "Out of memory 1 time" in run_command("memory", place / "run").stdout
+
+
+def test_watching_goes_along_with_the_trace_unless_the_allocator_has_a_pass_of_its_own() -> None:
+    for allocator, with_memory, with_trace, expected in (
+        (MemoryOptions(), False, False, [("oom", True)]),
+        (MemoryOptions(), False, True, [("nsys", True)]),
+        (MemoryOptions(), True, True, [("memory", True), ("nsys", False)]),
+        (None, False, True, [("nsys", False)]),
+    ):
+        order = Order("", "nsys", 5, 3)
+        found = command_passes(["train"], order, allocator, with_memory=with_memory, with_trace=with_trace)
+        assert [(one.order.recorder, one.order.memory is not None) for one in found] == expected
+
+
+def _wrapped(error: BaseException) -> BaseException:
+    try:
+        try:
+            raise error
+        except type(error) as cause:
+            raise RuntimeError("training failed") from cause
+    except RuntimeError as wrapped:
+        return wrapped
+
+
+def test_a_failed_allocation_is_known_behind_an_error_of_the_scripts_own() -> None:
+    assert is_out_of_memory(_wrapped(torch.OutOfMemoryError("CUDA out of memory.")))
+    assert not is_out_of_memory(_wrapped(ValueError("a bad batch")))
+    assert not is_out_of_memory(None)
+
+
+@pytest.mark.parametrize(
+    ("status", "failures", "is_fatal"),
+    [
+        (1, [Failure("OutOfMemoryError: …", 1, out_of_memory=True), Failure("ChildFailedError: …")], True),
+        (1, [], True),  # it printed the error itself
+        (1, [Failure("ValueError: a bad batch")], False),
+        (0, [], False),
+    ],
+)
+def test_an_allocation_that_failed_is_fatal_where_the_command_ended_with_it(
+    status: int, failures: list[Failure], is_fatal: bool
+) -> None:
+    memory = [ProcessMemory(), ProcessMemory("snapshot.rank1.pickle", failed_allocations=2, is_of_failure=True)]
+    processes = tuple(Process(rank=rank, memory=one) for rank, one in enumerate(memory))
+    order = Order("", "oom", 5, 3, memory=MemoryOptions())
+    outcome = Outcome(order, status, processes, tuple(failures), None)
+    failed: Any = outcome.out_of_memory
+    assert (failed.count, failed.rank, failed.is_fatal) == (2, 1, is_fatal)
+    assert Outcome(order, 1, processes[:1], (), None).out_of_memory is None

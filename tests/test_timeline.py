@@ -21,15 +21,10 @@ from profkit.errors import UsageError
 from profkit.report.colours import MEMORY, PHASES
 from profkit.report.page.modules import build_data
 from profkit.report.page.page import render_memory_page
-from profkit.snapshot.reader import build_snapshot
 from tests.allocator_reference import MIB
 from tests.browser import open_page
 from tests.captures import capture
-from tests.memory_captures import Training
-
-
-def opened(training: Training) -> OpenedSnapshot:
-    return OpenedSnapshot(build_snapshot(Path("made.pickle"), training.snapshot()))
+from tests.memory_captures import Training, opened
 
 
 def assert_books_close(bins: Bins) -> None:
@@ -51,14 +46,13 @@ def test_every_sample_adds_up_and_one_of_them_is_the_peak(name: str, bin_count: 
 
 
 def test_a_short_history_is_not_binned_and_one_without_events_has_one_sample() -> None:
-    chosen = opened(Training()).device()
+    chosen = Training().opened().device()
     bins = bin_history(chosen)
     assert np.array_equal(bins.allocated, chosen.history.curves.allocated)
     assert np.array_equal(bins.lowest, bins.allocated)
     found = {one.name: int(one.bytes[bins.peak]) for one in bins.by_category}
     assert (found["activations"], found["gradients"]) == (12 * MIB, 8 * MIB)
-    data = Training().snapshot() | {"device_traces": []}
-    without = bin_history(OpenedSnapshot(build_snapshot(Path("x"), data)).device())
+    without = bin_history(opened(Training().snapshot() | {"device_traces": []}).device())
     assert (without.allocated.tolist(), without.has_times) == ([24 * MIB], False)
     assert_books_close(without)
 
@@ -73,14 +67,14 @@ def test_the_categories_at_a_sample_equal_those_of_the_account_and_small_stacks_
 
 
 def test_a_filter_adds_up_the_other_allocations_in_one_series() -> None:
-    bins = bin_history(opened(Training()).device(), Filter(stack="adam.py"))
+    bins = bin_history(Training().opened().device(), Filter(stack="adam.py"))
     assert [one.name for one in bins.by_category] == ["optimizer state", NOT_SELECTED]
     assert_books_close(bins)
     assert {shape.category for shape in bins.shapes} == {"optimizer state"}
 
 
 def test_an_allocation_has_its_category_size_lifetime_and_stack() -> None:
-    bins = bin_history(opened(Training()).device())
+    bins = bin_history(Training().opened().device())
     (inner, *_) = [shape for shape in bins.shapes if shape.requested_bytes == 3 * MIB]
     assert (inner.category, inner.evidence, inner.stack) == ("temporaries", "lifetime", ())
     assert inner.born_us is not None
@@ -146,7 +140,7 @@ def test_the_data_in_the_page_are_exact_and_few(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("page") / "timeline.html"
-    target.write_text(page_of(opened(Training(steps=6))), encoding="utf-8")
+    target.write_text(page_of(Training(steps=6).opened()), encoding="utf-8")
     return target
 
 

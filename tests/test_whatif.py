@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from profkit import read_snapshot
 from profkit.allocator.rules import format_settings, list_variants, parse_settings
-from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.document import render
-from profkit.snapshot.reader import build_snapshot
-from tests.allocator_reference import MIB, ReferenceAllocator
+from tests.allocator_reference import MIB, ReferenceAllocator, recording
+from tests.memory_captures import opened
 from tests.test_allocator import drive, random_steps
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
 TRACE = Path(__file__).parents[1] / "traces" / "small-train.snapshot.pickle.gz"
 GIB = 2**30
-
-
-def opened(allocator: ReferenceAllocator) -> OpenedSnapshot:
-    return OpenedSnapshot(build_snapshot(Path("made.pickle"), allocator.snapshot()))
 
 
 # -- settings as torch writes them ------------------------------------------------------------------------------
@@ -104,26 +96,25 @@ def test_expandable_segments_are_predicted_from_a_real_snapshot() -> None:
 
 
 def test_a_program_that_survives_by_releasing_its_cache_fits() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     for size in (40, 60, 80):
         allocator.free(allocator.malloc(size * MIB))
-    (today,) = opened(allocator).whatif(capacity_bytes=100 * MIB, allocators=["max_split_size_mb:512"]).cases[:1]
+    result = opened(allocator.snapshot()).whatif(capacity_bytes=100 * MIB, allocators=["max_split_size_mb:512"])
+    today = result.cases[0]
     assert today.reserved_peak_bytes == 180 * MIB
     assert today.fits
 
 
 def test_memory_that_once_was_too_little_is_the_capacity() -> None:
     """The cache was released for the next request, whose stack stands at the release: CUDA had no more memory."""
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     for size in (40, 60, 80):
         if allocator.reserved.current:
             allocator.empty_cache()
         allocator.free(allocator.malloc(size * MIB))
     for event in allocator.events:
         event["frames"] = [{"name": "forward", "filename": "model.py", "line": 1}]
-    result = opened(allocator).whatif(allocators=["max_split_size_mb:512"])
+    result = opened(allocator.snapshot()).whatif(allocators=["max_split_size_mb:512"])
     assert (result.capacity_bytes, result.capacity_from) == (80 * MIB, "seen")
     assert [case.reserved_peak_bytes for case in result.cases] == [80 * MIB, 80 * MIB]
     assert result.cases[1].fits
@@ -131,15 +122,13 @@ def test_memory_that_once_was_too_little_is_the_capacity() -> None:
 
 
 def test_the_request_that_ended_a_program_is_part_of_every_other_case() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
     for block, kept in ((blocks[0], 30), (blocks[2], 35)):
         allocator.free(block)
         allocator.malloc(kept * MIB)
-    failed = {"action": "oom", "device_free": 30 * MIB, "size": 50 * MIB, "stream": 0, "time_us": allocator.clock + 1}
-    allocator.events.append(failed)
-    result = opened(allocator).whatif(allocators=["expandable_segments:True", "max_split_size_mb:512"])
+    allocator.run_out(50 * MIB, device_free=30 * MIB)
+    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True", "max_split_size_mb:512"])
     assert (result.capacity_bytes, result.capacity_from) == (270 * MIB, "seen")
     assert [case.fits for case in result.cases] == [False, True, False]
     assert result.cases[0].failed_request_bytes == 50 * MIB
@@ -148,35 +137,31 @@ def test_the_request_that_ended_a_program_is_part_of_every_other_case() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("size", [2**41, 2**45, 2**59])
 def test_a_request_for_more_than_any_gpu_has_fits_nowhere(size: int, expandable: bool) -> None:
-    allocator = ReferenceAllocator(expandable=expandable)
-    allocator.record()
+    allocator = recording(expandable=expandable)
     allocator.malloc(30 * MIB)
-    allocator.events.append({"action": "oom", "device_free": 0, "size": size, "stream": 0, "time_us": 2_000_000})
-    snapshot = opened(allocator)
+    allocator.run_out(size, device_free=0)
+    snapshot = opened(allocator.snapshot())
     assert not any(case.fits for case in snapshot.whatif().cases)
-    verdict = snapshot.memory().oom
-    assert verdict is not None
-    assert verdict.fitting_settings == ()
+    assert snapshot.memory().oom.fitting_settings == ()
 
 
 def test_a_recording_that_began_in_the_middle_gives_a_range() -> None:
     allocator = ReferenceAllocator(notes_pools=True)
     steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]
     drive(allocator, [("malloc", 30 * MIB, 0, (0, 0)), *steps], record_at=40)
-    result = opened(allocator).whatif(allocators=["expandable_segments:True"])
+    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True"])
     assert not result.history_is_complete
     assert not result.cases[1].exact
 
 
 def test_a_wrong_address_means_lower_bounds_alone() -> None:
     """The limit on splits was lifted for a while: with the last settings another block would have been chosen."""
-    allocator = ReferenceAllocator(max_split=25 * MIB)
-    allocator.record()
+    allocator = recording(max_split=25 * MIB)
     allocator.free(allocator.malloc(40 * MIB))
     allocator.malloc(30 * MIB)
     allocator.malloc(9 * MIB)
     allocator.max_split = None
-    result = opened(allocator).whatif(allocators=["expandable_segments:True"])
+    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True"])
     other = result.cases[1]
     assert not result.identity.exact
     assert result.identity.reason
@@ -221,43 +206,10 @@ def test_the_peaks_of_real_runs_are_predicted_from_each_other_to_the_byte(name: 
             assert low <= peak <= high
 
 
-# -- the command ------------------------------------------------------------------------------------------------
-
-
-def test_the_json_has_the_keys_that_other_programs_read() -> None:
-    shown = CliRunner().invoke(
-        cli, ["whatif", str(TRACE), "--allocator", "expandable_segments:True", "--format", "json"]
-    )
-    whole = json.loads(shown.output)
-    assert (whole["schema"], whole["time"]) == (2, None)
-    data = whole["memory"]
-    assert data["identity"] == {"exact": True, "wrong_address_count": 0, "reason": None}
-    assert [case["allocator"] for case in data["cases"]] == ["", "expandable_segments:True"]
-    table = CliRunner().invoke(cli, ["whatif", str(TRACE), "--capacity", "4GiB", "--full-names"]).output
-    for name in ("expandable_segments:True", "roundup_power2_divisions:4", "max_split_size_mb:128"):
-        assert name in table.replace("\n  ", " ")
-    assert data["cases"][1] == {
-        "allocator": "expandable_segments:True",
-        "edits": [],
-        "requested_peak_bytes": 3219960876,
-        "requested_range_bytes": [3_219_960_876, 3_219_960_876],
-        "allocated_peak_bytes": 3219962880,
-        "reserved_peak_bytes": 3252682752,
-        "exact": True,
-        "allocated_range_bytes": [3219962880, 3219962880],
-        "reserved_range_bytes": [3252682752, 3252682752],
-        "phase": "backward",
-        "fits": None,
-        "unused_bytes": 32719872,
-        "failed_request_bytes": None,
-    }
-
-
 def test_unused_memory_is_unknown_where_more_is_allocated_than_reserved() -> None:
-    allocator = ReferenceAllocator()
-    allocator.record()
+    allocator = recording()
     allocator.malloc(30 * MIB)
     allocator.events[0]["size"] = 10 * MIB  # the segment, as a damaged file has it
-    case = opened(allocator).whatif().cases[0]
+    case = opened(allocator.snapshot()).whatif().cases[0]
     assert (case.allocated_peak_bytes, case.reserved_peak_bytes) == (30 * MIB, 10 * MIB)
     assert case.unused_bytes is None
