@@ -219,7 +219,7 @@ def test_the_spread_of_steps_is_said_where_the_step_time_lies_in_it() -> None:
 
 
 def test_what_is_computed_outside_of_all_phases_is_said_where_it_is_much() -> None:
-    for outside_ns, said in ((4 * MS, "outside 40% · forward 10%"), (MS // 4, "forward 10%")):
+    for outside_ns, said in ((4 * MS, "outside phases 40% · forward 10%"), (MS // 4, "forward 10%")):
         part = StepPart(Limit.COMPUTING, MS + outside_ns, {OUTSIDE: outside_ns, "forward": MS})
         (row,) = draw_tree(StepTree(10 * MS, "replay", (part,)))
         assert row.endswith(f"%  {said}")

@@ -814,6 +814,23 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
     assert saves.expected == 44_734_852 - expected
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (ROOT / "tests" / "light_records" / "ddp-data", "Nothing is predicted: no trace was recorded."),
+        (ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite", "Nothing is predicted: no work of a GPU was recorded."),
+        (
+            ROOT / "traces" / "nanogpt-default.snapshot.pickle.gz",
+            "Nothing found that would save more than 2 % of the peak.",
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_where_nothing_could_be_found_it_is_not_said_that_nothing_was(path: Path, said: str) -> None:
+    opened = open_capture(path)
+    assert find_advice(opened, summarize_capture(opened)).nothing == said
+
+
 def test_nothing_found_says_of_the_step_what_its_tree_says(tmp_path: Path) -> None:
     """Steps half as long as the recorded ones are not what was replayed: the tree rests on the GPU's time."""
     program = equal_steps(within("forward", python(12 * MS), launch(NVJET, 300_000, 40), wait))

@@ -238,7 +238,7 @@ def test_the_largest_share_of_the_work_is_never_left_out_for_room(monkeypatch: p
     assert f"per GPU · communication {share} ·" in said
     lines = _lines(summary, monkeypatch, 120)
     assert "2 × H200 · 2 ranks" in lines["STEP"]
-    assert "No rank is late: rank 1 costs the others most, 10.03 ms in the median step (22.4% of it)" in lines["RANKS"]
+    assert "cannot be told: rank 1 costs the others most, 10.03 ms in the median step (22.4% of it)" in lines["RANKS"]
     assert "communication not hidden " in lines["GPU"]
     assert "750,239 ns of them are in no range" in lines["Closed"]
 

@@ -307,9 +307,12 @@ def _prove(evidence: Evidence, cause: Cause) -> str:
 
 def _say_nothing(evidence: Evidence) -> str:
     limits = evidence.summary.limits
-    if limits is None and evidence.summary.work is not None:
-        return "Nothing is predicted: no work of a GPU was recorded."
-    if limits is None or (limits.refusal is not None and evidence.replay is not None):
+    if limits is None:
+        if evidence.summary.memory is not None and not evidence.summary.has_trace:
+            return "Nothing found that would save more than 2 % of the peak."
+        what = "work of a GPU" if evidence.summary.has_trace else "trace"
+        return f"Nothing is predicted: no {what} was recorded."
+    if limits.refusal is not None and evidence.replay is not None:
         return "Nothing found that would save more than 2 %."
     if limits.refusal is not None:
         return f"Nothing is predicted: {limits.refusal}."

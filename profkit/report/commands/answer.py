@@ -30,7 +30,7 @@ NAMES: dict[Kind, str] = {
     Limit.ALLOCATING: "allocations from CUDA",
     "rest": "the rest",
 }
-_OUTSIDE_PHASES = "outside all phases"
+_OUTSIDE_PHASES = "outside phases"
 _PACES: dict[Kind, str] = {
     "data": "it waits for the next batch",
     Limit.PYTHON: "Python keeps the GPU waiting",
@@ -264,7 +264,7 @@ def describe_phases(tree: StepTree, part: StepPart, room: int | None = None) -> 
         return ""
     shares = {phase: tree.share(time_ns) for phase, time_ns in part.phases.items() if phase}
     named = [
-        f"{phase} {share:.0%}"
+        f"{_OUTSIDE_PHASES if phase == OUTSIDE else phase} {share:.0%}"
         for phase, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= (_LARGE_OUTSIDE if phase == OUTSIDE else _SMALL_PHASE)
     ]

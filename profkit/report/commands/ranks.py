@@ -368,7 +368,8 @@ def describe_verdict(result: RanksResult) -> list[str]:
         if verdict.doubt is None
         else _DOUBTS[verdict.doubt]
     )
-    judged = "Whether a rank is late cannot be told" if verdict.doubt in ("varies", "few") else "No rank is late"
+    is_open = verdict.doubt in ("varies", "few", "launches")
+    judged = "Whether a rank is late cannot be told" if is_open else "No rank is late"
     lines = [f"{judged}: rank {verdict.most_rank} costs the others most, {cost}; {why}"]
     if verdict.doubt == "unexplained":
         lines = [f"Rank {verdict.most_rank} is late by {cost}, and why is not known: {why}"]
