@@ -63,31 +63,26 @@ def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
     path = Path(path)
     sources = find_sources(path)
     reads = _read_by_processes(sources, workers)
-    ranks = [rank for read in reads for rank in read.ranks]
+    found = [(rank.record, source) for source, read in zip(sources, reads, strict=True) for rank in read.ranks]
     lost = [entry for read in reads for entry in read.lost]
-    if not ranks and lost:
+    if not found and lost:
         raise CaptureError(lost[0][1])
-    twice = [rank for rank, count in Counter(rank.record.rank for rank in ranks).items() if count > 1]
+    twice = sorted(rank for rank, count in Counter(record.rank for record, _ in found).items() if count > 1)
     if twice:
-        holders = dict.fromkeys(
-            source.folder
-            for source, read in zip(sources, reads, strict=True)
-            if any(rank.record.rank == min(twice) for rank in read.ranks)
-        )
+        holders = dict.fromkeys(source.folder for record, source in found if record.rank == twice[0])
         raise UsageError(
-            f"{path}: {' and '.join(folder.name for folder in holders)} both hold rank {min(twice)}. If they are two"
+            f"{path}: {' and '.join(folder.name for folder in holders)} both hold rank {twice[0]}. If they are two"
             f" jobs: profkit compare {' '.join(map(str, holders))}. If they are nodes of one job: record each with"
             " `profkit run`, which notes the ranks"
         )
-    if not ranks:
+    if not found:
         raise RunError(f"{path}: no trace and no light record in it; `profkit summary` of a run says how it ended")
-    if len(ranks) < 2:
-        source = next(source for source, read in zip(sources, reads, strict=True) if read.ranks)
-        (only,) = ranks
-        if only.record.world_size > 1 or source.trace is None:
+    if len(found) < 2:
+        ((only, source),) = found
+        if only.world_size > 1 or source.trace is None:
             others = "; put the runs of the other machines together with `profkit gather`"
-            of = f" of {only.record.world_size}" if only.record.world_size > 1 else ""
-            raise UsageError(f"{path}: holds rank {only.record.rank}{of} alone, and nothing to compare it with{others}")
+            of = f" of {only.world_size}" if only.world_size > 1 else ""
+            raise UsageError(f"{path}: holds rank {only.rank}{of} alone, and nothing to compare it with{others}")
         raise UsageError(f"{path}: holds one rank; profkit kernels {source.folder}")
     runs = _runs_in(path) if path.is_dir() else []
     jobs = dict.fromkeys(run.manifest.job.id for run in runs if run.manifest.job and run.manifest.job.id is not None)
