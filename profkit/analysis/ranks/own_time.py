@@ -117,9 +117,9 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     end = max((int(table.end_ns.max()) for table in tables if len(table)), default=0)
     waits = is_data_wait(trace)
     waiting = unite(trace.ranges.start_ns[waits], trace.ranges.end_ns[waits])
-    idle = subtract(Stretches(np.array([begin]), np.array([end])), time.busy) if begin < end else NOTHING
-    data = intersect(idle, waiting)
-    rest = subtract(idle, waiting)
+    whole = Stretches(np.array([begin]), np.array([end])) if begin < end else NOTHING
+    idle = subtract(whole, time.busy)
+    data, rest = intersect(idle, waiting), subtract(idle, waiting)
     calling = unite_all([time.launching, time.synchronising])
     host = _HostPlaces(attribution, of_range, places)
     pieces: list[tuple[Ints, Ints, Cause, Ints]] = []
@@ -137,31 +137,19 @@ def divide_own_time(attribution: Attribution) -> tuple[OwnTime, OwnTime]:
     talking = time.exposed_communication
     pieces.append((talking.start_ns, talking.end_ns, "communication", np.zeros(len(talking), dtype=np.int64)))
     pieces.append((data.start_ns, data.end_ns, "data", np.full(len(data), _LOADING_NUMBER)))
-    elsewhere: dict[Cause, Stretches] = {
-        "launch": intersect(rest, calling),
-        "python": subtract(rest, calling),
-    }
+    elsewhere: dict[Cause, Stretches] = {"launch": intersect(rest, calling), "python": subtract(rest, calling)}
     for cause, when in elsewhere.items():
         start_ns, end_ns = host.cut(when)
         pieces.append((start_ns, end_ns, cause, host.at(start_ns)))
-    number = {cause: np.int64(index) for index, cause in enumerate(CAUSES)}
-    columns = [(start, end, np.full(len(start), number[cause]), place) for start, end, cause, place in pieces]
+    columns = [(start, end, np.full(len(start), CAUSES.index(cause)), place) for start, end, cause, place in pieces]
     start_ns, end_ns, causes, place = (np.concatenate(column) for column in zip(*columns, strict=True))
     order = np.argsort(start_ns, kind="stable")
     own = OwnTime(start_ns[order], end_ns[order], causes[order], place[order], places)
-    outside = _outside_cuda(trace, idle, begin, end)
-    start_ns, end_ns = host.cut(outside)
-    at = host.at(start_ns)
-    return own, OwnTime(start_ns, end_ns, np.full(len(start_ns), number["python"]), at, places)
-
-
-def _outside_cuda(trace: Trace, idle: Stretches, begin: int, end: int) -> Stretches:
-    """Return when the host called no CUDA; of a rank without a GPU, when it was idle."""
-    if trace.measure != "gpu-kernel":
-        return idle
-    hosts = build_host_times(trace).values()
-    calling = unite_all([part for host in hosts for part in (host.launching, host.synchronising)])
-    return subtract(Stretches(np.array([begin]), np.array([end])), calling) if begin < end else NOTHING
+    # Of a rank without a GPU, when it was idle.
+    hosts = build_host_times(trace).values() if trace.measure == "gpu-kernel" else ()
+    calling = unite_all([part for each in hosts for part in (each.launching, each.synchronising)])
+    start_ns, end_ns = host.cut(subtract(whole, calling) if trace.measure == "gpu-kernel" else idle)
+    return own, OwnTime(start_ns, end_ns, np.full(len(start_ns), CAUSES.index("python")), host.at(start_ns), places)
 
 
 def _busy_time(attribution: Attribution) -> tuple[GpuTime, Ints]:

@@ -26,7 +26,7 @@ from profkit.report.units import (
     format_share,
     ns_over,
 )
-from profkit.run.light_record import P2P
+from profkit.run.light_record import P2P, Group
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
@@ -112,11 +112,7 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         "waits": result.waits_ns.tolist(),
         "pipelines": [
             {
-                "group": {
-                    "name": pipeline.group.name,
-                    "dimension": pipeline.group.dimension,
-                    "ranks": list(pipeline.ranks),
-                },
+                "group": _group_data(pipeline.group, pipeline.ranks),
                 "between_ns": list(pipeline.between_ns),
                 "own_ns": list(pipeline.own_ns),
                 "longest_rank": pipeline.ranks[pipeline.longest],
@@ -246,9 +242,12 @@ def _rank_data(rank: RankSummary) -> dict[str, Any]:
 
 
 def _culprit_data(culprit: Culprit) -> dict[str, Any]:
-    group = culprit.group
-    named = {"name": group.group.name, "dimension": group.group.dimension, "ranks": list(group.ranks)}
-    return {**{key: getattr(culprit, key) for key in _OF_CULPRIT}, "group": named}
+    group = _group_data(culprit.group.group, culprit.group.ranks)
+    return {**{key: getattr(culprit, key) for key in _OF_CULPRIT}, "group": group}
+
+
+def _group_data(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
+    return {"name": group.name, "dimension": group.dimension, "ranks": list(ranks)}
 
 
 def _notes(result: RanksResult) -> Sequence[str]:
