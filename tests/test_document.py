@@ -95,9 +95,11 @@ def test_without_findings_json_has_no_self_check() -> None:
 
 
 def test_a_path_in_json_is_absolute_only_with_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = Document("kernels", {"trace": str(tmp_path / "runs" / "t.sqlite")}, (), Table((), []))
+    path = str(tmp_path / "runs" / "t.sqlite")
+    document = Document("kernels", {"trace": path, "memory": {"before": path}}, (), Table((), []))
     assert json.loads(render(document, "json"))["trace"] == "t.sqlite"
-    assert json.loads(render(document, "json", full_names=True))["trace"] == str(tmp_path / "runs" / "t.sqlite")
+    assert json.loads(render(document, "json"))["memory"]["before"] == "t.sqlite", "within a part of it, too"
+    assert json.loads(render(document, "json", full_names=True))["trace"] == path
     monkeypatch.chdir(tmp_path)
     assert json.loads(render(document, "json"))["trace"] == "runs/t.sqlite"
 

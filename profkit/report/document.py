@@ -206,6 +206,8 @@ def _to_json(document: Document, full_names: bool) -> dict[str, Any]:
 
 def _shown(key: str, value: Any) -> Any:
     """Return a path without the folders of this machine: from the working directory on, else the name alone."""
+    if isinstance(value, dict):
+        return {name: _shown(name, inner) for name, inner in value.items()}
     if key not in _PATHS or not isinstance(value, str) or not os.path.isabs(value):
         return value
     path = Path(value)
