@@ -269,16 +269,13 @@ def test_a_pool_restored_to_a_checkpoint_splits_exactly() -> None:
     region = allocator.regions[0]
     # CUDA graph trees allocate every block of a segment anew, also the free one between two that are in use
     allocator.free(region.blocks[0])
+    region.blocks = []
     for offset, size in ((0, 512), (512, 3 * MIB // 2), (512 + 3 * MIB // 2, MIB // 2 - 512)):
         allocator._note("alloc", address + offset, size, 0)
         allocator.allocated.add(size)
         allocator.requested.add(size)
         allocator.at_event[-1] = allocator._figures()
-    region.blocks = [
-        Block(address, 512, region, "active_allocated", 512),
-        Block(address + 512, 3 * MIB // 2, region, "active_allocated", 3 * MIB // 2),
-        Block(address + 512 + 3 * MIB // 2, MIB // 2 - 512, region, "active_allocated", MIB // 2 - 512),
-    ]
+        region.blocks.append(Block(address + offset, size, region, "active_allocated", size))
     history = replayed(allocator)
     assert not history.contradictions
     assert figures(history)[0] == 2 * MIB
@@ -287,24 +284,21 @@ def test_a_pool_restored_to_a_checkpoint_splits_exactly() -> None:
 @pytest.mark.parametrize(
     ("divisions", "requested", "rounded"),
     [
-        (0, 1, 512),
-        (0, 513, 1024),
-        (2, 4 * MIB + 1, 6 * MIB),
-        (4, 1200, 1536),
-        (4, 2049, 2560),
-        (4, 4096, 4096),
-        (8, 5 * MIB + 1, 5 * MIB + MIB // 2),
+        ((), 1, 512),
+        ((), 513, 1024),
+        ((2,) * 16, 4 * MIB + 1, 6 * MIB),
+        ((4,) * 16, 1200, 1536),
+        ((4,) * 16, 2049, 2560),
+        ((4,) * 16, 4096, 4096),
+        ((8,) * 16, 5 * MIB + 1, 5 * MIB + MIB // 2),
+        # Each interval between powers of two has its own.
+        ((0, 4, *[8] * 14), MIB + 1, MIB + 512),
+        ((0, 4, *[8] * 14), 2 * MIB + 1, 2 * MIB + MIB // 2),
+        ((0, 4, *[8] * 14), 4 * MIB + 1, 4 * MIB + MIB // 2),
     ],
 )
-def test_a_request_is_rounded_as_in_pytorch(divisions: int, requested: int, rounded: int) -> None:
-    rule = Settings(roundup_power2_divisions=(divisions,) * 16 if divisions else ())
-    assert round_sizes(np.array([requested]), rule).tolist() == [rounded]
-
-
-def test_each_interval_between_powers_of_two_has_its_divisions() -> None:
-    rule = Settings(roundup_power2_divisions=(0, 4, *[8] * 14))
-    sizes = np.array([MIB + 1, 2 * MIB + 1, 4 * MIB + 1])
-    assert round_sizes(sizes, rule).tolist() == [MIB + 512, 2 * MIB + MIB // 2, 4 * MIB + MIB // 2]
+def test_a_request_is_rounded_as_in_pytorch(divisions: tuple[int, ...], requested: int, rounded: int) -> None:
+    assert round_sizes(np.array([requested]), Settings(roundup_power2_divisions=divisions)).tolist() == [rounded]
 
 
 _STATES = {"inactive": INACTIVE, "active_allocated": ALLOCATED, "active_pending_free": PENDING}

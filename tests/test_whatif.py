@@ -45,23 +45,14 @@ def test_settings_are_read_and_written_as_torch_does(text: str, again: str) -> N
     assert parse_settings(again) == parse_settings(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "max_split_size_mb",
-        "max_split_size_mb:",
-        "max_split_size_mb:20",
-        "max_split_size_mb:abc",
-        "expandable_segments:true",
-        "garbage_collection_threshold:1.0",
-        "roundup_power2_divisions:3",
-        "roundup_power2_divisions:[3:4]",
-        "roundup_power2_divisions:[4]",
-        "backend:cudaMallocAsync",
-        "no_such_key:1",
-        "expandable_segments:True,,",
-    ],
-)
+REFUSED = """
+max_split_size_mb max_split_size_mb: max_split_size_mb:20 max_split_size_mb:abc expandable_segments:true
+garbage_collection_threshold:1.0 roundup_power2_divisions:3 roundup_power2_divisions:[3:4] roundup_power2_divisions:[4]
+backend:cudaMallocAsync no_such_key:1 expandable_segments:True,,
+"""
+
+
+@pytest.mark.parametrize("text", REFUSED.split())
 def test_settings_that_torch_would_refuse_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_settings(text)
