@@ -23,7 +23,14 @@ from profkit.joining import read_ranks
 from profkit.names import DATA
 from profkit.reading import open_capture
 from profkit.report import document as document_module
-from profkit.report.commands.answer import describe_answer, describe_interval, draw_tree
+from profkit.report.commands.answer import (
+    describe_after,
+    describe_answer,
+    describe_effects,
+    describe_interval,
+    describe_together,
+    draw_tree,
+)
 from profkit.report.commands.ranks import describe_verdict
 from profkit.report.commands.summary import build_summary_document, describe_step
 from profkit.report.document import render
@@ -279,6 +286,16 @@ def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_
         "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting. "
         "Loss.item waits for the GPU (h.*); without that: about 9.000 ms."
     )
+
+
+def test_the_time_of_a_larger_batch_is_said_to_be_of_as_many_samples() -> None:
+    (advice,) = _advise(Interval(4_900_000, 6_500_000, 8_300_000), 5_000_000).tries
+    larger = replace(advice, edit="batch:×2")
+    assert describe_after(larger) == "about 6.5 ms (4.9 to 8.3) for as many samples"
+    assert list(describe_effects(larger)) == ["→ 6.5 ms (4.9 to 8.3) for as many samples"]
+    both = AdviceResult((advice, larger), Interval(3_400_000, 4_000_000, 4_500_000))
+    assert describe_together(SUMMARY, both) == "Both: 10.00 ms → 4.0 ms (3.4 to 4.5) for as many samples"
+    assert list(describe_effects(advice)) == ["→ 6.5 ms (4.9 to 8.3)"]
 
 
 def test_what_was_measured_of_a_change_is_said_in_place_of_what_was_predicted() -> None:

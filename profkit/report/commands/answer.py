@@ -6,7 +6,7 @@ Every command that says what limits a run says this sentence.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
@@ -106,7 +106,7 @@ def describe_after(advice: Advice) -> str:
     """Return the step without a cause: as `profkit try` measured it, else as predicted; empty if neither is known."""
     trial = advice.measured
     if trial is None or trial.step_ns is None or trial.change_ns is None:
-        return "" if advice.after_ns is None else f"about {describe_interval(advice.after_ns)}"
+        return "" if advice.after_ns is None else f"about {describe_interval(advice.after_ns)}{_samples_of([advice])}"
     spread = "" if trial.half_ns is None else f" ± {format_ns(trial.half_ns)}"
     return f"{format_ns(trial.step_ns)} (measured{spread}; {format_ns(trial.step_ns - trial.change_ns)} with it)"
 
@@ -116,7 +116,13 @@ def describe_together(summary: Summary, advice: AdviceResult) -> str:
     if advice.together_ns is None or summary.step_ns is None:
         return ""
     count = sum(proposal.after_ns is not None for proposal in advice.tries)
-    return f"{_NUMBERS[count]}: {format_ns(summary.step_ns)} → {describe_interval(advice.together_ns)}"
+    after = f"{describe_interval(advice.together_ns)}{_samples_of(advice.tries)}"
+    return f"{_NUMBERS[count]}: {format_ns(summary.step_ns)} → {after}"
+
+
+def _samples_of(tries: Sequence[Advice]) -> str:
+    """Return of which samples a time is, where a step would have more: of as many as a step has today."""
+    return " for as many samples" if any((advice.edit or "").startswith("batch:") for advice in tries) else ""
 
 
 def name_place(advice: Advice) -> str:
@@ -156,7 +162,7 @@ def join_parts(*parts: str) -> str:
 def describe_effects(advice: Advice) -> Iterator[str]:
     """Yield what a change does: the step after it, what was measured of it, the memory that it saves."""
     if advice.after_ns is not None:
-        yield f"→ {describe_interval(advice.after_ns)}"
+        yield f"→ {describe_interval(advice.after_ns)}{_samples_of([advice])}"
     if advice.measured is not None:
         yield describe_trial(advice.measured)
     if advice.saves_bytes is not None:
