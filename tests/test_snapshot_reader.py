@@ -198,10 +198,6 @@ def every_event(key: str, value: Any) -> Change:
     return change
 
 
-def setting(key: str, value: Any) -> Change:
-    return lambda data: data["allocator_settings"].__setitem__(key, value)
-
-
 def at(*path: Any) -> Change:
     """Return the change that puts the last of ``path`` where the others lead."""
     *way, last, value = path
@@ -214,18 +210,11 @@ def at(*path: Any) -> Change:
     return change
 
 
-def grow(key: str, number: int) -> Change:
-    def change(data: dict[str, Any]) -> None:
-        data["segments"][0]["blocks"][number][key] += 512
-
-    return change
-
-
 NESTED = nested_list()
 REFUSED: dict[str, tuple[Change, str]] = {
     "segments that overlap": (lambda data: data["segments"].append(data["segments"][0]), "a memory snapshot"),
-    "a block larger than its place": (grow("size", 0), "a memory snapshot"),
-    "a block elsewhere": (grow("address", 1), "a memory snapshot"),
+    "a block larger than its place": (at("segments", 0, "blocks", 0, "size", 1024), "a memory snapshot"),
+    "a block elsewhere": (at("segments", 0, "blocks", 1, "address", 2**41), "a memory snapshot"),
     "a state that there is not": (at("segments", 0, "blocks", 0, "state", "evaporated"), "a memory snapshot"),
     "a negative size": (at("device_traces", 0, 1, "size", -1), "a memory snapshot"),
     "a huge size": (at("device_traces", 0, 1, "size", 2**70), "a memory snapshot"),
@@ -263,11 +252,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a device number of 4,400 digits": (at("segments", 0, "device", 10**4400), "an impossible device"),
     "a total of 4,400 digits": (at("segments", 0, "total_size", 10**4400), "do not tile it"),
-    "a limit of 10^30": (setting("max_split_size", 10**30), "an impossible max_split_size"),
-    "a threshold of 10^400": (setting("garbage_collection_threshold", 10**400), "a memory snapshot"),
-    "a threshold that is no number": (setting("garbage_collection_threshold", float("nan")), "is no number"),
-    "divisions with a key of 4,400 digits": (setting("roundup_power2_divisions", {"9" * 4400: 1}), "divisions"),
-    "negative divisions": (setting("roundup_power2_divisions", {"1": -4}), "divisions"),
+    "a limit of 10^30": (at("allocator_settings", "max_split_size", 10**30), "an impossible max_split_size"),
+    "a threshold of 10^400": (at("allocator_settings", "garbage_collection_threshold", 10**400), "a memory snapshot"),
+    "a threshold that is no number": (
+        at("allocator_settings", "garbage_collection_threshold", float("nan")),
+        "is no number",
+    ),
+    "divisions with a key of 4,400 digits": (
+        at("allocator_settings", "roundup_power2_divisions", {"9" * 4400: 1}),
+        "divisions",
+    ),
+    "negative divisions": (at("allocator_settings", "roundup_power2_divisions", {"1": -4}), "divisions"),
 }
 
 READ: dict[str, Change] = {
