@@ -115,6 +115,9 @@ def test_a_delay_is_named_whatever_recorded_it(tmp_path: Path, place: str) -> No
     untimed = compare_records(_untimed(records, is_at_end=True))
     _assert_found(untimed, 2, place, 8 * MS, with_module=False)
     assert [row.bus_bandwidth for row in untimed.groups] == [None]
+    # How long the others waited counts, though nobody knows when; the last optimizer comes after all collectives.
+    waited = 8 * (4 if place == "optimizer" else 5)
+    assert [round(time / MS) for time in untimed.waits_ns[:, 2].tolist()] == [waited, waited, 0, waited]
 
 
 def test_a_host_that_keeps_its_gpu_waiting_between_phases_is_named_where_nobody_timed_collectives(
