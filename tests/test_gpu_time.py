@@ -298,6 +298,28 @@ def test_waiting_is_the_time_before_the_last_rank_arrived(tmp_path: Path) -> Non
     assert (step.waiting_ns, step.untold_ns) == (None, 100), "in a trace of one rank it is unknown"
 
 
+def test_each_collective_is_waited_for_by_its_name_and_a_gpu_of_two_ranks_is_no_ranks(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    reduce, gather = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ncclDevKernel_AllGather_RING_LL"
+    for device, (reduces, gathers) in enumerate([(100, 300), (160, 310), (130, 350)]):
+        pid = 100 * (device + 1)
+        builder.range("step 0", 0, 500, tid=pid, pid=pid)
+        builder.kernel(5, 200 - reduces, name=reduce, tid=pid, pid=pid, device=device, start=reduces)
+        builder.kernel(6, 400 - gathers, name=gather, tid=pid, pid=pid, device=device, start=gathers)
+    builder.kernel(
+        7, 30, name="ncclDevKernel_Reduce_RING_LL", tid=100, pid=100, device=0, start=420
+    )  # without partners
+    builder.range("step 0", 0, 500, tid=400, pid=400)
+    builder.kernel(5, 10, tid=400, pid=400, device=2, start=20)
+    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
+    waiting = find_waiting(opened.trace, opened.ranks)
+    columns = (waiting.device, waiting.last, waiting.start_ns, waiting.end_ns)
+    pieces = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    assert pieces == [(0, 1, 100, 160), (0, 2, 300, 350), (1, 2, 310, 350), (2, 1, 130, 160)]
+    assert waiting.is_known.sum() == 6
+    assert waiting.rank_of == {0: 0, 1: 1}, "two ranks launch on GPU 2"
+
+
 def test_a_real_steps_busy_time_equals_that_from_sql() -> None:
     """Here nothing overlaps, so sums are unions; and each step ends with a synchronisation, so windows are wall."""
     steps = _steps(SMALL)
