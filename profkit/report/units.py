@@ -113,7 +113,6 @@ NUMBER = Unit(four_digits)
 NS = Unit(format_ns)
 SIGNED_NS = Unit(format_signed_ns)
 SHARE = Unit(format_share)
-CHANGE = Unit(lambda value: format_change(value, 1) if isinstance(value, float) else str(value))
 BYTES = Unit(format_bytes)
 
 

@@ -88,6 +88,11 @@ class DeviceMemory(ReplayedDevice):
         """Return the module that ran when an allocation was made; of compiled code, the one that was compiled."""
         return self.places.place_of(row, None)
 
+    @cached_property
+    def _lines(self) -> dict[str, StackFacts]:
+        """A line of source whose result compiled code holds → the stack that stands for it, one for all rows of it."""
+        return {}
+
     def stack_of(self, row: int, moment: int) -> StackFacts:
         """Return the stack that asked for an allocation; of compiled code the line whose result it holds then."""
         facts, held = self.stacks.facts_of(row), self.generated.held(row, moment)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from profkit.allocator.replay import History, Replay, replay_history
 from profkit.analysis.memory.recorded import Owner, Phase, Timeline, find_timeline, match_owners, read_text
-from profkit.analysis.memory.stacks import StackBook, StackFacts
+from profkit.analysis.memory.stacks import StackBook
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import OOM, Device, Settings
 
@@ -330,7 +330,6 @@ class ReplayedDevice:
         self.is_only_device = is_only_device
         self._compiled = compiled
         self.recorded = recorded
-        self._lines: dict[str, StackFacts] = {}
         self.history: History = replay_history(device, settings)
         steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
         self.timeline: Timeline = find_timeline(device, named, steps)
