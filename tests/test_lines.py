@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch.utils.data import DataLoader, Dataset
 
 from profkit.analysis.lines import find_lines
@@ -38,11 +37,11 @@ from profkit.capture.line_samples import (
 )
 from profkit.capture.lines import FEWEST_STEPS, MOST_STEPS, LineRecorder, WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
-from profkit.cli import cli
 from profkit.errors import RunError
 from profkit.run.directory import Run
 from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, write_lines
 from tests.forked_scripts import Forks
+from tests.golden import check_transcript
 from tests.in_process import check_profkit, manifest_of, run_command
 from tests.test_step_times import manifest
 from tests.training_scripts import training
@@ -584,9 +583,10 @@ def test_a_damaged_file_of_lines_is_named(tmp_path: Path, content: str) -> None:
 
 
 @pytest.fixture
-def run_with_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose unprofiled steps take half as long as those in which lines were looked for, backward alike."""
-    folder = tmp_path_factory.mktemp("run")
+def run_with_lines(tmp_path: Path) -> Path:
+    """A run whose unprofiled steps take 0.8 of those in which lines were looked for in forward, backward alike."""
+    folder = tmp_path / "run"
+    folder.mkdir()
     unprofiled = [{"step_ns": 1_000_000, "forward_event_ns": 400_000, "backward_event_ns": 500_000}] * 3
     content = {**manifest([]), "clean": {"steps": unprofiled}}
     (folder / "manifest.json").write_text(json.dumps(content))
@@ -617,44 +617,17 @@ def test_the_step_of_lines_is_that_of_the_summary_where_batches_come_in_bursts(t
     assert result.step_ns == step.clean_ns == 10_000_000
 
 
-def test_lines_are_scaled_phase_by_phase_to_the_unprofiled_steps(run_with_lines: Path) -> None:
-    result = find_lines(Run(run_with_lines))
-    assert [(line.line, line.time_ns, line.error_ns, line.waiting_ns) for line in result.lines] == [
-        (30, 80_000, 8_000, 0),
-        (14, 50_000, 9_000, 40_000),
-        (16, 6_000, 500, 0),  # few samples, but all steps agree
-        (3, 300_000, 1_000, 0),
-    ]
-    assert result.unnamed_ns == 27_000  # under ten samples no line is named
-    assert (result.step_ns, result.batch_ns) == (1_000_000, 900_000)
-
-
-def test_the_command_shows_lines_in_every_format(run_with_lines: Path) -> None:
-    run = str(run_with_lines)
-    shown = CliRunner().invoke(cli, ["efficiency", run, "--by", "line"])
-    assert shown.exit_code == 0
-    assert "me/train.py:30" in shown.output
-    assert "loader worker" in shown.output
-    assert max(map(len, shown.output.splitlines())) <= 100
-    data = json.loads(CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "json"]).output)
-    assert [line["time_ns"] for line in data["lines"]] == [80_000, 50_000, 6_000, 300_000]
-    csv = CliRunner().invoke(cli, ["efficiency", run, "--by", "line", "--format", "csv"]).output
-    assert csv.splitlines()[1].startswith("/me/train.py,30,main,torch.randn,forward,main,40,80000,8000")
-
-
-def test_a_run_without_lines_says_how_to_record_them(run_with_lines: Path) -> None:
-    (run_with_lines / "lines.jsonl").unlink()
-    shown = CliRunner().invoke(cli, ["efficiency", str(run_with_lines), "--by", "line"])
-    assert "record them with `profkit run` (without --no-lines) of a script that makes steps" in str(shown.exception)
-
-
-def test_lines_that_no_unprofiled_step_is_near_to_say_so(run_with_lines: Path) -> None:
-    content = manifest_of(run_with_lines)
-    content["clean"] = {"steps": [{"step_ns": 9_000_000}] * 3}
-    (run_with_lines / "manifest.json").write_text(json.dumps(content))
-    shown = run_command("efficiency", run_with_lines, "--by", "line").stdout
-    assert "times are as sampled" in shown
-    assert "scaled, phase by phase" not in shown
+def test_what_is_said_of_lines(run_with_lines: Path, tmp_path: Path) -> None:
+    """A line with under ten samples is named if all steps agree; and what few runs have."""
+    without, far = (shutil.copytree(run_with_lines, tmp_path / name) for name in ("without", "far"))
+    (without / "lines.jsonl").unlink()
+    content = {**manifest_of(far), "clean": {"steps": [{"step_ns": 9_000_000}] * 3}}
+    (far / "manifest.json").write_text(json.dumps(content))
+    calls = [(run_with_lines, "--format", style) for style in ("table", "json", "csv")]
+    asked = [("efficiency", run, "--by", "line", *words) for run, *words in (*calls, (without,), (far,))]
+    check_transcript("lines", [*asked, ("summary", run_with_lines, "--all")])
+    summary = json.loads(run_command("summary", run_with_lines, "--format", "json").stdout)
+    assert [line["line"] for line in summary["lines"]] == [14]
 
 
 LOOPING = training(
@@ -745,8 +718,53 @@ def test_a_shared_copy_has_lines_only_if_frames_are_kept(run_with_lines: Path, t
     assert "/me" not in (kept / "lines.jsonl").read_text()
 
 
-def test_the_summary_names_the_lines_that_matter(run_with_lines: Path) -> None:
-    said = " ".join(run_command("summary", run_with_lines, "--all").stdout.split())
-    assert "LINES Python spends, per step: train.py:14 main: ….item 50.00 µs, of it 40.00 µs waiting" in said
-    data = json.loads(run_command("summary", run_with_lines, "--format", "json").stdout)
-    assert [line["line"] for line in data["lines"]] == [14]
+# -- programs of which it is known which line takes the time, or waits for the GPU -----------------------------------
+
+PROGRAM = Path(__file__).parent / "programs" / "known_lines.py"
+
+
+def _marked(kind: str) -> int:
+    """The line of the program that carries the mark of this kind."""
+    marks = [line.rpartition("  # ")[2].split(", ") for line in PROGRAM.read_text().splitlines()]
+    (number,) = (number for number, kinds in enumerate(marks, start=1) if kind in kinds)
+    return number
+
+
+def _lines(forks: Forks, place: Path, *words: str) -> tuple[LineTime, ...]:
+    options = ("--warmup", "3", "--steps", "1", "-o", "run")
+    forks.check_profkit("run", *options, "--", sys.executable, *words, cwd=place)
+    return find_lines(Run(place / "run")).lines
+
+
+@pytest.mark.parametrize("kind", ["loop", "dataset", "optimizer"])
+def test_the_line_that_takes_the_time_is_the_largest(kind: str, forks: Forks, tmp_path: Path) -> None:
+    longest = _lines(forks, tmp_path, str(PROGRAM), kind)[0]
+    near = range(_marked(kind) - (kind != "optimizer"), _marked(kind) + 1)  # a loop's head takes a part of its time
+    assert (Path(longest.file or "").name, longest.line in near) == (PROGRAM.name, True)
+    assert longest.function == ("step" if kind == "optimizer" else "count_slowly")
+
+
+def test_a_program_that_runs_as_a_module_of_a_package_has_its_lines(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    shutil.copy(PROGRAM, tmp_path / "package" / "train.py")
+    longest = _lines(forks, tmp_path, "-m", "package.train", "loop")[0]
+    assert (longest.file, longest.function) == (str(tmp_path / "package" / "train.py"), "count_slowly")
+
+
+def test_a_line_of_a_notebooks_cell_is_the_users(forks: Forks, tmp_path: Path) -> None:
+    longest = _lines(forks, tmp_path, str(PROGRAM), "cells")[0]
+    assert (longest.file, longest.function) == ("<ipython-input-3-0123456789ab>", "waste")
+    assert longest.line in (3, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "waits"), [("item", 4), ("clipping", 8), ("copy", 1)])
+def test_the_line_that_waits_for_the_gpu_is_named_with_its_waits_a_step(
+    kind: str, waits: int, forks: Forks, tmp_path: Path
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    waiting = {
+        (Path(line.file or "").name, line.line): line.waits for line in _lines(forks, tmp_path, str(PROGRAM), kind)
+    }
+    assert waiting[PROGRAM.name, _marked(kind)] == waits

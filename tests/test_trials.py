@@ -17,13 +17,7 @@ from profkit.errors import RunError
 from profkit.launch.trials import _combine
 from profkit.reading import open_capture
 from profkit.report.commands.summary import build_summary_document
-from profkit.report.commands.trials import (
-    build_held_document,
-    build_trials_document,
-    describe_trial,
-    write_change,
-    write_code,
-)
+from profkit.report.commands.trials import describe_trial, write_change, write_code
 from profkit.report.document import render
 from profkit.report.page.page import render_report
 from profkit.run.edits import (
@@ -42,6 +36,7 @@ from profkit.run.edits import (
 )
 from profkit.sharing import share
 from tests.efficiency_runs import SMALL
+from tests.golden import check_transcript
 from tests.in_process import run_command
 
 PLAN = TrialPlan(VERSION, "2026-01-01T00:00:00+00:00", 10, 20)
@@ -62,6 +57,8 @@ def trials_of(*processes: TrialProcess, predictions: tuple[TrialPrediction, ...]
 FUSED = [process("", 1, 10.0), process("optimizer:fused", 1, 9.0)]
 FUSED += [process("", 2, 11.0), process("optimizer:fused", 2, 10.1), process("", 3, 12.0)]
 FUSED += [process("optimizer:fused", 3, 10.9)]
+REFUSED = TrialProcess(("tf32",), 1, 3.0, Measured(evidence=(Evidence("tf32", False, "no GPU"),)), "tf32: no GPU")
+PREDICTION = TrialPrediction(("optimizer:fused",), 10_000_000, 8_500_000, 9_000_000, 9_500_000)
 
 
 def test_every_edit_that_can_be_tried_has_a_maker_and_code_and_no_other_has() -> None:
@@ -109,31 +106,19 @@ def test_losses_depart_where_an_edits_precision_does_not_explain_it(
     assert loss.share == pytest.approx(share, rel=1e-2)
 
 
-def test_a_program_without_a_seed_has_no_losses_to_compare() -> None:
-    processes = [process("", 1, 10.0), process("tf32", 1, 9.0, (7.0,)), process("", 2, 10.0, (5.0,))]
-    loss = trials_of(*processes)["tf32",].loss
-    assert (loss.is_comparable, loss.departs) == (False, False)
-
-
 def test_what_was_not_measured_says_why() -> None:
-    refused = TrialProcess(("tf32",), 1, 3.0, Measured(evidence=(Evidence("tf32", False, "no GPU"),)), "tf32: no GPU")
-    trial = trials_of(*FUSED, refused)["tf32",]
+    trial = trials_of(*FUSED, REFUSED)["tf32",]
     assert (trial.processes, trial.step_ns, trial.reason) == (0, None, "tf32: no GPU")
     assert describe_trial(trial) == "tried: no GPU"
-    text = render(build_trials_document("run", PLAN, [*trials_of(*FUSED).values(), trial]), "table")
-    assert "tf32: NOT MEASURED: no GPU (it needs an NVIDIA GPU of compute capability" in " ".join(text.split())
 
 
 def test_a_prediction_holds_if_its_interval_has_the_measured_step() -> None:
-    prediction = TrialPrediction(("optimizer:fused",), 10_000_000, 8_500_000, 9_000_000, 9_500_000)
-    trials = trials_of(*FUSED, predictions=(prediction,))
+    trials = trials_of(*FUSED, predictions=(PREDICTION,))
     fused = trials["optimizer:fused",]
     assert fused.is_as_predicted
     assert not replace(fused, change_ns=-2e6).is_as_predicted
-    assert replace(fused, prediction=replace(prediction, high_ns=None), change_ns=5e6).is_as_predicted
+    assert replace(fused, prediction=replace(PREDICTION, high_ns=None), change_ns=5e6).is_as_predicted
     assert trials[()].is_as_predicted is None
-    text = render(build_held_document([("run", trial) for trial in trials.values()]), "table")
-    assert "1 of 1 prediction held; 1 trials had none" in text
 
 
 def test_edits_that_helped_are_combined_the_best_of_a_kind() -> None:
@@ -157,22 +142,27 @@ def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         read_trials(tmp_path / "trials.jsonl")
 
 
-def test_the_document_shows_each_trial_and_the_code_of_the_best() -> None:
-    document = build_trials_document("runs/a", PLAN, summarize_trials(Trials(PLAN, (), tuple(FUSED))))
-    assert "optimizer:fused" in render(document, "csv")
-    text = render(document, "table")
-    assert "optimizer = torch.optim.AdamW(…, fused=True)    # now train.py:7" in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_edits_that_were_also_tried_together_have_numbers() -> None:
+def test_what_try_shows_of_runs(tmp_path: Path) -> None:
+    """Edits tried together too have numbers; losses that depart, and those of a program without a seed."""
     both = [process("optimizer:fused tf32", turn, 8.0 + turn / 10) for turn in (1, 2)]
-    alone = [*FUSED, process("tf32", 1, 9.5)]
-    text = render(build_trials_document("a", PLAN, summarize_trials(Trials(PLAN, (), (*alone, *both)))), "table")
-    assert [line.split("  ")[0] for line in text.splitlines()[2:6]] == ["now", "1 optimizer:fused", "2 tf32", "1 + 2"]
-    assert "Means of 1 to 3 processes" in text
-    text = render(build_trials_document("a", PLAN, summarize_trials(Trials(PLAN, (), tuple(alone)))), "table")
-    assert [line.split("  ")[0] for line in text.splitlines()[2:5]] == ["now", "optimizer:fused", "tf32"]
+    edits = (("autocast:bf16", 0.252), ("zero-grad:none", 0.3), ("threads:4", 0.25))
+    losses = [process(edit, 1, 9.5, (*LOSSES[:2], last)) for edit, last in edits]
+    calls = {
+        "fused": Trials(PLAN, (PREDICTION,), tuple(FUSED)),
+        "refused": Trials(PLAN, (), (*FUSED, REFUSED)),
+        "together": Trials(PLAN, (), (*FUSED, process("tf32", 1, 9.5), *both)),
+        "losses": Trials(PLAN, (), (process("", 1, 10.0), *losses)),
+        "unseeded": Trials(
+            PLAN, (), (process("", 1, 10.0), process("tf32", 1, 9.0, (7.0,)), process("", 2, 10.0, (5.0,)))
+        ),
+    }
+    runs = [tmp_path / name for name in calls]
+    for run in runs:
+        run.mkdir()
+        (run / "manifest.json").write_text("{}")
+        write_trials(run / "trials.jsonl", RunTrials((calls[run.name],)))
+    shown = [*([run] for run in runs), *([runs[0], "--format", style] for style in ("json", "csv")), runs]
+    check_transcript("try", [("try", "--report", *words) for words in shown])
 
 
 def test_code_to_write_holds_the_argument() -> None:
@@ -206,10 +196,6 @@ def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) ->
     assert 'id="trials"' in page
     assert "9.999 ms, measured -1.000 ms a step (-1.248 … -0.752 ms)" in page or "10.00 ms, measured -1.000 ms" in page
     assert page.count('class="dot-unprofiled"') >= 2
-    shown = run_command("try", "--report", tmp_path).stdout
-    assert "optimizer = torch.optim.AdamW(…, fused=True)" in shown
-    many = run_command("try", "--report", tmp_path, tmp_path).stdout
-    assert many.startswith("0 of 0 predictions held; 2 trials had none")
 
 
 @pytest.mark.parametrize(
