@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.models.options import TrainingOptions
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Lines
-from profkit.run.work import write_work
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder
-from tests.step_work import model_work
 
 SMALL = ROOT / "traces" / "small-train.nsys2025.sqlite"
 MOVER = "void at::native::vectorized_elementwise_kernel<4, MulFunctor>(int)"
@@ -48,7 +45,7 @@ def make_small_run(folder: Path, *, ceilings: bool = True) -> Path:
         "float32_matmul_precision": "highest",
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    write_work(folder / "work.json", model_work(TrainingOptions("small", batch=4, contexts=(256,))))
+    shutil.copyfile(ROOT / "tests" / "small_work.json", folder / "work.json")
     if ceilings:
         (folder / "ceilings.json").write_text(json.dumps(make_ceilings(bytes_per_s=4e12, fp32=50e12, bf16=700e12)))
     shutil.copyfile(SMALL, folder / "trace.sqlite")

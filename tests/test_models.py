@@ -37,7 +37,6 @@ from profkit.models.transformer import (
     scaled_dot_product_attention,
 )
 from tests.observed_ranges import NvtxEvent, ObservedRanges, observed_ranges, payloads_by_path
-from tests.step_work import flops_by_path
 
 TINY = PRESETS["tiny"]
 
@@ -80,14 +79,20 @@ def test_flops_equal_torchs_counter(name: str) -> None:
 
 
 def test_payloads_of_ranges_are_the_flops_of_their_products(nvtx_events: list[NvtxEvent]) -> None:
+    """By hand, of 2 × 16 tokens: four projections, two products with the scores, three of the inner width."""
     model = TransformerLM(TINY, 16)
     with annotation.annotate("forward"):
         model(torch.zeros(2, 16, dtype=torch.long))
     seen = payloads_by_path(nvtx_events)
     del seen["forward"], seen["forward/embedding"]  # the look-up has no product
-    paths = flops_by_path(TINY, 2, 16)
-    assert seen == {path: flops for path, flops in paths.items() if path in seen}
-    assert len(seen) == 2 * 6 + 1
+    tokens, width = 2 * 16, TINY.d_model
+    scores, projections, wide = 2 * tokens * 16 * width, 8 * tokens * width**2, 6 * tokens * width * TINY.d_ff
+    attention = "/attention/scaled dot product attention"
+    inside = {"": projections + 2 * scores + wide, "/attention": projections + 2 * scores, "/ffn": wide}
+    inside |= {attention: 2 * scores}
+    inside |= {f"{attention}/{part}": scores for part in ("computing attention scores", "final matmul")}
+    expected = {f"forward/layer {number}{path}": flops for number in range(2) for path, flops in inside.items()}
+    assert seen == {**expected, "forward/head": 2 * tokens * width * TINY.vocab_size}
 
 
 def test_attention_equals_torchs_own() -> None:
