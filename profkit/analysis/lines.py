@@ -134,6 +134,6 @@ def _scales(looked: Mapping[str, float], unprofiled: Mapping[str, float]) -> dic
     """Return what each phase's times are multiplied by; that of the step is for time outside of phases too."""
     scales: dict[str | None, float] = {}
     for phase, time_ns in unprofiled.items():
-        if (not (looked.get(phase) and 1 / _LARGEST_SCALE <= time_ns / looked[phase] <= _LARGEST_SCALE)):
+        if looked.get(phase) and 1 / _LARGEST_SCALE <= time_ns / looked[phase] <= _LARGEST_SCALE:
             scales[phase] = time_ns / looked[phase]
     return scales
