@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import bin_history
-from profkit.analysis.memory.failures import OomVerdict, find_free_blocks
+from profkit.analysis.memory.failures import find_free_blocks
 from profkit.errors import SnapshotError, UsageError
 from tests.allocator_reference import MIB, Block, ReferenceAllocator, recording
 from tests.captures import capture
-from tests.memory_captures import Training, assert_books_close, on_two_devices, opened, sizes
+from tests.golden import check_text
+from tests.memory_captures import Training, assert_books_close, on_two_devices, opened
 
 
 @pytest.mark.parametrize(
@@ -40,13 +42,6 @@ def test_of_nested_phases_the_outermost_counts_and_those_that_the_user_names_tak
         training.malloc(700, "keep")
     result = opened(training.snapshot(), phases={"tail": "epoch *"}).memory(at="phase:tail")
     assert [phase.name for phase in result.phases] == ["forward", "backward", "optimizer", "tail"]
-
-
-def test_a_filter_adds_up_the_other_allocations_in_one_line() -> None:
-    result = Training().memory(stack="adam.py", min_bytes=MIB)
-    assert sizes(result) == {"optimizer state": 16 * MIB, "(not selected)": 32 * MIB + 3072}
-    assert_books_close(result)
-    assert [row.bytes for row in result.composition.largest] == [4 * MIB] * 4
 
 
 def test_a_moment_is_a_phase_or_a_time_and_anything_else_is_refused() -> None:
@@ -194,30 +189,76 @@ def test_a_snapshot_without_settings_says_so_and_with_segments_of_others_is_not_
     assert not opened(data).memory().totals.exact
 
 
-def test_the_json_has_all_documented_keys() -> None:
-    data = json.loads(json.dumps(Training().memory().to_dict()))
-    keys = "snapshot device allocated reserved requested exact bounds history peak phases fragmentation oom devices"
-    assert {*keys.split(), "warnings"} <= set(data)
-    assert set(data["allocated"]) == {"peak_bytes", "peak_time_us", "end_bytes"}
-    assert set(data["reserved"]) == {"peak_bytes", "end_bytes"}
-    assert {"complete", "events", "reason"} <= set(data["history"])
-    peak = data["peak"]
-    assert set(peak["by_category"][0]) >= {"category", "bytes", "share", "evidence"}
-    assert set(peak["by_stack"][0]) == {"bytes", "share", "count", "stack"}
-    assert set(peak["largest"][0]) >= {"bytes", "requested_bytes", "phase", "owner", "stack"}
-    assert sum(row["bytes"] for row in peak["by_stack"]) == data["allocated"]["peak_bytes"]
-    assert peak["by_stack"][0]["stack"][0].startswith("train.py")  # the user's own lines first
-
-
 # -- out of memory ---------------------------------------------------------------------------------------------------
 
 
-def failed(allocator: ReferenceAllocator, wanted: int, device_free: int, capacity: int | None = None) -> OomVerdict:
-    """Return the verdict on a request that fails now; sizes in MiB."""
-    allocator.run_out(wanted * MIB, device_free * MIB)
-    verdict = opened(allocator.snapshot()).memory(capacity_bytes=capacity and capacity * MIB).oom
-    assert verdict is not None
-    return verdict
+def full(*sizes: int, expandable: bool = False) -> ReferenceAllocator:
+    allocator = recording(expandable=expandable)
+    for size in sizes:
+        allocator.malloc(size * MIB)
+    return allocator
+
+
+def pinned() -> ReferenceAllocator:
+    """Of a segment of 100 MiB the first 40 are free, and 20 in its middle keep it."""
+    allocator = recording()
+    big = allocator.malloc(100 * MIB)
+    allocator.free(big)
+    allocator.malloc(40 * MIB)
+    assert allocator.malloc(20 * MIB).address == big.address + 40 * MIB
+    allocator.free(allocator.regions[0].blocks[0])
+    return allocator
+
+
+def in_two_segments() -> ReferenceAllocator:
+    """30 and 25 MiB are free in two segments; expandable ones give two pages of 20 MiB back, which then serve it."""
+    allocator = recording()
+    blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
+    for block, kept in ((blocks[0], 30), (blocks[2], 35)):
+        allocator.free(block)
+        allocator.malloc(kept * MIB)
+    return allocator
+
+
+def served_by_the_simulation() -> ReferenceAllocator:
+    """The request proves nothing about settings."""
+    allocator = full(100)
+    allocator.free(allocator.malloc(90 * MIB))
+    return allocator
+
+
+def on_another_stream() -> ReferenceAllocator:
+    allocator = recording()
+    block = allocator.malloc(100 * MIB, stream=7)
+    allocator.malloc(1000)
+    allocator.free(block)
+    return allocator
+
+
+FAILURES: dict[str, tuple[ReferenceAllocator, int, int, int | None]] = {
+    "too little memory for the live blocks": (full(100, 100, 100), 80, 50, None),
+    "settings that are on already are no advice": (full(100, 100, 100, expandable=True), 80, 50, None),
+    "blocks that keep a segment": (pinned(), 70, 10, None),
+    "only settings that let the request through are named": (in_two_segments(), 50, 20, None),
+    "a request that the simulation serves": (served_by_the_simulation(), 80, 0, None),
+    "free memory on another stream": (on_another_stream(), 90, 0, None),
+    "more than the device has": (full(100), 5000, 900, None),
+    "memory outside PyTorch": (full(100), 100, 50, 4000),
+    "a CUDA context of usual size is not the cause": (full(3500), 100, 50, 4000),
+    "the segment that is needed is larger than the request": (full(100), 5, 12, None),
+}
+"""What failed → the allocator before, and in MiB what was asked for, free on the device, and its capacity."""
+
+
+def test_why_an_allocation_failed() -> None:
+    found = {}
+    for name, (allocator, wanted, device_free, capacity) in FAILURES.items():
+        allocator.run_out(wanted * MIB, device_free * MIB)
+        verdict = opened(allocator.snapshot()).memory(capacity_bytes=capacity and capacity * MIB).oom
+        assert verdict is not None
+        assert verdict.short_bytes == verdict.needed_bytes - device_free * MIB
+        found[name] = asdict(verdict)
+    check_text("out-of-memory", json.dumps(found, indent=1) + "\n")
 
 
 def test_free_blocks_can_be_found_in_the_middle_of_a_history() -> None:
@@ -229,80 +270,6 @@ def test_free_blocks_can_be_found_in_the_middle_of_a_history() -> None:
     allocator.empty_cache()
     free_blocks = find_free_blocks(opened(allocator.snapshot()).device().history, moment)
     assert [(block.size_bytes, block.is_large) for block in free_blocks] == [(9 * MIB, True), (5 * MIB, True)]
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_too_little_memory_for_the_live_blocks_is_a_lack_of_capacity_that_no_setting_helps(expandable: bool) -> None:
-    allocator = recording(expandable=expandable)  # settings that are on already are no advice
-    for _ in range(3):
-        allocator.malloc(100 * MIB)
-    verdict = failed(allocator, 80, device_free=50)
-    assert (verdict.cause, verdict.fitting_settings) == ("capacity", ())
-    assert verdict.short_bytes == 30 * MIB
-    assert (verdict.allocated_bytes, verdict.reserved_bytes, verdict.free_bytes) == (300 * MIB, 300 * MIB, 0)
-
-
-def test_fragmentation_names_the_blocks_that_keep_the_segment() -> None:
-    allocator = recording()
-    big = allocator.malloc(100 * MIB)
-    allocator.free(big)
-    allocator.malloc(40 * MIB)
-    pin = allocator.malloc(20 * MIB)
-    assert pin.address == big.address + 40 * MIB
-    allocator.free(allocator.regions[0].blocks[0])
-    verdict = failed(allocator, 70, device_free=10)
-    assert (verdict.cause, verdict.short_bytes) == ("fragmentation", 60 * MIB)
-    (candidate,) = verdict.largest_free
-    assert (candidate.bytes, candidate.pool, candidate.is_usable) == (40 * MIB, "large", True)
-    assert [block.bytes for block in candidate.pinned_by] == [20 * MIB]
-
-
-def test_only_settings_that_let_the_request_through_are_named() -> None:
-    """30 and 25 MiB are free in two segments; expandable ones give two pages of 20 MiB back, which then serve it."""
-    allocator = recording()
-    blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
-    for block, kept in ((blocks[0], 30), (blocks[2], 35)):
-        allocator.free(block)
-        allocator.malloc(kept * MIB)
-    verdict = failed(allocator, 50, device_free=20)
-    assert (verdict.cause, verdict.fitting_settings) == ("fragmentation", ("expandable_segments:True",))
-
-
-def test_a_request_that_the_simulation_serves_proves_nothing_about_settings() -> None:
-    allocator = recording()
-    allocator.malloc(100 * MIB)
-    allocator.free(allocator.malloc(90 * MIB))
-    assert failed(allocator, 80, device_free=0).fitting_settings is None
-
-
-def test_free_memory_on_another_stream_cannot_serve_the_request() -> None:
-    allocator = recording()
-    block = allocator.malloc(100 * MIB, stream=7)
-    allocator.malloc(1000)
-    allocator.free(block)
-    verdict = failed(allocator, 90, device_free=0)
-    assert verdict.cause == "fragmentation"
-    found = [(free.pool, free.stream, free.is_usable) for free in verdict.largest_free]
-    assert found == [("large", 7, False), ("small", 0, False)]
-
-
-@pytest.mark.parametrize(
-    ("live", "wanted", "device_free", "capacity", "cause", "outside", "needed"),
-    [
-        (100, 5000, 900, None, "outsized", None, 5000),
-        (100, 100, 50, 4000, "outside", 3850, 100),
-        (3500, 100, 50, 4000, "capacity", 450, 100),  # a CUDA context of usual size is not the cause
-        (100, 5, 12, None, "fragmentation", None, 20),  # the segment that is needed is larger than the request
-    ],
-)
-def test_what_lies_outside_pytorch_or_is_larger_than_the_device_is_the_cause(
-    live: int, wanted: int, device_free: int, capacity: int | None, cause: str, outside: int | None, needed: int
-) -> None:
-    allocator = recording()
-    allocator.malloc(live * MIB)
-    verdict = failed(allocator, wanted, device_free, capacity)
-    assert (verdict.cause, verdict.outside_bytes) == (cause, outside and outside * MIB)
-    assert (verdict.needed_bytes, verdict.short_bytes) == (needed * MIB, (needed - device_free) * MIB)
 
 
 def test_a_real_dump_under_a_memory_fraction_is_limited() -> None:

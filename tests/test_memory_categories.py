@@ -240,15 +240,6 @@ def test_lines_that_fx_recorded_name_the_stack_of_its_code() -> None:
 # -- recorded owners -------------------------------------------------------------------------------------------------
 
 
-def test_recorded_owners_name_the_allocations_and_the_allocators_peaks_agree() -> None:
-    opened = Training().opened_run()
-    result = opened.memory()
-    evidence = {row.category: set(row.evidence) for row in result.composition.by_category}
-    assert evidence["parameters"] == evidence["gradients"] == {"identity"}
-    assert {row.owner for row in opened.memory(stack="w1").composition.largest} == {"w1"}
-    assert (result.allocator_check.agrees, result.allocator_check.unmatched_entries) == (True, 0)
-
-
 @pytest.mark.parametrize(
     ("start", "dump", "agrees", "is_from_before"),
     [(777, None, True, False), (512, 512, True, True), (-512, -512, False, True)],

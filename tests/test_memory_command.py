@@ -85,13 +85,6 @@ def test_the_output_fits_a_screen(name: str) -> None:
     assert len(lines) <= 50
 
 
-def test_the_figures_of_a_real_run_are_printed() -> None:
-    out = run(capture("small.pickle")).stdout
-    assert "allocated  peak 2.863 GiB (3,073,660,928 B), exact, at 3.822 s" in out
-    assert "reserved   peak 3.023 GiB (3,246,391,296 B)" in out
-    assert "requested  peak 2.821 GiB (3,029,062,664 B)" in out
-
-
 def test_a_timeline_is_written_whole_or_the_old_file_stays(snapshot: Path, tmp_path: Path) -> None:
     for name in ("t.html", "t.png"):
         target, link = tmp_path / f"real-{name}", tmp_path / name

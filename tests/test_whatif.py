@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from profkit.errors import UsageError
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.document import render
 from tests.allocator_reference import MIB, ReferenceAllocator, recording
+from tests.golden import check_text
 from tests.memory_captures import opened
 from tests.test_allocator import drive, random_steps
 
@@ -86,43 +90,77 @@ def test_expandable_segments_are_predicted_from_a_real_snapshot() -> None:
     assert below[1].reserved_peak_bytes == 3252682752, "what it would need"
 
 
-def test_a_program_that_survives_by_releasing_its_cache_fits() -> None:
+def releasing(at_once: bool) -> ReferenceAllocator:
+    """Allocate ever larger blocks one after the other; ``at_once``: the cache is released before each.
+
+    The stack of a release is that of the next request, as CUDA had no more memory.
+    """
     allocator = recording()
     for size in (40, 60, 80):
-        allocator.free(allocator.malloc(size * MIB))
-    result = opened(allocator.snapshot()).whatif(capacity_bytes=100 * MIB, allocators=["max_split_size_mb:512"])
-    today = result.cases[0]
-    assert today.reserved_peak_bytes == 180 * MIB
-    assert today.fits
-
-
-def test_memory_that_once_was_too_little_is_the_capacity() -> None:
-    """The cache was released for the next request, whose stack stands at the release: CUDA had no more memory."""
-    allocator = recording()
-    for size in (40, 60, 80):
-        if allocator.reserved.current:
+        if at_once and allocator.reserved.current:
             allocator.empty_cache()
         allocator.free(allocator.malloc(size * MIB))
-    for event in allocator.events:
+    for event in allocator.events if at_once else ():
         event["frames"] = [{"name": "forward", "filename": "model.py", "line": 1}]
-    result = opened(allocator.snapshot()).whatif(allocators=["max_split_size_mb:512"])
-    assert (result.capacity_bytes, result.capacity_from) == (80 * MIB, "seen")
-    assert [case.reserved_peak_bytes for case in result.cases] == [80 * MIB, 80 * MIB]
-    assert result.cases[1].fits
-    assert not result.cases[1].exact
+    return allocator
 
 
-def test_the_request_that_ended_a_program_is_part_of_every_other_case() -> None:
+def ended() -> ReferenceAllocator:
+    """The request that ended the program is part of every other case."""
     allocator = recording()
     blocks = [allocator.malloc(60 * MIB) for _ in range(4)]
     for block, kept in ((blocks[0], 30), (blocks[2], 35)):
         allocator.free(block)
         allocator.malloc(kept * MIB)
     allocator.run_out(50 * MIB, device_free=30 * MIB)
-    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True", "max_split_size_mb:512"])
-    assert (result.capacity_bytes, result.capacity_from) == (270 * MIB, "seen")
-    assert [case.fits for case in result.cases] == [False, True, False]
-    assert result.cases[0].failed_request_bytes == 50 * MIB
+    return allocator
+
+
+def begun_in_the_middle() -> ReferenceAllocator:
+    allocator = ReferenceAllocator(notes_pools=True)
+    steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]
+    drive(allocator, [("malloc", 30 * MIB, 0, (0, 0)), *steps], record_at=40)
+    return allocator
+
+
+def with_a_wrong_address() -> ReferenceAllocator:
+    """The limit on splits was lifted for a while: with the last settings another block would have been chosen."""
+    allocator = recording(max_split=25 * MIB)
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(30 * MIB)
+    allocator.malloc(9 * MIB)
+    allocator.max_split = None
+    return allocator
+
+
+def damaged() -> ReferenceAllocator:
+    """More is allocated than reserved."""
+    allocator = recording()
+    allocator.malloc(30 * MIB)
+    allocator.events[0]["size"] = 10 * MIB
+    return allocator
+
+
+ANSWERS: dict[str, tuple[ReferenceAllocator, dict[str, Any]]] = {
+    "survives by releasing its cache": (releasing(False), {"capacity_bytes": 100 * MIB}),
+    "had too little memory once, which is the capacity": (releasing(True), {}),
+    "ended by a request": (ended(), {}),
+    "begun in the middle": (begun_in_the_middle(), {}),
+    "a wrong address": (with_a_wrong_address(), {}),
+    "damaged": (damaged(), {}),
+}
+
+
+def test_what_other_settings_give(tmp_path: Path) -> None:
+    """Where an address is wrong, or the recording began in the middle, there are bounds or ranges alone."""
+    shown = {}
+    for name, (allocator, how) in ANSWERS.items():
+        result = opened(allocator.snapshot()).whatif(
+            allocators=["expandable_segments:True", "max_split_size_mb:512"], **how
+        )
+        findings = [(one.code, one.message) for one in build_whatif_document(result).findings]
+        shown[name] = {**asdict(result), "findings": findings, "table": render(build_whatif_document(result), "table")}
+    check_text("whatif-allocators", json.dumps(shown, indent=1, default=str) + "\n")
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -134,34 +172,6 @@ def test_a_request_for_more_than_any_gpu_has_fits_nowhere(size: int, expandable:
     snapshot = opened(allocator.snapshot())
     assert not any(case.fits for case in snapshot.whatif().cases)
     assert snapshot.memory().oom.fitting_settings == ()
-
-
-def test_a_recording_that_began_in_the_middle_gives_a_range() -> None:
-    allocator = ReferenceAllocator(notes_pools=True)
-    steps = [step for step in random_steps(random.Random(5), 0) if step[0] != "empty_cache"]
-    drive(allocator, [("malloc", 30 * MIB, 0, (0, 0)), *steps], record_at=40)
-    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True"])
-    assert not result.history_is_complete
-    assert not result.cases[1].exact
-
-
-def test_a_wrong_address_means_lower_bounds_alone() -> None:
-    """The limit on splits was lifted for a while: with the last settings another block would have been chosen."""
-    allocator = recording(max_split=25 * MIB)
-    allocator.free(allocator.malloc(40 * MIB))
-    allocator.malloc(30 * MIB)
-    allocator.malloc(9 * MIB)
-    allocator.max_split = None
-    result = opened(allocator.snapshot()).whatif(allocators=["expandable_segments:True"])
-    other = result.cases[1]
-    assert not result.identity.exact
-    assert result.identity.reason
-    assert (other.allocated_peak_bytes, other.reserved_peak_bytes) == (None, None)
-    assert other.requested_peak_bytes == 40 * MIB
-    assert other.allocated_range_bytes == (40 * MIB, None)
-    shown = build_whatif_document(result)
-    assert [one.code for one in shown.findings] == ["not-identical"]
-    assert "≥ 40.00 MiB" in render(shown, "table")
 
 
 def test_garbage_collection_is_tried_only_where_memory_is_limited() -> None:
@@ -195,12 +205,3 @@ def test_the_peaks_of_real_runs_are_predicted_from_each_other_to_the_byte(name: 
         for (low, high), peak in zip((case.allocated_range_bytes, case.reserved_range_bytes), peaks, strict=True):
             assert high is not None
             assert low <= peak <= high
-
-
-def test_unused_memory_is_unknown_where_more_is_allocated_than_reserved() -> None:
-    allocator = recording()
-    allocator.malloc(30 * MIB)
-    allocator.events[0]["size"] = 10 * MIB  # the segment, as a damaged file has it
-    case = opened(allocator.snapshot()).whatif().cases[0]
-    assert (case.allocated_peak_bytes, case.reserved_peak_bytes) == (30 * MIB, 10 * MIB)
-    assert case.unused_bytes is None
