@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,24 +274,9 @@ def test_other_processes_and_clocks_that_were_held_down_are_doubted(
     assert says in warning
 
 
-Printed = Callable[[str], list[str]]
-
-
-@pytest.fixture
-def printed(forks: Forks, tmp_path: Path) -> Printed:
-    """What code prints in a process of its own."""
-
-    def run(code: str) -> list[str]:
-        script = tmp_path / "script.py"
-        script.write_text("import torch\nfrom profkit.capture.steps.conditions import *\n" + code)
-        done = forks.check([sys.executable, str(script)], tmp_path)
-        return done.stdout.splitlines()
-
-    return run
-
-
-def test_compilations_are_counted_and_named(printed: Printed) -> None:
-    code = """
+PRINTED: dict[str, tuple[str, list[str]]] = {
+    "compilations are counted and named": (
+        """
 print(read_counters()["compiled_graphs"], read_conditions().compiled)
 layer = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
 layer(torch.ones(1, 2))
@@ -302,12 +286,11 @@ print(read_counters()["compiled_graphs"] - before["compiled_graphs"])
 layer(torch.ones(3, 2))
 print(read_counters()["compiled_graphs"] - before["compiled_graphs"])
 print(read_conditions().compiled)
-"""
-    assert printed(code) == ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"]
-
-
-def test_full_collections_blocking_launches_and_deterministic_algorithms_are_known(printed: Printed) -> None:
-    code = """
+""",
+        ["0 None", "0", "1", "Compiled(graphs=2, backends=({'backend': 'eager', 'options': {}},))"],
+    ),
+    "full collections blocking launches and deterministic algorithms are known": (
+        """
 import gc, os
 gc.disable()
 before = read_counters()
@@ -320,12 +303,11 @@ torch.use_deterministic_algorithms(True)
 for fills in (True, False):
     torch.utils.deterministic.fill_uninitialized_memory = fills
     print(read_conditions().deterministic_algorithms, read_conditions().fills_uninitialized_memory)
-"""
-    assert printed(code) == ["0 False", "1 True", "True True", "True False"]
-
-
-def test_precision_and_autocast_are_read_through_both_of_torchs_interfaces(printed: Printed) -> None:
-    code = """
+""",
+        ["0 False", "1 True", "True True", "True False"],
+    ),
+    "precision and autocast are read through both of torchs interfaces": (
+        """
 print(sorted(autocast_dtypes()))
 with torch.autocast("cpu", torch.bfloat16):
     print(sorted(autocast_dtypes()))
@@ -339,12 +321,11 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
 else:
     print("None tf32")
 print(torch.cuda.is_initialized())
-"""
-    assert printed(code) == ["[]", "['bfloat16']", "high True", "None tf32", "False"]
-
-
-def test_an_optimizer_is_described_by_its_class_its_flags_and_its_bytes(printed: Printed) -> None:
-    code = """
+""",
+        ["[]", "['bfloat16']", "high True", "None tf32", "False"],
+    ),
+    "an optimizer is described by its class its flags and its bytes": (
+        """
 import torch
 class AdamW(torch.optim.AdamW):
     pass
@@ -360,10 +341,21 @@ for kind, flags in ((torch.optim.AdamW, {}), (AdamW, {"foreach": True}), (torch.
 for one in read_conditions((), used.described).optimizers:
     print(one.name, one.is_torchs, one.fused, one.foreach, one.parameter_bytes, one.state_bytes)
 print(read_conditions().optimizers)
-"""
-    assert printed(code) == [
-        "AdamW True None None 64 132",
-        "AdamW False None True 64 132",
-        "SGD True False None 64 0",
-        "None",
-    ]
+""",
+        [
+            "AdamW True None None 64 132",
+            "AdamW False None True 64 132",
+            "SGD True False None 64 0",
+            "None",
+        ],
+    ),
+}
+"""What code prints in a process of its own."""
+
+
+@pytest.mark.parametrize("what", PRINTED)
+def test_what_a_process_tells_of_itself(what: str, forks: Forks, tmp_path: Path) -> None:
+    code, expected = PRINTED[what]
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nfrom profkit.capture.steps.conditions import *\n" + code)
+    assert forks.check([sys.executable, str(script)], tmp_path).stdout.splitlines() == expected
