@@ -62,43 +62,6 @@ class Twin(nn.Module):
         return self.out(x).sum()
 
 
-def _whole() -> Any:
-    model = Model()
-    return model, torch.compile(model)
-
-
-def _twin() -> Any:
-    model = Twin()
-    return model, torch.compile(model)
-
-
-def _in_place() -> Any:
-    model = Model()
-    model.compile()
-    return model, model
-
-
-def _blocks() -> Any:
-    model = Model()
-    model.h = nn.ModuleList(map(torch.compile, model.h))
-    return model, model
-
-
-def _function() -> Any:
-    model = Model()
-    return model, torch.compile(lambda x: model(x) * 2)
-
-
-def _breaks() -> Any:
-    model = Model(breaks=True)
-    return model, torch.compile(model)
-
-
-def _checkpointed() -> Any:
-    model = Model(checkpointed=True)
-    return model, torch.compile(model)
-
-
 class GivenBlocks(Model):
     """Has each of its blocks run by one compiled function."""
 
@@ -112,39 +75,30 @@ class GivenBlocks(Model):
         return self.head(x).sum()
 
 
-def _given() -> Any:
-    model = GivenBlocks()
-    return model, model
+def _compile_blocks(model: Any) -> Any:
+    model.h = nn.ModuleList(map(torch.compile, model.h))
+    return model
 
 
-def _nested() -> Any:
-    model, _ = _blocks()
-    return model, torch.compile(model)
+def _compile_in_place(model: Any) -> Any:
+    model.compile()
+    return model
 
 
-def _dynamic() -> Any:
-    model = Model()
-    return model, torch.compile(model, dynamic=True)
-
-
-def _eager() -> Any:
-    model = Model()
-    return model, model
-
-
-CASES = {
-    "eager": _eager,
-    "whole": _whole,
-    "twin": _twin,
-    "in place": _in_place,
-    "blocks": _blocks,
-    "function": _function,
-    "given": _given,
-    "nested": _nested,
-    "breaks": _breaks,
-    "checkpointed": _checkpointed,
-    "dynamic": _dynamic,
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "eager": (Model, lambda model: model),
+    "whole": (Model, torch.compile),
+    "twin": (Twin, torch.compile),
+    "in place": (Model, _compile_in_place),
+    "blocks": (Model, _compile_blocks),
+    "function": (Model, lambda model: torch.compile(lambda x: model(x) * 2)),
+    "given": (GivenBlocks, lambda model: model),
+    "nested": (Model, lambda model: torch.compile(_compile_blocks(model))),
+    "breaks": (lambda: Model(breaks=True), torch.compile),
+    "checkpointed": (lambda: Model(checkpointed=True), torch.compile),
+    "dynamic": (Model, lambda model: torch.compile(model, dynamic=True)),
 }
+"""A model, and what makes of it what is called."""
 
 
 def _step(model: nn.Module, called: Callable[[Tensor], Tensor], update: Callable[[], None], x: Tensor) -> str:
@@ -160,7 +114,9 @@ def _run(case: str, record: Callable[[], Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, called = CASES[case]()
+    make, compiled = CASES[case]
+    model = make()
+    called = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update = optimizer.step
     if case == "whole":

@@ -1,7 +1,5 @@
 """Make a large nsys export out of a small real one: the same steps again and again, later and with ids of their own.
 
-    python tests/benchmarks/tile_trace.py CAPTURE.sqlite OUT.sqlite --kernels 357179 --calls 785066
-
 Kernels, copies, sets, synchronizations, API calls and ranges repeat whole; the last repetition is cut off where the
 wanted number of kernels is reached. Where the wanted number of API calls is larger than what the repetitions bring,
 calls without work follow the launches, on the same threads. The source is opened read-only.
@@ -9,7 +7,6 @@ calls without work follow the launches, on the same threads. The source is opene
 
 from __future__ import annotations
 
-import argparse
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -139,18 +136,3 @@ def _add_idle_calls(database: sqlite3.Connection, count: int, first_id: int) -> 
             f" SELECT {', '.join(new.get(column, column) for column in columns)} FROM {CALLS} LIMIT {added}"
         )
         count -= added
-
-
-def main() -> None:
-    """Parse the command line and write the capture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--kernels", type=int, default=357_179)
-    parser.add_argument("--calls", type=int, default=785_066)
-    arguments = parser.parse_args()
-    tile_trace(arguments.source, arguments.target, arguments.kernels, arguments.calls)
-
-
-if __name__ == "__main__":
-    main()
