@@ -13,10 +13,13 @@ from profkit import read_trace
 from profkit.analysis.tree.range_tree import build_nodes
 from profkit.names import PHASES, is_shared, sharing_modules
 from profkit.run.directory import Run
-from profkit.run.work import read_work
+from profkit.run.work import (
+    RunWork,
+    read_work,
+)
 from profkit.trace.kineto import read_kineto
 from tests.forked_scripts import Forks
-from tests.in_process import run_command
+from tests.in_process import check_profkit, run_command
 from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
 
 SCRIPT = """
@@ -161,3 +164,57 @@ def test_explain_leads_to_the_lines_of_the_script(runs: dict[str, Path]) -> None
     number = 1 + SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "self.qkv(x)" in one))
     assert f"train.py:{number}" in line
     assert json.loads(run_command("kernels", runs["compiled"], "--explain", "--format", "json").stdout)["sources"]
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+ON_GPU = """
+import sys
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        query, key, value = (one.unflatten(-1, (4, 16)).transpose(1, 2) for one in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+model = nn.Sequential(nn.Linear(64, 64), Block(), Block(), nn.Linear(64, 8)).cuda()
+called = model if sys.argv[1] == "eager" else torch.compile(model, mode=sys.argv[1])
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(8):
+    torch.compiler.cudagraph_mark_step_begin()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = called(torch.randn(4, 32, 64, device="cuda")).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _flops(work: RunWork) -> dict[tuple[str, ...], int]:
+    return {one.path: sum(one.flops_of(one.instances).values()) for one in work.ranges if one.flops}
+
+
+@pytest.mark.gpu
+def test_every_way_to_compile_does_the_same_products_in_each_module(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_GPU)
+    works = {}
+    for mode in ("eager", "default", "reduce-overhead"):
+        command = ("run", "-o", mode, "--flops", "--warmup=6", "--steps=1", "--", sys.executable, "train.py", mode)
+        check_profkit(*command, cwd=tmp_path)
+        works[mode] = read_work(tmp_path / mode / "work.json")
+        assert "compiled code" not in works[mode].missing
+    found = {mode: _flops(work) for mode, work in works.items()}
+    assert found["default"] == found["eager"]
+    assert found["reduce-overhead"] == found["eager"]
+    assert {mode: work.model_flops for mode, work in works.items()} == dict.fromkeys(works, works["eager"].model_flops)
