@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+    from profkit.analysis.ranks.comparison import RanksResult
     from profkit.analysis.step_replay.edits import ProgramFacts
     from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
@@ -114,6 +115,13 @@ class OpenedTrace:
     def step_limits(self) -> StepLimits:
         """Return what limits the step, by cause, phase, module and line: the one source of every such sentence."""
         return self.step_replay.limits(() if self.lines is None else self.lines.lines)
+
+    @cached_property
+    def compared(self) -> RanksResult | None:
+        """The trace's ranks, and those of its run's light records, side by side; None of one rank."""
+        from profkit.analysis.ranks.comparison import compare_opened
+
+        return compare_opened(self, self.run)
 
     @cached_property
     def self_check(self) -> SelfCheck:
@@ -293,6 +301,13 @@ class OpenedCapture:
         from profkit.run.manifest import Manifest
 
         return Manifest() if self.run is None else self.run.manifest
+
+    @cached_property
+    def compared(self) -> RanksResult | None:
+        """The ranks side by side, of a run without a trace by their light records; None of one rank."""
+        from profkit.analysis.ranks.comparison import compare_opened
+
+        return compare_opened(None, self.run) if self.trace is None else self.trace.compared
 
     def whatif(
         self,

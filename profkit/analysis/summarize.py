@@ -16,7 +16,6 @@ from profkit.analysis.memory.places import fold
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
-from profkit.analysis.ranks.comparison import compare_opened
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -69,8 +68,7 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         TraceError, RunError, SnapshotError: a file of it is damaged.
     """
     manifest = capture.manifest
-    compared = compare_opened(capture.trace, capture.run)
-    summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
+    summary = Summary(str(capture.path), _head(capture, manifest), compared=capture.compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
         summary, doubts = _add_time(summary, capture.trace, manifest.uncounted)

@@ -106,20 +106,13 @@ def efficiency(
             from profkit.report.commands.answer import answer_capture
 
             opened, answer = capture.trace, answer_capture(capture)
-        verdict: list[str] = []
-        if len(opened.ranks.members) > 1:
-            from profkit.analysis.ranks.comparison import compare_opened
-            from profkit.report.commands.ranks import describe_verdict
-
-            compared = compare_opened(opened, opened.run)
-            verdict = describe_verdict(compared)[:1] if compared else []
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
         document = build_efficiency_document(
             result,
             check.findings,
             totals=totals,
-            verdict=verdict,
+            compared=opened.compared if len(opened.ranks.members) > 1 else None,
             limits=opened.step_limits,
             answer=answer,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.step_replay.limits import StepLimits
@@ -35,6 +35,9 @@ from profkit.report.units import (
     ns_over,
 )
 
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
+
 TERA = Unit(lambda value: four_digits(value / 1e12) if value else "0")
 _GIGA = Unit(lambda value: four_digits(value / 1e9) if value else "0")
 
@@ -61,13 +64,13 @@ def build_efficiency_document(
     self_check: Sequence[Finding],
     *,
     totals: bool = False,
-    verdict: Sequence[str] = (),
+    compared: RanksResult | None = None,
     limits: StepLimits | None = None,
     answer: str = "",
 ) -> Document:
     """Return the tree of ranges; people read averages per step if its steps are known, unless they want ``totals``.
 
-    ``verdict`` says which of several ranks is late; ``answer`` is what the summary says of the run.
+    ``compared`` are the ranks side by side, for which of them is late; ``answer`` is what the summary says of the run.
     """
     steps = None if totals else result.step_count
     words = name_limits(result.ranges, limits)
@@ -76,8 +79,10 @@ def build_efficiency_document(
     parts: list[Table | Lines] = [Lines([*([answer] if answer else []), *_head(result)], "head"), ranges]
     if any(step.communication_ns for step in result.steps):
         parts.append(_step_table(result))
-    if verdict:
-        parts.append(Lines(verdict))
+    if compared is not None:
+        from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
+
+        parts.append(Lines(describe_verdict(compared)[:1]))
     data = result.to_dict()
     if answer:
         data = {"answer": answer, **data}

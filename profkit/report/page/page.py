@@ -25,7 +25,7 @@ from profkit.files import write_whole
 from profkit.report import colours
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
-from profkit.report.commands.ranks import build_ranks_document, describe_ranks, describe_verdict
+from profkit.report.commands.ranks import build_ranks_document, describe_ranks
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
@@ -180,9 +180,7 @@ def _step_sections(run: Results) -> Iterator[Section]:
     trace, result = run.capture.trace, run.efficiency
     if trace is None or result is None:
         return
-    compared = run.summary.compared
-    verdict = describe_verdict(compared)[:1] if compared else ()
-    document = build_efficiency_document(result, (), verdict=verdict, limits=trace.step_limits)
+    document = build_efficiency_document(result, (), compared=run.summary.compared, limits=trace.step_limits)
     dots = list(build_dots(trace.account, run.capture.manifest)) if result.steps else []
     content = {"dots": dots, "parts": view_parts(document.parts)}
     yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
