@@ -69,7 +69,7 @@ def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_
         place_graph_nodes,
     )
     from profkit.analysis.ranks.members import find_ranks
-    from profkit.analysis.run_check import UNKNOWN_RUN, know_run
+    from profkit.analysis.self_check import UNKNOWN_RUN, know_run
     from profkit.trace.parts import begin_at, separate_gpus
 
     if run is not None and path.is_dir():

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.culprit import Culprit
-from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.own_time import Account, ReducedRank
 from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
 from profkit.cli import cli
 from profkit.reading import open_trace

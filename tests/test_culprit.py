@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.culprit import Verdict
-from profkit.analysis.ranks.own_time import CAUSES, divide_own_time
-from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.own_time import CAUSES, Account, ReducedRank, divide_own_time
 from profkit.analysis.ranks.reduce import reduce_columns
 from profkit.cli import cli
 from profkit.errors import CaptureError, CheckError, RunError, TraceError, UsageError

@@ -23,7 +23,7 @@ from profkit.analysis.tree.range_tree import build_nodes
 from profkit.errors import TraceError
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.document import Lines
-from profkit.report.roofline import plot_roofline, rate_of
+from profkit.report.plots import plot_roofline, rate_of
 from tests.efficiency_runs import SMALL, make_small_run
 from tests.golden import check_transcript
 from tests.in_process import manifest_of, run_command

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.run_check import UNKNOWN_RUN, know_run, products_per_forward
-from profkit.analysis.self_check import SelfCheck
+from profkit.analysis.self_check import UNKNOWN_RUN, SelfCheck, know_run, products_per_forward
 from profkit.models.options import PRESETS
 from profkit.run.manifest import Manifest
 from profkit.run.records import decode

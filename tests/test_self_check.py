@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.run_check import KnownRun
-from profkit.analysis.self_check import SelfCheck, check_capture
+from profkit.analysis.self_check import KnownRun, SelfCheck, check_capture
 from profkit.errors import TraceError
 from profkit.trace.nsys import read_nsys
 from tests.nsys_builder import NsysBuilder, process_of

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from profkit.analysis.kernels.summary import Grouping, KernelsResult, summarize_kernels
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.run_check import UNKNOWN_RUN, KnownRun
-from profkit.analysis.self_check import SelfCheck, check_capture
+from profkit.analysis.self_check import UNKNOWN_RUN, KnownRun, SelfCheck, check_capture
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from profkit.analysis.efficiency.summary import EfficiencyResult
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-    from profkit.analysis.ranks.comparison import RanksResult
     from profkit.analysis.step_replay.edits import ProgramFacts
     from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
@@ -115,13 +113,6 @@ class OpenedTrace:
     def step_limits(self) -> StepLimits:
         """Return what limits the step, by cause, phase, module and line: the one source of every such sentence."""
         return self.step_replay.limits(() if self.lines is None else self.lines.lines)
-
-    @cached_property
-    def compared(self) -> RanksResult | None:
-        """The trace's ranks, and those of its run's light records, side by side; None of one rank."""
-        from profkit.analysis.ranks.comparison import compare_opened
-
-        return compare_opened(self, self.run)
 
     @cached_property
     def self_check(self) -> SelfCheck:
@@ -301,13 +292,6 @@ class OpenedCapture:
         from profkit.run.manifest import Manifest
 
         return Manifest() if self.run is None else self.run.manifest
-
-    @cached_property
-    def compared(self) -> RanksResult | None:
-        """The ranks side by side, of a run without a trace by their light records; None of one rank."""
-        from profkit.analysis.ranks.comparison import compare_opened
-
-        return compare_opened(None, self.run) if self.trace is None else self.trace.compared
 
     def whatif(
         self,

@@ -16,6 +16,7 @@ from profkit.analysis.memory.places import fold
 from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, mark_members
+from profkit.analysis.ranks.comparison import compare_opened
 from profkit.analysis.summary import (
     EXPANDABLE,
     RUN_WARNING,
@@ -68,7 +69,8 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
         TraceError, RunError, SnapshotError: a file of it is damaged.
     """
     manifest = capture.manifest
-    summary = Summary(str(capture.path), _head(capture, manifest), compared=capture.compared)
+    compared = compare_opened(capture.trace, capture.run)
+    summary = Summary(str(capture.path), _head(capture, manifest), compared=compared)
     findings = [Finding(RUN_WARNING, text) for text in manifest.warnings]
     if capture.trace is not None:
         summary, doubts = _add_time(summary, capture.trace, manifest.uncounted)

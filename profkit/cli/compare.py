@@ -16,7 +16,7 @@ from profkit.analysis.compare.comparison import (
 )
 from profkit.analysis.compare.provenance import compare_provenance
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.ranks.comparison import RanksResult
+from profkit.analysis.ranks.comparison import RanksResult, compare_opened
 from profkit.cli.options import FILE, LIMIT, MILLISECONDS, PERCENT, POSITIVE, SHARE, range_option
 from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second, write_warnings
 from profkit.errors import CheckError, UsageError
@@ -101,7 +101,7 @@ def _compare_ranks(capture: OpenedCapture) -> RanksResult:
     """Compare the ranks from what is opened already; of ranks that are lost, `read_ranks` says why."""
     from profkit.joining import read_ranks
 
-    return capture.compared or read_ranks(capture.path)
+    return compare_opened(capture.trace, capture.run) or read_ranks(capture.path)
 
 
 def open_shown(path: Path) -> OpenedCapture:

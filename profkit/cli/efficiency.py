@@ -106,18 +106,23 @@ def efficiency(
             from profkit.report.commands.answer import answer_capture
 
             opened, answer = capture.trace, answer_capture(capture)
+        compared = None
+        if len(opened.ranks.members) > 1:
+            from profkit.analysis.ranks.comparison import compare_opened
+
+            compared = compare_opened(opened, opened.run)
         check = opened.self_check
         result = opened.efficiency(name, numbered=numbered, ceilings=ceilings, dtype=dtype)
         document = build_efficiency_document(
             result,
             check.findings,
             totals=totals,
-            compared=opened.compared if len(opened.ranks.members) > 1 else None,
+            compared=compared,
             limits=opened.step_limits,
             answer=answer,
         )
         if plot is not None:
-            from profkit.report.roofline import plot_roofline
+            from profkit.report.plots import plot_roofline
 
             # A picture with a point for each layer and step would be unreadable.
             folded = opened.efficiency(name, ceilings=ceilings, dtype=dtype) if numbered else result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -31,6 +31,9 @@ from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_trace
 from profkit.report.commands.kernels import SORTS, build_kernels_document
+
+if TYPE_CHECKING:
+    from profkit.analysis.ranks.comparison import RanksResult
 
 _DEFAULT_TOP = 20
 
@@ -113,7 +116,7 @@ def kernels(
         full_names=output.full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
-        compared=opened.compared if len(result.ranks) > 1 else None,
+        compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
         from profkit.report.commands.steps import clean_times_parts
@@ -128,6 +131,12 @@ def kernels(
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     output.print(document)
     obey_strict(trace, check, strict=strict)
+
+
+def _compare_ranks(opened: OpenedTrace) -> RanksResult | None:
+    from profkit.analysis.ranks.comparison import compare_opened  # few captures are of several ranks
+
+    return compare_opened(opened, opened.run)
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:

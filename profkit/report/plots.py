@@ -1,4 +1,5 @@
-"""Pictures in PNG files, fit for a report: kernels as bars, a step's lanes before and after, memory over time.
+"""Pictures in PNG files, fit for a report: kernels as bars, a step's lanes before and after, memory over time, and the
+ranges on a roofline: FLOP/s against FLOPs per least byte, under the peaks of their GPU.
 
 Names stand in them as they are, and a file is written whole or not at all.
 """
@@ -20,10 +21,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
+from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.efficiency.work import Peaks
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
@@ -31,14 +35,18 @@ from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.tree.selection import split_path
+from profkit.errors import TraceError
 from profkit.files import write_whole
+from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
 from profkit.report import colours
-from profkit.report.colours import LIMITS, STEP
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
+from profkit.report.commands.steps import LIMITS
 from profkit.report.document import UNTRUSTED
 from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
-from profkit.report.units import format_bytes, format_ns, format_share, ns_over
+from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
+from profkit.run.directory import find_run
 from profkit.trace.columns import distinct_values
 
 _DPI = 150
@@ -221,7 +229,7 @@ def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path
             axes.broken_barh(
                 [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
                 (number - 0.4, 0.8),
-                facecolors=[STEP[LIMITS[span.kind]] for span in spans],
+                facecolors=[colours.STEP[colours.LIMITS[span.kind]] for span in spans],
             )
         axes.set_yticks(range(len(rows)), [name for name, _ in rows])
         axes.invert_yaxis()
@@ -232,7 +240,7 @@ def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path
             fontsize="medium",
         )
         kinds = dict.fromkeys(span.kind for _, spans in rows for span in spans)
-        patches = [Patch(color=STEP[LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
+        patches = [Patch(color=colours.STEP[colours.LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
         axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
 
 
@@ -337,3 +345,179 @@ def _memory_title(result: MemoryResult) -> str:
         f"{make_visible(PurePath(result.snapshot).name)}, device {totals.device}: allocated peak "
         f"{format_bytes(totals.allocated_peak_bytes)} ({totals.allocated_peak_bytes:,} B, {proof})"
     )
+
+
+_POINT_NAME_WIDTH = 34
+_CLOSE = 1.4
+_MARGIN = 4.0
+"""How far, on a logarithmic axis, the picture reaches beyond its outermost points."""
+
+# Okabe and Ito's colours, which colour-blind people can distinguish.
+_COLOURS = {
+    "compute-bound": "#0072B2",
+    "memory-bound": "#E69F00",
+    "launch-bound": "#D55E00",
+    "communication-bound": "#CC79A7",
+    "host-bound": "#009E73",
+    None: "#777777",
+}
+_MARKERS = {FORWARD: "o", BACKWARD: "v", RECOMPUTE: "P", OPTIMIZER: "D"}
+_OTHER_MARKER = "s"
+_LARGEST_AREA, _LEAST_AREA = 420.0, 18.0
+"""Areas of points, in square points: that of the longest range, and the smallest that can be seen."""
+_MOST_NAMED = 24
+
+
+def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = False) -> None:
+    """Write the roofline to a PNG file, one point per row of the table whose operations and least bytes are known.
+
+    A point's height is all operations per second of GPU busy, its area the time of GPU busy, its shape the phase, its
+    colour what limits the range. A solid roof was measured by `profkit ceilings` on such a
+    GPU; a dashed one is the datasheet's, and the picture says so. An ``untrusted`` capture failed its self-check.
+
+    Raises:
+        TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
+        OSError: the file cannot be written.
+    """
+    points = [
+        row
+        for row in result.ranges
+        if row.intensity and row.busy_ns and row.flops is not None
+        # The least bytes of a range that holds others are those of one kernel for all of them.
+        if row.verdict != "memory-bound" or row.roof_share is not None
+    ]
+    points.sort(key=lambda row: -row.busy_ns)  # the small ones are drawn over the large ones
+    if not points or result.peaks is None:
+        if not points:
+            lacking = "FLOPs and least bytes of its ranges"
+            cure = result.uncounted or "record it with `profkit run --flops`"
+        else:
+            lacking, cure = "the GPU's peaks", "measure them with `profkit ceilings` and give its file to --ceilings"
+        raise TraceError(f"{result.trace}: {lacking} are unknown, so there is no roofline to draw; {cure}")
+    with draw_png(path, 9.5, 6) as (figure, axes):
+        _draw(axes, result, result.peaks, points)
+        if untrusted:
+            figure.suptitle(UNTRUSTED, fontsize=10, fontweight="bold", color="#B00020")
+        _name_points(axes, points)
+
+
+def rate_of(row: EfficiencyRow) -> float:
+    """Return all operations of a row per second of GPU busy: its height."""
+    return ((row.flops or 0) + (row.other_flops or 0)) / row.busy_ns * 1e9
+
+
+def _draw(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
+    _draw_roofs(axes, result, peaks, points)
+    longest = max(row.busy_ns for row in points)
+    for word, phase in dict.fromkeys((row.verdict, _phase_of(row)) for row in points):
+        mine = [row for row in points if (row.verdict, _phase_of(row)) == (word, phase)]
+        axes.scatter(
+            [row.intensity or 0 for row in mine],
+            [rate_of(row) / 1e12 for row in mine],
+            s=[max(_LARGEST_AREA * row.busy_ns / longest, _LEAST_AREA) for row in mine],
+            color=_COLOURS[word],
+            marker=_MARKERS.get(phase, _OTHER_MARKER),
+            alpha=0.85,
+            zorder=3,
+        )
+    axes.set_xlabel("operations per least byte")
+    axes.set_ylabel("TFLOP/s while the GPU is busy")
+    axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(handles=_legend(points), loc="lower right", fontsize=9, frameon=False)
+    axes.set_title(make_visible(_title(result)), fontsize=10, loc="left")
+
+
+def _phase_of(row: EfficiencyRow) -> str:
+    names = (phase_of(part) or part for part in reversed(split_path(row.path)))
+    return next((name for name in names if name in _MARKERS), "")
+
+
+def _legend(points: list[EfficiencyRow]) -> list[Artist]:
+    handles: list[Artist] = []
+    for word in dict.fromkeys(row.verdict for row in points):
+        label = "limit unknown" if word is None else f"limited by {LIMITS[word]}"
+        handles.append(Patch(color=_COLOURS[word], label=label))
+    for phase in dict.fromkeys(map(_phase_of, points)):
+        shape = _MARKERS.get(phase, _OTHER_MARKER)
+        handles.append(Line2D([], [], linestyle="", marker=shape, color="#555555", label=phase or "other range"))
+    label = f"area: GPU time, the largest {format_ns(max(row.busy_ns for row in points))}"
+    return [*handles, Line2D([], [], linestyle="", label=label)]
+
+
+def _title(result: EfficiencyResult) -> str:
+    gpu, dtype = result.gpu or "unknown GPU", result.dtype or "unknown dtype"
+    path = Path(result.trace)
+    # Every run's trace file has the same name; the run directory's name says more.
+    run = find_run(path)
+    name = path.name if run is None else run.path.name
+    return f"{shorten(name, 60)}: ranges on the roofline of an {gpu}, {dtype}"
+
+
+def _draw_roofs(axes: Axes, result: EfficiencyResult, peaks: Peaks, points: list[EfficiencyRow]) -> None:
+    """Draw one roof per dtype; that of the run's products is the bold one."""
+    intensities = [row.intensity or 1.0 for row in points]
+    ridge = max(peaks.flops_per_s.values()) / peaks.bytes_per_s
+    low, high = min(*intensities, ridge) / _MARGIN, max(*intensities, ridge) * _MARGIN
+    style = "-" if peaks.source == "measured" else "--"
+    for dtype, peak in peaks.flops_per_s.items():
+        own = dtype == result.dtype
+        colour = "#222222" if own else "#AAAAAA"
+        corner = peak / peaks.bytes_per_s
+        roof = [low * peaks.bytes_per_s / 1e12, peak / 1e12, peak / 1e12]
+        axes.plot([low, corner, high], roof, style, color=colour, linewidth=1.8 if own else 1.0, zorder=2)
+    for named in _groups(peaks):
+        axes.annotate(
+            ", ".join(f"{dtype} {four_digits(peaks.flops_per_s[dtype] / 1e12)}" for dtype in named) + " TFLOP/s",
+            (high, peaks.flops_per_s[named[0]] / 1e12),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color="#222222" if result.dtype in named else "#888888",
+        )
+    source = "measured" if peaks.source == "measured" else "from the datasheet"
+    axes.annotate(
+        f"memory {four_digits(peaks.bytes_per_s / 1e9)} GB/s; peaks {source}",
+        (0.01, 0.985),
+        xycoords="axes fraction",
+        va="top",
+        fontsize=9,
+        color="#222222",
+    )
+    axes.set_xlim(low, high)
+    rates = [rate_of(row) / 1e12 for row in points]
+    axes.set_ylim(min(rates) / _MARGIN, max(*rates, *(peak / 1e12 for peak in peaks.flops_per_s.values())) * 2)
+
+
+def _groups(peaks: Peaks) -> list[list[str]]:
+    """Return the dtypes, the fastest first; those whose roofs are too close for separate labels form one group."""
+    groups: list[list[str]] = []
+    for dtype in sorted(peaks.flops_per_s, key=lambda dtype: -peaks.flops_per_s[dtype]):
+        if groups and peaks.flops_per_s[groups[-1][0]] < _CLOSE * peaks.flops_per_s[dtype]:
+            groups[-1].append(dtype)
+        else:
+            groups.append([dtype])
+    return groups
+
+
+def _name_points(axes: Axes, points: list[EfficiencyRow]) -> None:
+    """Number the points with the most kernel time, and list their names beside the picture."""
+    named = sorted(points, key=lambda row: -row.kernel_time_ns)[:_MOST_NAMED]
+    names = []
+    for number, row in enumerate(named, 1):
+        names.append(f"{number}  {shorten(make_visible(row.name), _POINT_NAME_WIDTH)}")
+        axes.annotate(
+            str(number),
+            (row.intensity or 0.0, rate_of(row) / 1e12),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=9,
+            zorder=4,
+        )
+    names += [f"{len(points) - len(named)} more without a number"] if len(points) > len(named) else []
+    axes.text(1.02, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=9)

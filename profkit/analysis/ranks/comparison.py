@@ -14,8 +14,7 @@ from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
 from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
-from profkit.analysis.ranks.own_time import Cause
-from profkit.analysis.ranks.rank import Account, ReducedRank
+from profkit.analysis.ranks.own_time import Account, Cause, ReducedRank
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off

@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from profkit.analysis.ranks.matching import Matched, waits_by_step
-from profkit.analysis.ranks.own_time import Cause
-from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
+from profkit.analysis.ranks.own_time import Account, Cause, Floats, ReducedRank
 from profkit.analysis.statistics import chance_beyond
 from profkit.trace.columns import Bools
 

@@ -32,8 +32,7 @@ from profkit.analysis.ranks.costs import (
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
 from profkit.analysis.ranks.matching import LATE_NS, Matched, lateness_by_step
-from profkit.analysis.ranks.own_time import Cause
-from profkit.analysis.ranks.rank import Account, Floats, Parts, ReducedRank
+from profkit.analysis.ranks.own_time import Account, Cause, Floats, Parts, ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL
 from profkit.trace.columns import Bools

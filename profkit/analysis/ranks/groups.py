@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from profkit.analysis.ranks.matching import Matched, steps_between_matches
-from profkit.analysis.ranks.rank import ReducedRank
+from profkit.analysis.ranks.own_time import ReducedRank
 from profkit.run.light_columns import UNKNOWN
 from profkit.run.light_record import Group
 from profkit.trace.columns import Ints

@@ -19,8 +19,7 @@ import numpy as np
 from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, unite
 from profkit.analysis.ranks.costs import Cost, saved_beside, sum_cost
 from profkit.analysis.ranks.matching import Matched, waits_by_step
-from profkit.analysis.ranks.own_time import BEFORE, Part
-from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
+from profkit.analysis.ranks.own_time import BEFORE, Account, Floats, Part, ReducedRank
 from profkit.analysis.ranks.reduce import clock_of
 from profkit.names import BACKWARD, DATA
 from profkit.run.light_columns import UNKNOWN, Phases, StepColumns

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
 from profkit.analysis.ranks.members import Ranks
-from profkit.analysis.ranks.rank import Floats, ReducedRank
+from profkit.analysis.ranks.own_time import Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.run.light_columns import UNKNOWN, CallColumns
 from profkit.run.light_record import WAITS_FOR_ALL, Group

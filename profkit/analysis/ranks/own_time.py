@@ -6,15 +6,20 @@ sum up to the whole time. Without a GPU, operators count as kernels; those that 
 ranges around collectives (``gloo:…``), count as collectives.
 
 The place of a kernel or a copy is where the host launched it; that of idle time is where the host was then.
+
+Summed up by step it is the rank's `Account`; what a rank hands over to be compared, from a full trace as from a light
+record, is a `ReducedRank`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from profkit.analysis.intervals import (
     NOTHING,
@@ -36,7 +41,9 @@ from profkit.analysis.time_account.gpu_time import (
     threads_by_device,
 )
 from profkit.names import BACKWARD, DATA, phase_of
-from profkit.trace.columns import NO_LAUNCH, Copies, Ints, Trace, Work, distinct_values, empty_ints
+from profkit.run.light_columns import CallColumns, StepColumns
+from profkit.run.light_record import LightRecord
+from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
 from profkit.trace.nesting import NO_RANGE
 
@@ -324,3 +331,58 @@ def _cut_at(edges_ns: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, I
     begin, end = np.maximum(start_ns[which], edges[at]), np.minimum(end_ns[which], edges[at + 1])
     kept = begin < end
     return begin[kept], end[kept], which[kept]
+
+
+Floats = npt.NDArray[np.float64]
+
+Parts = dict[Part, float]
+"""Part → nanoseconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """What one rank did by itself in each step, as (steps, parts), and the communication that nothing hid."""
+
+    parts: tuple[Part, ...]
+    times_ns: Floats
+    exposed_ns: Floats
+    is_exact: bool
+    sm_mhz: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.times_ns)
+
+    def sums(self) -> Floats:
+        """Return how long each step took."""
+        total: Floats = self.times_ns.sum(axis=1)
+        return total
+
+    def median(self, steps: slice | Bools = slice(None)) -> Parts:
+        """Return each part's median over some of the steps, which one strange step does not move."""
+        times = self.times_ns[steps]
+        return dict(zip(self.parts, np.median(times, axis=0).tolist(), strict=True)) if len(times) else {}
+
+    def usual(self) -> Parts:
+        """Return what it does in a step: the mean of a full trace, so that parts sum up, else the median."""
+        if not self.is_exact or not len(self):
+            return self.median()
+        return dict(zip(self.parts, (self.times_ns.sum(axis=0) / len(self)).tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedRank:
+    """A rank's record, whose steps stand in ``steps``; ``calls`` are those of measured steps, in order of their groups.
+
+    ``longer_on_gpu`` is what phases of each measured step took longer on its GPU, as parts and (steps, parts).
+    ``exact`` is what it did by its full trace; of a rank without one, None. ``between_ns`` is what its sends and
+    receives in a group took in the steps of ``exact`` that nothing hid. ``light`` is the rank by the light record that
+    it left beside its trace: that holds the steps that no profiler recorded too.
+    """
+
+    record: LightRecord
+    steps: StepColumns
+    calls: CallColumns
+    longer_on_gpu: tuple[tuple[Part, ...], Floats]
+    exact: Account | None = None
+    between_ns: Mapping[int, int] = field(default_factory=dict)
+    light: ReducedRank | None = None

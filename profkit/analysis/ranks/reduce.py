@@ -16,14 +16,16 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.ranks.own_time import (
     CAUSES,
+    Account,
+    Floats,
     OwnTime,
     Part,
+    ReducedRank,
     collective_ranges,
     divide_own_time,
     host_time,
     phase_or_data,
 )
-from profkit.analysis.ranks.rank import Account, Floats, ReducedRank
 from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.errors import ProfkitError, RunError
