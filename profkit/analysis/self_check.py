@@ -128,7 +128,7 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
 def _check_diagnostics(trace: Trace, run: KnownRun) -> Iterator[Finding]:
     """Judge the messages of the profiler about itself.
 
-    A process without any event may have lost them or never had any. If the run knows its steps, `run_check` counts
+    A process without any event may have lost them or never had any. If the run knows its steps, `check_run` counts
     those of all its processes, and a silent process is a helper, such as Inductor's compilers.
     """
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
