@@ -45,6 +45,7 @@ class _Operation:
     stream: int
     duration_ns: int
     awaits: tuple[int, ...]
+    before: _Operation | None = None
     submitted_ns: int | None = None
     start_ns: int | None = None
     end_ns: int | None = None
@@ -59,6 +60,8 @@ class Machine:
     call_start_ns: list[int] = field(default_factory=list)
     call_end_ns: list[int] = field(default_factory=list)
     operations: list[_Operation] = field(default_factory=list)
+    _pending: list[_Operation] = field(default_factory=list)
+    _last: dict[int, _Operation] = field(default_factory=dict)
     _events: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
     _now_ns: int = 0
@@ -119,22 +122,21 @@ class Machine:
 
     def _submit(self, operations: list[_Operation], time_ns: int) -> None:
         self.operations += operations
+        self._pending += operations
         for operation in operations:
             operation.submitted_ns = time_ns
+            operation.before, self._last[operation.stream] = self._last.get(operation.stream), operation
         self._at(time_ns, lambda: None)
 
     def _try_streams(self) -> None:
         """Give each stream's next operation its time, once all that it waits for have theirs."""
         changed = True
         while changed:
-            changed = False
-            last: dict[int, _Operation] = {}
-            for operation in self.operations:
-                before, last[operation.stream] = last.get(operation.stream), operation
-                if operation.start_ns is not None:
-                    continue
-                awaited = [self.operations[row] for row in operation.awaits]
+            pending, self._pending = self._pending, []
+            for operation in pending:
+                awaited, before = [self.operations[row] for row in operation.awaits], operation.before
                 if any(one.start_ns is None for one in [*awaited, *([before] if before else [])]):
+                    self._pending.append(operation)
                     continue
                 times = [operation.submitted_ns or 0, *(_ends(one) + self.constants.event_ns for one in awaited)]
                 if before is not None:
@@ -142,7 +144,7 @@ class Machine:
                 operation.start_ns = max(times)
                 ends = operation.start_ns + operation.duration_ns
                 self._at(ends, lambda operation=operation, ends=ends: setattr(operation, "end_ns", ends))  # type: ignore[misc]
-                changed = True
+            changed = len(self._pending) < len(pending)
 
     @property
     def step_ns(self) -> int:

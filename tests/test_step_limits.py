@@ -50,16 +50,6 @@ def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
     assert summary["step_limits"] == limits
 
 
-def test_the_sentence_stands_in_efficiency_and_in_summary_with_its_proof_once() -> None:
-    limits = read_trace(SMALL).step_limits
-    share = limits.limited_by["python"] / limits.step_ns
-    sentence = f"Python between CUDA calls {share:.1%}, CUDA calls"
-    text = " ".join(run_command("efficiency", SMALL).stdout.split())
-    assert f"The step is limited by {sentence}" in text
-    assert "Step replay: 107.9 ms replayed for 107.9 ms recorded" in text
-    assert sentence in " ".join(run_command("summary", SMALL, "--all").stdout.split())
-
-
 def test_of_several_ranks_one_is_taken(captures: Path) -> None:
     path = captures / "ddp.nsys2025.sqlite"
     assert "several processes were recorded" in run_command("efficiency", path).stdout.replace("\n  ", " ")

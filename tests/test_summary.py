@@ -25,6 +25,7 @@ from profkit.run.lines import LineSteps, RunLines, write_lines
 from tests.captures import capture
 from tests.conftest import ROOT
 from tests.efficiency_runs import SMALL, make_small_run, make_timed_run
+from tests.golden import check_transcript
 from tests.in_process import manifest_of, run_command
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
@@ -45,6 +46,7 @@ def _json(*words: str | Path) -> dict[str, Any]:
 
 def _run_of(folder: Path, **facts: object) -> Path:
     """Make a run of two steps, whose manifest also holds these."""
+    folder.mkdir(exist_ok=True)
     run = make_timed_run(folder)
     manifest = manifest_of(run)
     (run / "manifest.json").write_text(json.dumps(manifest | facts))
@@ -64,6 +66,52 @@ def _lines(summary: Summary, monkeypatch: pytest.MonkeyPatch, width: int) -> dic
         label = word if is_label else label
         found[label] = f"{found.get(label, '')} {(rest if is_label else line).strip()}".strip()
     return found
+
+
+def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> None:
+    """Of runs, traces and a snapshot: what failed, was warned of or was not recorded, and what is known of TF32."""
+    runs = {
+        "timed": {},
+        "failed": {"status": "failed", "exit_status": 7},
+        "warned": {"warnings": ["GPU 0's power cap held its clocks down"]},
+        "older": {"argv": ["python", "train.py", "--lr", "1"], "clean": None},
+        "tf32-in-convolutions": {"conditions": {"cudnn_allow_tf32": True}, "workload": {"dtype": "fp32"}},
+    }
+    (tmp_path / "small").mkdir()
+    named = [make_small_run(tmp_path / "small"), *(_run_of(tmp_path / name, **facts) for name, facts in runs.items())]
+    # In bf16 products nothing was counted; a run with lines lacks none; of a failed one nothing may be left.
+    work = json.loads((named[-1] / "work.json").read_text())
+    (named[-1] / "work.json").write_text(json.dumps({**work, "dtype": "tf32"}))
+    looked = ({"step_ns": 1_000_000},) * 3
+    with_lines = _run_of(tmp_path / "with-lines", clean={"steps": list(looked)}, argv=["python", "train.py"])
+    write_lines(with_lines / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
+    nothing = _run_of(tmp_path / "failed-early", **runs["failed"])
+    (nothing / "trace.sqlite").unlink()
+    (tmp_path / "memory").mkdir()
+    memory = Training().write_run(tmp_path / "memory")
+    traces = [ROOT / "traces" / f"tiny-train-cpu.{kind}" for kind in ("kineto.json.gz", "nsys2023.sqlite")]
+    shown = [(path, "--all") for path in (*named, with_lines, nothing, memory, *traces, SNAPSHOT)]
+    exact = [(SMALL, "--format", "markdown"), (SMALL, "--format", "csv"), (named[1], "--format", "json")]
+    calls = [*shown, (SMALL,), *exact]
+    check_transcript("summary", [("summary", *words) for words in calls])
+    at_the_end = render(build_summary_document(_summary(tmp_path / "warned"), AdviceResult(), for_run=True), "table")
+    assert "power cap" not in at_the_end, "profkit run has just printed it"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "shown"),
+    [
+        ({"cudnn_conv_fp32_precision": "ieee", "cudnn_allow_tf32": True}, "TF32 off"),
+        ({"cudnn_allow_tf32": False}, "TF32 off"),
+        ({}, "TF32 off in matrix products"),
+    ],
+)
+def test_tf32_is_said_of_matrix_products_and_of_convolutions(
+    tmp_path: Path, conditions: dict[str, object], shown: str
+) -> None:
+    run = _run_of(tmp_path, conditions=conditions, workload={"dtype": "fp32"})
+    (run / "work.json").unlink()
+    assert _summary(run).head.precision == f"fp32, {shown}"
 
 
 def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() -> None:
@@ -141,52 +189,12 @@ def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) ->
     assert (modules["inner"].forward_ns, modules["inner"].recompute_ns) == (10, 7)
 
 
-@pytest.mark.parametrize(
-    ("conditions", "shown"),
-    [
-        ({"cudnn_allow_tf32": True}, "TF32 off in matrix products, on in convolutions"),
-        ({"cudnn_conv_fp32_precision": "ieee", "cudnn_allow_tf32": True}, "TF32 off"),
-        ({"cudnn_allow_tf32": False}, "TF32 off"),
-        ({}, "TF32 off in matrix products"),
-    ],
-)
-def test_tf32_is_said_of_matrix_products_and_of_convolutions(
-    tmp_path: Path, conditions: dict[str, object], shown: str
-) -> None:
-    run = _run_of(tmp_path, conditions=conditions, workload={"dtype": "fp32"})
-    (run / "work.json").unlink()
-    assert _summary(run).head.precision == f"fp32, {shown}"
-
-
-def test_a_run_whose_convolutions_alone_use_tf32_is_one_in_fp32(tmp_path: Path) -> None:
-    run = _run_of(tmp_path, conditions={"cudnn_allow_tf32": True}, workload={"dtype": "fp32"})
-    work = json.loads((run / "work.json").read_text())
-    (run / "work.json").write_text(json.dumps({**work, "dtype": "tf32"}))
-    assert _summary(run).head.precision == "fp32, TF32 off in matrix products, on in convolutions"
-
-
 def test_its_memory_is_that_of_the_memory_command() -> None:
     said, memory = _json("summary", SNAPSHOT)["memory"], _json("memory", SNAPSHOT)
     assert said["peak_bytes"] == memory["allocated"]["peak_bytes"]
     assert said["reserved_peak_bytes"] == memory["reserved"]["peak_bytes"]
     assert said["by_category"] == {row["category"]: row["bytes"] for row in memory["peak"]["by_category"]}
     assert (said["exact"], said["phase"]) == (memory["exact"], memory["peak"]["phase"])
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_run_is_read_from_the_step_to_what_to_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    lines = _lines(_summary(make_small_run(tmp_path)), monkeypatch, width)
-    assert list(lines) == ["", "STEP", "LIMIT", "GPU", "WORK", "MODULE", "Try", "Closed"]
-    assert lines[""].startswith("A step takes 105.8 ms as recorded (its unprofiled time is unknown): for 97.59 ms ")
-    assert lines["STEP"].startswith("105.8 ms as recorded · GPU busy 28.3% · 1 × H200 · fp32, TF32 off in")
-    assert lines["STEP"].partition(" ├─")[0].endswith("2 steps recorded")
-    assert "idle 71.7% = 75.8" in lines["GPU"]
-    assert "matmul 70.9% of 29.66 ms of kernel time, at " in lines["WORK"]
-    assert lines["MODULE"].startswith("layer */ffn 4.702 ms of 29.66 ms")
-    assert lines["Closed"] == "59,325,701 ns of kernels: every one in a named line"
-    assert lines["Try"].startswith("1 a norm is written out: ")
 
 
 def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None:
@@ -217,19 +225,6 @@ def test_a_try_names_its_cause_the_place_the_change_and_the_step_after() -> None
     assert "memory −1.000 KiB · costs time to compile proof: profkit compare run NEW" in said
 
 
-def test_the_unprofiled_step_comes_first_and_scales_the_idle_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    summary = _summary(make_timed_run(tmp_path))
-    assert summary.gpu.idle.is_unprofiled
-    assert summary.step_ns == 800
-    assert summary.idle_ns == summary.gpu.idle.share * 800 == 240
-    assert sum(summary.idle_causes_ns.values()) == summary.idle_ns
-    lines = _lines(summary, monkeypatch, 120)
-    assert lines["STEP"].startswith("800 ns unprofiled (3 steps")
-    assert "1.000 µs with the profiler (+25%)" in lines["STEP"]
-
-
 def test_the_largest_share_of_the_work_is_never_left_out_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the verdict of `profkit ranks` in the line of ranks."""
     summary = _summary(capture("ddp.nsys2025.sqlite"))
@@ -241,38 +236,6 @@ def test_the_largest_share_of_the_work_is_never_left_out_for_room(monkeypatch: p
     assert "cannot be told: rank 1 costs the others most, 10.03 ms in the median step (22.4% of it)" in lines["RANKS"]
     assert "communication not hidden " in lines["GPU"]
     assert "750,239 ns of them are in no range" in lines["Closed"]
-
-
-def test_a_capture_without_a_gpu_says_so_and_has_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = _summary(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz")
-    lines = _lines(summary, monkeypatch, 80)
-    assert "CPU only" in lines["STEP"]
-    assert "of operator time" in lines["WORK"]
-    assert "GPU" not in lines
-    assert find_advice(open_capture(Path(summary.run)), summary).tries == ()
-
-
-def test_what_holds_ranges_or_memory_alone_has_the_lines_of_these(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranges = _lines(_summary(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"), monkeypatch, 80)
-    assert ranges["WORK"].startswith("no GPU work was recorded")
-    memory = _lines(_summary(SNAPSHOT), monkeypatch, 80)
-    assert list(memory) == ["", "MEMORY", "Try", "Closed"]
-    assert memory["MEMORY"].startswith("peak 3.052 GiB in backward: activations 46.7%")
-    run = _lines(_summary(Training().write_run(tmp_path)), monkeypatch, 80)
-    assert run["Closed"].endswith("PyTorch's own peaks, recorded by the run, agree to the byte")
-
-
-def test_a_failed_run_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _run_of(tmp_path, status="failed", exit_status=7)
-    lines = _lines(_summary(run), monkeypatch, 80)
-    assert list(lines)[1] == "FAILED"
-    assert lines["FAILED"].startswith("the run failed (exit status 7); what it recorded follows A step takes 800 ns")
-    (run / "trace.sqlite").unlink()
-    assert _lines(_summary(run), monkeypatch, 80)["FAILED"].startswith(
-        "the run failed (exit status 7); nothing was recorded"
-    )
 
 
 def test_out_of_memory_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,24 +252,6 @@ def test_of_a_capture_that_failed_its_self_check_nothing_is_concluded(monkeypatc
     assert "Closed" not in lines
 
 
-def test_what_the_run_warned_of_is_a_care(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _run_of(tmp_path, warnings=["GPU 0's power cap held its clocks down"])
-    summary = _summary(run)
-    assert _lines(summary, monkeypatch, 80)["Care"] == "GPU 0's power cap held its clocks down"
-    at_the_end = render(build_summary_document(summary, AdviceResult(), for_run=True), "table")
-    assert "power cap" not in at_the_end, "profkit run has just printed it"
-    done = run_command("summary", run)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("style", ["markdown", "csv"])
-def test_every_format_holds_the_step_time_and_the_advice(style: str) -> None:
-    done = run_command("summary", SMALL, "--format", style)
-    assert done.returncode == 0, done.stderr
-    assert "a norm is written out" in done.stdout
-    assert ("105.8 ms" if style == "markdown" else "59325701") in done.stdout
-
-
 def test_the_tries_are_data_with_what_they_buy_together() -> None:
     path = capture("small.nsys2025.sqlite")
     said = _json("summary", path)
@@ -318,16 +263,3 @@ def test_the_tries_are_data_with_what_they_buy_together() -> None:
         *("costs", "evidence", "proof", "measured", "detail"),
     }
     assert said["advice_together"] == (None if advice.together_ns is None else {"after_ns": vars(advice.together_ns)})
-
-
-def test_an_older_run_says_what_it_lacks_and_the_command_that_records_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _run_of(tmp_path, argv=["python", "train.py", "--lr", "1"], clean=None)
-    said = "lines of source and unprofiled step times: `profkit run -- python train.py --lr 1` records them"
-    assert _lines(_summary(run), monkeypatch, 120)["Lacks"] == said
-    looked = ({"step_ns": 1_000_000},) * 3
-    write_lines(run / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
-    manifest = manifest_of(run) | {"clean": {"steps": list(looked)}}
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    assert "Lacks" not in _lines(_summary(run), monkeypatch, 120)
