@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import shutil
 import subprocess
@@ -23,6 +21,7 @@ from profkit.report.commands.ranks import describe_verdict
 from profkit.run.directory import KINETO_TRACE, LIGHT, name_of_rank
 from profkit.trace.nsys import read_nsys
 from tests import second_method
+from tests.golden import check_transcript
 from tests.kineto_builder import row, written
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import GEMM, MS, NCCL, Delay, simulate, write_kineto_run, write_nsys
@@ -34,30 +33,6 @@ if TYPE_CHECKING:
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-GOLDEN = """\
-range 'backward', open 2 times: 4 kernels
-kernel time 120.0 µs   GPU busy 120.0 µs   Python time 160.0 µs
-ranks are guessed from the GPUs' order
-Who is late is unknown: no step was recorded
-
-rank  GPU  Python time  kernel time  GPU busy  communicating  computing  kernels
-────  ───  ───────────  ───────────  ────────  ─────────────  ─────────  ───────
-   0    0     80.00 µs     60.00 µs  60.00 µs       40.00 µs   20.00 µs        2
-   1    1     80.00 µs     60.00 µs  60.00 µs       10.00 µs   50.00 µs        2
-
-share     total    rank 0    rank 1  category       kernel
-─────  ────────  ────────  ────────  ─────────────  ────────────────────────────
-58.3%  70.00 µs  20.00 µs  50.00 µs  gemm           sm80_xmma_gem…2_nt_n_64x64x8
-41.7%  50.00 µs  40.00 µs  10.00 µs  communication  ncclDevKernel…um_f32_RING_LL
-
-100 % = 120.0 µs of kernels under 'backward'
-Under 'backward' 120,000 ns = placed by launching thread 120,000 + by waiting
-  thread 0
-All kernel time 120,009 ns = placed by launching thread 120,000 + by waiting
-  thread (backward) 0 + in no range 9
-Ranks: 120,000 ns = rank 0 60,000 + rank 1 60,000
-"""
 
 
 def _write(path: Path, own_us: dict[int, int], devices: dict[int, int]) -> Path:
@@ -81,49 +56,23 @@ def two(tmp_path: Path) -> Path:
     return _write(tmp_path / "two.sqlite", {200: 50, 201: 20}, {200: 1, 201: 0})
 
 
-def test_ranks_are_compared_under_a_range(profkit: Run, two: Path) -> None:
-    done = profkit("kernels", two, "--range", "backward")
-    assert done.stdout == GOLDEN
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_json_has_a_row_per_rank_and_each_ranks_part_of_every_kernel(profkit: Run, two: Path) -> None:
-    data = json.loads(profkit("kernels", two, "--range", "backward", "--format", "json").stdout)
-    assert data["ranks"][1] == {
-        "rank": 1,
-        "process": 200,
-        "device": 1,
-        "instances": 1,
-        "kernel_count": 2,
-        "kernel_time_ns": 60_000,
-        "busy_ns": 60_000,
-        "wall_ns": 80_000,
-        "communication_ns": 10_000,
-    }
-    assert (data["rank_evidence"], data["slowest_rank"]) == (BY_DEVICE, None)
-    assert [row["per_rank_ns"] for row in data["kernels"]] == [[20_000, 50_000], [40_000, 10_000]]
-    rows = list(csv.DictReader(io.StringIO(profkit("kernels", two, "--format", "csv").stdout)))
-    assert [(row["rank_0_ns"], row["rank_1_ns"]) for row in rows[:2]] == [("20000", "50000"), ("40000", "10000")]
-
-
-def test_one_rank_is_a_trace_of_its_own(profkit: Run, two: Path) -> None:
-    done = profkit("kernels", two, "--rank", "1")
-    assert "whole capture of rank 1: 3 kernels" in done.stdout
-    assert "100 % = 60.01 µs of kernels of rank 1" in done.stdout
-    assert "All kernel time of rank 1 60,009 ns = placed by launching thread 60,000" in done.stdout
-    data = json.loads(profkit("kernels", two, "--rank", "0", "--range", "backward", "--format", "json").stdout)
-    assert (data["kernel_time_ns"], data["ledger"]["total_ns"], data["filters"]["rank"]) == (60_000, 60_000, 0)
-    done = profkit("ranges", two, "--rank", "1")
-    assert "100 % = 60.01 µs of kernels of rank 1" in done.stdout
-
-
-def test_a_rank_that_does_not_exist_is_refused_with_those_that_do(profkit: Run, two: Path, tmp_path: Path) -> None:
-    for command in ("kernels", "ranges"):
-        done = profkit(command, two, "--rank", "7")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "profkit: no rank 7: this trace holds ranks 0, 1\n"
-    alone = _write(tmp_path / "one.sqlite", {200: 5}, {200: 0})
-    assert "this trace holds one process" in profkit("kernels", alone, "--rank", "0").stderr
+def test_each_way_of_asking_for_kernels_of_ranks_prints_what_it_did(two: Path, tmp_path: Path) -> None:
+    """All of them, beside one another; one by itself; of many the least, the median and the most."""
+    alone = _write(tmp_path / "alone.sqlite", {200: 5}, {200: 0})
+    many = _write(
+        tmp_path / "many.sqlite", {pid: pid for pid in range(10, 16)}, {pid: pid - 10 for pid in range(10, 16)}
+    )
+    backward = ("--range", "backward")
+    calls: list[tuple[str | Path, ...]] = [
+        *(("kernels", two, *backward, "--format", style) for style in ("table", "json", "csv")),
+        ("kernels", two, "--rank", "1"),
+        ("kernels", two, "--rank", "0", *backward, "--format", "json"),
+        ("ranges", two, "--rank", "1"),
+        # Ranks that do not exist are refused with those that do.
+        *(("kernels", two, "--rank", "7"), ("ranges", two, "--rank", "7"), ("kernels", alone, "--rank", "0")),
+        ("kernels", many, *backward),
+    ]
+    check_transcript("kernels-of-ranks", calls)
 
 
 def test_every_command_prints_the_verdict_of_ranks(profkit: Run, tmp_path: Path) -> None:
@@ -141,17 +90,6 @@ def test_every_command_prints_the_verdict_of_ranks(profkit: Run, tmp_path: Path)
         json.loads(profkit(command, path, "--format", "json").stdout) for command in ("kernels", "summary", "ranks")
     )
     assert kernels["slowest_rank"] == summary["slowest_rank"] == ranks["culprit"]["rank"] == 1
-
-
-def test_with_many_ranks_the_table_shows_the_least_the_median_and_the_most(profkit: Run, tmp_path: Path) -> None:
-    pids = range(10, 16)
-    path = _write(tmp_path / "t.sqlite", {pid: pid for pid in pids}, {pid: pid - 10 for pid in pids})
-    text = profkit("kernels", path, "--range", "backward").stdout
-    assert max(map(len, text.splitlines())) <= 80
-    assert "share     total     least    median      most  kernel" in text
-    assert "50.0%  75.00 µs  10.00 µs  12.50 µs  15.00 µs  sm80_" in text
-    assert "50.0%  75.00 µs  10.00 µs  12.50 µs  15.00 µs  nccl" in text
-    assert "Ranks: 150,000 ns = 6 ranks 150,000" in text
 
 
 def test_ranks_that_run_nccl_on_one_gpu_number_have_a_gpu_each(tmp_path: Path) -> None:
