@@ -32,7 +32,6 @@ from tests.rank_builder import (
     late_rank,
     light_records,
     simulate,
-    write_kineto_run,
     write_light_run,
     write_nsys,
 )
@@ -103,14 +102,6 @@ def test_a_constant_delay_is_named_among_heavy_tails(tmp_path: Path, place: str)
     for result in _compare(tmp_path, 4, 16, [*noise, Delay(3, place, 18 * MS)]):
         assert late_rank(result).rank == 3
         assert late_rank(result).is_always
-
-
-def test_what_people_read_of_a_rank_that_saves_every_fourth_step(tmp_path: Path) -> None:
-    run = write_kineto_run(tmp_path / "run", simulate(2, 13, [Delay(0, "optimizer", 40 * MS, every=4)]))
-    text = " ".join(CliRunner().invoke(cli, ["ranks", str(run)]).stdout.split())
-    assert "Rank 0 is late in 3 of 12 steps (25.0%), by 40.0" in text
-    assert "Its extra time in these steps: 40.0" in text
-    assert "less on average" in text
 
 
 @pytest.mark.parametrize(("kind", "spread"), list(cells()))

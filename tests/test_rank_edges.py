@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner
 
-from profkit.cli import cli
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
 from profkit.report.commands.ranks import describe_ranks
@@ -19,20 +18,24 @@ from profkit.report.units import format_gigabytes
 from profkit.run.directory import NSYS_EXPORT, Run, name_of_rank
 from profkit.run.light_columns import read_light
 from profkit.run.light_record import Collectives, Group, LightRecord, StepRecord
-from tests.in_process import names_in, run_command
+from tests.golden import check_transcript
+from tests.in_process import names_in
 from tests.kineto_builder import row
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
     MS,
     NCCL,
+    UNTIMED,
     Delay,
     Timeline,
     compare_records,
+    in_each_step,
     late_rank,
     light_records,
     of_gloo,
     said,
     simulate,
+    start_run,
     with_groups,
     write_kineto_run,
     write_light_run,
@@ -59,24 +62,106 @@ def _without(lines: list[Timeline], *, steps: bool = False, collectives: bool = 
     ]
 
 
-def test_ranks_whose_steps_nobody_recorded_are_shown_over_the_whole_recording(tmp_path: Path) -> None:
-    run = write_kineto_run(tmp_path / "run", _without(simulate(2, 4, [Delay(1, "data", 9 * MS)]), steps=True))
-    text = said("ranks", run)
-    assert "2 ranks, no recorded steps: times are those of the whole recording; waiting in collectives: 18." in text
-    assert "Who is late is unknown: no step was recorded" in text
-    assert "per step" not in text
-    budget = CliRunner().invoke(cli, ["check", str(run), "--max-wait", "5%"])
-    assert "NOT JUDGED (counts as failed): no step was recorded" in budget.stdout
+def _of_nobody(lines: list[Timeline]) -> list[LightRecord]:
+    """Return the records in which nobody timed collectives, which are all-gathers within phases."""
+    calls = {"kind": ["all_gather"], "exposed_ns": [None], **UNTIMED}
+    return [in_each_step(one, calls, launch_wait_ns=20_000) for one in light_records(lines)]
 
 
-def test_full_traces_without_collectives_add_up_and_are_called_full(tmp_path: Path) -> None:
-    run = write_kineto_run(tmp_path / "run", _without(simulate(2, 4), collectives=True))
-    result = read_ranks(run, workers=1)
-    assert result.is_exact
-    for one in result.ranks:
-        assert sum(one.parts.values()) == one.step_ns
-        assert one.parts["kernels"] == pytest.approx(25 * MS, rel=0.01)
-    assert "step = computing + copying + data" in said("ranks", run)
+def test_what_is_said_of_ranks(tmp_path: Path) -> None:
+    """Who is late and from when on that is said, what is assumed or missing, and what is refused."""
+    late, lines = [Delay(1, "data", 9 * MS)], simulate(4, 4)
+    turns = [Delay(rank, "forward", 6 * MS, every=4, first=rank) for rank in range(4)]
+
+    def light(name: str, records: Sequence[LightRecord]) -> Path:
+        return write_light_run(tmp_path / name, records)
+
+    def full(name: str, lines: list[Timeline]) -> Path:
+        return write_kineto_run(tmp_path / name, lines)
+
+    def nsys(name: str, lines: list[Timeline]) -> Path:
+        return write_nsys(tmp_path / f"{name}.sqlite", lines)
+
+    def clocks(records: Sequence[LightRecord], nodes: int) -> list[LightRecord]:
+        """Return the records of so many machines, each of whose clocks is 50 ms ahead of the one before."""
+        return [replace(one, node=one.rank % nodes, clock_base_ns=one.rank % nodes * 50 * MS) for one in records]
+
+    without_steps = full("without-steps", _without(simulate(2, 4, late), steps=True))
+    untimed = light("untimed", _of_nobody(simulate(4, delays=[Delay(2, "forward", 8 * MS)])))
+    skewed = nsys("skewed", simulate(2, delays=[Delay(1, "data", 30 * MS)]))
+    alone = nsys("alone", simulate(1))
+    # A rank's record was cut; another rank's trace is a copy, empty, or stands under a name that is no rank's.
+    records = light_records(simulate(4, 14, late))
+    cut = light("cut", [*records[:2], replace(records[2], steps=records[2].steps[:1]), records[3]])
+    with (cut / "light.rank2.jsonl").open("a") as file:
+        file.write('{"kind":"steps","name":["step 1')
+    copied = light("copied", light_records(lines[:3]))
+    shutil.copy(full("copied", lines[:3]) / "trace.rank1.json.gz", copied / "trace.rank2.json.gz")
+    damaged = full("damaged", lines[:3])
+    (damaged / "trace.rank2.json.gz").write_bytes(b"")
+    renamed = light("renamed", light_records(lines[:3]))
+    (renamed / "light.rank7.jsonl").write_bytes((renamed / "light.rank1.jsonl").read_bytes())
+    many = light_records(simulate(40, 6, [Delay(31, "data", 9 * MS)]))
+    lost = light("lost", [one for one in many if one.rank not in {3, *range(8, 30)}])
+    jobs = tmp_path / "jobs"
+    for node in (0, 1):
+        run = write_light_run(jobs / f"node{node}", light_records(lines)[2 * node :][:2])
+        job = {"id": f"job {node}", "count": 2, "number": node, "unit": "node"}
+        (run / "manifest.json").write_text(json.dumps({"status": "complete", "job": job}))
+        full(f"twice/{'ab'[node]}", simulate(2, 2))
+        start_run(tmp_path / "empty" / f"node{node}")
+        start_run(tmp_path / "half" / f"node{node}")
+    light("half/node1", light_records(simulate(2, 2))[1:])
+    start_run(tmp_path / "no-trace")
+    (tmp_path / "no-trace" / "trace.sqlite").write_bytes(b"")
+    (tmp_path / "no-run").mkdir()
+
+    ranks: list[tuple[str | Path, ...]] = [
+        *((full("late", simulate(3, 4, late)), "--format", style) for style in ("table", "csv", "json")),
+        (full("in-every-fourth-step", simulate(2, 13, [Delay(0, "optimizer", 40 * MS, every=4)])),),
+        (light("slow-for-now", light_records(simulate(2, 12, [Delay(1, "forward", 6 * MS)]))),),
+        (light("slow", light_records(simulate(2, 12, [Delay(1, "forward", 30 * MS)]))),),
+        (light("in-turns", light_records(simulate(4, 12, turns))),),
+        (light("many", many), "--top", "3"),
+        *((untimed,), (untimed, "--format", "json")),
+        *((without_steps,), (full("without-collectives", _without(simulate(2, 4), collectives=True)),)),
+        # Of which steps and ranks times are is said where it is assumed.
+        *(
+            (light("four", light_records(lines)),),
+            (full("all", lines),),
+            (nsys("four", lines),),
+            (nsys("two", lines[:2]),),
+        ),
+        # Waits may rest on the clocks of several machines.
+        (light("gloo-on-one-machine", clocks(of_gloo(light_records(lines)), 1)),),
+        (light("gloo-on-two", clocks(of_gloo(light_records(lines)), 2)),),
+        (light("nccl-on-four", clocks(light_records(lines), 4)),),
+        *((path,) for path in (cut, copied, damaged, renamed, lost)),
+        # No ranks to compare.
+        *((alone,), (tmp_path / "no-run",), (tmp_path / "no-trace",)),
+        *((tmp_path / name,) for name in ("twice", "jobs", "empty", "half")),
+    ]
+    limits = ("--max-wait", "10%", "--max-skew", "10%")
+    two, four = full("of-two", simulate(2, 3)), full("of-four", simulate(4, 3))
+    later, before = full("later", simulate(2, 3, late)), light("before", light_records(simulate(3, 3, late)))
+    after = light("after", light_records(simulate(3, 3)))
+    others: list[tuple[str | Path, ...]] = [
+        *(("check", path, *limits) for path in (skewed, untimed, without_steps, alone)),
+        ("check", skewed, "--max-wait", "60%", "--max-skew", "60%"),
+        ("check", skewed, *limits, "--format", "csv"),
+        *(("compare", later, two, "--force"), ("compare", two, four, "--force")),
+        # Light records alone are compared too, but have no kernels.
+        *(("compare", before, after, "--format", "csv"), ("compare", before, after, "--by", "kernel")),
+        # What reads all ranks says how to read the others of a damaged one.
+        *(("kernels", damaged), ("kernels", damaged, "--rank", "1")),
+        ("gather", before, "-o", before / "all"),
+        ("gather", tmp_path / "nowhere", "-o", tmp_path / "gathered"),
+        ("gather", before / "light.jsonl", "-o", tmp_path / "gathered"),
+    ]
+    check_transcript("ranks", [*(("ranks", *words) for words in ranks), *others])
+    assert names_in(before) == [*(f"light{rank}.jsonl" for rank in ("", ".rank1", ".rank2")), "manifest.json"]
+    with pytest.raises(UsageError, match=r"profkit ranks .*renamed$"):
+        read_ranks(renamed / "light.rank1.jsonl")
 
 
 def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None:
@@ -84,19 +169,6 @@ def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None
     lines[3] = _without(simulate(1, 6, [Delay(0, "data", 60 * MS)]), collectives=True)[0]
     culprit = late_rank(read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1))
     assert (culprit.rank, culprit.cause) == (1, "data")
-
-
-@pytest.mark.parametrize(("nodes", "backend"), [(1, "gloo"), (2, "gloo"), (4, "nccl")])
-def test_waits_that_rest_on_the_clocks_of_several_machines_are_said_to(
-    tmp_path: Path, nodes: int, backend: str
-) -> None:
-    records = light_records(simulate(4, 6))
-    records = of_gloo(records) if backend == "gloo" else records
-    ahead = [replace(one, node=one.rank % nodes, clock_base_ns=one.rank % nodes * 50 * MS) for one in records]
-    result = compare_records(ahead)
-    assert result.by_clocks == ((nodes, backend) == (2, "gloo"))
-    text = said("ranks", write_light_run(tmp_path / "run", ahead))
-    assert ("a rank whose clock is ahead looks late" in text) == result.by_clocks
 
 
 def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_waits_are_the_mean_ranks() -> None:
@@ -112,85 +184,11 @@ def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_
         assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
 
 
-def test_a_trace_under_another_ranks_name_is_named_with_whose_it_is(tmp_path: Path) -> None:
-    lines = simulate(3, 4)
-    run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
-    shutil.copy(run / "trace.rank1.json.gz", run / "trace.rank2.json.gz")
-    result = read_ranks(run, workers=1)
-    assert [one.source for one in result.ranks] == ["kineto", "kineto", "light"]
-    path = run / "trace.rank2.json.gz"
-    assert result.lost[2] == (
-        f"{path}: holds rank 1, not 2: a copy, or renamed; its light record stands in for the trace"
-    )
-    text = said("ranks", run)
-    assert "communication not hidden behind computing" in text
-    assert "(of 2 ranks recorded in full)" in text
-
-
-def test_what_reads_all_ranks_says_how_to_read_the_others_of_a_damaged_one(tmp_path: Path) -> None:
-    run = write_kineto_run(tmp_path / "run", simulate(3, 4))
-    damaged = run / "trace.rank2.json.gz"
-    damaged.write_bytes(b"")
-    done = CliRunner().invoke(cli, ["kernels", str(run)])
-    assert str(done.exception) == (
-        f"{damaged}: the file is empty; --rank N reads another rank by itself, and profkit ranks {run} compares the"
-        " others"
-    )
-    assert CliRunner().invoke(cli, ["kernels", str(run), "--rank", "1"]).exit_code == 0
-    assert read_ranks(run, workers=1).lost == {2: f"{damaged}: the file is empty"}, "no light record stands in"
-
-
 @pytest.mark.parametrize(
     ("rate", "shown"), [(326.94e9, "326.9"), (1.04e9, "1.0"), (0.93e9, "0.93"), (34.1e6, "0.034"), (51_000, "0.000051")]
 )
 def test_slow_links_have_a_rate_too(rate: float, shown: str) -> None:
     assert format_gigabytes(rate) == shown
-
-
-def test_a_record_that_was_cut_is_named_and_its_unknown_waits_do_not_count(tmp_path: Path) -> None:
-    records = light_records(simulate(4, 14, [Delay(1, "data", 9 * MS)]))
-    records[2] = replace(records[2], steps=records[2].steps[:1])
-    run = write_light_run(tmp_path / "run", records)
-    with (run / "light.rank2.jsonl").open("a") as cut:
-        cut.write('{"kind":"steps","name":["step 1')
-    text = said("ranks", run)
-    assert "warning: rank 2: the record holds 1 step, others up to 14; too few to compare" in text
-    result = read_ranks(run, workers=1)
-    assert [one.waiting_ns is None for one in result.ranks] == [False, False, True, False]
-    (row,) = result.groups
-    assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.001)
-    assert late_rank(result).rank == 1
-
-
-def test_runs_of_different_jobs_are_not_compared_as_one(tmp_path: Path) -> None:
-    records = light_records(simulate(4, 4))
-    for node in (0, 1):
-        run = write_light_run(tmp_path / f"node{node}", records[2 * node :][:2])
-        job = {"id": f"job {node}", "count": 2, "number": node, "unit": "node"}
-        (run / "manifest.json").write_text(json.dumps({"status": "complete", "job": job}))
-    with pytest.raises(
-        UsageError, match="holds runs of different jobs: job 0 and job 1; compare them: profkit compare"
-    ):
-        read_ranks(tmp_path)
-
-
-def test_gather_refuses_to_copy_a_run_into_itself_and_what_is_no_directory(tmp_path: Path) -> None:
-    run = write_light_run(tmp_path / "run", light_records(simulate(2, 2)))
-
-    def refusal(source: Path, output: Path) -> str:
-        return str(CliRunner().invoke(cli, ["gather", str(source), "-o", str(output)]).exception)
-
-    assert refusal(run, run / "all").startswith(f"{run / 'all'}: lies within {run}, ")
-    assert names_in(run) == ["light.jsonl", "light.rank1.jsonl", "manifest.json"]
-    assert "no such directory" in refusal(tmp_path / "nowhere", tmp_path / "all")
-    assert "a file; name the directory of a run" in refusal(run / "light.jsonl", tmp_path / "all")
-
-
-def test_the_late_rank_heads_the_ranks_also_where_the_hosts_of_the_others_wait(tmp_path: Path) -> None:
-    # The hosts of the ranks that wait are held up before their optimizer: all do as much between two steps.
-    run = write_light_run(tmp_path / "run", light_records(simulate(40, 6, [Delay(31, "data", 9 * MS)])))
-    shown = run_command("ranks", run, "--top", "3").stdout.partition("the most unusual first")[2].splitlines()
-    assert shown[3].split()[0] == "31"
 
 
 @pytest.mark.parametrize(("node", "cause"), [("Slow", "python"), ("CompiledFunction", "kernels")])
@@ -211,40 +209,6 @@ def test_what_a_function_of_python_does_by_itself_is_python_and_what_it_calls_co
 
     found = late_rank(read_ranks(write_two_hosts(tmp_path, 5, events), workers=1))
     assert (found.rank, found.cause, found.phase, found.extra_ns) == (1, cause, "backward", 30 * MS)
-
-
-def test_runs_of_different_numbers_of_ranks_say_so_in_each_group(tmp_path: Path) -> None:
-    runs = [str(write_kineto_run(tmp_path / str(count), simulate(count, 3))) for count in (2, 4)]
-    shown = CliRunner().invoke(cli, ["compare", *runs, "--force"]).stdout
-    assert "all ranks (2)  all_reduce" in shown
-    assert "all ranks (4)  all_reduce" in shown
-
-
-def test_of_which_steps_and_ranks_times_are_is_said_where_it_is_assumed(tmp_path: Path) -> None:
-    lines = simulate(4, 4)
-    light = said("ranks", write_light_run(tmp_path / "light", light_records(lines)))
-    full = said("ranks", write_kineto_run(tmp_path / "full", lines))
-    assert "to that of the next, without the first step" in full
-    assert "without the first step" not in light
-    alone = said("ranks", write_nsys(tmp_path / "trace.sqlite", lines))
-    assert "which ranks share the collectives of stream 7 is not recorded: all 4 are assumed to" in alone
-    assert "is not recorded" not in said("ranks", write_nsys(tmp_path / "two.sqlite", simulate(2, 4)))
-    assert "is not recorded" not in light
-
-
-def test_many_lost_ranks_are_named_in_one_line(tmp_path: Path) -> None:
-    records = light_records(simulate(40, 3))
-    run = write_light_run(tmp_path / "run", [one for one in records if one.rank not in {3, *range(8, 30)}])
-    done = run_command("ranks", run, "--format", "json")
-    assert "warning: ranks 3, 8-29: it left no record" in done.stderr
-    assert len(json.loads(done.stdout)["lost"]) == 23
-
-
-def test_where_ranks_take_turns_nobody_is_said_to_cost_nothing(tmp_path: Path) -> None:
-    delays = [Delay(rank, "forward", 6 * MS, every=4, first=rank) for rank in range(4)]
-    text = said("ranks", write_light_run(tmp_path / "run", light_records(simulate(4, 12, delays))))
-    assert "No rank is late: none costs the others any time in the median step; a rank is called late from 5.0%" in text
-    assert "costs the others most, 0 ns" not in text
 
 
 def test_a_rank_of_several_groups_is_said_to_be_last_in_all_its_collectives_and_where_others_wait_longest() -> None:
