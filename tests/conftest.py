@@ -165,6 +165,12 @@ def _remember(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 @pytest.fixture
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the files of several ranks in this process: a worker takes half a second to begin."""
+    monkeypatch.setattr("profkit.joining.os.sched_getaffinity", lambda _process: {0})
+
+
+@pytest.fixture
 def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[NvtxEvent]:
     """NVTX replaced by a list of what was pushed and popped."""
     events: list[NvtxEvent] = []

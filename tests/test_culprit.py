@@ -50,6 +50,8 @@ from tests.rank_builder import (
     write_two_hosts,
 )
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 RECORDED = Path(__file__).parent / "light_records"
 """Some steps of two ranks on 2 × H200, a sleep injected into rank 1 as the name says; those that are untimed from NCCL
 without TORCH_NCCL_ENABLE_TIMING. There 30 ms were injected; hosts of waiting ranks, which stand in a full queue, leave
@@ -106,7 +108,7 @@ def test_a_delay_is_named_whatever_recorded_it(tmp_path: Path, place: str) -> No
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(3, delays=[Delay(1, place, 30 * MS)]))
     _assert_found(read_ranks(trace), 1, place, 30 * MS)
     run = write_kineto_run(tmp_path / "run", simulate(2, delays=[Delay(1, place, 12 * MS)]), shift_ns=-(10**9))
-    _assert_found(read_ranks(run, workers=1), 1, place, 12 * MS)
+    _assert_found(read_ranks(run), 1, place, 12 * MS)
     records = light_records(simulate(4, delays=[Delay(2, place, 8 * MS)]))
     _assert_found(compare_records(records), 2, place, 8 * MS, with_module=False)
     untimed = compare_records(_untimed(records, is_at_end=True))
@@ -164,7 +166,7 @@ def test_nobody_is_named_where_nobody_is_late(tmp_path: Path, captures: Path) ->
     records = light_records(lines)
     for result in (
         read_ranks(write_nsys(tmp_path / "trace.sqlite", lines)),
-        read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1),
+        read_ranks(write_kineto_run(tmp_path / "run", lines)),
         compare_records(records),
         compare_records(_untimed(records, is_at_end=True)),
     ):
@@ -320,7 +322,7 @@ def test_time_that_is_waited_in_two_collectives_at_once_counts_once(tmp_path: Pa
             row("user_annotation", "gloo:all_reduce", begin + 15_000 + late, 21_000 - late, 9),
         ]
 
-    result = read_ranks(write_two_hosts(tmp_path, 3, events), workers=1)
+    result = read_ranks(write_two_hosts(tmp_path, 3, events))
 
     assert result.waits_ns.tolist() == [[0, 3 * 25 * MS], [0, 0]]
     assert sum(row.waiting_ns for row in result.groups) == 3 * 20 * MS
@@ -331,7 +333,7 @@ def test_time_that_is_waited_in_two_collectives_at_once_counts_once(tmp_path: Pa
 
 def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", simulate(4, delays=[Delay(1, "data", 30 * MS)]))
-    (row,) = read_ranks(run, workers=1).groups
+    (row,) = read_ranks(run).groups
     assert (row.count, row.kind, row.dtype, row.rank_count) == (5, "all_reduce", "float32", 4)
     assert row.byte_count == 5 * BYTES
     assert row.wire_ns == 5 * WIRE_NS
@@ -339,7 +341,7 @@ def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
     assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 1.5)
 
 
-@pytest.mark.parametrize("ranks", [8, 256])
+@pytest.mark.parametrize("ranks", [8, 64])
 def test_one_late_rank_among_many_is_found(ranks: int) -> None:
     records = light_records(simulate(ranks, 4, [Delay(ranks // 3, "backward", 15 * MS)]))
     result = compare_records(records)
@@ -361,7 +363,7 @@ def test_a_lost_rank_and_a_cut_file_are_named_and_the_others_compared(tmp_path: 
     (run / "trace.rank3.json.gz").unlink()
     cut = run / "trace.rank4.json.gz"
     cut.write_bytes(cut.read_bytes()[:-200])
-    result = read_ranks(run, workers=1)
+    result = read_ranks(run)
     assert sorted(result.lost) == [3, 4]
     assert "no record" in result.lost[3]
     assert "trace.rank4.json.gz" in result.lost[4]
@@ -379,7 +381,7 @@ def test_a_light_record_that_was_cut_makes_no_wait_per_step_shorter(tmp_path: Pa
     run = write_light_run(tmp_path / "run", [*records[:3], replace(records[3], steps=records[3].steps[:6])])
     with (run / "light.rank3.jsonl").open("a") as cut:
         cut.write('{"kind":"steps","name":["step 6')
-    result = read_ranks(run, workers=1)
+    result = read_ranks(run)
     assert (whole.step_count, result.step_count, result.recorded_step_count) == (10, 6, 10)
     for before, after in zip(whole.ranks, result.ranks, strict=True):
         assert after.waiting_ns == pytest.approx(before.waiting_ns, rel=0.01)
@@ -501,7 +503,7 @@ def test_an_operator_that_waits_for_a_collective_does_not_compute(tmp_path: Path
             row("cpu_op", "aten::mm", end + 1_000, 10_000),
         ]
 
-    result = read_ranks(write_two_hosts(tmp_path, 4, events), workers=1)
+    result = read_ranks(write_two_hosts(tmp_path, 4, events))
 
     assert [one.parts["kernels"] for one in result.ranks] == [10 * MS, 10 * MS]
     found = late_rank(result)
@@ -516,6 +518,6 @@ def test_a_rank_that_is_slow_everywhere_has_all_of_its_extra_time_in_no_one_phas
     lines = simulate(4, 12, delays)
     path = tmp_path / "run"
     run = write_light_run(path, light_records(lines)) if is_light else write_kineto_run(path, lines)
-    culprit = late_rank(read_ranks(run, workers=1))
+    culprit = late_rank(read_ranks(run))
     assert (culprit.rank, culprit.cause, culprit.phase, culprit.module) == (1, "python", "", "")
     assert culprit.extra_ns == pytest.approx(27 * MS, rel=0.01)

@@ -36,6 +36,8 @@ from tests.rank_builder import (
     write_nsys,
 )
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 ONCE = 10**6
 
 

@@ -26,6 +26,8 @@ from tests.rank_builder import (
     write_light_run,
 )
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<(unsigned long)4096>)"
 TRANSFER_NS = 100_000
 STEPS = 4
@@ -87,7 +89,7 @@ def _light(
 @pytest.mark.parametrize("batches", [2, 4, 8])
 def test_the_bubble_of_even_stages_is_the_one_of_gpipe(tmp_path: Path, batches: int) -> None:
     """(stages − 1) / (micro-batches + stages − 1) of a step, and the transfers."""
-    (one,) = read_ranks(_run(tmp_path / "run", _pipeline([10 * MS] * 3, batches), [(0, 1, 2)]), workers=1).pipelines
+    (one,) = read_ranks(_run(tmp_path / "run", _pipeline([10 * MS] * 3, batches), [(0, 1, 2)])).pipelines
     assert (one.group.dimension, one.ranks) == ("pp", (0, 1, 2))
     transfers = 4 * batches * TRANSFER_NS
     assert one.bubble_ns == pytest.approx(2 * 2 * 10 * MS, abs=transfers)
@@ -97,7 +99,7 @@ def test_the_bubble_of_even_stages_is_the_one_of_gpipe(tmp_path: Path, batches: 
 
 def test_the_stages_that_compute_less_also_wait_for_the_one_that_computes_most(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 4), [(0, 1)])
-    (one,) = read_ranks(run, workers=1).pipelines
+    (one,) = read_ranks(run).pipelines
     assert one.longest == 1
     assert one.uneven_ns == pytest.approx(2 * 4 * 4 * MS, rel=0.05)
     assert one.between_ns[0] - one.between_ns[1] == pytest.approx(one.uneven_ns, abs=MS)
@@ -128,7 +130,7 @@ def test_the_light_record_says_which_kernels_send_and_how_much(tmp_path: Path) -
         more = with_another_call(record, group=[0, 1], kind=kinds, bytes=[BYTES, 4096])
         records.append(replace(more, groups=(*record.groups, Group(1, "7", (0, 1), "pp", "nccl"))))
     run = write_light_run(write_kineto_run(tmp_path / "run", lines), records)
-    rows = {row.kind: row for row in read_ranks(run, workers=1).groups}
+    rows = {row.kind: row for row in read_ranks(run).groups}
     assert {kind: (row.group, row.count) for kind, row in rows.items()} == {
         "all_reduce": ("dp", 4),
         "send": ("pp", 4),
@@ -141,14 +143,14 @@ def test_the_light_record_says_which_kernels_send_and_how_much(tmp_path: Path) -
 def test_two_pipelines_side_by_side_are_told_apart_by_the_light_records(tmp_path: Path) -> None:
     lines = _pipeline([10 * MS, 14 * MS], 4)
     twice = [lines[0], lines[0], lines[1], lines[1]]
-    result = read_ranks(_run(tmp_path / "run", twice, [(0, 2), (1, 3)]), workers=1)
+    result = read_ranks(_run(tmp_path / "run", twice, [(0, 2), (1, 3)]))
     assert [one.ranks for one in result.pipelines] == [(0, 2), (1, 3)]
     assert {one.bubble_ns for one in result.pipelines} == {result.pipelines[0].bubble_ns}
 
 
 def test_without_the_group_or_a_rank_no_pipeline_is_judged_and_nobody_is_held_against_another(tmp_path: Path) -> None:
     run = write_kineto_run(tmp_path / "run", _pipeline([10 * MS, 14 * MS], 2))
-    result = read_ranks(run, workers=1)
+    result = read_ranks(run)
     assert (result.pipelines, result.verdict.most_rank) == ((), None)
     text = said("ranks", run, "--workers", 1)
     assert "no pipeline is judged" in text
@@ -157,14 +159,14 @@ def test_without_the_group_or_a_rank_no_pipeline_is_judged_and_nobody_is_held_ag
     assert "for rank 0" not in text  # the matrix of waits
     run = _run(tmp_path / "a trace is lost", _pipeline([10 * MS, 14 * MS], 2), [(0, 1)])
     (run / "trace.rank1.json.gz").unlink()
-    assert read_ranks(run, workers=1).pipelines == ()
+    assert read_ranks(run).pipelines == ()
 
 
 def test_a_group_of_the_trace_gets_its_dimension_from_the_light_record(tmp_path: Path) -> None:
     """torch.profiler calls a mesh of one dimension over all ranks the default group."""
     lines = simulate(2, 4)
     run = write_light_run(write_kineto_run(tmp_path / "run", lines), light_records(lines))
-    (row,) = read_ranks(run, workers=1).groups
+    (row,) = read_ranks(run).groups
     assert row.group == "dp"
 
 

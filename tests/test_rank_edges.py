@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from tests.forked_scripts import Forks
 
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 PAIRS = (0, 1), (2, 3)
 
 
@@ -167,7 +169,7 @@ def test_what_is_said_of_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None:
     lines = simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(3, "data", 60 * MS)])
     lines[3] = _without(simulate(1, 6, [Delay(0, "data", 60 * MS)]), collectives=True)[0]
-    culprit = late_rank(read_ranks(write_kineto_run(tmp_path / "run", lines), workers=1))
+    culprit = late_rank(read_ranks(write_kineto_run(tmp_path / "run", lines)))
     assert (culprit.rank, culprit.cause) == (1, "data")
 
 
@@ -207,7 +209,7 @@ def test_what_a_function_of_python_does_by_itself_is_python_and_what_it_calls_co
             row("user_annotation", "gloo:all_reduce", called, end - called, 8),
         ]
 
-    found = late_rank(read_ranks(write_two_hosts(tmp_path, 5, events), workers=1))
+    found = late_rank(read_ranks(write_two_hosts(tmp_path, 5, events)))
     assert (found.rank, found.cause, found.phase, found.extra_ns) == (1, cause, "backward", 30 * MS)
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tests.forked_scripts import Forks
 
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -227,7 +229,7 @@ def _raw_light(run: Path, count: int) -> list[Rank]:
 def test_traces_of_torch_profiler_and_reports_of_nsys(tmp_path: Path, count: int) -> None:
     lines = simulate(count, 6, [one for one in DELAYS if one.rank < count])
     run = write_kineto_run(tmp_path / "run", lines, shift_ns=10**9)
-    _assert_equal(read_ranks(run, workers=1), _raw_kineto(run, count))
+    _assert_equal(read_ranks(run), _raw_kineto(run, count))
     report = write_nsys(tmp_path / "trace.sqlite", lines)
     _assert_equal(read_ranks(report), second_method.read_nsys(report))
 
@@ -251,12 +253,12 @@ def test_real_light_records_of_two_gpus(name: str) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_recordings_of_gloo(tmp_path: Path, forks: Forks, count: int) -> None:
     run = forks.record_ranks(tmp_path, PROGRAM, count, "--kineto", "--warmup", "2", "--steps", "4")
-    result = read_ranks(run, workers=1)
+    result = read_ranks(run)
     assert {row.kind for row in result.groups} == {"all_reduce", "all_gather"}
     _assert_equal(result, _raw_kineto(run, count))
     for path in run.glob("trace*"):
         path.unlink()
-    result = read_ranks(run, workers=1)
+    result = read_ranks(run)
     assert {row.source for row in result.ranks} == {"light"}
     _assert_equal(result, _raw_light(run, count))
     shutil.rmtree(run)
