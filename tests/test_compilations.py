@@ -17,11 +17,11 @@ from profkit.analysis.kernels.compiled_code import find_compilations, read_run_c
 from profkit.capture.compilations import CompilationRecorder, program_line
 from profkit.capture.hooks.backward_nodes import watch_backward_calls
 from profkit.capture.patches import restore
-from profkit.errors import Finding
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records, read_compiled_code
 from profkit.run.directory import COMPILED, MANIFEST, Run
 from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.recording import COMPLETE
+from tests.golden import check_text
 from tests.observed_ranges import ObservedRanges, observed_ranges
 
 
@@ -161,48 +161,33 @@ _AGAIN = replace(
 _BREAK = GraphBreak("1-3", 1, "0/0", "Tensor.item()", None, None, ("model.py:9 forward",), 0, False)
 
 
-def _findings(tmp_path: Path, *records: Compilation | GraphBreak) -> tuple[Finding, ...]:
-    process = Process(process="1", pid=1, rank=None, state=COMPLETE)
-    write_manifest(tmp_path / MANIFEST, Manifest(processes=(process,)))
-    append_records(tmp_path / COMPILED, records)
-    return find_compilations(Run(tmp_path))
+IN_RECORDED = {"step": 5, "is_recorded": True}
+RECORDS: dict[str, tuple[Compilation | GraphBreak, ...]] = {
+    "a recompilation in a recorded step": (_FORWARD, _AGAIN, replace(_AGAIN, id="1-4", what="backward", line=None)),
+    "what another process compiled in an earlier run": (_FORWARD, replace(_AGAIN, pid=2)),
+    "a first compilation in a recorded step": (replace(_FORWARD, **IN_RECORDED),),
+    "a line that breaks graphs, met twice": (_BREAK, replace(_BREAK, id="1-5", **IN_RECORDED)),
+    "what was not compiled, and what runs without CUDA graphs": (
+        replace(_FORWARD, failure="Unsupported: generator", failed_line="model.py:7 walk"),
+        replace(_FORWARD, id="1-9", cudagraphs_skipped="mutated inputs (1 instances)"),
+    ),
+}
 
 
-def test_a_recompilation_in_a_recorded_step_is_said_with_its_time_line_and_reason(tmp_path: Path) -> None:
-    (finding,) = _findings(tmp_path, _FORWARD, _AGAIN, replace(_AGAIN, id="1-4", what="backward", line=None))
-    assert finding.code == "recompiled"
-    assert finding.message.startswith(
-        "torch.compile compiled again, which took 1.00 s of recorded step 5: model.py:3 forward; a backward pass "
-        "(tensor 'x' size"
-    )
-    assert "dynamic=True" in finding.message
-
-
-def test_what_another_process_compiled_in_an_earlier_run_is_left_out(tmp_path: Path) -> None:
-    assert _findings(tmp_path, _FORWARD, replace(_AGAIN, pid=2)) == ()
-
-
-def test_a_first_compilation_in_a_recorded_step_asks_for_more_warm_up(tmp_path: Path) -> None:
-    (finding,) = _findings(tmp_path, replace(_FORWARD, step=5, is_recorded=True))
-    assert finding.code == "compiled"
-    assert finding.message.endswith("raise --warmup")
-
-
-def test_a_line_that_breaks_graphs_is_said_once_however_often_it_was_met(tmp_path: Path) -> None:
-    (finding,) = _findings(tmp_path, _BREAK, replace(_BREAK, id="1-5", step=5, is_recorded=True))
-    assert finding.message == "graphs break at 1 place, where Python runs instead: model.py:9 forward: Tensor.item()"
-    known = read_run_compilations(Run(tmp_path))
-    assert known is not None
-    assert [(one.times, one.in_recorded_steps) for one in known.breaks] == [(2, 1)]
-
-
-def test_what_was_not_compiled_and_what_runs_without_cuda_graphs_is_said(tmp_path: Path) -> None:
-    refused = replace(_FORWARD, failure="Unsupported: generator", failed_line="model.py:7 walk")
-    skipped = replace(_FORWARD, id="1-9", cudagraphs_skipped="mutated inputs (1 instances)")
-    assert [one.message for one in _findings(tmp_path, refused, skipped)] == [
-        "model.py:3 forward runs without torch.compile: Unsupported: generator at model.py:7 walk",
-        "model.py:3 forward runs without CUDA graphs: mutated inputs (1 instances)",
-    ]
+def test_what_is_said_of_compilations(tmp_path: Path) -> None:
+    text = ""
+    for name, records in RECORDS.items():
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        process = Process(process="1", pid=1, rank=None, state=COMPLETE)
+        write_manifest(folder / MANIFEST, Manifest(processes=(process,)))
+        append_records(folder / COMPILED, records)
+        known = read_run_compilations(Run(folder))
+        assert known is not None
+        breaks = [(one.times, one.in_recorded_steps) for one in known.breaks]
+        said = [f"  {one.code}: {one.message}\n" for one in find_compilations(Run(folder))]
+        text += f"{name}; breaks (times, in recorded steps): {breaks}\n" + "".join(said)
+    check_text("compilations", text)
 
 
 def test_the_time_before_recorded_steps_is_kept_apart() -> None:

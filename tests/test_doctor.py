@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -30,6 +31,7 @@ from profkit.launch.doctor import (
 from profkit.launch.nsys import Nsys, cupti_of
 from profkit.report.commands.machine import build_doctor_document
 from profkit.report.document import render
+from tests.golden import check_text
 
 OLD, NEW = "2023.4.4.54-234433681190v0", "2025.3.1.90-253135822126v0"
 COMPUTE = "opt/nvidia/nsight-compute/2025.3.1/host/target-linux-x64/nsys"
@@ -65,20 +67,24 @@ def _packages(**versions: str) -> Callable[[str], Package | None]:
     return find
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Return a bare machine: no driver, no programs, no packages."""
+def _bare(place: Path) -> Machine:
+    """Return a machine without driver, programs or packages."""
     for name in ("root", "work", "temporary"):
-        (tmp_path / name).mkdir()
+        (place / name).mkdir(parents=True)
     return Machine(
-        environment={"PATH": str(tmp_path / "root/bin")},
-        root=tmp_path / "root",
-        working_directory=tmp_path / "work",
-        temporary_directory=tmp_path / "temporary",
+        environment={"PATH": str(place / "root/bin")},
+        root=place / "root",
+        working_directory=place / "work",
+        temporary_directory=place / "temporary",
         package=_packages(),
         output=lambda argv: None,
         lacking=lambda importer: [],
     )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return _bare(tmp_path)
 
 
 def _with_gpu(machine: Machine, driver: str = "580.159.03", model: str = "NVIDIA H200") -> Machine:
@@ -102,117 +108,100 @@ def test_the_newest_cupti_next_to_nsys_counts_also_behind_a_wrapper(tmp_path: Pa
     assert cupti_of(nsys.path) == cupti_of(_nsys(tmp_path, "a/bin/nsys", OLD).path) == "12.10"
 
 
-def test_nsys_is_missing_does_not_start_or_is_named_with_the_others_that_lie_here(machine: Machine) -> None:
-    missing = check_nsys(machine, None)
-    assert missing.state == "warning"
-    assert "install nsight-systems-cli, put nsys on PATH, or name it in $NSYS" in str(missing.advice)
-    assert check_nsys(machine, "/x/nsys: nsys does not start: boom") == Check(
-        "nsys", "failed", "/x/nsys: nsys does not start: boom", "reinstall it, or name one that starts in $NSYS"
-    )
-    nsys, other = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
-    assert check_nsys(machine, nsys) == Check("nsys", "ok", f"{OLD}: {nsys.path}; also here: {other.path}")
+Found = Iterator[tuple[str, Check]]
 
 
-@pytest.mark.parametrize(
-    ("cupti", "driver", "state"),
-    [
-        ("12.4", "580.159.03", "warning"),
-        ("13.0", "580.159.03", "ok"),
-        ("12.4", "550.54.15", "ok"),
-        ("12.4", "570.86", "note"),
-        ("13.0", "550.54.15", "ok"),
-        (None, "580.159.03", "note"),
-        ("12.4", "440.33", "note"),
-        ("12.4", None, "ok"),
-    ],
-)
-def test_the_major_version_decides_whether_nsys_knows_the_driver(
-    machine: Machine, cupti: str | None, driver: str | None, state: str
-) -> None:
-    finding = check_nsys_against_driver(machine, _nsys(machine.root, "bin/nsys", OLD, cupti), driver)
-    assert finding.state == state
-    assert (finding.advice is None) == (state == "ok")
+def _of_nsys(machine: Machine) -> Found:
+    yield "missing", check_nsys(machine, None)
+    yield "does not start", check_nsys(machine, "/x/nsys: nsys does not start: boom")
+    nsys, _ = _nsys(machine.root, "x/nsys", OLD), _nsys(machine.root, COMPUTE, NEW)
+    yield "with another that lies here", check_nsys(machine, nsys)
 
 
-def test_a_newer_nsys_that_lies_here_is_named(machine: Machine) -> None:
-    nsys = _nsys(machine.root, "bin/nsys", OLD, "12.4")
-    finding = check_nsys_against_driver(machine, nsys, "580.159.03")
-    assert finding.advice == "install an Nsight Systems made for CUDA 13"
+def _of_nsys_and_driver(machine: Machine) -> Found:
+    """The major version decides whether nsys knows the driver."""
+    nsys = _nsys(machine.root, "bin/nsys", OLD)
+    drivers = ("580.159.03", "550.54.15", "570.86", "440.33", None)
+    for cupti, driver in [*(("12.4", driver) for driver in drivers), ("13.0", "580.159.03"), ("13.0", "550.54.15")]:
+        library = _file(nsys.path.parent / f"libcupti.so.{cupti}")
+        yield f"CUPTI {cupti}, driver {driver}", check_nsys_against_driver(machine, nsys, driver)
+        library.unlink()
+    yield "no CUPTI", check_nsys_against_driver(machine, nsys, "580.159.03")
+    _file(nsys.path.parent / "libcupti.so.12.4")
     _nsys(machine.root, "opt/nvidia/nsight-systems/2024.6/target-linux-x64/nsys", "2024.6", "12.6")
-    newer = _nsys(machine.root, COMPUTE, NEW, "13.0")
-    finding = check_nsys_against_driver(machine, nsys, "580.159.03")
-    assert finding.advice == f"set NSYS={newer.path}"
-    assert finding.found.startswith("CUPTI 12.4, driver 580.159.03 knows CUDA 13.0: nsys is too old and may lose")
+    _nsys(machine.root, COMPUTE, NEW, "13.0")
+    yield "a newer one that lies here", check_nsys_against_driver(machine, nsys, "580.159.03")
 
 
-def test_the_importer_is_found_with_the_libraries_that_it_lacks(machine: Machine) -> None:
+def _of_importer(machine: Machine) -> Found:
     nsys = _nsys(machine.root, COMPUTE, NEW)
-    assert "no QdstrmImporter" in check_importer(machine, nsys).found
-    importer = _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
-    assert check_importer(machine, nsys) == Check("importer", "ok", str(importer))
-    lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"] if path == importer else [])
-    assert check_importer(lacking, nsys) == Check(
-        "importer", "warning", f"{importer} lacks libdw.so.1, libelf.so.1", "install libdw1 libelf1"
-    )
+    yield "none", check_importer(machine, nsys)
+    _file(nsys.path.parent.parent / "host-linux-x64/QdstrmImporter", executable=True)
+    yield "whole", check_importer(machine, nsys)
+    lacking = replace(machine, lacking=lambda path: ["libdw.so.1", "libelf.so.1"])
+    yield "without libraries", check_importer(lacking, nsys)
 
 
-@pytest.mark.parametrize(
-    ("nvtx", "nsys", "state"),
-    [
-        ("0.2.11", OLD, "ok"),
-        ("0.2.12", OLD, "warning"),
-        ("0.2.17", OLD, "warning"),
-        ("0.2.17", "2024.6.1", "warning"),
-        ("0.2.17", NEW, "ok"),
-        ("0.2.8", NEW, "ok"),
-        (None, NEW, "warning"),
-    ],
-)
-def test_whether_nsys_sees_nvtx(machine: Machine, nvtx: str | None, nsys: str, state: str) -> None:
-    machine = replace(machine, package=_packages(**({"nvtx": nvtx} if nvtx else {})))
-    assert check_nvtx(machine, Nsys(Path("nsys"), nsys)).state == state
+def _of_nvtx(machine: Machine) -> Found:
+    for nvtx, nsys in (
+        *((nvtx, OLD) for nvtx in ("0.2.11", "0.2.12", "0.2.17")),
+        *(("0.2.17", "2024.6.1"), ("0.2.17", NEW), ("0.2.8", NEW), (None, NEW)),
+    ):
+        has = replace(machine, package=_packages(**({"nvtx": nvtx} if nvtx else {})))
+        yield f"nvtx {nvtx}, nsys {nsys}", check_nvtx(has, Nsys(Path("nsys"), nsys))
 
 
-def test_gpus_are_read_from_the_kernel_module_alone(machine: Machine) -> None:
+def _of_gpus(machine: Machine) -> Found:
+    """They are read from the kernel module alone, or from nvidia-smi alone."""
     assert find_driver(machine) is None
-    assert check_driver(machine, None).state == "note"
+    yield "none", check_driver(machine, None)
+    answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
+    asks = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
+    _file(machine.root / "dev/dxg")
+    yield "by nvidia-smi", check_driver(asks, find_driver(asks))
     machine = _with_gpu(machine)
-    assert find_driver(machine) == "580.159.03"
-    assert check_driver(machine, "580.159.03") == Check("GPU", "ok", "2 × NVIDIA H200, driver 580.159.03")
+    yield "by the kernel module", check_driver(machine, find_driver(machine))
     for hidden in ("", "-1"):
         hides = replace(machine, environment={"CUDA_VISIBLE_DEVICES": hidden})
-        assert check_driver(hides, "580.159.03").advice == "unset CUDA_VISIBLE_DEVICES"
+        yield f"hidden by {hidden!r}", check_driver(hides, "580.159.03")
     shutil.rmtree(machine.root / "dev")
-    finding = check_driver(machine, "580.159.03")
-    assert (finding.state, finding.advice) == ("warning", "start the container with --gpus all")
+    yield "without devices", check_driver(machine, "580.159.03")
 
 
-def test_gpus_are_read_from_nvidia_smi_alone(machine: Machine) -> None:
-    answers = {"name": "NVIDIA L4\nNVIDIA T4\n", "driver_version": "550.54.15\n550.54.15\n"}
-    machine = replace(machine, output=lambda argv: answers[argv[1].partition("=")[2]])
-    _file(machine.root / "dev/dxg")
-    assert find_driver(machine) == "550.54.15"
-    assert check_driver(machine, "550.54.15").found == "1 × NVIDIA L4, 1 × NVIDIA T4, driver 550.54.15"
+def _of_torch(machine: Machine) -> Found:
+    for torch, drivers in {
+        None: [None],
+        "2.13.0+cpu": [None, "580.1"],
+        "2.13.0+cu130": ["580.1", "550.1", None],
+        "2.13.0+cu128": ["550.1"],
+        "2.13.0+rocm6.4": [None],
+    }.items():
+        has = replace(machine, package=_packages(**({"torch": torch} if torch else {})))
+        for driver in drivers:
+            yield f"torch {torch}, driver {driver}", check_torch(has, driver)
 
 
-@pytest.mark.parametrize(
-    ("torch", "driver", "state", "found"),
-    [
-        (None, None, "failed", "not installed"),
-        ("2.13.0+cpu", None, "ok", "2.13.0+cpu, without CUDA"),
-        ("2.13.0+cpu", "580.1", "warning", "without CUDA: the GPU stays unused"),
-        ("2.13.0+cu130", "580.1", "ok", "2.13.0+cu130, CUDA 13.0"),
-        ("2.13.0+cu130", "550.1", "warning", "driver 550.1 knows CUDA 12.4 at most"),
-        ("2.13.0+cu128", "550.1", "ok", "CUDA 12.8"),
-        ("2.13.0+cu130", None, "ok", "CUDA 13.0"),
-        ("2.13.0+rocm6.4", None, "warning", "ROCm 6.4"),
-    ],
-)
-def test_the_build_of_torch(machine: Machine, torch: str | None, driver: str | None, state: str, found: str) -> None:
-    machine = replace(machine, package=_packages(**({"torch": torch} if torch else {})))
-    finding = check_torch(machine, driver)
-    assert finding.state == state
-    assert found in finding.found
+def _of_disks(machine: Machine) -> Found:
+    yield "a folder that is not there", check_disk(replace(machine, temporary_directory=machine.root / "none"))[1]
+    for free in (50 * 1024**3, 1024**3, 1024**2):
+        usage = type("usage", (), {"free": free})
+        with patch("profkit.launch.doctor.shutil.disk_usage", lambda path, usage=usage: usage):
+            for found in check_disk(machine):
+                yield f"{free:,} bytes free", found
+
+
+CHECKS = (_of_nsys, _of_nsys_and_driver, _of_importer, _of_nvtx, _of_gpus, _of_torch, _of_disks)
+
+
+def test_what_is_found_of_machines(tmp_path: Path) -> None:
+    text = ""
+    for of in CHECKS:
+        for name, check in of(_bare(tmp_path / of.__name__)):
+            advice = "" if check.advice is None else f" → {check.advice}"
+            text += f"{check.check}: {name}\n    {check.state}: {check.found}{advice}\n"
+            assert check.advice is None or check.state != "ok"
+        text = text.replace(str(tmp_path / of.__name__), "")
+    check_text("doctor", text)
 
 
 def test_an_installed_package_is_read_without_an_import() -> None:
@@ -221,16 +210,6 @@ def test_an_installed_package_is_read_without_an_import() -> None:
     assert package.version[0].isdigit()
     assert package.read("no/such/file.py") is None
     assert installed_package("no-such-package-at-all") is None
-
-
-def test_room_on_the_disks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = check_disk(replace(machine, temporary_directory=machine.root / "none"))[1]
-    assert missing.state == "failed"
-    assert "No such file" in missing.found
-    for free, state in ((50 * 1024**3, "ok"), (1024**3, "warning"), (1024**2, "failed")):
-        usage = type("usage", (), {"free": free})
-        monkeypatch.setattr("profkit.launch.doctor.shutil.disk_usage", lambda path, usage=usage: usage)
-        assert [finding.state for finding in check_disk(machine)] == [state, state]
 
 
 def test_a_whole_machine_can_record(machine: Machine) -> None:

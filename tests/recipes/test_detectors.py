@@ -18,16 +18,12 @@ from recipes.detectors import inspect_tables
 from recipes.detectors.tables import BenchmarkTable, build_table, read_csv, read_markdown, read_tables
 from recipes.detectors.times import differs_at_first
 from recipes.lint_report import main
+from tests.golden import check_text
 
 TABLES = Path(__file__).parent / "tables"
 
 
-def _mistakes(*names: str) -> list[tuple[str, str]]:
-    tables = [table for name in names for table in read_tables(TABLES / name)]
-    return [(found.code, found.message) for found in inspect_tables(tables) if not found.is_note]
-
-
-CLEAN = (
+CLEAN = {
     "attention_clean.csv",
     "model_bf16.csv",
     "model_bf16_compiled.csv",
@@ -36,70 +32,20 @@ CLEAN = (
     "model_plus_minus_bf16.csv",
     "model_plus_minus_profiled.csv",
     "model_warm.csv",
-)
+}
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in CLEAN), CLEAN])
-def test_clean_tables_have_no_mistakes_alone_or_together(names: tuple[str, ...]) -> None:
-    assert _mistakes(*names) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model_cold.csv", {"negative-time", "spread"}),
-        ("model_one_warmup_step.csv", {"spread"}),
-        ("model_compiled.csv", {"spread"}),
-        ("attention_forward_inside.csv", {"backward-ratio"}),
-        ("attention_linear.md", {"carried-over"}),
-        ("attention_mps.csv", {"zero-memory", "spread"}),
-        ("attention_mps_compiled.csv", {"zero-memory", "spread", "backward-ratio"}),
-        ("attention_cuda.csv", {"swapped-axes", "carried-over", "negative-memory"}),
-        ("attention_cuda_compiled.csv", {"swapped-axes", "carried-over", "negative-memory"}),
-        ("attention_cuda_bf16.csv", {"swapped-axes", "carried-over", "negative-memory", "spread"}),
-        ("attention_plus_minus.csv", {"spread", "carried-over", "unit-label"}),
-        ("memory_per_square.csv", {"unit-factor", "unit-label", "carried-over"}),
-    ],
-)
-def test_a_table_with_mistakes_shows_these_and_no_others(name: str, expected: set[str]) -> None:
-    assert {code for code, _ in _mistakes(name)} == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "model_cold.csv",
-            "back avg (sec) is -0.00274821 at model S: no time is negative; it is forward+backward minus",
-        ),
-        ("model_cold.csv", "and forward spreads by 224%: it held the first pass"),
-        ("attention_plus_minus.csv", "0.37 ± 0.71 at d_model 16, seq_len 256"),
-        ("attention_forward_inside.csv", "backward takes 3.07 times as long as forward (median of 24 rows"),
-        (
-            "memory_per_square.csv",
-            "computed with 1,000,000 bytes where one of memory (MB) is 1,048,576: 30.697323 should",
-        ),
-        ("memory_per_square.csv", "should be 32.1885 (d_model 16, seq_len 16384)"),
-        ("attention_mps.csv", "model mem, model+fwd mem, model+fwd+back mem, fwd mem, back mem: 0 in every row"),
-        ("attention_cuda.csv", "model mem begins with 1.125 at context_length 16, d_model 256, then follows a line on"),
-        ("attention_cuda.csv", "which 17.38 would be expected there: about 16.25 of the first cell is left"),
-        (
-            "attention_cuda.csv",
-            "model mem grows with d_model to the power of 1.97, with context_length to the power of 0.04",
-        ),
-    ],
-)
-def test_a_mistake_is_reported_with_its_figures(name: str, said: str) -> None:
-    assert any(said in message for _, message in _mistakes(name))
-
-
-def test_forward_inside_backward_shows_against_another_table_of_the_same_cells() -> None:
-    found = [message for code, message in _mistakes("attention_forward_inside.csv", "attention_clean.csv")
-             if code == "forward-in-backward"]  # fmt: skip
-    assert found == [
-        "backward over forward is 3.36 at width 128 and length 16384, where attention_clean.csv has 2.09 "
-        "(1.19 more, median of 12 cells): forward was timed inside backward"
-    ]
+def test_what_is_found_in_each_table() -> None:
+    """In the clean ones nothing, also together; forward inside backward shows beside another table of its cells too."""
+    each = sorted(path.name for path in TABLES.iterdir())
+    said = []
+    for names in [*([name] for name in each), sorted(CLEAN), ["attention_forward_inside.csv", "attention_clean.csv"]]:
+        tables = [table for name in names for table in read_tables(TABLES / name)]
+        found = inspect_tables(tables)
+        assert all(one.is_note for one in found) == (set(names) <= CLEAN)
+        said.append(f"{' '.join(names)}\n")
+        said += [f"  {'note' if one.is_note else 'mistake'} {one.code}: {one.message}\n" for one in found]
+    check_text("lint-report", "".join(said))
 
 
 def test_a_compiled_row_is_not_taken_for_the_eager_one_of_its_cell() -> None:
