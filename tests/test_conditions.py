@@ -15,6 +15,7 @@ from profkit.launch.manifest import HARMLESS, harmless_variables, warn_of_gain, 
 from profkit.run import manifest
 from profkit.run.manifest import Gpu, Gpus, Manifest, Process, Samples
 from tests.forked_scripts import Forks
+from tests.golden import check_text
 
 FIRST, SECOND = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-7a1be2f5-9fd3-1a2e-0000-9e3d8d2b8a77"
 
@@ -144,134 +145,79 @@ def test_only_harmless_variables_are_kept() -> None:
     assert not [name for name in HARMLESS if any(word in name for word in ("KEY", "TOKEN", "SECRET", "DIR", "PATH"))]
 
 
-def test_only_the_gpus_that_were_used_are_judged() -> None:
-    def warn(*processes: Process) -> list[str]:
-        state = GpuState((IDLE, OTHER))
-        return warn_of_used_gpus(state, state, processes)
-
-    process = Process(device="cuda", conditions=manifest.Conditions(gpu_uuid="GPU-1"))
-    assert warn(process) == []
-    (warning,) = warn(process, replace(process, conditions=manifest.Conditions(gpu_uuid="GPU-2")))
-    assert "GPU 1 was shared during the run" in warning
-    assert warn(Process(device="cpu")) == []
-    assert len(warn(Process(device="cuda"))) == 1
-
-
-def test_the_times_of_either_kind_of_run_are_judged() -> None:
-    steps = tuple({"step_ns": ns} for ns in (20, 10, 10, 10))
-    clean = Manifest(clean=Samples(steps), profiled=Samples((), {"compiled_graphs": 1}))
-    assert [text.partition(" steps")[0] for text in warn_of_run(clean)] == [
-        "the first of the 4 unprofiled",
-        "1 graph was compiled within the recorded",
-    ]
-    assert "of the 4 unprofiled steps" in warn_of_run(Manifest(attached=Samples(steps)))[0]
-    assert warn_of_run(Manifest()) == []
-
-
 MS = 1_000_000
-GIB = 1024**3
-
 QUIET = Gpu(0, "GPU-1", "NVIDIA H200", ("gpu_idle",), {"sw_power_cap": 700}, 0, 0)
+UNKNOWN = replace(QUIET, process_count=None, process_bytes=None, throttle_reasons=None, throttled_us={})
+STATE, ON_CUDA = GpuState((IDLE, OTHER)), Process(device="cuda")
 
 
 def _steps(*times_ms: float, **more: int) -> list[dict[str, int]]:
     return [{**more, "forward_ns": 2 * MS, "step_ns": round(time_ms * MS)} for time_ms in times_ms]
 
 
-def test_even_steps_are_not_doubted() -> None:
-    assert warn_of_times(_steps(10, 11, 10.5, 10, 12), {"compiled_graphs": 0}, "unprofiled") == []
-    assert warn_of_times([], {}, "unprofiled") == []
+def _waiting(*times_ms: tuple[float, float]) -> list[dict[str, int]]:
+    """Return steps with their waits for data."""
+    return [{"step_ns": round(step * MS), "data_ns": round(wait * MS)} for step, wait in times_ms]
 
 
-@pytest.mark.parametrize(
-    ("times", "said"),
-    [
-        ((20, 10, 11, 10, 10.5), "the first of the 5 unprofiled steps took up to 1.9 times"),
-        ((30, 15, 10, 10, 10.5, 10.1), "the first 2 of the 6 unprofiled steps took up to 3.0 times"),
-        ((10, 20, 10, 10, 10, 10), None),
-        ((11, 10, 10, 10), None),
-        ((20, 10, 10), None),
-        ((20, 16, 20, 16, 20, 16), None),  # the later ones are like it
-    ],
-)
-def test_first_steps_that_stand_out_were_not_warmed_up(times: tuple[float, ...], said: str | None) -> None:
-    found = [text for text in warn_of_times(_steps(*times), {}, "unprofiled") if "raise --warmup" in text]
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+def _on(number: int) -> Process:
+    return replace(ON_CUDA, conditions=manifest.Conditions(gpu_uuid=f"GPU-{number}"))
 
 
-def test_first_steps_that_found_their_batch_ready_are_no_warm_up() -> None:
-    """A wait hides the work of the step before: one of 60 ms leaves 5 of a step's 10 ms, and 80 ms in a queue none."""
-    whole, waits = (9.8, 9.8, 70.0, 83.1, 68.2, 60.3, 55.0, 57.2), (0.1, 0.1, 81.5, 78.2, 63.0, 54.5, 49.7, 51.9)
-    steps = [{"step_ns": round(ms * MS), "data_ns": round(wait * MS)} for ms, wait in zip(whole, waits, strict=True)]
-    assert warn_of_times(steps, {}, "unprofiled") == []
-    (said,) = warn_of_times([{"step_ns": 300 * MS, "data_ns": 0}, *steps[2:]], {}, "unprofiled")
-    assert "the first of the 7 unprofiled steps" in said
+def _of_times(steps: list[dict[str, int]], **during: int) -> list[str]:
+    return warn_of_times(steps, during, "unprofiled")
 
 
-def test_steps_that_were_faster_while_recorded_show_what_the_others_suffered() -> None:
-    (warning,) = warn_of_gain(_steps(26, 54), _steps(27, 26, 28))
-    assert "faster than unprofiled ones, 27 ms against 40 ms (medians of 3 and 2)" in warning
-    assert warn_of_gain(_steps(10, 10), _steps(9.1, 9.1)) == [], "a tenth is chance"
-    assert warn_of_gain(_steps(10, 10), []) == []
-    steps = _steps(10, context=128) + _steps(50, context=1024)
-    (warning,) = warn_of_gain(steps, _steps(11, context=128) + _steps(40, context=1024))
-    assert "unprofiled ones (context 1024)" in warning
-    waiting = [{"step_ns": 30 * MS, "data_ns": 10 * MS}]
-    (warning,) = warn_of_gain(waiting, _steps(10))
-    assert "10 ms against 20 ms (medians of 1 and 1 without waits for data)" in warning
+def _of_gpu(before: dict[str, Any], **after: Any) -> list[str]:
+    return warn_of_gpus([replace(QUIET, **before)], [replace(QUIET, **after)])
 
 
-def test_contexts_are_judged_apart() -> None:
-    steps = _steps(10, 10, 10, 10, context=128) + _steps(100, 50, 50, 50, context=1024)
-    found = warn_of_times(steps, {}, "unprofiled")
-    assert any("the first of the 4 unprofiled steps (context 1024)" in text for text in found)
-    assert not any("128" in text for text in found)
+FIRST_LONGER = tuple({"step_ns": ns} for ns in (20, 10, 10, 10))
+# A wait hides the work of the step before: one of 60 ms leaves 5 of a step's 10 ms, and 80 ms in a queue none.
+READY = [(9.8, 0.1), (9.8, 0.1), (70, 81.5), (83.1, 78.2), (68.2, 63), (60.3, 54.5), (55, 49.7), (57.2, 51.9)]
+CONTEXTS = _steps(10, context=128) + _steps(50, context=1024)
+DOUBTS: dict[str, list[str]] = {
+    "the GPU that was used is idle": warn_of_used_gpus(STATE, STATE, [_on(1)]),
+    "one of the two that were used is shared": warn_of_used_gpus(STATE, STATE, [_on(1), _on(2)]),
+    "no GPU was used": warn_of_used_gpus(STATE, STATE, [Process(device="cpu")]),
+    "which was used is unknown": warn_of_used_gpus(STATE, STATE, [ON_CUDA]),
+    "a built-in model": warn_of_run(
+        Manifest(clean=Samples(FIRST_LONGER), profiled=Samples((), {"compiled_graphs": 1}))
+    ),
+    "a script": warn_of_run(Manifest(attached=Samples(FIRST_LONGER))),
+    "nothing": warn_of_run(Manifest()),
+    "even steps": _of_times(_steps(10, 11, 10.5, 10, 12), compiled_graphs=0),
+    "no steps": _of_times([]),
+    "the first stands out": _of_times(_steps(20, 10, 11, 10, 10.5)),
+    "the first two stand out": _of_times(_steps(30, 15, 10, 10, 10.5, 10.1)),
+    "the second stands out": _of_times(_steps(10, 20, 10, 10, 10, 10)),
+    "the first is a tenth longer": _of_times(_steps(11, 10, 10, 10)),
+    "three steps": _of_times(_steps(20, 10, 10)),
+    "later ones are like the first": _of_times(_steps(20, 16, 20, 16, 20, 16)),
+    "the first found their batch ready": _of_times(_waiting(*READY)),
+    "the first stands out beside waits": _of_times(_waiting((300, 0), *READY[2:])),
+    "the first of one context": _of_times(_steps(10, 10, 10, 10, context=128) + _steps(100, 50, 50, 50, context=1024)),
+    "a graph compiled": _of_times(_steps(10, 10, 10), compiled_graphs=1),
+    "graphs compiled": _of_times(_steps(10, 10, 10), compiled_graphs=3),
+    "retries": _of_times(_steps(10, 10, 10), allocator_retries=2),
+    "out of memory": _of_times(_steps(10, 10, 10), out_of_memory_errors=1),
+    "faster while recorded": warn_of_gain(_steps(26, 54), _steps(27, 26, 28)),
+    "a tenth faster, by chance": warn_of_gain(_steps(10, 10), _steps(9.1, 9.1)),
+    "nothing recorded": warn_of_gain(_steps(10, 10), []),
+    "faster in one context": warn_of_gain(CONTEXTS, _steps(11, context=128) + _steps(40, context=1024)),
+    "faster without its wait": warn_of_gain(_waiting((30, 10)), _steps(10)),
+    "a quiet GPU": _of_gpu({}),
+    "a GPU that tells nothing": warn_of_gpus([UNKNOWN], [UNKNOWN]),
+    "a GPU unknown before": warn_of_gpus([], [replace(QUIET, process_count=3)]),
+    "other processes": _of_gpu({}, process_count=2, process_bytes=3 * 1024**3),
+    "another process before": _of_gpu({"process_count": 1, "process_bytes": None}),
+    "clocks held down": _of_gpu({}, throttled_us={"sw_power_cap": 1_500_700}),
+    "clocks held down at the end": _of_gpu({}, throttle_reasons=("hw_thermal_slowdown", "sync_boost")),
+}
 
 
-@pytest.mark.parametrize(
-    ("during", "said"),
-    [
-        ({"compiled_graphs": 1}, "1 graph was compiled within the unprofiled steps"),
-        ({"compiled_graphs": 3}, "3 graphs were compiled within the unprofiled steps"),
-        ({"allocator_retries": 2}, "2 cudaMalloc calls had to be retried within the unprofiled steps"),
-        ({"out_of_memory_errors": 1}, "1 out-of-memory error fell within the unprofiled steps"),
-    ],
-)
-def test_events_within_the_steps_are_counted(during: dict[str, int], said: str) -> None:
-    (warning,) = warn_of_times(_steps(10, 10, 10), during, "unprofiled")
-    assert said in warning
-
-
-def test_a_quiet_gpu_is_not_doubted() -> None:
-    assert warn_of_gpus([QUIET], [QUIET]) == []
-    unknown = replace(QUIET, process_count=None, process_bytes=None, throttle_reasons=None, throttled_us={})
-    assert warn_of_gpus([unknown], [unknown]) == []
-    assert warn_of_gpus([], [replace(QUIET, process_count=3)]) == []
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
-        (
-            {},
-            {"process_count": 2, "process_bytes": 3 * GIB},
-            "GPU 0 was shared during the run: 2 other processes used it, with 3.0 GiB",
-        ),
-        ({"process_count": 1, "process_bytes": None}, {}, "1 other process used it;"),
-        (
-            {},
-            {"throttled_us": {"sw_power_cap": 1_500_700}},
-            "GPU 0's clocks were held down during the run (sw_power_cap 1.5 s)",
-        ),
-        ({}, {"throttle_reasons": ("hw_thermal_slowdown", "sync_boost")}, "when the run ended (hw_thermal_slowdown)"),
-    ],
-)
-def test_other_processes_and_clocks_that_were_held_down_are_doubted(
-    before: dict[str, Any], after: dict[str, Any], says: str
-) -> None:
-    (warning,) = warn_of_gpus([replace(QUIET, **before)], [replace(QUIET, **after)])
-    assert says in warning
+def test_what_is_doubted() -> None:
+    check_text("doubts", "".join(f"{name}\n" + "".join(f"  {one}\n" for one in said) for name, said in DOUBTS.items()))
 
 
 PRINTED: dict[str, tuple[str, list[str]]] = {
