@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.self_check import UNKNOWN_RUN, SelfCheck, know_run, products_per_forward
+from profkit.analysis.self_check import UNKNOWN_RUN, know_run, products_per_forward
 from profkit.models.options import PRESETS
 from profkit.run.manifest import Manifest
 from profkit.run.records import decode
+from tests.golden import check_text
 from tests.nsys_builder import NsysBuilder
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -41,31 +42,6 @@ def _run(place: Path, trace: Path, manifest: dict[str, Any]) -> Path:
     return run
 
 
-def _failed(check: SelfCheck) -> list[str]:
-    return [finding.code for finding in check.of("failed")]
-
-
-@pytest.mark.parametrize(
-    ("trace", "preset"),
-    [
-        ("small-train.nsys2025.sqlite", "small"),
-        ("small-train.kineto.json.gz", "small"),
-        ("tiny-train-cpu.nsys2023.sqlite", "tiny"),
-    ],
-)
-def test_runs_of_built_in_models_pass(tmp_path: Path, trace: str, preset: str) -> None:
-    check = read_trace(_run(tmp_path, TRACES / trace, _manifest(preset))).self_check
-    assert not check.failed, check.of("failed")
-    assert not check.of("warning")
-
-
-@pytest.mark.parametrize("capture", ["small.nsys2023", "small.nsys2025", "graph_nodes.nsys2023"])
-def test_captures_of_a_known_model_pass(captures: Path, tmp_path: Path, capture: str) -> None:
-    check = read_trace(_run(tmp_path, captures / f"{capture}.sqlite", _manifest())).self_check
-    assert not check.failed, check.of("failed")
-    assert "unknown-products" not in [finding.code for finding in check.findings]
-
-
 def _lose(run: Path, per_step: dict[int, int], like: str = "%gemm%execute_kernel%") -> None:
     """Take kernels and the calls that launched them out of the forward passes, a given number from each step."""
     with closing(sqlite3.connect(run / "trace.sqlite")) as base:
@@ -85,48 +61,72 @@ def _lose(run: Path, per_step: dict[int, int], like: str = "%gemm%execute_kernel
         base.commit()
 
 
-def test_products_missing_from_every_step_fail(tmp_path: Path) -> None:
-    trace = TRACES / "small-train.nsys2025.sqlite"
-    run = _run(tmp_path, trace, _manifest())
-    _lose(run, {0: 3, 1: 3})
-    opened = read_trace(run)
-    assert _failed(opened.self_check) == ["missing-products"]
-    assert "makes 109 matrix products; 2 of 2 hold fewer, down to 106" in opened.self_check.of("failed")[0].message
-    assert not read_trace(run / "trace.sqlite").self_check.failed, "the capture alone looks whole"
-
-
-def test_a_failed_run_check_heads_the_output_and_strict_exits_3(tmp_path: Path, profkit: Callable[..., Any]) -> None:
-    run = _run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest(steps=3))
-    done = profkit("kernels", run, "--strict", "--top", "1")
-    assert done.returncode == 3
-    assert done.stdout.splitlines()[1] == "  ✗ the run made 3 steps, and the capture holds 2"
-
-
-def test_kernels_missing_from_one_step_fail(tmp_path: Path) -> None:
-    run = _run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest())
-    _lose(run, {1: 2}, like="%elementwise%")
-    check = read_trace(run).self_check
-    assert _failed(check) == ["unequal-steps", "unequal-steps"]
-    assert "step: kernels per instance range from 1,913 to 1,915" in check.of("failed")[0].message
-    assert not read_trace(run / "trace.sqlite").self_check.failed, "of any other workload that is odd, no proof"
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_another_number_of_steps_fails(tmp_path: Path, steps: int) -> None:
-    check = read_trace(_run(tmp_path, TRACES / "small-train.nsys2025.sqlite", _manifest(steps=steps))).self_check
-    assert [finding.message for finding in check.of("failed")] == [
-        f"the run made {steps} step{'s' * (steps != 1)}, and the capture holds 2"
-    ]
-
-
-def test_a_step_lost_from_a_cpu_trace_fails(tmp_path: Path) -> None:
-    run = _run(tmp_path, TRACES / "tiny-train-cpu.kineto.json.gz", _manifest("tiny", steps=3))
-    assert not read_trace(run).self_check.failed
+def _without_a_step(run: Path) -> None:
     trace = run / "trace.json.gz"
     content = json.loads(gzip.decompress(trace.read_bytes()))
     content["traceEvents"] = [event for event in content["traceEvents"] if event.get("name") != "step 1"]
     trace.write_bytes(gzip.compress(json.dumps(content).encode()))
-    assert _failed(read_trace(run).self_check) == ["step-count"]
+
+
+def _model_of_no_layer(place: Path, *kernels: str) -> Path:
+    """Write a step of a model that is its head alone, whose forward pass launches ``kernels``."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 90_000)
+    builder.range("forward", 10, 80_000)
+    for number, name in enumerate(["void vectorized_elementwise_kernel<4>", *kernels]):
+        builder.kernel(100 + 10 * number, 5, name=name)
+    return builder.write(place)
+
+
+SMALL, TINY = _manifest(), _manifest("tiny")
+HEAD = {**_manifest(steps=1), "preset": {"num_layers": 0}}
+NSYS, CPU = "small-train.nsys2025.sqlite", "tiny-train-cpu.kineto.json.gz"
+REDUCED = "void cublasLt::splitKreduce_kernel<32, 16, int, float>"
+CASES: dict[str, tuple[str | tuple[str, ...], dict[str, Any], Callable[[Path], None] | None]] = {
+    "a built-in model under nsys": (NSYS, SMALL, None),
+    "a built-in model under torch.profiler": ("small-train.kineto.json.gz", SMALL, None),
+    "a built-in model on a CPU under nsys": ("tiny-train-cpu.nsys2023.sqlite", TINY, None),
+    "products missing from every step": (NSYS, SMALL, lambda run: _lose(run, {0: 3, 1: 3})),
+    "kernels missing from one step": (NSYS, SMALL, lambda run: _lose(run, {1: 2}, like="%elementwise%")),
+    "one step more than there are": (NSYS, _manifest(steps=3), None),
+    "one step fewer than there are": (NSYS, _manifest(steps=1), None),
+    "as many steps on a CPU": (CPU, _manifest("tiny", steps=3), None),
+    "a step lost on a CPU": (CPU, _manifest("tiny", steps=3), _without_a_step),
+    "a product": ((GEMM,), HEAD, None),
+    "a product in two parts": ((GEMM, SPLIT, REDUCED), HEAD, None),
+    "no product": (("void reduce_kernel<512, 1>",), HEAD, None),
+    "a kernel of tomorrow": (("a_kernel_of_tomorrow",), HEAD, None),
+    "two products": ((GEMM, GEMM), HEAD, None),
+}
+"""A trace, or kernels of one pass, what the manifest says, and what is changed of the run."""
+
+
+def test_what_is_found_in_runs(tmp_path: Path) -> None:
+    said = ""
+    for number, (name, (trace, manifest, change)) in enumerate(CASES.items()):
+        (tmp_path / f"{number}").mkdir()
+        made = TRACES / trace if isinstance(trace, str) else _model_of_no_layer(tmp_path / f"{number}.sqlite", *trace)
+        run = _run(tmp_path / f"{number}", made, manifest)
+        if change is not None:
+            change(run)
+            assert not read_trace(next(run.glob("trace*"))).self_check.failed, "the capture alone looks whole"
+        found = read_trace(run).self_check.findings
+        said += f"{name}\n" + "".join(f"  {one.verdict} {one.code}: {one.message}\n" for one in found)
+    check_text("run-check", said)
+
+
+@pytest.mark.parametrize("capture", ["small.nsys2023", "small.nsys2025", "graph_nodes.nsys2023"])
+def test_captures_of_a_known_model_pass(captures: Path, tmp_path: Path, capture: str) -> None:
+    check = read_trace(_run(tmp_path, captures / f"{capture}.sqlite", _manifest())).self_check
+    assert not check.failed, check.of("failed")
+    assert "unknown-products" not in [finding.code for finding in check.findings]
+
+
+def test_a_failed_run_check_heads_the_output_and_strict_exits_3(tmp_path: Path, profkit: Callable[..., Any]) -> None:
+    run = _run(tmp_path, TRACES / NSYS, _manifest(steps=3))
+    done = profkit("kernels", run, "--strict", "--top", "1")
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[1] == "  ✗ the run made 3 steps, and the capture holds 2"
 
 
 @pytest.mark.parametrize(("of_other", "says"), [(3, []), (2, ["2 of one of its processes"]), (0, ["0 of one"])])
@@ -152,34 +152,6 @@ def test_each_rank_must_hold_every_step(tmp_path: Path, of_other: int, says: lis
         others = [each[0], {**each[1], key: value}]
         (tmp_path / "run" / "manifest.json").write_text(json.dumps({**script, "processes": others}))
         assert not read_trace(tmp_path / "run").self_check.failed, why
-
-
-def _model_of_no_layer(place: Path, kernels: list[str], steps: int = 1, **workload: Any) -> SelfCheck:
-    """Check a run whose model is its head alone, each of whose forward passes launches ``kernels``."""
-    builder = NsysBuilder()
-    for step in range(steps):
-        begin = 100_000 * step
-        builder.range(f"step {step}", begin, begin + 90_000)
-        builder.range("forward", begin + 10, begin + 80_000)
-        for number, name in enumerate(kernels):
-            builder.kernel(begin + 100 + 10 * number, 5, name=name)
-    manifest = {**_manifest(steps=steps, **workload), "preset": {"num_layers": 0}}
-    return read_trace(_run(place, builder.write(place / "made.sqlite"), manifest)).self_check
-
-
-@pytest.mark.parametrize(
-    ("kernels", "verdict"),
-    [
-        ([GEMM], []),
-        ([GEMM, SPLIT, "void cublasLt::splitKreduce_kernel<32, 16, int, float>"], []),
-        (["void reduce_kernel<512, 1>"], ["failed"]),
-        (["a_kernel_of_tomorrow"], ["warning"]),
-        ([GEMM, GEMM], ["warning"]),
-    ],
-)
-def test_each_matrix_product_counts_once(tmp_path: Path, kernels: list[str], verdict: list[str]) -> None:
-    found = _model_of_no_layer(tmp_path, ["void vectorized_elementwise_kernel<4>", *kernels]).findings
-    assert [finding.verdict for finding in found] == verdict
 
 
 @pytest.mark.parametrize(
