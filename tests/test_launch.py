@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from profkit.launch.passes import build_rank_argv, model_passes, parse_target, t
 from profkit.models.options import PRESETS, CompileMode, TrainingOptions
 from profkit.run.directory import make_run_directory
 from profkit.run.recording import MemoryOptions
+from tests.golden import check_text
 
 OLD = "2023.4.4.54-234433681190v0"
 VERSION_LINE = "NVIDIA Nsight Systems version {} "
@@ -36,42 +38,6 @@ def _program(path: Path, script: str) -> Path:
 
 def _nsys(path: Path, version: str = "2023.4.4.54-1v0") -> Path:
     return _program(path, f"echo '{VERSION_LINE.format(version)}'")
-
-
-class TestTargets:
-    def test_every_preset_is_a_target(self) -> None:
-        assert [parse_target(f"model.{name}") for name in PRESETS] == list(PRESETS)
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("model.smal", "model.smal: no such model; did you mean model.small?"),
-            ("model.2.7b", "did you mean model.2.7B?"),
-            ("model.gpt5", "there are model.tiny, model.small"),
-            ("xl", "xl: no such model; did you mean model.xl?"),
-            ("train.py", "train.py: only built-in models can be run: model.tiny,"),
-            ("", "only built-in models"),
-        ],
-    )
-    def test_others_are_refused_with_what_there_is(self, text: str, message: str) -> None:
-        with pytest.raises(UsageError) as error:
-            parse_target(text)
-        assert message in str(error.value)
-
-
-class TestKinds:
-    @pytest.mark.parametrize(
-        ("words", "kind"),
-        [
-            (["model.tiny"], "model"),
-            (["tiny"], "model"),
-            (["no-such-program"], "model"),
-            (["sh"], "command"),
-            (["python", "train.py"], "command"),
-        ],
-    )
-    def test_the_kind_of_each_target(self, words: list[str], kind: str) -> None:
-        assert target_kind(words) == kind
 
 
 class TestRunDirectory:
@@ -245,53 +211,45 @@ class TestManifest:
         assert manifest.git_revision() is None
 
 
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WORDS = {
+    "as ranks": (
+        "python train.py --lr 1",
+        "/usr/bin/python3.12 -m pkg.train -m",
+        "python -O -X dev a.py",
+        *("torchrun train.py", "/opt/bin/accelerate launch train.py", "python -m torch.distributed.run train.py"),
+        *("bash train.sh", "python -c pass", "python"),
+    ),
+    "without secrets": (
+        "train.py --hf-token s3cr3t --lr 1",
+        "--api-key=s3cr3t",
+        "env WANDB_API_KEY=s3cr3t python",
+        "wandb.api_key=s3cr3t",
+        "--password --lr 1",
+        "--max-tokens 5 monkey x",
+        "--webhook https://x",
+    ),
+    "kind": ("model.tiny", "tiny", "no-such-program", "sh", "python train.py"),
+    "preset": (*(f"model.{name}" for name in PRESETS), "model.smal", "model.2.7b", "model.gpt5", "xl", "train.py", ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "argv"),
-    [
-        (["python", "train.py", "--lr", "1"], ["python", *LAUNCHER, "train.py", "--lr", "1"]),
-        (["/usr/bin/python3.12", "-m", "pkg.train", "-m"], ["/usr/bin/python3.12", *LAUNCHER, "-m", "pkg.train", "-m"]),
-        (["python", "-O", "-X", "dev", "a.py"], ["python", "-O", "-X", "dev", *LAUNCHER, "a.py"]),
-    ],
-)
-def test_torchs_launcher_starts_scripts_and_modules(words: list[str], argv: list[str]) -> None:
-    assert build_rank_argv(words, 2) == argv
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["torchrun", "train.py"], "torchrun starts its processes itself"),
-        (["/opt/bin/accelerate", "launch", "train.py"], "accelerate starts its processes itself"),
-        (["python", "-m", "torch.distributed.run", "train.py"], r"torch\.distributed\.run starts its processes itself"),
-        (["bash", "train.sh"], "starts Python scripts and modules"),
-        (["python", "-c", "pass"], "starts Python scripts and modules"),
-        (["python"], "starts Python scripts and modules"),
-    ],
-)
-def test_a_command_that_cannot_be_started_as_ranks_is_refused_in_one_line(words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said) as refused:
-        build_rank_argv(words, 2)
-    assert str(refused.value).startswith("--nproc-per-node 2: ")
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train.py", "--hf-token", "s3cr3t", "--lr", "1"], ["train.py", "--hf-token", "(redacted)", "--lr", "1"]),
-        (["--api-key=s3cr3t"], ["--api-key=(redacted)"]),
-        (["env", "WANDB_API_KEY=s3cr3t", "python"], ["env", "WANDB_API_KEY=(redacted)", "python"]),
-        (["wandb.api_key=s3cr3t"], ["wandb.api_key=(redacted)"]),
-        (["--password", "--lr", "1"], ["--password", "--lr", "1"]),
-        (["--max-tokens", "5", "monkey", "x"], ["--max-tokens", "5", "monkey", "x"]),
-        (["--webhook", "https://x"], ["--webhook", "(redacted)"]),
-    ],
-)
-def test_the_manifest_leaves_the_values_of_secrets_out(words: list[str], said: list[str]) -> None:
-    assert list(redact(words, [*SECRET_NAMES, "web*"])) == said
+def test_what_becomes_of_words() -> None:
+    """Torch's launcher starts scripts and modules; the values of secrets are left out; what is a target, and which."""
+    calls: dict[str, Callable[[list[str]], object]] = {
+        "as ranks": lambda words: build_rank_argv(words, 2),
+        "without secrets": lambda words: list(redact(words, [*SECRET_NAMES, "web*"])),
+        "kind": target_kind,
+        "preset": lambda words: parse_target("".join(words)),
+    }
+    text = ""
+    for what, commands in WORDS.items():
+        for command in commands:
+            try:
+                found = calls[what](command.split())
+            except UsageError as error:
+                found = f"REFUSED {error}"
+            text += f"{what}: {command} → {' '.join(found) if isinstance(found, list) else found}\n"
+    check_text("words-of-commands", text)
 
 
 @pytest.mark.parametrize(

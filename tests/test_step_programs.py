@@ -39,6 +39,7 @@ from profkit.launch.another_try import find_another_try, why_not_twice
 from profkit.launch.passes import Outcome, why_no_step
 from profkit.run.recording import describe_step
 from tests.forked_scripts import Forks
+from tests.golden import check_text
 from tests.in_process import check_profkit, ended, manifest_of
 from tests.training_scripts import training
 
@@ -100,20 +101,6 @@ def test_a_model_that_is_evaluated_first_is_recorded_while_it_is_trained(tmp_pat
     assert manifest_of(tmp_path / "run")["processes"][0]["step"] == "optimizer"
 
 
-@pytest.mark.parametrize(
-    ("word", "names", "said"),
-    [
-        ("optimizer", (), "one step of an optimizer"),
-        ("optimizer", ("Muon", "AdamW"), "one step each of the optimizers Muon and AdamW"),
-        ("optimizer", ("a", "b", "c", "d"), "one step each of 4 optimizers"),
-        ("call", ("encoder", "decoder", "head"), "one call each of encoder, decoder and head"),
-        ("generate", ("Llama",), "one call of Llama.generate"),
-    ],
-)
-def test_what_a_step_is_reads_as_plain_english(word: str, names: tuple[str, ...], said: str) -> None:
-    assert describe_step(word, names) == said
-
-
 def _outcome(process: Process | None, status: int = 0, **order: Any) -> Outcome:
     processes = () if process is None else (process,)
     return Outcome(Order("run", "kineto", **{"warmup_steps": 5, "steps": 3, **order}), status, processes, (), None)
@@ -123,52 +110,45 @@ def _made(steps: int, step: str | None = "optimizer", **seen: int) -> Process:
     return Process(state=NOT_REACHED, steps_seen=steps, step=step, seen=seen)
 
 
-@pytest.mark.parametrize(
-    ("process", "wanted"),
-    [
-        (_made(4), (2, 2, None)),
-        (_made(2), (1, 1, None)),
-        (_made(1), (0, 1, None)),
-        (_made(11), (5, 3, None)),
-        (replace(_made(5), state=CUT_SHORT), (2, 3, None)),
-        (_made(0, None, backward=7, **{"call:Net": 7}), (2, 3, "backward")),
-        (_made(0, None, **{"call:Net": 2}), (1, 1, "call:Net")),
-        (_made(-1, None), (0, 1, "whole")),
-        (Process(state=COMPLETE, steps_seen=8, step="call", step_changed_to="optimizer"), (5, 3, "optimizer")),
-    ],
-)
-def test_what_a_second_run_records(process: Process, wanted: tuple[int, int, str | None]) -> None:
-    again = find_another_try(_outcome(process))
-    assert again is not None
-    assert again.order is not None
-    assert (again.order.warmup_steps, again.order.steps, again.order.step_on) == wanted
+OUTCOMES = {
+    "4 steps": _outcome(_made(4)),
+    "2 steps": _outcome(_made(2)),
+    "1 step": _outcome(_made(1)),
+    "11 steps": _outcome(_made(11)),
+    "5 steps, cut short": _outcome(replace(_made(5), state=CUT_SHORT)),
+    "7 backward passes": _outcome(_made(0, None, backward=7, **{"call:Net": 7})),
+    "2 calls": _outcome(_made(0, None, **{"call:Net": 2})),
+    "nothing": _outcome(_made(-1, None)),
+    "calls, then an optimizer": _outcome(
+        Process(state=COMPLETE, steps_seen=8, step="call", step_changed_to="optimizer")
+    ),
+    # No second run would show more.
+    "2 steps, failed": _outcome(_made(2), status=1),
+    "no process": _outcome(None),
+    "complete": _outcome(Process(state=COMPLETE, steps_seen=8, step="optimizer")),
+    "no step of the chosen optimizer": _outcome(_made(0, None, **{"optimizer:SGD": 9}), step_on="AdamW"),
+    "no step as a whole": _outcome(_made(0, None), step_on="whole"),
+    "steps of its own": _outcome(replace(_made(2), step=None), own_steps=True),
+}
+STEPS = (("optimizer",), ("optimizer", "Muon", "AdamW"), ("optimizer", *"abcd"), ("call", "encoder", "decoder", "head"))
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        _outcome(_made(2), status=1),
-        _outcome(None),
-        _outcome(Process(state=COMPLETE, steps_seen=8, step="optimizer")),
-        _outcome(_made(0, None, **{"optimizer:SGD": 9}), step_on="AdamW"),
-        _outcome(_made(0, None), step_on="whole"),
-        _outcome(replace(_made(2), step=None), own_steps=True),
-    ],
-)
-def test_no_second_run_where_it_would_show_no_more(outcome: Outcome) -> None:
-    assert find_another_try(outcome) is None
-
-
-def test_without_a_second_run_the_reason_says_what_to_change() -> None:
+def test_what_a_second_run_records_and_what_is_said_without_one() -> None:
+    """A second run is recorded after its warm-up steps, its steps and what ends one; a step reads as plain English."""
+    text = ""
+    for name, outcome in OUTCOMES.items():
+        again = find_another_try(outcome)
+        order = again and again.order
+        wanted = "no second run" if again is None else order and (order.warmup_steps, order.steps, order.step_on)
+        text += f"{name}: {wanted}\n"
     order = Order("run", "kineto", 5, 3)
-    assert "the script made 2 steps, and recording begins after 5; lower --warmup" in str(
-        why_no_step([_made(2)], order)
-    )
-    assert "--step-on whole records all of it" in str(why_no_step([_made(-1, None)], order))
+    for process, how in ((_made(2), order), (_made(-1, None), order)):
+        text += f"{why_no_step([process], how)}\n"
     chosen = replace(order, step_on="optimizer:Muon")
-    assert "no optimizer of class Muon made a step; --step-on takes what was there: optimizer:SGD" in str(
-        why_no_step([_made(0, None, **{"optimizer:SGD": 9})], chosen)
-    )
+    text += f"{why_no_step([_made(0, None, **{'optimizer:SGD': 9})], chosen)}\n"
+    for word, *names in (*STEPS, ("generate", "Llama")):
+        text += f"{describe_step(word, tuple(names))}\n"
+    check_text("another-try", text)
 
 
 def test_what_runs_after_the_last_complete_step_is_no_step(tmp_path: Path, record: Record) -> None:
