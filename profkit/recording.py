@@ -207,7 +207,6 @@ class _Keeper:
         write_manifest(run / MANIFEST, self._manifest, is_first=True)
 
     def stage_ended(self, order: Order) -> None:
-        """Take over what a stage left."""
         processes = take_processes(self._run)
         self._ended += [(order, process) for process in processes]
         outcome = Outcome(order, 0, processes, (), None)
@@ -255,7 +254,6 @@ class _Keeper:
         )
 
     def _shortfalls(self, process: Process, no_memory: str | None) -> Iterator[str]:
-        """Yield what was asked for and is not there."""
         order, memory = self._orders[0], self._ended[1:]
         if process.failure is not None:
             yield f"the recording is not whole: {process.failure}"

@@ -131,7 +131,6 @@ class _Writer:
         self.left_out: dict[str, str] = {}
 
     def write_run(self, run: Run, output: Path) -> None:
-        """Copy every file of a run that has a reader."""
         with whole_folder(output) as partial:
             for path in sorted(run.path.iterdir()):
                 why = self._why_not_copied(path)
@@ -151,7 +150,6 @@ class _Writer:
         return _NOT_COPIED.get(path.suffix)
 
     def write(self, path: Path, output: Path) -> None:
-        """Copy one file."""
         name = _OF_RANK.sub("", path.name)
         if name in RUN_FILES:
             file = RUN_FILES[name]

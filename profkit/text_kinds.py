@@ -242,7 +242,6 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _alternative(kinds: tuple[Any, ...], value: object) -> Any:
-    """Return which of several types a value has."""
     for kind in kinds:
         plain = get_args(kind)[0] if get_origin(kind) is Annotated else get_origin(kind) or kind
         if plain is object or (isinstance(plain, type) and isinstance(value, plain)):

@@ -272,7 +272,6 @@ class RecordedHeap:
         self._looks_left = _MOST_LOOKS
 
     def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
-        """Add ``count`` contradictions of one kind."""
         self.contradictions[what] += int(count)
 
     def insert(self, begin: int, size: int) -> None:

@@ -58,7 +58,6 @@ def unite(start_ns: Ints, end_ns: Ints) -> Stretches:
 
 
 def unite_all(sets: list[Stretches]) -> Stretches:
-    """Return the time that is in any of the sets."""
     if not sets:
         return NOTHING
     if len(sets) == 1:
@@ -67,7 +66,6 @@ def unite_all(sets: list[Stretches]) -> Stretches:
 
 
 def intersect(first: Stretches, other: Stretches) -> Stretches:
-    """Return the time that is in both sets."""
     low = np.searchsorted(other.end_ns, first.start_ns, side="right")
     high = np.searchsorted(other.start_ns, first.end_ns, side="left")
     mine, theirs = spread(low, high)
@@ -78,14 +76,12 @@ def intersect(first: Stretches, other: Stretches) -> Stretches:
 
 
 def subtract(first: Stretches, other: Stretches) -> Stretches:
-    """Return the time that is in the first set but not in the other."""
     start_ns, end_ns = np.append(-_EVER, other.end_ns), np.append(other.start_ns, _EVER)
     kept = start_ns < end_ns
     return intersect(first, Stretches(start_ns[kept], end_ns[kept]))
 
 
 def gaps(stretches: Stretches) -> Stretches:
-    """Return the time between the stretches."""
     kept = stretches.end_ns[:-1] < stretches.start_ns[1:]  # an intersection may have two that touch
     return Stretches(stretches.end_ns[:-1][kept], stretches.start_ns[1:][kept])
 
@@ -144,7 +140,6 @@ class BusyTime:
         self._number = np.unique(self._device, return_inverse=True)[1]
 
     def total_ns(self, rows: Bools) -> int:
-        """Return the busy time of some rows."""
         chosen = np.flatnonzero(rows)
         return int(self.sum_by(np.zeros_like(chosen), chosen, 1)[0])
 

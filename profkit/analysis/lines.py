@@ -125,7 +125,6 @@ def _scaled(time_ns: int, line: LineTime, scale: Mapping[str | None, float]) -> 
 
 
 def _step_times(samples: Samples) -> dict[str, float]:
-    """Return what each phase and the step take, as everywhere."""
     context = next(iter(samples.contexts), None)
     return {phase: times.time_ns for phase, times in samples_by_phase(samples, context).items()}
 

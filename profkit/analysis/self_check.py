@@ -86,8 +86,6 @@ UNKNOWN_RUN = KnownRun(steps=None, layers=None, even=False)
 
 @dataclass(frozen=True, repr=False)
 class SelfCheck(NotebookResult):
-    """The verdict on a capture."""
-
     findings: tuple[Finding, ...]
 
     @property

@@ -131,7 +131,6 @@ def _by_phases(account: TimeAccount, lines: Sequence[LineTime], step_ns: int) ->
 
 
 def _longest(lines: Sequence[LineTime], phase: str | None) -> LineLimit | None:
-    """Return the line in which Python stands longest in a phase."""
     own = (
         line for line in lines if line.phase == phase and line.thread != "worker" and not calls_backward(line.called)
     )
@@ -210,7 +209,6 @@ class StepUse:
 
     @property
     def best_ns(self) -> float | None:
-        """Return the time without a profiler if it is known, else the recorded one."""
         return self.recorded_ns if self.unprofiled_ns is None else self.unprofiled_ns
 
 

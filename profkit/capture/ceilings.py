@@ -88,7 +88,6 @@ def _copy() -> dict[str, Any]:
 
 
 def _time(run: Callable[[], object]) -> list[float]:
-    """Return the seconds that each of several runs took on the GPU."""
     began = perf_counter()
     for _ in range(_UNMEASURED):
         run()

@@ -274,7 +274,6 @@ class MemoryRecording(Watcher):
 
 
 def _partial(path: Path) -> Path:
-    """Return where the file of owners is written while the recording goes on."""
     return path.with_name(f"{PARTIAL}{path.name}")
 
 

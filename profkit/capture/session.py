@@ -199,7 +199,6 @@ class Session:
             self._begin_light_step(number)
 
     def _begin_light_step(self, number: int) -> None:
-        """Go on with the light record, which is there after the recording too."""
         is_recorded = not self._is_over and number >= self._first
         is_left_out = self._after.is_on or self._recorder.is_warming_up
         wants_phases = self._light is not None and self._light.step_begins(
@@ -320,7 +319,6 @@ class Session:
                 self._leave(replace(self._process or self._describe(state), memory=found))
 
     def _finish_trace(self) -> None:
-        """Join the recorded trace and the log of ranges, now that the program has ended."""
         path = self.run / name_of_rank(KINETO_TRACE, self._rank or 0)
         if self._process is None or not log_beside(path).exists():
             return
@@ -330,7 +328,6 @@ class Session:
             self._leave(replace(self._process, failure=f"torch.profiler's trace was refused: {error}"))
 
     def _end_early(self) -> None:
-        """The process ends before its last recorded step has."""
         used_cuda = self._records_memory and self.memory is not None and self.memory.owners is not None
         if self._begun < 0 and not used_cuda and self.order.own_steps:
             return
@@ -460,7 +457,6 @@ class Session:
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        """Take the hooks away, where nothing is to be seen any more."""
         if self.memory is None and self.hooks.steps.is_final and not several_ranks():
             self.hooks.remove()
 

@@ -355,7 +355,6 @@ def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
 
 
 def _report(runs: Sequence[Path]) -> Document:
-    """Return the last call's table of one run; of several, how often predictions held."""
     if len(runs) == 1 and (calls := Run(runs[0]).trials.calls):
         return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]), with_source=True)
     trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials.calls).values()]

@@ -193,7 +193,6 @@ def keep_to_the_end(many_objects: object) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of profkit's own to standard error."""
     _write_error(f"profkit: {line}")
 
 

@@ -210,8 +210,6 @@ def _input_position() -> int | None:
 
 @dataclass
 class _Recording:
-    """The passes over a target, into the run directory ``run``."""
-
     target: Target
     nsys: Nsys | None
     run: Path

@@ -57,7 +57,6 @@ Paint = Callable[[str, Role], str]
 
 
 def plainly(text: str, _: Role) -> str:
-    """Return text without colour."""
     return text
 
 

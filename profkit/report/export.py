@@ -37,7 +37,6 @@ _ROWS_AT_ONCE = 8192
 
 
 def _find_owners(trace: Trace) -> dict[int, int]:
-    """Return the process of each thread."""
     owners: dict[int, int] = {}
     tables = (
         (trace.ranges.process, trace.ranges.thread),
@@ -55,7 +54,6 @@ def _find_owners(trace: Trace) -> dict[int, int]:
 
 
 def _launching_calls(trace: Trace, rows: Work | Copies) -> Ints:
-    """Return the row in ``trace.calls`` that launched each row, or -1."""
     calls, launching = trace.calls, np.full(len(rows), -1, dtype=np.int64)
     calls_of = rows_by_value(calls.thread)
     for thread, mine in rows_by_value(rows.launch_thread).items():

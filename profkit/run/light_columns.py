@@ -110,7 +110,6 @@ class StepColumns:
         return np.array([at for at, name in enumerate(self.names) if name is not None], dtype=np.int64)
 
     def only(self, kept: Sequence[int]) -> StepColumns:
-        """Return the steps at these positions alone."""
         columns: dict[str, Any] = {name: vars(self)[name] for name in self.__dataclass_fields__}
         for name, column in columns.items():
             if isinstance(column, Phases):
@@ -153,7 +152,6 @@ class CallColumns:
         return np.where(is_timed, self.end_ns - self.start_ns, UNKNOWN)
 
     def take(self, rows: Ints | Bools) -> CallColumns:
-        """Return some of them."""
         return CallColumns(self.names, **{name: column[rows] for name, column in vars(self).items() if name != "names"})
 
 

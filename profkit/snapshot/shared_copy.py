@@ -84,7 +84,6 @@ class _SnapshotCopy:
         return copy
 
     def frames(self, frames: object) -> list[dict[str, Any]]:
-        """Return the frames of one stack."""
         if not isinstance(frames, list):
             return []
         if id(frames) not in self._lists:

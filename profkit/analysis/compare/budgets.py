@@ -46,7 +46,6 @@ class Budgets:
 
     @property
     def of_ranks(self) -> bool:
-        """Return whether some of them are about several ranks."""
         return self.max_wait is not None or self.max_skew is not None
 
 
@@ -69,7 +68,6 @@ class BudgetLine:
 
 
 def not_judged(budget: str, unit: Unit, limit: float | None, reason: str, subject: str | None = None) -> BudgetLine:
-    """Return the line of a budget that cannot be judged."""
     return BudgetLine(budget, subject, None, limit, unit, False, reason, judged=False)
 
 
@@ -83,14 +81,11 @@ _Kind = Literal["category", "range"]
 
 @dataclass(frozen=True, repr=False)
 class BudgetCheck(NotebookResult):
-    """The verdict on a run, budget by budget."""
-
     run: str
     lines: tuple[BudgetLine, ...]
 
     @property
     def held(self) -> bool:
-        """Return whether every budget held."""
         return all(line.held for line in self.lines)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -98,7 +93,6 @@ class BudgetCheck(NotebookResult):
         return table_of(self.lines, BudgetLine)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         return {"run": self.run, "held": self.held, "lines": [asdict(line) for line in self.lines]}
 
 

@@ -59,7 +59,6 @@ class CleanChange:
 
     @property
     def is_whole_step(self) -> bool:
-        """Return whether this is the change of a whole step, not of one of its phases."""
         return is_whole_step(self.name)
 
 
@@ -182,7 +181,6 @@ class CaptureComparison(NotebookResult):
         return pd.DataFrame() if self.memory is None else self.memory.to_pandas()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON-ready data; nanoseconds and bytes are integers."""
         data = asdict(self) | {"headlines": [asdict(headline) for headline in self.headlines]}
         if self.time is not None:
             data["time"]["rounding_ns"] = self.time.rounding_ns

@@ -73,8 +73,6 @@ class Change:
 
 @dataclass(frozen=True)
 class Line:
-    """The change of one phase, range or category."""
-
     name: str
     change: Change
 
@@ -131,7 +129,6 @@ class TimeComparison:
 
 
 def compare_times(before: StepSamples, after: StepSamples) -> TimeComparison:
-    """Return what changed from one capture's steps to another's."""
     common = common_paths(before, after)
     matches = match_parts(before, after)
     changes = change_of_columns(before, after, [match.sides for match in matches])
@@ -238,7 +235,6 @@ class Match:
 
 
 def is_generated(kernel: str) -> bool:
-    """Return whether Inductor generated a kernel, by its name."""
     return kernel.startswith(_FUSED)
 
 
@@ -404,7 +400,6 @@ def _rows_of(tree: ModuleTree, place: Place) -> list[str]:
 
 
 def larger_time(change: Change) -> int:
-    """Return the larger one of the times before and after, per step."""
     return max(change.before_per_sample_ns, change.after_per_sample_ns)
 
 

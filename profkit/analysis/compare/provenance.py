@@ -87,7 +87,6 @@ class Provenance:
 
     @property
     def disturbances(self) -> list[Difference]:
-        """Return the differences that need force."""
         return [difference for difference in self.differences if difference.disturbs]
 
     @property
@@ -114,14 +113,12 @@ class Origin:
 
 
 def find_origin(capture: OpenedCapture) -> Origin:
-    """Return where a capture comes from."""
     facts, trace = _state_facts(capture), capture.trace
     on_cpu = facts.get("device") == "cpu" or (trace is not None and trace.trace.measure != "gpu-kernel")
     return Origin(facts, None if trace is None else trace.self_check, on_cpu)
 
 
 def compare_provenance(before: Origin, after: Origin) -> Provenance:
-    """Return what differs between where two captures come from."""
     old, new = before.facts, after.facts
     differences = [
         Difference(fact, old[fact], new[fact], fact not in _STATED and fact != _OPERATORS)

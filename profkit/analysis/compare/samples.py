@@ -66,17 +66,14 @@ class StepSamples:
 
     @property
     def size(self) -> int:
-        """Return how many samples there are."""
         return len(self.kernel_ns)
 
     @property
     def total_ns(self) -> int:
-        """Return the kernel time of all samples."""
         return int(self.kernel_ns.sum())
 
 
 def has_measured_steps(attribution: Attribution) -> bool:
-    """Return whether the capture has steps to take as samples."""
     return bool(len(measured_ranges(attribution).get(STEP, ())))
 
 

@@ -64,7 +64,6 @@ class Roofline:
 
 
 def build_roofline(amount: Amount, peaks: Peaks | None) -> Roofline:
-    """Return how long the work would take if only one peak limited it."""
     if peaks is None:
         return Roofline(None, None)
     compute = product_ns(amount, peaks)

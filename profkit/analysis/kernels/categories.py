@@ -95,7 +95,6 @@ class _Pattern:
         return expression.match if self.text.startswith("^") else expression.search
 
     def fits(self, name: str, lowered: str) -> bool:
-        """Return whether the pattern is found in the name."""
         where = lowered if self.is_caseless else name
         return self.holds in where and self._find(where) is not None
 

@@ -61,7 +61,6 @@ class RunCompilations:
 
     @property
     def recorded_ns(self) -> int:
-        """Return the time that recorded steps spent compiling."""
         return sum(step.duration_ns for step in self.steps)
 
 
@@ -84,7 +83,6 @@ def read_run_compilations(run: Run | None) -> RunCompilations | None:
 
 
 def sum_compilations(compiled: Sequence[Compilation], breaks: Sequence[GraphBreak]) -> RunCompilations:
-    """Return what one process compiled."""
     steps = dict.fromkeys(compilation.step for compilation in compiled if compilation.is_recorded)
     before = [compilation for compilation in compiled if not compilation.is_recorded]
     return RunCompilations(
@@ -266,7 +264,6 @@ def _read_place(launch_range: str) -> LaunchPlace:
 
 
 def _source(kernel: str, launch_range: str, launches: Mapping[tuple[str, int], Launch]) -> KernelSource:
-    """Return the source of one place without its sums."""
     place = _read_place(launch_range)
     modules = tuple(dict.fromkeys(map(kind_of, place.shared or place.path[-1:])))
     launch = launches.get((place.graph, place.line))

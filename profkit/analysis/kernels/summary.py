@@ -137,7 +137,6 @@ class KernelsResult(NotebookResult):
         return self.kernel_time_ns + self.graph_time_ns
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
         data = asdict(self)
         for name in ("per_instance", "shared", "sources"):
             if data[name] is None:
@@ -244,7 +243,6 @@ def explain_no_work(trace: Trace) -> str:
 
 
 def extent_ns(trace: Trace) -> tuple[int, int]:
-    """Return when the first thing recorded began and the last one ended."""
     starts = [c for c in (trace.work.start_ns, trace.calls.start_ns, trace.ranges.start_ns) if len(c)]
     ends = [c for c in (trace.work.end_ns, trace.calls.end_ns, trace.ranges.end_ns) if len(c)]
     return min(int(c.min()) for c in starts), max(int(c.max()) for c in ends)

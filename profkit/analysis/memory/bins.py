@@ -90,7 +90,6 @@ class Bins:
 
 
 def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: int = BIN_COUNT) -> Bins:
-    """Return the binned timeline of one device."""
     curves, replay = memory.history.curves, memory.history.replay
     allocated = curves.allocated
     edges = np.unique(np.linspace(0, len(allocated), min(bin_count, len(allocated)) + 1).astype(np.int64))
@@ -152,7 +151,6 @@ class _Grouping:
         )
 
     def by_module(self) -> tuple[Series, ...]:
-        """Return the series of the modules with the most bytes over all samples, then of all others together."""
         groups = [self._module_of(row) if row in self._claims else NOT_SELECTED for row in self._rows]
         is_known = set(groups) - {NO_MODULE_KNOWN, OUTSIDE_MODULES, NOT_SELECTED}
         return self._largest(groups, OTHER_MODULES) if is_known else ()
@@ -208,7 +206,6 @@ class _Grouping:
         )
 
     def _sum(self, groups: list[str], names: Sequence[str]) -> tuple[Series, ...]:
-        """Return a series for each name; ``groups`` has that of each row."""
         place = {name: number for number, name in enumerate(names)}
         column = np.array([place[name] for name in groups], dtype=np.int64)
         changes = np.zeros((len(names), self._count + 1), dtype=np.int64)

@@ -67,8 +67,6 @@ Named = tuple[str, str]
 
 
 class Classifier:
-    """Finds the category of one device's allocations, one by one."""
-
     def __init__(self, memory: ReplayedDevice) -> None:
         self._memory = memory
         self._replay, self._timeline, self._stacks = memory.history.replay, memory.timeline, memory.stacks

@@ -66,7 +66,6 @@ class Comparison(NotebookResult):
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Return the sum of each kind that occurs."""
         sums: dict[str, int] = dict.fromkeys(KINDS, 0)
         for part in self.parts:
             sums[part.kind] += part.bytes
@@ -78,7 +77,6 @@ class Comparison(NotebookResult):
         return table_of(self.parts, Part)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON-ready data."""
         return asdict(self) | {"difference_bytes": self.difference_bytes, "by_kind": self.by_kind}
 
 
@@ -136,7 +134,6 @@ class _Side:
         return ordinal_of
 
     def matches_of(self, other: _Side, row: int) -> list[int]:
-        """Return this side's allocations that match one of the other side's."""
         return self.rows_by_key.get((other.identity(row), int(other.replay.requested_bytes[row])), [])
 
 
@@ -145,7 +142,6 @@ _Share = tuple[int, _Side, int]
 
 
 def compare_peaks(before: DeviceMemory, after: DeviceMemory, names: tuple[str, str]) -> Comparison:
-    """Return what explains the difference between the peaks of two runs."""
     shared = _names(before) & _names(after)
     old, new = _Side(before, shared), _Side(after, shared)
     pairs, only_old, only_new = _pair(old, new)

@@ -62,12 +62,10 @@ class DeviceMemory(ReplayedDevice):
 
     @cached_property
     def classifier(self) -> Classifier:
-        """Finds the category of an allocation."""
         return Classifier(self)
 
     @cached_property
     def places(self) -> Places:
-        """Finds the module and the phase of an allocation."""
         return Places(self)
 
     def place_of(self, row: int, moment: int | None = None) -> Place:
@@ -114,7 +112,6 @@ class DeviceMemory(ReplayedDevice):
         return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
 
     def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
-        """Return for each allocation whether a filter wants it."""
         sizes, text = self.history.replay.size_bytes, wanted.stack
         return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
 
@@ -149,8 +146,6 @@ class CategoryRow:
 
 @dataclass(frozen=True)
 class StackRow:
-    """Bytes that one stack asked for."""
-
     bytes: int
     share: float
     count: int

@@ -68,7 +68,6 @@ class LeakCheck:
 
     @property
     def suspect_bytes(self) -> int:
-        """Return how much the suspects left behind when they last did."""
         return sum(row.bytes for row in self.suspects)
 
 
@@ -344,7 +343,6 @@ class Segment:
 
     @property
     def is_large(self) -> bool:
-        """Return whether it holds blocks of the large pool."""
         is_small_segment = self.end - self.begin == SMALL_SEGMENT_BYTES and not self.is_expandable
         sizes = [size for _, size, _, row in self.blocks if row >= 0]
         return not is_small_segment and (not sizes or max(sizes) > SMALL_BYTES)
@@ -404,7 +402,6 @@ def find_free_blocks(history: History, moment: int) -> list[FreeBlock]:
 
 
 def _nearest(segment: Segment, at: int) -> tuple[int, ...]:
-    """Return the allocations (rows) nearest to the free block at a place in its segment."""
     begin, size, *_ = segment.blocks[at]
     reach = 2 * _PINS_SHOWN  # no two free blocks lie next to each other
     around = [*segment.blocks[max(at - reach, 0) : at], *segment.blocks[at + 1 : at + 1 + reach]]

@@ -102,7 +102,6 @@ class _Code:
                 yield number, Allocation(line, (Holder(line, line),))
 
     def allocates(self, line: int) -> bool:
-        """Return whether the code itself allocates on a line."""
         return any(line in by_line for by_line in self._by_line)
 
     def owners(self, number: int, holder: Holder) -> tuple[tuple[str, ...], str | None]:

@@ -56,7 +56,6 @@ class Totals:
     bounds: tuple[int, int | None] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures in the JSON's shape."""
         return {
             "device": self.device,
             "allocated": {
@@ -117,7 +116,6 @@ class MemoryResult(NotebookResult):
         return table_of(self.composition.by_category, CategoryRow)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data; ``peak`` describes the moment that was asked for."""
         at = self.composition
         left_out = at.allocated_bytes - sum(at.evidence.values())
         return {
@@ -320,7 +318,6 @@ def _phase_moment(memory: DeviceMemory, name: str) -> int:
 
 
 def _sum_up(history: History) -> Totals:
-    """Return the figures of one device."""
     curves, bounds = history.curves, history.bounds
     return Totals(
         device=history.device.index,
@@ -336,7 +333,6 @@ def _sum_up(history: History) -> Totals:
 
 
 def _describe_history(history: History) -> HistoryFacts:
-    """Return what was recorded and, if that is not everything, how it shows."""
     replay, events = history.replay, history.device.events
     reason = None
     if not len(events):

@@ -55,8 +55,6 @@ class Place:
 
 
 class Places:
-    """Finds the module and the phase of one device's allocations."""
-
     def __init__(self, memory: ReplayedDevice) -> None:
         self._memory, self._timeline, self._stacks = memory, memory.timeline, memory.stacks
 
@@ -317,7 +315,6 @@ def fold(rows: Iterable[PartRow]) -> tuple[PartRow, ...]:
 
 
 def names_modules(rows: Iterable[PartRow]) -> bool:
-    """Return whether any module is known."""
     return any(_is_module(row.path) for row in rows)
 
 

@@ -309,7 +309,6 @@ class AllocatorCheck:
 
     @property
     def agrees(self) -> bool:
-        """Return whether all three peaks are the same."""
         differences = (self.allocated_difference_bytes, self.reserved_difference_bytes, self.requested_difference_bytes)
         return not any(differences)
 

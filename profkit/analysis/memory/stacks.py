@@ -60,14 +60,12 @@ class StackFacts:
 
     @cached_property
     def python(self) -> Stack:
-        """Frames of Python code."""
         return tuple(
             frame for frame in self.frames if frame[1] not in ("", "??") and not frame[1].endswith(_NATIVE_ENDINGS)
         )
 
     @cached_property
     def user(self) -> Stack:
-        """Frames of the user's own Python code."""
         return tuple(frame for frame in self.python if not _stands_in(frame[1], _LIBRARIES))
 
     @cached_property

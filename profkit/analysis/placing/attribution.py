@@ -182,7 +182,6 @@ class PlacedRows:
         return Under(rows, position, evidence)
 
     def count(self, members: Ints) -> Ints:
-        """Return how many rows lie under each range."""
         if self._has_two_places:
             under = self.under(members, np.arange(len(members)))
             return np.bincount(under.member, minlength=len(members))

@@ -237,11 +237,9 @@ class _ThreadCalls:
 
     @cached_property
     def usual_spacing_ns(self) -> int:
-        """Return the median time from one call's start to the next one's."""
         return int(np.median(np.diff(self.start_ns))) if len(self.start_ns) > 1 else 0
 
     def none_between(self, first: Ints, last: Ints) -> Bools:
-        """Return where no call is under way at any time from ``first`` to ``last``."""
         return _search(self.start_ns, last, "right") <= _search(self.end_ns, first, "left")
 
     def silence_around(self, time_ns: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:

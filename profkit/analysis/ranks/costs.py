@@ -53,7 +53,6 @@ class Cost:
 
     @property
     def causes(self) -> set[Cause]:
-        """Return the causes of its places."""
         return {cause for cause, _ in self.places}
 
     def of_cause(self, cause: Cause) -> Floats:

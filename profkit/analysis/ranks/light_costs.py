@@ -274,7 +274,6 @@ class _Phase:
 
     @property
     def since_gpu_began(self) -> Floats:
-        """Return what it took on the host once its GPU had begun it."""
         since: Floats = np.maximum(self.on_host - self.behind_at_start, 0.0)
         return since
 
@@ -287,7 +286,6 @@ class _Phase:
 
     @cached_property
     def usual_on_host(self) -> Floats:
-        """What it takes on hosts that are not held up."""
         return np.array([_usual_if_free(*both) for both in zip(self.on_host, self.free, strict=True)])
 
     @cached_property

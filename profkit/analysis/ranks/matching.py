@@ -65,7 +65,6 @@ class Matched:
         return len(self.kind)
 
     def take(self, rows: Ints | Bools) -> Matched:
-        """Return some of the collectives."""
         columns: dict[str, Any] = {
             name: column[..., rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }

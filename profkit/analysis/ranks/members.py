@@ -29,7 +29,6 @@ class Ranks:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the ranks' numbers."""
         return tuple(number for number, _ in self.members)
 
     def process_of(self, number: int) -> int:

@@ -290,7 +290,6 @@ class _HostPlaces:
         self._edges = np.sort(np.concatenate(edges)) if edges else empty_ints()
 
     def at(self, time_ns: Ints) -> Ints:
-        """Return the place at each time."""
         place_at = np.zeros(len(time_ns), dtype=np.int64)
         for number, timeline in enumerate(self._timelines):
             here = self._of_range[timeline.innermost_at(time_ns)]
@@ -353,7 +352,6 @@ class Account:
         return len(self.times_ns)
 
     def sums(self) -> Floats:
-        """Return how long each step took."""
         total: Floats = self.times_ns.sum(axis=1)
         return total
 

@@ -103,7 +103,6 @@ class Phases:
         return sum(self._passes_ns(end, found, factor) - self._passes_ns(begin, found, factor) for begin, end in marks)
 
     def _passes_ns(self, mark: Mark, found: Replayed, factor: float) -> int:
-        """Return when the host passes a mark."""
         ended_ns = 0 if mark.call == NONE else found.call_end_ns[mark.call]
         scaled_ns = sum(part * (by - 1) for part, by in zip(mark.parts_ns, self._factors(factor), strict=True))
         return ended_ns + mark.after_ns + round(scaled_ns)
@@ -185,7 +184,6 @@ class _Covered:
 
 
 def _latest_ends(step: StepColumns) -> list[int]:
-    """Return until when each call and all calls before it had ended."""
     latest, ends = 0, []
     for end in step.call_end_ns:
         latest = max(latest, end)

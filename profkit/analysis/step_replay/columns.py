@@ -139,7 +139,6 @@ class ProcessCalls:
 
     @staticmethod
     def _outer_of(here: Ints, mine: Ints, is_outer: Bools) -> Ints:
-        """Return for calls of one thread the outermost call around each."""
         outer = np.where(is_outer[np.searchsorted(mine, here)], np.arange(len(here)), 0)
         return here[np.maximum.accumulate(outer)]
 
@@ -381,6 +380,5 @@ def _previous(streams: list[int]) -> list[int]:
 
 
 def _intervals(launcher: Ints, calls: int) -> list[tuple[int, int]]:
-    """Return the operations of each call, which are sorted by call."""
     edges = np.searchsorted(launcher, np.arange(calls + 1)).tolist()
     return list(pairwise(edges))

@@ -141,7 +141,6 @@ def compile_model(columns: StepColumns, setting: Setting) -> StepColumns:
 
 
 def _replay_passes(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Return the step in which one call launches each pass."""
     calls, phases = setting.calls_in(COMPILED_PHASES), setting.step.phase
     if columns.waits_among(calls):
         raise CannotPredictError("the host waits for the GPU within a pass, which no graph can hold")

@@ -23,8 +23,6 @@ OUTSIDE = "outside"
 
 
 class Cause(StrEnum):
-    """What a piece of the chain is."""
-
     PYTHON = "python"
     """The host between two CUDA calls: Python, the framework, data."""
     CALL = "call"
@@ -146,7 +144,6 @@ class StepLimits:
 
     @property
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """Phase → cause → nanoseconds."""
         return {
             phase: sum_parts([part for part in self.parts if part.phase == phase], "cause")
             for phase in sum_parts(self.parts, "phase")
@@ -297,7 +294,6 @@ def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
 
 
 def _last(found: Replayed) -> Moment | None:
-    """Return the end of the call or the operation that ended last."""
     ends = [
         Moment(is_call, max(range(len(column)), key=column.__getitem__), is_end=True)
         for is_call, column in ((True, found.call_end_ns), (False, found.end_ns))

@@ -181,7 +181,6 @@ class _Reach:
 
     @classmethod
     def together(cls, reaches: Sequence[_Reach]) -> _Reach:
-        """Return the reach of independent ones."""
         return cls(math.hypot(*(each.below for each in reaches)), math.hypot(*(each.above for each in reaches)))
 
 

@@ -265,7 +265,6 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
 
 
 def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, int]:
-    """Return until when each stream is busy after the host has ended the step."""
     ends = dict(step.free_ns)
     for stream, end in zip(step.stream, found.end_ns, strict=True):
         ends[stream] = max(ends.get(stream, 0), end)

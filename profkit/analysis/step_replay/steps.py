@@ -110,11 +110,9 @@ class ReplayedStep:
         return sum(gap_ns - phases.get(DATA, 0) for gap_ns, phases in gaps if gap_ns > PAUSE_NS)
 
     def calls_in(self, phases: Collection[str]) -> list[int]:
-        """Return the calls that lie in some phases."""
         return [call for call, phase in enumerate(self.phase) if phase in phases]
 
     def at_speed(self, factor: float) -> StepColumns:
-        """Return the step with its host's time scaled."""
         return self.phases.scale_host(self.columns, factor)
 
     def find_parts(self, step: StepColumns, steady: Steady, whole_ns: int) -> list[LimitPart]:

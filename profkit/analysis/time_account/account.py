@@ -72,7 +72,6 @@ class IdleTime:
 
     @property
     def share(self) -> float:
-        """Return the idle share, 0 of no time."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
 

@@ -74,7 +74,6 @@ class GpuParts:
 
     @property
     def idle_share(self) -> float:
-        """Return the share of the span in which nothing ran, 0 of no span."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
     def to_dict(self) -> dict[str, int]:
@@ -147,7 +146,6 @@ def communication_rows(trace: Trace) -> Bools:
 
 
 def category_rows(trace: Trace, categories: Container[str]) -> Bools:
-    """Return which kernels belong to one of the categories, by their names."""
     is_one = np.zeros(len(trace.names), dtype=np.bool_)
     names = distinct_values(trace.work.name).tolist()
     is_one[[i for i in names if categorize(trace.names[i], trace.measure).name in categories]] = True
@@ -269,7 +267,6 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
 
 
 def synchronising_calls(trace: Trace) -> Bools:
-    """Return which CUDA calls wait for the GPU."""
     return calls_named(trace, _SYNCHRONISES)
 
 
@@ -291,7 +288,6 @@ def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
 
 
 def threads_by_device(trace: Trace) -> dict[int, set[int]]:
-    """Return the threads that launched work or copies on each GPU."""
     by_device: dict[int, set[int]] = {}
     for table in (trace.work, trace.copies):
         for thread, rows in rows_by_value(table.launch_thread).items():

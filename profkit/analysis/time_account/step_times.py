@@ -186,12 +186,10 @@ class StepTimes(NotebookResult):
         return list(dict.fromkeys(times.context for times in self.phases))
 
     def find(self, phase: str, context: int | None) -> PhaseTimes | None:
-        """Return the times of one phase (or ``step``), if it was timed without a profiler."""
         return next((times for times in self.phases if (times.phase, times.context) == (phase, context)), None)
 
     @property
     def label(self) -> str:
-        """Return where the unprofiled steps ran, in words."""
         return _LABELS[self.twin]
 
     @property
@@ -200,7 +198,6 @@ class StepTimes(NotebookResult):
         return {times.name: times.unprofiled for times in self.phases}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data, numbers unrounded."""
         return {"twin": self.twin, "phases": [times.to_dict() for times in self.phases]}
 
     def to_pandas(self) -> pd.DataFrame:

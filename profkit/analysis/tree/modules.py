@@ -133,7 +133,6 @@ class PassTimes:
 
     @property
     def total_ns(self) -> int:
-        """Return the time of all passes."""
         return self.forward_ns + self.backward_ns + self.recompute_ns + self.inference_ns
 
 
@@ -158,7 +157,6 @@ class ModuleTime:
 
     @property
     def total_ns(self) -> int:
-        """Return the time of all passes."""
         return self.forward_ns + self.backward_ns + self.recompute_ns + self.inference_ns
 
 
@@ -260,7 +258,6 @@ def modules_of_ranges(attribution: Attribution) -> list[str]:
 
 
 def places_of_ranges(attribution: Attribution) -> list[Place]:
-    """Return the place of each range, siblings of one kind as one."""
     nodes = build_nodes(attribution, numbered=False)
     places = _read_places(nodes)
     return [places[node] for node in nodes.of_range.tolist()]

@@ -220,7 +220,6 @@ class RangesResult(NotebookResult):
     steps: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
         return asdict(self)
 
     def to_pandas(self) -> pd.DataFrame:

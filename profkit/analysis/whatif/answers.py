@@ -212,7 +212,6 @@ class _Cases:
     def edited(
         self, today: Case, texts: tuple[str, ...], variants: list[Settings], *, fit: bool, cost: Cost | None
     ) -> tuple[list[Case], EditedPeak | None, bool | None]:
-        """Return the cases of an edited program, what its peak is made of, and what a search found."""
         program, has_found = Program(self._memory), None
         variants = variants or [self._memory.history.settings]
         if fit:

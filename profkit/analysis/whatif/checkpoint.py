@@ -128,7 +128,6 @@ def forward_ranges(program: Program) -> list[str]:
 
 
 def _joined(calls: list[Call], number: int) -> Iterator[Call]:
-    """Yield each ``number`` of calls before one backward pass as one."""
     for _, some in groupby(calls, lambda call: call.backward_begin):
         together = list(some)
         for at in range(0, len(together), number):

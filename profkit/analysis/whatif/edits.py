@@ -35,12 +35,10 @@ class Program:
 
     @cached_property
     def claims(self) -> list[Claim]:
-        """What each allocation is for."""
         return [self.memory.classifier.claim_of(row) for row in range(len(self.replay))]
 
     @cached_property
     def phases(self) -> list[str | None]:
-        """The phase in which each allocation was made."""
         return [self.memory.places.phase_of(row) for row in range(len(self.replay))]
 
     def is_category(self, *categories: str) -> Bools:
@@ -81,7 +79,6 @@ class Program:
 
     @cached_property
     def backward_passes(self) -> list[tuple[int, int]]:
-        """The first and the last moment of each backward pass."""
         timeline = self.memory.timeline
         return [timeline.moments_of(phase) for phase in timeline.phases if phase.name == BACKWARD]
 

@@ -40,7 +40,6 @@ class _ModelChange(Change):
             self.change(module)
 
     def change(self, module: nn.Module) -> None:
-        """Change a model whose first call in training begins."""
         raise NotImplementedError
 
 

@@ -103,8 +103,6 @@ class _Losses(Watcher):
 
 
 class _All(Watcher):
-    """Shows several watchers what the hooks see, in their order."""
-
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         for name in (name for name, value in vars(Watcher).items() if isfunction(value)):
             setattr(self, name, _call_each([getattr(watcher, name) for watcher in watchers]))

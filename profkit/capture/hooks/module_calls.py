@@ -171,7 +171,6 @@ def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _skip_hooks() -> None:
-    """Have Dynamo pass over the hooks' frames, if it is loaded."""
     skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip is not None:
         for code in _code_of_hooks():

@@ -172,7 +172,6 @@ class CountedStep:
         return counter
 
     def _forbidden(self, rank: int | None) -> str | None:
-        """Return what keeps this program from being counted, with ``--flops`` or by default; None if nothing does."""
         if _get_current_dispatch_mode() is not None:
             return "the program has a TorchDispatchMode on"
         if self._order.flops == "any":

@@ -258,7 +258,6 @@ class StepPolicy:
             self._captured[self._capturing] = max(self._captured[self._capturing], _IN_CAPTURES[kind])
 
     def _due(self, kind: StepKind, *, is_boundary: bool) -> int | None:
-        """Return the number of the step that begins now, None if none does."""
         if not self._counts or self._capturing is not None:
             return None
         is_known = kind is self._kind and kind >= StepKind.OPTIMIZER  # nothing forbids it that did not before

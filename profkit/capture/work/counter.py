@@ -185,7 +185,6 @@ class WorkCounter(OperatorMode, RangeObserver):
             stack.pop()
 
     def _replayed(self, work: GraphWork | None) -> None:
-        """Count what a replay does, in the ranges of its capture."""
         with self._lock:
             if work is None:
                 self._missing.add(_REPLAY)
@@ -219,7 +218,6 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._add(innermost, products)
 
     def _launched(self, launch: _Launch) -> None:
-        """Note what is not counted of a launch that has ended."""
         if launch.record is None or not launch.record.is_extern:
             self._missing.add(FUSED)
         if not launch.is_known and not launch.has_products:

@@ -248,7 +248,6 @@ def _module_parts(time: TimeComparison, modules: ModuleComparison | None, top: i
 
 
 def _name_several(modules: Sequence[str]) -> str:
-    """Return the first modules of a list; CSV and JSON have all."""
     distinct = list(dict.fromkeys(modules))
     more = len(distinct) - _NAMED
     return " + ".join(distinct[:_NAMED]) + (f" + {more} more" if more > 0 else "")
@@ -407,7 +406,6 @@ def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, a
 
 
 def budget_label(line: BudgetLine) -> str:
-    """Return the name of a budget: the option, and what it is about."""
     return line.budget if line.subject is None else f"{line.budget} {line.subject}"
 
 

@@ -113,7 +113,6 @@ def _describe_loss(loss: LossChange) -> str:
 
 
 def name_trial(trial: Trial) -> str:
-    """Return what people read for the edits of a trial."""
     return " + ".join(trial.edits) or _AS_IS
 
 

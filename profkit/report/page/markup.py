@@ -45,17 +45,14 @@ class Results:
 
     @cached_property
     def summary(self) -> Summary:
-        """What the run says, and the times of its modules."""
         return summarize_capture(self.capture)
 
     @cached_property
     def advice(self) -> AdviceResult:
-        """What to try."""
         return find_advice(self.capture, self.summary)
 
     @cached_property
     def kernels(self) -> KernelsResult | None:
-        """The whole capture's kernels, or CPU operators."""
         trace = self.capture.trace
         return trace.kernels() if trace is not None and len(trace.trace.work) else None
 

@@ -88,7 +88,6 @@ def write_page(path: Path, text: str) -> None:
 
 
 def render_report(capture: OpenedCapture) -> str:
-    """Return the page of a capture as text."""
     run = Results(capture)
     sections = [
         Section("lines", "Every line of the summary", f"profkit summary {run.name} --all", {"lines": build_lines(run)}),

@@ -345,7 +345,6 @@ _ELSEWHERE = ("Care", "Lacks", "Try")
 
 
 def build_answer(run: Results) -> dict[str, Any]:
-    """Return the first screen."""
     summary, advice = run.summary, run.advice
     return {
         "sentence": without_folders(make_visible(describe_answer(summary, advice))),
