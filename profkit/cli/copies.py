@@ -36,8 +36,8 @@ def export(capture: Path, output: Path | None, rank: int | None, style: Format) 
 
     CAPTURE is a run directory, an nsys export or report, or a torch.profiler trace. The file holds every process and
     rank on one clock: ranges and CUDA calls by thread, kernels by GPU stream with the range they belong to, arrows from
-    launch to kernel, copies, and why each GPU was idle. It holds no environment, paths, host or command line; names of
-    ranges and kernels stay.
+    launch to kernel, and copies. It holds no environment, paths, host or command line; names of ranges and kernels
+    stay.
     """
     if output is None:
         raise UsageError("nothing to write: add -o step.json.gz")

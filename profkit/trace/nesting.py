@@ -80,14 +80,19 @@ def ranges_by_thread(ranges: Ranges) -> dict[int, Ints]:
     return dict(zip(threads.tolist(), np.split(index, first[1:]), strict=True)) if len(index) else {}
 
 
+def find_marked(parent: Ints, marked: Bools) -> Ints:
+    """Return for each range the innermost marked one that it is or lies in, `NO_RANGE` for none."""
+    around, above = np.where(marked, np.arange(len(parent)), NO_RANGE), parent
+    # Each round looks twice as far up as the one before.
+    while marked.any() and (above != NO_RANGE).any():
+        around = np.where((around == NO_RANGE) & (above != NO_RANGE), around[above], around)
+        above = np.where(above != NO_RANGE, above[above], NO_RANGE)
+    return around
+
+
 def mark_nested(parent: Ints, marked: Bools) -> Bools:
     """Return which ranges are marked or lie, at any depth, within a marked one."""
-    inside, above = marked, parent
-    # Each round looks twice as far up as the one before.
-    while (above != NO_RANGE).any():
-        inside = inside | ((above != NO_RANGE) & inside[above])
-        above = np.where(above != NO_RANGE, above[above], NO_RANGE)
-    return inside
+    return np.asarray(find_marked(parent, marked) != NO_RANGE)
 
 
 def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline | None:

@@ -11,7 +11,7 @@ import numpy as np
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.names import CONTEXT, PHASES, STEP, UNFINISHED, WARMUP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value
-from profkit.trace.nesting import NO_RANGE, ancestors, mark_nested
+from profkit.trace.nesting import NO_RANGE, ancestors, find_marked, mark_nested
 
 _STEP = re.compile(rf"{STEP}( (\d{{1,18}}|\*))?", re.I)
 _CONTEXT = re.compile(rf"{CONTEXT} (\d{{1,18}})")
@@ -89,19 +89,9 @@ def mark_work_of_steps(attribution: Attribution) -> Bools:
 def find_steps(attribution: Attribution) -> Ints:
     """Return for each range the measured step that it is or lies in, `NO_RANGE` for none."""
     if attribution not in _STEP_AROUND:
-        _STEP_AROUND[attribution] = _find_step_around(attribution)
+        steps = mark_members(len(attribution.parent), measured_ranges(attribution).get(STEP, empty_ints()))
+        _STEP_AROUND[attribution] = find_marked(attribution.parent, steps)
     return _STEP_AROUND[attribution]
-
-
-def _find_step_around(attribution: Attribution) -> Ints:
-    step, above = np.full(len(attribution.parent), NO_RANGE, dtype=np.int64), attribution.parent
-    measured = measured_ranges(attribution).get(STEP, empty_ints())
-    step[measured] = measured
-    # Each round looks twice as far up as the one before.
-    while len(measured) and (above != NO_RANGE).any():
-        step = np.where((step == NO_RANGE) & (above != NO_RANGE), step[above], step)
-        above = np.where(above != NO_RANGE, above[above], NO_RANGE)
-    return step
 
 
 def number_in_step(attribution: Attribution, members: Ints, label: Ints) -> Ints:

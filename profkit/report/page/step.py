@@ -29,7 +29,7 @@ from profkit.analysis.placing.attribution import (
 from profkit.analysis.summary import StepTree, Summary
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.range_tree import kind_paths
+from profkit.analysis.tree.range_tree import build_nodes, kind_paths
 from profkit.analysis.tree.selection import select_ranges
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP
 from profkit.report.colours import LIMITS
@@ -51,7 +51,6 @@ from profkit.report.units import format_bytes, format_count, format_ns, format_s
 from profkit.run.edits import parse_edits
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
-from profkit.trace.nesting import NO_RANGE
 
 
 def build_dots(account: TimeAccount, manifest: Manifest) -> Iterator[dict[str, Any]]:
@@ -154,7 +153,8 @@ def _host_lanes(attribution: Attribution, index: int, kernels: Ints) -> Iterator
     launching = distinct_values(trace.work.launch_thread[kernels]).tolist()
     own = int(ranges.thread[index])
     threads = [own, *(thread_id for thread_id in launching if thread_id != own and thread_id >= 0)]
-    depth = _depths(attribution.parent)
+    nodes = build_nodes(attribution, numbered=True)
+    depth = nodes.depth[nodes.of_range]
     for thread in threads:
         name = "Python thread" if thread == own else trace.thread_names.get(thread) or "another thread"
         name = f"autograd thread ({name})" if "autograd" in name else name
@@ -177,15 +177,6 @@ def _gpu_lanes(attribution: Attribution, kernels: Ints, copies: Ints) -> Iterato
             yield _lane(name, "kernels", kernels[rows][some], work)
     for device, rows in rows_by_value(moved.device[copies]).items():
         yield _lane(f"GPU {device}, copies and fills", "copies", copies[rows], moved)
-
-
-def _depths(parent: Ints) -> Ints:
-    depth, above = np.zeros(len(parent), dtype=np.int64), parent
-    while (above != NO_RANGE).any():
-        inner = above != NO_RANGE
-        depth += inner
-        above = np.where(inner, parent[above], NO_RANGE)
-    return depth
 
 
 def _lane(name: str, kind: Kind, rows: Ints, table: Ranges | Calls | Work | Copies, depth: int = 0) -> Lane:
