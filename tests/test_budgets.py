@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
 from tests.efficiency_runs import make_timed_run, write_two_steps
-from tests.golden import check_transcript
+from tests.golden import check_text, check_transcript
 from tests.in_process import run_command
 from tests.memory_captures import Training
 from tests.step_builder import ADD, NVJET, SGEMM, SUM, Step, write_steps
@@ -50,203 +51,11 @@ def run(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize(("limit_ns", "held"), [(30_017_499, False), (30_017_500, True)])
-def test_the_step_time_is_the_median_of_the_unprofiled_steps(run: Path, limit_ns: int, held: bool) -> None:
-    found = line(run, Budgets(max_step_ns=limit_ns))
-    assert (found.held, found.measured, found.subject) == (held, 30_017_500, "step")
-    assert found.detail == "median of 6 unprofiled steps (own process)"
-
-
-def test_the_peak_is_of_allocated_bytes(run: Path) -> None:
-    peak = open_capture(run).snapshot.memory().totals.allocated_peak_bytes  # type: ignore[union-attr]
-    for limit, held in ((peak - 1, False), (peak, True)):
-        found = line(run, Budgets(max_peak_bytes=limit))
-        assert (found.held, found.measured, found.detail) == (held, peak, "allocated, by replay: exact")
-
-
-@pytest.mark.parametrize(
-    ("bounds", "held", "detail"),
-    [
-        ((100, 200), True, "allocated, by replay: an upper bound; the peak is at least 100 B"),
-        ((100, 2000), False, "the peak is at least 100 B and at most 2,000 B"),
-        ((1500, 2000), False, "allocated, by replay: an upper bound; the peak is at least 1,500 B"),
-        ((100, None), False, "the peak is at least 100 B and its upper bound is unknown"),
-    ],
-)
-def test_an_unproven_peak_holds_by_its_upper_bound(
-    run: Path, monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int | None], held: bool, detail: str
-) -> None:
-    monkeypatch.setattr(budgets_module, "_peak_bounds", lambda snapshot: bounds)
-    found = line(run, Budgets(max_peak_bytes=1000))
-    assert (found.held, found.detail) == (held, detail)
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "kind"),
-    [
-        ("elementwise", 0.25, "category"),
-        ("ffn", 0.85, "range"),
-        ("forward/*", 1.0, "range"),
-        ("category:gemm", 0.6, "category"),
-        ("range:gemm", 0.15, "range"),
-    ],
-)
-def test_a_share_is_of_a_category_or_a_range(tmp_path: Path, name: str, share: float, kind: str) -> None:
-    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP], warmup={"forward": [(NVJET, 9999)]})
-    for limit, held in ((share, True), (share - 0.01, False)):
-        found = line(path, Budgets(max_shares=((name, limit),)))
-        assert (found.measured, found.held) == (pytest.approx(share), held)
-        assert found.detail.startswith(f"{kind} ")
-        assert found.detail.endswith("2,000 ns of kernel time in 2 steps")
-
-
-def test_what_a_share_is_of_is_said(tmp_path: Path, captures: Path) -> None:
-    gemm = Budgets(max_shares=(("category:gemm", 1.0),))
-    operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
-    assert " ns of operator time in " in line(operators, gemm).detail
-    assert line(write_steps(tmp_path / "t.sqlite", [STEP]), gemm).detail.endswith("in 1 step")
-    without_steps = line(captures / "hooks.nsys2025.sqlite", gemm).detail
-    assert without_steps.endswith("of 188,895 ns of kernel time in the whole capture (it has no steps)")
-    # Both processes made the same two steps.
-    idle = line(captures / "ddp.nsys2025.sqlite", Budgets(max_idle=1.0))
-    assert idle.detail == "of the GPUs' time in 2 steps, profiled"
-
-
-def test_a_category_points_to_a_range_with_a_similar_name(tmp_path: Path) -> None:
-    step = {"computing softmax": [("reduce_kernel", 150)], "loss": [("cunn_SoftMaxForward", 50)]}
-    path = write_steps(tmp_path / "t.sqlite", [step, step])
-    found = line(path, Budgets(max_shares=(("softmax", 0.3),)))
-    assert (found.held, found.measured) == (True, pytest.approx(0.25))
-    assert found.detail.endswith("in 2 steps; only kernels with such names; see also range:computing softmax")
-    assert not line(path, Budgets(max_shares=(("range:computing softmax", 0.3),))).held
-
-
-def test_a_name_that_can_mean_two_things_is_refused_and_the_share_of_what_no_kernel_has_fails(tmp_path: Path) -> None:
-    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
-    with pytest.raises(UsageError, match="write category:gemm or range:gemm"):
-        lines(path, Budgets(max_shares=(("gemm", 0.5),)))
-    budget = line(path, Budgets(max_shares=(("softmax", 1.0),)))
-    assert (budget.held, budget.measured) == (False, None)
-    assert "no kernel has category 'softmax', and no range has this name" in budget.detail
-
-
-def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
-
-    class Found:
-        mfu = 0.4
-        model_flops = 5
-        twin = "clean"
-        gpu = "NVIDIA H200"
-        dtype = "bf16"
-        uncounted = None
-
-    found = Found()
-    assert {name for name in vars(Found) if name[0] != "_"} <= set(EfficiencyResult.__dataclass_fields__)
-    for name, value in values.items():
-        setattr(found, name, value)
-    monkeypatch.setattr(budgets_module.OpenedTrace, "efficiency", lambda self: found)
-
-
-def test_mfu_has_a_minimum_and_idle_a_maximum(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of steps of 1,000 ns the GPU was idle for 440; without a run nobody knows the unprofiled time."""
-    trace = write_two_steps(tmp_path / "t.sqlite")
-    for limit, held in ((0.44, True), (0.43, False)):
-        idle = line(trace, Budgets(max_idle=limit))
-        assert (idle.held, idle.measured, idle.detail) == (held, 0.44, "of the GPUs' time in 2 steps, profiled")
-    efficiency(monkeypatch)
-    for limit, held in ((0.4, True), (0.41, False)):
-        mfu = line(run, Budgets(min_mfu=limit))
-        assert (mfu.budget, mfu.held) == ("min-mfu", held)
-
-
-@pytest.mark.parametrize(("unprofiled_ns", "idle"), [(800, 0.3), (1_120, 0.5), (5_600, 0.9), (500, 0.0)])
-def test_idle_is_judged_in_the_unprofiled_step_whether_it_is_shorter_or_longer(
-    tmp_path: Path, unprofiled_ns: int, idle: float
-) -> None:
-    """The GPU is busy for 560 ns of every step, with the profiler and without one."""
-    (line,) = lines(make_timed_run(tmp_path, clean_ns=unprofiled_ns), Budgets(max_idle=0.44))
-    assert (line.measured, line.held) == (pytest.approx(idle), idle <= 0.44)
-    assert line.detail == "of the GPUs' time in 2 steps, scaled to the unprofiled steps (44.0% with the profiler)"
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"mfu": None, "model_flops": None}, "the FLOPs of a step are unknown"),
-        ({"mfu": None, "twin": None}, "no unprofiled step times"),
-        ({"mfu": None}, "no datasheet peak for NVIDIA H200 in bf16, or the steps have several contexts"),
-    ],
-)
-def test_an_unknown_mfu_fails(
-    run: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], reason: str
-) -> None:
-    efficiency(monkeypatch, **values)
-    found = line(run, Budgets(min_mfu=0.0))
-    assert (found.held, found.measured) == (False, None)
-    assert reason in found.detail
-
-
-def test_budgets_of_what_was_not_recorded_are_not_judged(tmp_path: Path) -> None:
-    everything = Budgets(1, 1, 1.0, 0.0, (("gemm", 1.0),))
-    of_trace = {one.budget: one.detail for one in lines(TRACE, everything) if not one.held}
-    assert set(of_trace) == {"max-step-ms", "max-peak", "min-mfu"}
-    of_snapshot = lines(Training().write(tmp_path, "a.pickle"), everything)
-    assert {one.budget for one in of_snapshot if "no trace was recorded" in one.detail} == {
-        "max-idle",
-        "min-mfu",
-        "max-share",
-    }
-    assert not any(one.held for one in of_snapshot)
-    operators = lines(ROOT / "traces" / "tiny-train-cpu.kineto.json.gz", Budgets(max_idle=1.0, min_mfu=0.0))
-    assert all("recorded no GPU work" in one.detail for one in operators)
-    assert not any(one.held for one in operators)
-
-
-@pytest.mark.parametrize("name", ["lossy.nsys2023", "graph_whole.nsys2023"])
-def test_a_lossy_capture_fails_every_budget(captures: Path, name: str) -> None:
-    asked = Budgets(max_idle=1.0, min_mfu=0.0, max_shares=(("gemm", 1.0),))
-    found = lines(captures / f"{name}.sqlite", asked)
-    assert [one.held for one in found] == [False] * 3
-    assert all(not one.judged and one.detail.startswith("the capture failed its self-check: ") for one in found)
-
-
 def other_run(folder: Path, factor: float, **changes: object) -> Path:
     made = make_run(folder, {"clean": clean_steps(factor), **changes}, trace=False)
     write_steps(made / NSYS_EXPORT, varied(STEP, factor))
     Training().write(made, SNAPSHOT)
     return made
-
-
-@pytest.mark.parametrize(
-    ("factor", "allowed", "held", "said"),
-    [
-        (1, 0.0, True, "unchanged; "),
-        (0.9, 0.0, True, "measurably faster by 3,001,750 ns; "),
-        (1.00001, 0.0, True, "no measurable difference; "),
-        (1.02, 0.0, False, "measurably slower by 600,350 ns; "),
-        (1.02, 0.05, True, "measurably slower by 600,350 ns; "),
-    ],
-)
-def test_only_a_measurable_slowdown_fails_against_a_baseline(
-    tmp_path: Path, run: Path, factor: float, allowed: float, held: bool, said: str
-) -> None:
-    later = other_run(tmp_path / "later", factor)
-    step, peak = lines(later, Budgets(), run, allowed_slowdown=allowed)
-    assert (step.held, peak.held, peak.subject) == (held, True, "peak")
-    assert step.detail.startswith(said)
-    assert step.detail.endswith("medians of 6 and 6 unprofiled steps")
-    assert step.limit == pytest.approx(30_017_500 * (1 + allowed), abs=1)
-    assert ("% over" in step.detail) == (allowed > 0)
-
-
-def test_without_unprofiled_steps_kernel_time_is_compared_with_the_baseline(tmp_path: Path) -> None:
-    before, after = (write_steps(tmp_path / f"{at}.sqlite", varied(STEP, at)) for at in (1, 2))
-    found = line(after, Budgets(), baseline=before)
-    assert (found.subject, found.held) == ("kernel time", False)
-    assert found.detail.endswith("means of 8 and 8 profiled steps")
-    few = [write_steps(tmp_path / f"few{at}.sqlite", varied(STEP, at)[:2]) for at in (1, 2)]
-    found = line(few[0], Budgets(), baseline=few[1])
-    assert (found.held, "an interval needs 5 on each side" in found.detail) == (False, True)  # though it is faster
 
 
 def snapshot_of(path: Path, *sizes: int) -> Path:
@@ -256,15 +65,6 @@ def snapshot_of(path: Path, *sizes: int) -> Path:
         allocator.malloc(size)
     path.write_bytes(pickle.dumps(allocator.snapshot()))
     return path
-
-
-def test_a_higher_peak_than_the_baselines_fails(tmp_path: Path) -> None:
-    before, after = (snapshot_of(tmp_path / f"{more}.pickle", 32 * MIB + more) for more in (0, 512))
-    higher = line(after, Budgets(), baseline=before)
-    assert not higher.held
-    assert higher.detail.startswith("requested, by replay: 33,554,944 B, baseline 33,554,432 B (+512 B); allocated")
-    assert line(before, Budgets(), baseline=after).held
-    assert line(before, Budgets(), baseline=before).held
 
 
 def placed(folder: Path, name: str, first_segment_at: int) -> Path:
@@ -285,31 +85,166 @@ def placed(folder: Path, name: str, first_segment_at: int) -> Path:
     return folder / name
 
 
-def test_the_same_program_at_other_addresses_has_no_higher_peak(tmp_path: Path) -> None:
-    low, high = placed(tmp_path, "low.pickle", 2**39), placed(tmp_path, "high.pickle", 2**52)
-    totals = [open_capture(path).snapshot.memory().totals for path in (low, high)]  # type: ignore[union-attr]
-    assert totals[1].allocated_peak_bytes > totals[0].allocated_peak_bytes
-    found = line(high, Budgets(), baseline=low)
-    assert (found.held, found.measured, found.limit) == (True, *(one.requested_peak_bytes for one in totals[::-1]))
-    requested, allocated = totals[0].requested_peak_bytes, [one.allocated_peak_bytes for one in totals]
-    assert found.detail == (
-        f"requested, by replay: {requested:,} B, baseline {requested:,} B (+0 B);"
-        f" allocated (depends on addresses too): {allocated[1]:,} B, baseline {allocated[0]:,} B"
-    )
+def made_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
-def test_memory_recorded_by_only_one_run_fails(tmp_path: Path, run: Path) -> None:
-    bare = make_run(tmp_path / "bare", {"clean": clean_steps(1)})
-    for one, other in ((run, bare), (bare, run)):
-        found = lines(one, Budgets(), other)
-        assert [(each.subject, each.held) for each in found] == [("step", True), ("peak", False)]
+def shares(*limits: tuple[str, float]) -> Budgets:
+    return Budgets(max_shares=limits)
 
 
-def test_a_baseline_of_other_origin_needs_force(tmp_path: Path, run: Path) -> None:
-    other = other_run(tmp_path / "other", 1, gpu="NVIDIA A100")
-    found = line(run, Budgets(), baseline=other)
-    assert (found.held, "differ in GPU" in found.detail) == (False, True)
-    assert all(one.held for one in lines(run, Budgets(), other, force=True))
+EVERYTHING = Budgets(1, 1, 1.0, 0.0, (("gemm", 1.0),))
+Asked = tuple[Path, Budgets, Path | None, dict[str, Any]]
+
+
+def asked(folder: Path, run: Path) -> dict[str, Asked]:
+    """Return what is judged by which budgets, or against which baseline."""
+    trace = write_steps(folder / "t.sqlite", [STEP, STEP], warmup={"forward": [(NVJET, 9999)]})
+    softmax = {"computing softmax": [("reduce_kernel", 150)], "loss": [("cunn_SoftMaxForward", 50)]}
+    named = write_steps(folder / "softmax.sqlite", [softmax, softmax])
+    peak = open_capture(run).snapshot.memory().totals.allocated_peak_bytes  # type: ignore[union-attr]
+    budgets = {
+        **{f"step of {ns:,} ns": (run, Budgets(max_step_ns=ns)) for ns in (30_017_499, 30_017_500)},
+        **{f"peak {at}": (run, Budgets(max_peak_bytes=peak - 1 + (at == "held"))) for at in ("broken", "held")},
+        **{
+            f"share of {name}": (trace, shares((name, share), (name, share - 0.01)))
+            for name, share in (("elementwise", 0.25), ("ffn", 0.85), ("forward/*", 1.0))
+        },
+        "shares of one name": (trace, shares(("category:gemm", 0.6), ("range:gemm", 0.15), ("softmax", 1.0))),
+        "a range with a similar name": (named, shares(("softmax", 0.3), ("range:computing softmax", 0.3))),
+        "one step": (write_steps(folder / "one.sqlite", [STEP]), shares(("category:gemm", 1.0))),
+        "a trace, of everything": (TRACE, EVERYTHING),
+        "a snapshot, of everything": (Training().write(folder, "a.pickle"), EVERYTHING),
+        "operators": (
+            ROOT / "traces" / "tiny-train-cpu.kineto.json.gz",
+            Budgets(max_idle=1.0, min_mfu=0.0, max_shares=(("category:gemm", 1.0),)),
+        ),
+        **{
+            f"idle in unprofiled steps of {ns} ns": (
+                make_timed_run(made_folder(folder / f"timed {ns}"), clean_ns=ns),
+                Budgets(max_idle=0.44),
+            )
+            for ns in (800, 1_120, 5_600, 500)
+        },
+        "idle as recorded": (write_two_steps(folder / "two.sqlite"), Budgets(max_idle=0.44)),
+        "idle as recorded, broken": (folder / "two.sqlite", Budgets(max_idle=0.43)),
+    }
+    found: dict[str, Asked] = {name: (*one, None, {}) for name, one in budgets.items()}
+    for factor, allowed in ((1, 0.0), (0.9, 0.0), (1.00001, 0.0), (1.02, 0.0), (1.02, 0.05)):
+        later = other_run(folder / f"later {factor} {allowed}", factor)
+        found[f"{factor} of the baseline, {allowed:.0%} allowed"] = later, Budgets(), run, {"allowed_slowdown": allowed}
+    steps = {at: write_steps(folder / f"{at}.sqlite", varied(STEP, at)) for at in (1, 2)}
+    few = {at: write_steps(folder / f"few{at}.sqlite", varied(STEP, at)[:2]) for at in (1, 2)}
+    sizes = [snapshot_of(folder / f"{more}.pickle", 32 * MIB + more) for more in (0, 512)]
+    addresses = placed(folder, "low.pickle", 2**39), placed(folder, "high.pickle", 2**52)
+    bare = make_run(folder / "bare", {"clean": clean_steps(1)})
+    other = other_run(folder / "other", 1, gpu="NVIDIA A100")
+    against = {
+        "kernel time, without unprofiled steps": (steps[2], steps[1]),
+        "few steps, though it is faster": (few[1], few[2]),
+        "a higher peak": (sizes[1], sizes[0]),
+        "a lower peak": (sizes[0], sizes[1]),
+        "the same peak": (sizes[0], sizes[0]),
+        "the same program at other addresses": (addresses[1], addresses[0]),
+        "no memory now": (bare, run),
+        "no memory in the baseline": (run, bare),
+        "a baseline of another origin": (run, other),
+    }
+    found |= {name: (now, Budgets(), before, {}) for name, (now, before) in against.items()}
+    return found | {"a baseline of another origin, by force": (run, Budgets(), other, {"force": True})}
+
+
+def test_what_is_judged_and_how(tmp_path: Path, run: Path) -> None:
+    """Of steps of 560 busy ns each, idle is judged in the unprofiled step, whether that is shorter or longer."""
+    text = ""
+    for name, (now, budgets, before, how) in asked(tmp_path, run).items():
+        text += f"{name}\n"
+        for one in lines(now, budgets, before, **how):
+            verdict = "held" if one.held else "BROKEN" if one.judged else "NOT JUDGED"
+            text += f"  {verdict} {one.budget} {one.subject}: {one.measured} for {one.limit}: {one.detail}\n"
+    check_text("budgets", text.replace(f"{tmp_path}/", ""))
+
+
+def test_a_name_that_can_mean_two_things_is_refused(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.sqlite", [STEP, STEP])
+    with pytest.raises(UsageError, match="write category:gemm or range:gemm"):
+        lines(path, shares(("gemm", 0.5)))
+
+
+def test_what_a_share_is_of_is_said(captures: Path) -> None:
+    gemm = shares(("category:gemm", 1.0))
+    without_steps = line(captures / "hooks.nsys2025.sqlite", gemm).detail
+    assert without_steps.endswith("of 188,895 ns of kernel time in the whole capture (it has no steps)")
+    # Both processes made the same two steps.
+    idle = line(captures / "ddp.nsys2025.sqlite", Budgets(max_idle=1.0))
+    assert idle.detail == "of the GPUs' time in 2 steps, profiled"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "held", "detail"),
+    [
+        ((100, 200), True, "allocated, by replay: an upper bound; the peak is at least 100 B"),
+        ((100, 2000), False, "the peak is at least 100 B and at most 2,000 B"),
+        ((1500, 2000), False, "allocated, by replay: an upper bound; the peak is at least 1,500 B"),
+        ((100, None), False, "the peak is at least 100 B and its upper bound is unknown"),
+    ],
+)
+def test_an_unproven_peak_holds_by_its_upper_bound(
+    run: Path, monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int | None], held: bool, detail: str
+) -> None:
+    monkeypatch.setattr(budgets_module, "_peak_bounds", lambda snapshot: bounds)
+    found = line(run, Budgets(max_peak_bytes=1000))
+    assert (found.held, found.detail) == (held, detail)
+
+
+def efficiency(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+
+    class Found:
+        mfu = 0.4
+        model_flops = 5
+        twin = "clean"
+        gpu = "NVIDIA H200"
+        dtype = "bf16"
+        uncounted = None
+
+    found = Found()
+    assert {name for name in vars(Found) if name[0] != "_"} <= set(EfficiencyResult.__dataclass_fields__)
+    for name, value in values.items():
+        setattr(found, name, value)
+    monkeypatch.setattr(budgets_module.OpenedTrace, "efficiency", lambda self: found)
+
+
+def test_mfu_has_a_minimum(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    efficiency(monkeypatch)
+    for limit, held in ((0.4, True), (0.41, False)):
+        mfu = line(run, Budgets(min_mfu=limit))
+        assert (mfu.budget, mfu.held) == ("min-mfu", held)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"mfu": None, "model_flops": None}, "the FLOPs of a step are unknown"),
+        ({"mfu": None, "twin": None}, "no unprofiled step times"),
+        ({"mfu": None}, "no datasheet peak for NVIDIA H200 in bf16, or the steps have several contexts"),
+    ],
+)
+def test_an_unknown_mfu_fails(
+    run: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], reason: str
+) -> None:
+    efficiency(monkeypatch, **values)
+    found = line(run, Budgets(min_mfu=0.0))
+    assert (found.held, found.measured) == (False, None)
+    assert reason in found.detail
+
+
+@pytest.mark.parametrize("name", ["lossy.nsys2023", "graph_whole.nsys2023"])
+def test_a_lossy_capture_fails_every_budget(captures: Path, name: str) -> None:
+    asked = Budgets(max_idle=1.0, min_mfu=0.0, max_shares=(("gemm", 1.0),))
+    found = lines(captures / f"{name}.sqlite", asked)
+    assert [one.held for one in found] == [False] * 3
+    assert all(not one.judged and one.detail.startswith("the capture failed its self-check: ") for one in found)
 
 
 def test_each_way_of_asking_prints_what_it_did(tmp_path: Path) -> None:
