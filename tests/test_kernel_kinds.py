@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 import subprocess
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ from tests import kineto_builder as kineto
 from tests.captures import capture
 from tests.child import run_in_child
 from tests.conftest import ROOT
+from tests.golden import check_transcript
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 from tests.test_compiled_ranges import ATTENTION, MLP, place, whole_run
@@ -62,110 +65,6 @@ def run_directory(tmp_path: Path) -> Path:
     return folder
 
 
-def test_kernels_by_module_are_those_of_both_passes(tmp_path: Path) -> None:
-    found = read_trace(whole_run(tmp_path)).kernels(by="module")
-    assert {row.name: (row.total_ns, row.count) for row in found.kernels} == {
-        "h.*.attn": (120, 12),
-        MLP: (40, 4),
-        "shared: h.0.attn + h.0.mlp": (20, 2),
-        "model": (40, 4),
-        "(no module: step *)": (14, 2),
-    }
-    assert sum(row.total_ns for row in found.kernels) == found.total_ns == 234
-
-
-def test_explain_shows_operators_lines_and_modules(run_directory: Path) -> None:
-    found = read_trace(run_directory).kernels("forward", explain=True)
-    assert found.sources is not None
-    assert {(one.launch, one.operators, one.lines, one.modules, one.count, one.total_ns) for one in found.sources} == {
-        ("extern_kernels.mm", ("aten.mm",), ("model.py:5 forward",), ("h.*.attn",), 2, 20),
-        ("triton_poi_0", ("aten.gelu", "aten.add"), ("model.py:7 forward",), ("h.*.attn", "h.*.mlp"), 2, 20),
-        (None, None, None, ("h.*.attn",), 4, 40),
-        (None, None, None, ("h.*.attn",), 2, 20),  # the second kernel of line 11
-        (None, None, None, ("h.*.mlp",), 2, 20),
-        (None, None, None, ("model",), 2, 20),
-        (None, None, None, (), 2, 20),
-    }
-    assert sum(one.total_ns for one in found.sources) == found.total_ns
-    text = run_command("kernels", run_directory, "--range", "forward", "--explain", "--full-names", "--totals").stdout
-    lines = " ".join(text.split())
-    assert "20 ns k0: extern_kernels.mm: aten.mm; model.py:5 forward; for h.*.attn" in lines
-    assert "20 ns k0: aten.gelu, aten.add; model.py:7 forward; for h.*.attn + h.*.mlp" in lines
-    assert "20 ns k0; for no module (made by the compiler)" in lines
-
-
-def test_explain_says_what_a_trace_outside_its_run_lacks_if_it_has_compiled_code(tmp_path: Path, trace: Path) -> None:
-    path = whole_run(tmp_path)
-    text = " ".join(run_command("kernels", path, "--explain").stdout.split())
-    assert "no compiled.jsonl next to this trace knows them" in text
-    assert "shared" not in json.loads(run_command("kernels", path, "--format", "json").stdout)
-    assert "compiled" not in run_command("kernels", trace, "--explain").stdout
-
-
-@pytest.mark.parametrize(
-    ("asked", "own_ns", "shared_ns"),
-    [
-        (MLP, 40, 20),
-        (ATTENTION, 80, 20),
-        (f"forward/model/h.0/{MLP}", 20, 20),
-        (f"backward/model/h.0/{MLP}", 20, None),
-        ("h.0", 140, None),
-        ("h.1.attn", 40, None),
-        ("shared: h.0.attn + h.0.mlp", 20, None),
-    ],
-)
-def test_a_module_holds_its_own_kernels_and_says_what_it_shares(
-    tmp_path: Path, asked: str, own_ns: int, shared_ns: int | None
-) -> None:
-    found = read_trace(whole_run(tmp_path)).kernels(asked)
-    assert found.total_ns == own_ns
-    assert (None if found.shared is None else found.shared.total_ns) == shared_ns
-
-
-def test_the_table_of_a_module_says_what_it_shares_and_what_is_excluded_is_not(tmp_path: Path) -> None:
-    path = whole_run(tmp_path)
-    text = run_command("kernels", path, "--range", MLP, "--totals").stdout
-    assert "and 20 ns in kernels that it shares with other modules, not counted here:" in text
-    assert "'shared: h.0.attn + h.0.mlp'" in " ".join(text.split())
-    assert read_trace(path).kernels(MLP, exclude="step 0").shared.total_ns == 10
-
-
-@pytest.mark.parametrize(
-    ("torch", "backend", "said"),
-    [
-        ("2.8.0+cu128", "inductor", "torch 2.8.0+cu128 does not say which modules"),
-        ("2.11.0+cu130", "inductor", "record it again"),
-        ("2.11.0+cu130", "aot_eager", "only known of code that Inductor made"),
-    ],
-)
-def test_a_compiled_run_without_launch_ranges_says_why(tmp_path: Path, torch: str, backend: str, said: str) -> None:
-    compiled = {"graphs": 2, "backends": [{"backend": backend, "options": {}}]}
-    manifest = {"status": "complete", "versions": {"torch": torch}, "conditions": {"compiled": compiled}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    builder = NsysBuilder()
-    builder.range("forward", 0, 100)
-    builder.kernel(10, 5)
-    builder.write(tmp_path / "trace.sqlite")
-    for command in ("kernels", "ranges", "efficiency"):
-        warned = " ".join(run_command(command, tmp_path).stderr.split())
-        assert warned.count("this run is compiled") == 1
-        assert said in warned
-    # Where the code of a graph is known it ran in no recorded step, and nothing would be recorded again.
-    graph = CompiledGraph("f000000000", "code", torch, "mask", is_backward=False, launches=())
-    append_records(tmp_path / "compiled.jsonl", [graph])
-    assert (said == "record it again") == ("this run is compiled" not in run_command("ranges", tmp_path).stderr)
-
-
-def test_a_compiled_run_with_launch_ranges_says_only_the_reason_that_the_recording_noted(run_directory: Path) -> None:
-    process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
-    manifest = {"status": "complete", "versions": {"torch": "2.11"}, "conditions": {"compiled": {"graphs": 2}}}
-    (run_directory / "manifest.json").write_text(json.dumps(manifest))
-    assert "compiled" not in run_command("ranges", run_directory).stderr
-    (run_directory / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
-    warned = " ".join(run_command("ranges", run_directory).stderr.split())
-    assert "not all kernels of compiled code lie under their modules: 1 of 4 compiled graphs" in warned
-
-
 def cpu_run(folder: Path) -> Path:
     """Write a run whose compiled code ran on the CPU: a library's product and a fused kernel in C++."""
     annotation, graph = "user_annotation", "## Call CompiledFxGraph"
@@ -186,20 +85,45 @@ def cpu_run(folder: Path) -> Path:
     return folder
 
 
-def test_fused_kernels_of_the_cpu_are_work_of_their_modules(tmp_path: Path) -> None:
-    opened = read_trace(cpu_run(tmp_path / "run"))
-    assert {row.name: row.total_ns for row in opened.kernels().kernels} == {
-        "aten::mm": 15_000,
-        "triton_poi_0": 10_000,  # as the run's file calls line 12
-        "compiled kernel": 10_000,  # which it does not know
-        "## Call CompiledFxGraph": 35_000,  # what is left of 70 µs
-    }
-    assert {row.name: row.total_ns for row in opened.kernels(by="module").kernels} == {
-        ATTENTION: 15_000,
-        "shared: h.0.attn + h.0.mlp": 10_000,
-        MLP: 10_000,
-        "model": 35_000,
-    }
+def compiled_run(folder: Path, torch: str, backend: str) -> Path:
+    """Write a run of a compiled model without the ranges of its launches."""
+    compiled = {"graphs": 2, "backends": [{"backend": backend, "options": {}}]}
+    manifest = {"status": "complete", "versions": {"torch": torch}, "conditions": {"compiled": compiled}}
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    builder = NsysBuilder()
+    builder.range("forward", 0, 100)
+    builder.kernel(10, 5)
+    builder.write(folder / "trace.sqlite")
+    return folder
+
+
+def test_each_way_of_asking_for_compiled_kernels_prints_what_it_did(run_directory: Path, tmp_path: Path) -> None:
+    """A module has its own kernels and says what it shares; what is known of launches, or why nothing is."""
+    (tmp_path / "alone").mkdir()
+    path, on_cpu = whole_run(tmp_path / "alone"), cpu_run(tmp_path / "on-cpu")
+    modules = (MLP, ATTENTION, f"forward/model/h.0/{MLP}", f"backward/model/h.0/{MLP}", "h.0", "h.1.attn")
+    kinds = ("2.8.0+cu128", "inductor"), ("2.11.0+cu130", "inductor"), ("2.11.0+cu130", "aot_eager")
+    unplaced = [compiled_run(tmp_path / f"{backend}-{torch}", torch, backend) for torch, backend in kinds]
+    # Where the code of a graph is known it ran in no recorded step, and nothing would be recorded again.
+    known = [compiled_run(tmp_path / f"known-{backend}-{torch}", torch, backend) for torch, backend in kinds]
+    for run in known:
+        append_records(run / "compiled.jsonl", [replace(FORWARD, launches=())])
+    # With launch ranges only the reason that the recording noted is said.
+    process = {"process": "python", "compiled_failure": "1 of 4 compiled graphs came from Inductor's cache"}
+    whole, noted = (Path(shutil.copytree(run_directory, tmp_path / name)) for name in ("whole", "noted"))
+    shutil.copy(known[1] / "manifest.json", whole)
+    (noted / "manifest.json").write_text(json.dumps({"status": "complete", "processes": [process]}))
+    calls: list[tuple[str | Path, ...]] = [
+        *(("kernels", one, "--by", by, "--format", "csv") for one in (path, on_cpu) for by in ("kernel", "module")),
+        ("kernels", run_directory, "--range", "forward", "--explain", "--full-names", "--totals"),
+        *(("kernels", path, "--explain"), ("kernels", path, "--format", "json")),
+        *(("kernels", path, "--range", name, "--totals") for name in (*modules, "shared: h.0.attn + h.0.mlp")),
+        ("kernels", path, "--range", MLP, "--exclude", "step 0", "--totals"),
+        *((command, run) for run in unplaced for command in ("kernels", "ranges", "efficiency")),
+        *(("ranges", run) for run in (*known, whole, noted)),
+    ]
+    check_transcript("kernels-compiled", calls)
 
 
 def test_a_shared_copy_of_a_run_says_what_its_compiled_kernels_compute(run_directory: Path, tmp_path: Path) -> None:
