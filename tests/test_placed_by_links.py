@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from profkit.run.compiled_code import CapturedGraph, NodeRun
 from profkit.trace.columns import Trace
 from profkit.trace.nsys import read_nsys
 from tests.captures import capture
+from tests.golden import check_transcript
 from tests.in_process import run_command
 from tests.kineto_builder import AUTOGRAD, TID, flow, kernel, launch, read, row, thread_name, written
 from tests.nsys_builder import NsysBuilder, process_of
@@ -286,110 +288,67 @@ def model(forward: str = "forward", backward: str = "backward") -> Events:
     return [*(span(*range_) for range_ in ranges), *linked(1, 30, 700, 100), *linked(2, 130, 600, 50)]
 
 
-def opened_with(folder: Path, events: Events) -> OpenedTrace:
+def write_linked(folder: Path, events: Events) -> Path:
     threads = [thread_name(TID, "thread 100 (python)"), thread_name(AUTOGRAD, "thread 117 (pt_autograd_0)")]
-    return read_trace(written(folder, [*threads, *events]))
+    folder.mkdir(exist_ok=True)
+    return written(folder, [*threads, *events], f"{folder.name}.json")
 
 
-def paths_of(opened: OpenedTrace) -> dict[str, int]:
-    return {row.path: row.kernel_time_ns for row in opened.ranges().ranges}
+STEP = [("step 0", 0, 1000), ("layer 0", 20, 100), ("backward", 500, 900)]
+AGAIN = [span("recompute", 510, 600, AUTOGRAD), span("layer 0", 520, 590, AUTOGRAD)]
+IN_LAYER = linked(1, 30, 700, 100)
+LINKED: dict[str, tuple[Events, Sequence[str]]] = {
+    "linked": (
+        model(),
+        [
+            *("step 0", "forward", "backward", "layer 0", "layer *", "forward/layer 0", "backward/layer 0"),
+            # Only a path through the backward range selects linked work.
+            *("/step 0/backward/layer 1", "*/layer 0", "back*/lay*"),
+        ],
+    ),
+    "otherwise-named": (model("model_fwd", "model_bwd"), ["model_fwd", "model_bwd", "layer 0", "model_bwd/layer 0"]),
+    # What a checkpoint ran again has a backward pass of its own, which is no recomputation.
+    "again": (
+        [
+            *(span(*one) for one in [*STEP, ("forward", 10, 400)]),
+            *(*AGAIN, launch(30, 1), kernel("k", 35, 1, 1), *linked(5, 530, 700, 100, AUTOGRAD)),
+        ],
+        (),
+    ),
+    # A path of mirrors alone matches nothing.
+    "nested": (
+        [*model(), span("attention", 25, 60)],
+        ["layer 0/attention", "backward/layer 0/attention", "layer 1/attention"],
+    ),
+    # No phase is needed around the module, and no backward range; nothing was open when autograd launched it there.
+    "without-forward": ([*(span(*one) for one in STEP), *IN_LAYER], ["backward/layer 0"]),
+    "without-phases": ([span(*STEP[1]), *IN_LAYER], ["layer 0", "backward/layer 0", "backward"]),
+    # Work with ranges of its own inside backward keeps them.
+    "with-its-own": ([*model(), span("layer 0", 695, 720, AUTOGRAD)], ["backward/layer 0"]),
+}
 
 
-@pytest.mark.parametrize("names", [("forward", "backward"), ("model_fwd", "model_bwd")])
-def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(
-    tmp_path: Path, names: tuple[str, str]
-) -> None:
-    opened = opened_with(tmp_path, model(*names))
-    layer, mirror = opened.kernels("layer 0"), opened.kernels(f"{names[1]}/layer 0")
-    assert (layer.kernel_count, layer.kernel_time_ns) == (1, 1000)
-    assert (mirror.kernel_count, mirror.kernel_time_ns, mirror.wall_ns) == (1, 100_000, 0)
-    assert (mirror.range_evidence.direct_ns, mirror.range_evidence.sequence_ns) == (0, 100_000)
-    assert opened.kernels(names[0]).kernel_time_ns == 2000
-    assert opened.kernels(names[1]).kernel_time_ns == 150_000
-    assert opened.kernels("step 0").kernel_time_ns == 152_000
-
-
-def test_the_tree_shows_linked_work_once_and_its_children_sum_to_their_parent(tmp_path: Path) -> None:
-    assert paths_of(opened_with(tmp_path, model())) == {
-        "step 0": 152_000,
-        "step 0/forward": 2000,
-        "step 0/forward/layer 0": 1000,
-        "step 0/forward/layer 1": 1000,
-        "step 0/backward": 150_000,
-        "step 0/backward/layer 1": 50_000,
-        "step 0/backward/layer 0": 100_000,
-    }
-
-
-def test_backward_work_of_what_a_checkpoint_ran_again_is_no_recomputation(tmp_path: Path) -> None:
-    ranges = [("step 0", 0, 1000), ("forward", 10, 400), ("layer 0", 20, 100), ("backward", 500, 900)]
-    again = [span("recompute", 510, 600, AUTOGRAD), span("layer 0", 520, 590, AUTOGRAD)]
-    events = [*(span(*range_) for range_ in ranges), *again, launch(30, 1), kernel("k", 35, 1, 1)]
-    assert paths_of(opened_with(tmp_path, [*events, *linked(5, 530, 700, 100, AUTOGRAD)])) == {
-        "step 0": 102_000,
-        "step 0/forward": 1000,
-        "step 0/forward/layer 0": 1000,
-        "step 0/backward": 101_000,
-        "step 0/backward/recompute": 1000,
-        "step 0/backward/recompute/layer 0": 1000,
-        "step 0/backward/layer 0": 100_000,
-    }
-
-
-@pytest.mark.parametrize(
-    ("request_", "total_ns"),
-    [
-        ("layer *", 2000),
-        ("forward/layer 0", 1000),
-        ("backward/layer 0", 100_000),
-        ("/step 0/backward/layer 1", 50_000),
-        ("*/layer 0", 101_000),
-        ("back*/lay*", 150_000),
-    ],
-)
-def test_only_a_path_through_the_backward_range_selects_linked_work(
-    tmp_path: Path, request_: str, total_ns: int
-) -> None:
-    assert opened_with(tmp_path, model()).kernels(request_).kernel_time_ns == total_ns
-
-
-def test_a_path_of_mirrors_only_matches_nothing(tmp_path: Path) -> None:
-    opened = opened_with(tmp_path, [*model(), span("attention", 25, 60)])
-    assert opened.kernels("layer 0/attention").kernel_time_ns == 1000
-    assert opened.kernels("backward/layer 0/attention").kernel_time_ns == 100_000
-    with pytest.raises(UsageError, match="no range 'layer 1/attention'"):
-        opened.kernels("layer 1/attention")
-
-
-def test_linked_work_needs_no_phase_around_its_module_and_no_backward_range(tmp_path: Path) -> None:
-    ranges = [span("step 0", 0, 1000), span("layer 0", 20, 100), span("backward", 500, 900)]
-    beside = opened_with(tmp_path, [*ranges, *linked(1, 30, 700, 100)])
-    assert beside.kernels("backward/layer 0").kernel_time_ns == 100_000
-    opened = opened_with(tmp_path, [span("layer 0", 20, 100), *linked(1, 30, 700, 100)])
-    assert opened.kernels("layer 0").kernel_time_ns == 1000
-    assert opened.kernels("backward/layer 0").kernel_time_ns == 100_000
-    assert opened.kernels("backward").kernel_time_ns == 100_000
-    # Nothing was open when autograd launched it: for the capture's ledger it lies outside every range.
-    assert opened.attribution.ledger.outside_ns == 100_000
-
-
-def test_work_with_ranges_of_its_own_inside_backward_keeps_them(tmp_path: Path) -> None:
-    opened = opened_with(tmp_path, [*model(), span("layer 0", 695, 720, AUTOGRAD)])
-    result = opened.kernels("backward/layer 0")
-    assert (result.range_evidence.direct_ns, result.range_evidence.sequence_ns) == (100_000, 0)
+def test_linked_work_lies_under_the_backward_range_and_not_in_the_forward_one(tmp_path: Path) -> None:
+    """The tree shows it once, and its children sum to their parents."""
+    calls: list[tuple[str | Path, ...]] = []
+    for name, (events, asked) in LINKED.items():
+        path = write_linked(tmp_path / name, events)
+        calls.append(("ranges", path, "--numbered", "--totals"))
+        calls += [("kernels", path, "--range", one, "--totals") for one in asked]
+    check_transcript("placed-by-links", calls)
 
 
 def test_thread_only_follows_no_links(tmp_path: Path) -> None:
-    opened_with(tmp_path, model())
-    opened = read_trace(tmp_path / "trace.json", thread_only=True)
+    opened = read_trace(write_linked(tmp_path, model()), thread_only=True)
     with pytest.raises(UsageError):
         opened.kernels("backward/layer 0")
 
 
 def test_every_command_reads_a_trace_whose_links_add_ranges(tmp_path: Path) -> None:
-    opened_with(tmp_path, [*model(), span("ProfilerStep#1", 0, 1000), span("ProfilerStep#2", 1000, 1010)])
+    steps = [span("ProfilerStep#1", 0, 1000), span("ProfilerStep#2", 1000, 1010)]
+    path = write_linked(tmp_path, [*model(), *steps])
     for command in ("summary", "kernels", "efficiency", "ranges"):
-        done = run_command(command, tmp_path / "trace.json")
+        done = run_command(command, path)
         assert done.returncode == 0, done.stderr
 
 
