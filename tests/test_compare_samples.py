@@ -25,6 +25,7 @@ from profkit.errors import UsageError
 from profkit.reading import open_capture
 from profkit.run.directory import MANIFEST, NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
+from tests.golden import check_text
 from tests.in_process import run_command
 from tests.kineto_builder import kernel, launch, row, written
 from tests.memory_captures import Training
@@ -294,90 +295,71 @@ def compared(before: Path, after: Path) -> Provenance:
     return compare_provenance(find_origin(open_capture(before)), find_origin(open_capture(after)))
 
 
-def test_runs_made_alike_have_no_differences(tmp_path: Path) -> None:
-    assert compared(make_run(tmp_path / "a"), make_run(tmp_path / "b")) == Provenance((), (), (), ())
+CHANGED: dict[str, dict[str, Any]] = {
+    "another gpu": {"gpu": "NVIDIA A100"},
+    "another driver": {"driver": "590.2"},
+    "another torch": {"versions.torch": "2.12"},
+    "another CUDA": {"versions.cuda": "12.8"},
+    "another target": {"target": "model.xl"},
+    "another batch": {"workload.batch": 8},
+    "another context": {"workload.context": 512},
+    "another passes": {"workload.passes": "forward"},
+    "another dtype": {"workload.dtype": "bf16"},
+    "another matmul precision": {"float32_matmul_precision": "high"},
+    "another compile mode": {"workload.compile_mode": "default"},
+    "another seed": {"workload.seed": 1},
+    "another revision": {"git_revision": "def"},
+    "another status": {"status": "failed"},
+    # What disturbs comes first; where steps were timed is a difference too.
+    "several": {"workload.compile_mode": "default", "workload.dtype": "bf16", "gpu": "NVIDIA A100"},
+    "attached": {
+        "clean": None,
+        "attached": {"label": "attached, not recording", "steps": MANIFEST_OF_A_RUN["clean"]["steps"]},
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "fact", "disturbs"),
-    [
-        ("gpu", "NVIDIA A100", "GPU", True),
-        ("driver", "590.2", "driver", True),
-        ("versions.torch", "2.12", "torch", True),
-        ("versions.cuda", "12.8", "CUDA", True),
-        ("target", "model.xl", "workload", True),
-        ("workload.batch", 8, "batch", True),
-        ("workload.context", 512, "context", True),
-        ("workload.passes", "forward", "passes", True),
-        ("workload.dtype", "bf16", "precision (autocast)", True),
-        ("float32_matmul_precision", "high", "float32 matmul precision (tf32)", True),
-        ("workload.compile_mode", "default", "torch.compile", False),
-        ("workload.seed", 1, "seed", False),
-        ("git_revision", "def", "revision of the code", False),
-        ("status", "failed", "state of the run", False),
-    ],
-)
-def test_a_difference_is_named(tmp_path: Path, key: str, value: object, fact: str, disturbs: bool) -> None:
-    found = compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", {key: value}))
-    (difference,) = found.differences
-    assert (difference.fact, difference.disturbs, difference.after) == (fact, disturbs, str(value))
-    assert found.disturbances == [difference] * disturbs
-
-
-def test_a_scripts_arguments_are_stated_and_another_script_disturbs(tmp_path: Path) -> None:
-    commands = ("python train.py --lr 1", "python train.py --lr 2", "python eval.py --lr 1")
-    runs = [make_run(tmp_path / str(n), {"target": one, "argv": one.split()}) for n, one in enumerate(commands)]
-    (arguments,) = compared(runs[0], runs[1]).differences
-    assert (arguments.fact, arguments.disturbs) == ("command", False)
-    assert (arguments.before, arguments.after) == ("python train.py --lr 1", "python train.py --lr 2")
-    assert [(one.fact, one.disturbs) for one in compared(runs[0], runs[2]).differences] == [
-        ("workload", True),
-        ("command", False),
-    ]
-    module = make_run(tmp_path / "d", {"target": "python -m train.py", "argv": ["python", "-m", "train"]})
-    assert compared(module, module).differences == ()
-
-
-def test_disturbing_differences_come_first_and_where_steps_were_timed_is_one(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    changes = {"workload.compile_mode": "default", "workload.dtype": "bf16", "gpu": "NVIDIA A100"}
-    found = compared(run, make_run(tmp_path / "b", changes))
-    assert [one.fact for one in found.differences] == ["GPU", "precision (autocast)", "torch.compile"]
-    steps = {"label": "attached, not recording", "steps": MANIFEST_OF_A_RUN["clean"]["steps"]}
-    (timed,) = compared(run, make_run(tmp_path / "c", {"clean": None, "attached": steps})).differences
-    assert (timed.fact, timed.after, timed.disturbs) == ("unprofiled steps", "same process", True)
-
-
-def test_a_fact_that_one_side_lacks_is_unknown(tmp_path: Path) -> None:
-    run, bare = make_run(tmp_path / "a", {"driver": None}), write_steps(tmp_path / "t.sqlite", [SMALL_STEP, SMALL_STEP])
-    found = compared(run, bare)
-    assert found.differences == ()
-    assert found.unknown_both == ("driver",)
-    assert found.unknown_before == ()
-    matmul = "float32 matmul precision (tf32)"
-    assert found.unknown_after == ("GPU", "torch", "CUDA", "workload", "precision (autocast)", matmul)
-
-
-def test_a_run_on_a_cpu_lacks_no_facts_about_gpus(tmp_path: Path) -> None:
-    changes = {"device": "cpu", "gpu": None, "driver": None, "versions.cuda": None}
-    assert compared(make_run(tmp_path / "a", changes), make_run(tmp_path / "b", changes)) == Provenance((), (), (), ())
-    operators = ROOT / "traces" / "tiny-train-cpu.kineto.json.gz"
-    assert not {"GPU", "driver", "CUDA"} & {*compared(operators, operators).unknown_both}
-
-
-def test_facts_come_from_the_traces_themselves(tmp_path: Path) -> None:
+def test_each_difference_of_origin_is_named_and_whether_it_disturbs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    pairs = {name: (run, make_run(tmp_path / name, changes)) for name, changes in {"alike": {}, **CHANGED}.items()}
+    commands = {"lr 1": "python train.py --lr 1", "lr 2": "python train.py --lr 2", "eval": "python eval.py --lr 1"}
+    scripts = {name: make_run(tmp_path / name, {"target": one, "argv": one.split()}) for name, one in commands.items()}
+    module = make_run(tmp_path / "module", {"target": "python -m train.py", "argv": ["python", "-m", "train"]})
+    pairs |= {f"a script with {name}": (scripts["lr 1"], scripts[name]) for name in ("lr 2", "eval")}
+    pairs["a module and itself"] = module, module
+    # What one side lacks is unknown; a run on a CPU lacks nothing of GPUs.
+    bare = write_steps(tmp_path / "bare.sqlite", [SMALL_STEP, SMALL_STEP])
+    on_cpu = {"device": "cpu", "gpu": None, "driver": None, "versions.cuda": None}
+    operators, nsys, kineto = (
+        ROOT / "traces" / name
+        for name in ("tiny-train-cpu.kineto.json.gz", "small-train.nsys2025.sqlite", "small-train.kineto.json.gz")
+    )
+    pairs["no driver, and a trace alone"] = make_run(tmp_path / "driverless", {"driver": None}), bare
+    pairs["on a CPU"] = make_run(tmp_path / "cpu a", on_cpu), make_run(tmp_path / "cpu b", on_cpu)
+    pairs |= {"operators and themselves": (operators, operators), "two profilers": (nsys, kineto)}
+    # Facts come from the traces themselves.
     builder = NsysBuilder()
     builder.rows["META_DATA_EXPORT"][1]["value"] = "2025.3.2.0"
-    add_steps(builder, [SMALL_STEP, SMALL_STEP], pid=100)
-    add_steps(builder, [SMALL_STEP, SMALL_STEP], pid=200)
+    for pid in (100, 200):
+        add_steps(builder, [SMALL_STEP, SMALL_STEP], pid=pid)
     builder.add("TARGET_INFO_GPU", id=0, name="NVIDIA A100")
     builder.graph(None, 150, 160)
-    one, other = write_steps(tmp_path / "a.sqlite", [SMALL_STEP, SMALL_STEP]), builder.write(tmp_path / "b.sqlite")
-    found = {one.fact: (one.before, one.after) for one in compared(one, other).disturbances}
-    assert found["profiler"] == ("Nsight Systems 2023.4.4.54", "Nsight Systems 2025.3.2.0")
-    assert found["CUDA graphs"] == ("traced by kernel, if any", "traced whole")
-    assert found["GPUs at work"][0] == "1"
-    assert "GPU" not in found  # of the first it is unknown
+    pairs["two exports"] = bare, builder.write(tmp_path / "graphs.sqlite")
+    launched = [launch(12, 1), kernel("gemm", 20, 5, 1)]
+    lean = written(tmp_path, launched, "lean.json")
+    full = written(tmp_path, [row("cpu_op", "aten::mm", 10, 8), *launched], "full.json")
+    pairs |= {"with operators and without": (full, lean), "without operators": (lean, lean)}
+    said = []
+    for name, pair in pairs.items():
+        found = compared(*pair)
+        assert found.disturbances == [one for one in found.differences if one.disturbs]
+        unknown = {side: getattr(found, f"unknown_{side}") for side in ("both", "before", "after")}
+        said += ["", f"# {name}", *map(str, found.differences)]
+        said += [f"unknown in {side}: {', '.join(facts)}" for side, facts in unknown.items() if facts]
+        said += [found.recorder_effect] if found.recorder_effect else []
+    check_text("provenance", "\n".join(said).lstrip() + "\n")
+    shown = run_command("compare", full, lean).stdout
+    assert compared(full, lean).recorder_effect in " ".join(shown.split())
 
 
 def test_a_failed_self_check_on_either_side_disturbs(captures: Path) -> None:
@@ -387,12 +369,6 @@ def test_a_failed_self_check_on_either_side_disturbs(captures: Path) -> None:
         for side, said in zip(pair, (check.before, check.after), strict=True):
             assert ("kernels are missing" in said) == (side is lossy)
             assert (said == "passed") == (side is whole)
-
-
-def test_nsys_and_kineto_are_different_profilers() -> None:
-    traces = ROOT / "traces"
-    found = compared(traces / "small-train.nsys2025.sqlite", traces / "small-train.kineto.json.gz")
-    assert [one.fact for one in found.differences] == ["profiler"]
 
 
 def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
@@ -407,17 +383,3 @@ def test_files_of_a_run_keep_its_manifest(tmp_path: Path) -> None:
         )
     elsewhere = write_steps(run / "other.sqlite", [SMALL_STEP])
     assert open_capture(elsewhere).run is None
-
-
-def test_a_recording_without_operators_is_compared_with_one_that_has_them(tmp_path: Path) -> None:
-    lean = [launch(12, 1), kernel("gemm", 20, 5, 1)]
-    full = [row("cpu_op", "aten::mm", 10, 8), *lean]
-    captures = [written(tmp_path, full, "full.json"), written(tmp_path, lean, "lean.json")]
-    provenance = compared(*captures)
-    assert [change.fact for change in provenance.differences] == ["CPU operators"]
-    assert provenance.disturbances == []
-    said = provenance.recorder_effect
-    assert said.startswith("only the first capture has CPU operators")
-    shown = run_command("compare", *map(str, captures)).stdout
-    assert said in " ".join(shown.split())
-    assert compared(captures[1], captures[1]).recorder_effect is None
