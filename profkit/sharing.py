@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profkit.analysis.self_check import LOSS_IN_LOG
 from profkit.errors import CaptureError, UsageError
-from profkit.files import whole_folder, write_json
+from profkit.files import whole_folder
 from profkit.reading import Kind, kind_of, read_trace_file
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
@@ -25,8 +25,8 @@ from profkit.run.light_record import LightRecord, write_light_record
 from profkit.run.lines import RunLines, read_run_lines, write_lines
 from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
-from profkit.run.records import read_text
-from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work, write_ceilings, write_work
+from profkit.run.records import read_text, write_record
+from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper
 from profkit.trace.shared_copies import write_shared_export, write_shared_kineto
@@ -54,9 +54,9 @@ def _write_compiled(path: Path, code: CompiledCode) -> None:
 
 
 RUN_FILES = {
-    MANIFEST: TypedFile(Manifest, read_manifest, lambda path, manifest: write_json(path, asdict(manifest))),
-    WORK: TypedFile(RunWork, read_work, write_work),
-    CEILINGS: TypedFile(Ceilings, read_ceilings, write_ceilings),
+    MANIFEST: TypedFile(Manifest, read_manifest, write_record),
+    WORK: TypedFile(RunWork, read_work, write_record),
+    CEILINGS: TypedFile(Ceilings, read_ceilings, write_record),
     OWNERS: TypedFile(Owners, read_owners, write_owners),
     COMPILED: TypedFile(CompiledCode, read_compiled_code, _write_compiled),
     LINES: TypedFile(RunLines, read_run_lines, write_lines),

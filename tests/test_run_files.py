@@ -14,7 +14,7 @@ import pytest
 from profkit.errors import ProfkitError, RunError
 from profkit.run.directory import MANIFEST, Run, find_run
 from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, Samples, read_manifest, write_manifest
-from profkit.run.records import decode
+from profkit.run.records import decode, write_record
 from profkit.run.work import (
     Ceilings,
     Copy,
@@ -23,8 +23,6 @@ from profkit.run.work import (
     RunWork,
     read_ceilings,
     read_work,
-    write_ceilings,
-    write_work,
 )
 from tests.child import run_in_child
 from tests.efficiency_runs import make_small_run
@@ -74,7 +72,7 @@ def test_work_that_is_written_comes_back(tmp_path: Path) -> None:
     layer = RangeWork(("forward", "layer 0"), 100, 7, 60, 400, {"bf16": 90, "fp32": 10}, 2, True, 30)
     assert work == RunWork(1, "counted", "bf16", (layer,), 300, ("aten::made_up",))
     assert (work.find(("forward", "layer 0")), work.find(("forward",))) == (layer, None)
-    write_work(tmp_path / "again.json", work)
+    write_record(tmp_path / "again.json", work)
     assert read_work(tmp_path / "again.json") == work
 
 
@@ -86,7 +84,7 @@ def test_a_file_that_knows_no_recomputed_work_is_read_as_before(tmp_path: Path) 
 
 def test_ceilings_that_are_written_come_back(tmp_path: Path) -> None:
     ceilings: Ceilings = decode(Ceilings, CEILINGS)
-    write_ceilings(tmp_path / "ceilings.json", ceilings)
+    write_record(tmp_path / "ceilings.json", ceilings)
     assert read_ceilings(tmp_path / "ceilings.json") == ceilings
     assert (ceilings.device.name, ceilings.device.uuid, ceilings.device.clock_mhz) == ("NVIDIA H200", "GPU-0", 1755)
     assert ceilings.gemm == (Gemm("bf16", 8192, 8192, 8192, 8e14, 7.5e14),)

@@ -17,7 +17,7 @@ from profkit.launch.record import require_torch
 from profkit.report.commands.machine import build_ceilings_document, build_doctor_document
 from profkit.report.document import Format
 from profkit.run.directory import CEILINGS, Run
-from profkit.run.work import write_ceilings
+from profkit.run.records import write_record
 
 
 @click.command()
@@ -62,7 +62,7 @@ def ceilings(output: Path | None, style: Format) -> None:
     if output is not None:
         path = output / CEILINGS if output.is_dir() else output
         try:
-            write_ceilings(path, measured)
+            write_record(path, measured)
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; name another file with -o") from None
     Output(style).print(build_ceilings_document(measured))

@@ -16,11 +16,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from profkit.files import PARTIAL, write_json
+from profkit.files import PARTIAL
 from profkit.run.edits import Measured
 from profkit.run.job import number_in
 from profkit.run.manifest import Process
-from profkit.run.records import decode, read_record, read_text
+from profkit.run.records import decode, read_record, read_text, write_record
 
 T = TypeVar("T")
 
@@ -240,11 +240,11 @@ def leave_unsaved(run: Path, pid: int, error: OSError) -> None:
 
 
 def leave_process(run: Path, process: Process) -> None:
-    write_json(run / _PROCESS.format(process.process), asdict(process))
+    write_record(run / _PROCESS.format(process.process), process)
 
 
 def leave_failure(run: Path, name: str, failure: Failure) -> None:
-    write_json(run / _FAILURE.format(name), asdict(failure))
+    write_record(run / _FAILURE.format(name), failure)
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
 
 def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
     """Leave in ``folder`` what the process ``pid`` measured, for the launcher."""
-    write_json(folder / _MEASURED.format(pid), asdict(measured))
+    write_record(folder / _MEASURED.format(pid), measured)
 
 
 def take_measured(folder: Path) -> tuple[Measured, ...]:

@@ -6,12 +6,13 @@ import json
 import stat
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from profkit.errors import ProfkitError, RunError
+from profkit.files import write_json
 
 T = TypeVar("T")
 
@@ -113,6 +114,15 @@ def read_record(kind: type[T], path: Path, version: int | None = None) -> T:
         return record
     except WrongRecord as error:
         raise RunError(f"{path}: {error}") from None
+
+
+def write_record(path: Path, record: Any, *, mode: int | None = None) -> None:
+    """Write a dataclass as JSON, as `read_record` reads it; the file appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is ``path``.
+    """
+    write_json(path, asdict(record), mode=mode)
 
 
 def decode(kind: Any, value: object, where: str = "") -> Any:  # noqa: PLR0911  one return a kind

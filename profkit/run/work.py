@@ -19,13 +19,12 @@ lengths that range stands before: ``("context 128", "forward")``, and ``("contex
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 from profkit.errors import RunError
-from profkit.files import write_json
 from profkit.run.records import read_record
 from profkit.text_kinds import GpuName, Message, Moment, OperatorName, RangeName, Version, Word
 
@@ -101,11 +100,6 @@ def read_work(path: Path) -> RunWork:
     return read_record(RunWork, path, VERSION)
 
 
-def write_work(path: Path, work: RunWork) -> None:
-    """Write a ``work.json``."""
-    write_json(path, asdict(work))
-
-
 @dataclass(frozen=True)
 class MeasuredDevice:
     """What was measured. ``clock_mhz`` is the SMs' clock seen under load and ``clock_max_mhz`` what the device allows;
@@ -168,11 +162,6 @@ def read_ceilings(path: Path) -> Ceilings:
         return read_record(Ceilings, path, VERSION)
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; measure with `profkit ceilings -o {path}`") from None
-
-
-def write_ceilings(path: Path, ceilings: Ceilings) -> None:
-    """Write the ceilings to a file."""
-    write_json(path, asdict(ceilings))
 
 
 def _refuse_impossible(*rates: float) -> None:

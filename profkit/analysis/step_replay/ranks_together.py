@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, Fit
+from profkit.analysis.step_replay.calibrate import Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.predict import TimeAnswer
@@ -52,7 +52,7 @@ def predict_on_time(
 
     ``now_ns`` is the measured step of all ranks, ``unprofiled_ns`` the same; None if it is as recorded.
     """
-    edits, fit = (f"{ON_TIME}:{late}",), _fit_of_all(replays)
+    edits, fit = (f"{ON_TIME}:{late}",), Fit.of_all([replay.fit for replay in replays.values()])
     try:
         steps = replay_on_time(replays, late)
     except CannotPredictError as error:
@@ -82,11 +82,6 @@ def predict_on_time(
             "how recorded steps differ": round(2 * reach_ns),
         },
     )
-
-
-def _fit_of_all(replays: Mapping[int, StepReplay]) -> Fit:
-    fits = [replay.fit for replay in replays.values()] or [AS_RECORDED]
-    return Fit(min(fit.least for fit in fits), median(fit.middle for fit in fits), max(fit.most for fit in fits))
 
 
 def replay_on_time(replays: Mapping[int, StepReplay], late: int) -> list[OnTime]:

@@ -23,7 +23,7 @@ from profkit.names import WARMUP
 from profkit.run.directory import LINES, WORK, name_of_rank
 from profkit.run.lines import write_lines
 from profkit.run.recording import Order
-from profkit.run.work import write_work
+from profkit.run.records import write_record
 
 
 class StepsAfter:
@@ -158,7 +158,7 @@ class CountedStep:
         if self.why_not is not None:
             return
         try:
-            write_work(Path(self._order.run) / WORK, counter.content())
+            write_record(Path(self._order.run) / WORK, counter.content())
         except OSError as error:
             self.why_not = describe_error(error)
 
