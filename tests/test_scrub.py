@@ -336,10 +336,10 @@ def test_a_bomb_is_refused_within_the_readers_limit(tmp_path: Path) -> None:
     with gzip.open(source, "wb", compresslevel=1) as file:
         file.write(b'{"traceEvents": [], "x": [')
         for _ in range(100):
-            file.write(b"0," * 2**19)
+            file.write(b'"%s",' % (b"0" * (2**20 - 3)))
 
     def refuse() -> None:
-        with pytest.raises(TraceError):
+        with pytest.raises(TraceError, match="more than 0.0625 GiB of JSON"):
             share(source, tmp_path / "copy.json")
 
     run_in_child(refuse, cpu_seconds=60, memory_bytes=2**31)
