@@ -339,7 +339,7 @@ def test_a_bomb_is_refused_within_the_readers_limit(tmp_path: Path) -> None:
             file.write(b'"%s",' % (b"0" * (2**20 - 3)))
 
     def refuse() -> None:
-        with pytest.raises(TraceError, match="more than 0.0625 GiB of JSON"):
+        with pytest.raises(TraceError, match=r"more than 0\.0625 GiB of JSON"):
             share(source, tmp_path / "copy.json")
 
     run_in_child(refuse, cpu_seconds=60, memory_bytes=2**31)
