@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import ModuleTree, Place, read_place, time_kernels_by_module, time_modules
 from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace import nesting
@@ -22,7 +24,8 @@ from profkit.trace.nesting import NO_RANGE, ancestors, build_timelines, mark_nes
 from profkit.trace.nsys import read_nsys
 from tests.child import run_in_child
 from tests.fuzz import worst_exports
-from tests.golden import check_transcript
+from tests.golden import check_text, check_transcript
+from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
 from tests.test_one_figure import TRACES
 
@@ -264,42 +267,84 @@ def test_the_kernels_of_every_module_add_up_to_its_times(path: Path) -> None:
         assert all(kernel.count > 0 for kernel in kernels)
 
 
-def test_what_is_computed_again_stands_apart_and_counts_once(tmp_path: Path) -> None:
-    """Two checkpoints, one in the other: the block's backward pass holds 10 ns of its own, and 20 + 5 again."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for name, start, end in (
-        ("backward", 1, 999),
-        ("h.0", 3, 997),
-        ("recompute", 100, 500),
-        ("h.0", 101, 499),
-        ("recompute", 300, 400),
-        ("h.0.mlp", 301, 399),
-    ):
-        builder.range(name, start, end)
-    for launch, duration, name in ((50, 10, "gemm"), (150, 20, "gelu"), (350, 5, "gelu")):
-        builder.kernel(launch, duration, name=name)
-    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    found = time_kernels_by_module(opened.attribution, {"h.0", "h.0.mlp"})
-    assert {name: (one.backward_ns, one.recompute_ns, one.count) for name, one in found["h.0"].items()} == {
-        "gemm": (10, 0, 1),
-        "gelu": (0, 25, 2),
-    }
-    assert {name: (one.recompute_ns, one.count) for name, one in found["h.0.mlp"].items()} == {"gelu": (5, 1)}
+Span = tuple[str, int, int]
+Named = tuple[int, int, str]
+MODULES: dict[str, tuple[Sequence[Span], Sequence[Named]]] = {
+    # Two checkpoints, one in the other: the block's backward pass holds 10 ns of its own, and 20 + 5 again.
+    "what is computed again stands apart and counts once": (
+        [
+            *(("backward", 1, 999), ("h.0", 3, 997), ("recompute", 100, 500), ("h.0", 101, 499)),
+            *(("recompute", 300, 400), ("h.0.mlp", 301, 399)),
+        ],
+        [(50, 10, "gemm"), (150, 20, "gelu"), (350, 5, "gelu")],
+    ),
+    # No module takes more than the steps that it is a share of.
+    "what runs outside the steps counts for none": (
+        [span for at in (100, 1100) for span in (("forward", at, at + 300), ("head", at + 1, at + 299))],
+        [(110, 10, "gemm"), (1110, 7, "gemm")],
+    ),
+    "a wrapper takes what it holds and nothing by itself": (
+        [
+            *(("forward", 1, 400), ("model", 2, 399), ("wrapper", 3, 398), ("h.0", 4, 200), ("h.1", 201, 397)),
+            *(("backward", 500, 900), ("model", 501, 899), ("h.1", 502, 600), ("h.0", 601, 898)),
+            *(("optimizer", 910, 990), ("AdamW", 911, 989)),
+        ],
+        [(10, 3, "a"), (210, 4, "a"), (550, 5, "b"), (650, 6, "b"), (950, 7, "c")],
+    ),
+    # The same kernels with gradients, then without: a validation pass in the step.
+    "evaluation is no part of a forward pass": (
+        [
+            span
+            for phase, at in (("forward", 100), ("inference", 500))
+            for span in ((phase, at, at + 200), ("model", at + 1, at + 199), ("head", at + 2, at + 198))
+        ],
+        [(110, 10, "k"), (510, 10, "k")],
+    ),
+    "a phase is one in any letter case and with a number": (
+        [
+            span
+            for at, phase in ((100, "Forward"), (300, "forward 1"), (500, "BACKWARD"))
+            for span in ((phase, at, at + 190), ("head", at + 1, at + 189))
+        ],
+        [(110, 10, "k"), (310, 10, "k"), (510, 10, "k")],
+    ),
+    "a module whose range lies in one of NCCL's is counted": (
+        [
+            *(("forward", 0, 400), ("NCCL:outer", 1, 399), ("inner", 2, 398), ("outer", 3, 397)),
+            *(("backward", 500, 900), ("recompute", 501, 899), ("inner", 502, 898)),
+        ],
+        [(10, 10, "k"), (600, 7, "k")],
+    ),
+}
 
 
-def test_what_runs_outside_the_steps_counts_for_no_module(tmp_path: Path) -> None:
-    """No module takes more than the steps that it is a share of."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 500)
-    for start, duration in ((100, 10), (600, 7)):
-        builder.range("forward", start, start + 300)
-        builder.range("head", start + 1, start + 299)
-        builder.kernel(start + 10, duration, name="gemm")
-    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    (head,) = time_modules(opened.attribution)
-    kernels = time_kernels_by_module(opened.attribution, {"head"})
-    assert (head.module, head.total_ns, kernels["head"]["gemm"].total_ns) == ("head", 10, 10)
+def test_each_module_has_its_times_and_kernels(tmp_path: Path) -> None:
+    """Of a step of 1,000 ns: passes, the module around it, and what the summary says of the costliest."""
+    said = []
+    for number, (title, (ranges, kernels)) in enumerate(MODULES.items()):
+        builder = NsysBuilder()
+        builder.domain(1, "NCCL")
+        builder.range("step 0", 0, 1_000)
+        for name, start, end in ranges:
+            builder.range(name.removeprefix("NCCL:"), start, end, domain=int(name.startswith("NCCL:")))
+        for launch, duration, name in kernels:
+            builder.kernel(launch, duration, name=name)
+        path = builder.write(tmp_path / f"{number}.sqlite")
+        opened = read_trace(path)
+        times = time_modules(opened.attribution)
+        found = time_kernels_by_module(opened.attribution, {one.module for one in times})
+        measured = {label: len(rows) for label, rows in measured_ranges(opened.attribution).items()}
+        said += ["", f"# {title}", f"measured: {measured}"]
+        for one in times:
+            parts = {part: getattr(one, part) for part in PARTS if getattr(one, part)}
+            said.append(f"{one.module} ×{one.number} in {one.parent}, around it {one.around}:")
+            said.append(f"  {parts}, {one.itself.total_ns} by itself")
+            for name, kernel in sorted(found[one.module].items()):
+                parts = {part: getattr(kernel, part) for part in PARTS if getattr(kernel, part)}
+                said.append(f"  {name} {kernel.count} times: {parts}")
+        words = " ".join(run_command("summary", path).stdout.split())
+        said.append(f"summary: {words.partition('MODULE ')[2].partition(' Try ')[0]}")
+    check_text("modules", "\n".join(said).lstrip() + "\n")
 
 
 def place(path: str) -> Place:
@@ -357,23 +402,3 @@ def test_ranges_that_a_pass_nests_otherwise_do_not_move_a_module() -> None:
         "backward/blocks.*/blocks.*.mlp/blocks.*.ln",
     )
     assert ModuleTree(map(place, paths)).parent["blocks.*.ln"] == "blocks.*"
-
-
-def test_a_wrapper_takes_what_it_holds_and_nothing_by_itself(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for name, start, end in (
-        *(("forward", 1, 400), ("model", 2, 399), ("wrapper", 3, 398), ("h.0", 4, 200), ("h.1", 201, 397)),
-        *(("backward", 500, 900), ("model", 501, 899), ("h.1", 502, 600), ("h.0", 601, 898)),
-        *(("optimizer", 910, 990), ("AdamW", 911, 989)),
-    ):
-        builder.range(name, start, end)
-    for launch, duration in ((10, 3), (210, 4), (550, 5), (650, 6), (950, 7)):
-        builder.kernel(launch, duration)
-    times = {row.module: row for row in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
-    assert {name: (row.forward_ns, row.backward_ns, row.itself.total_ns) for name, row in times.items()} == {
-        "model": (7, 11, 0),
-        "wrapper": (7, 11, 0),
-        "h.*": (7, 11, 18),
-    }
-    assert (times["h.*"].parent, times["h.*"].around, times["h.*"].number) == ("wrapper", ("model", "wrapper"), 2)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from profkit import read_trace
 from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval, SourceLine
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
@@ -19,8 +18,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart, LineL
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import StepPart, StepTree, StepUse, Summary, divide_step
 from profkit.analysis.time_account.account import IdleCauses, IdleTime
-from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_modules
+from profkit.analysis.tree.modules import ModuleTime, find_costliest
 from profkit.analysis.trials import Trial
 from profkit.errors import Finding
 from profkit.joining import read_ranks
@@ -483,61 +481,6 @@ def test_the_module_named_is_the_deepest_that_holds_most_of_the_one_around_it() 
     assert "MODULE h.*.mlp ×2 45 ns of 59.33 ms · forward 15 ns, backward 30 ns · in it fc1 20 ns" in text
     assert find_costliest(modules[:3]) == modules[2]
     assert find_costliest([replace(modules[1], parent=None, forward_ns=0, backward_ns=0)]) is None
-
-
-def test_evaluation_is_no_part_of_a_modules_forward_time(tmp_path: Path) -> None:
-    """The same 10 ns of kernels with gradients, then without: a validation pass in the step."""
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for name, start in (("forward", 100), ("inference", 500)):
-        builder.range(name, start, start + 200)
-        builder.range("model", start + 1, start + 199)
-        builder.range("head", start + 2, start + 198)
-        builder.kernel(start + 10, 10)
-    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    modules = {one.module: one for one in time_modules(opened.attribution)}
-    assert {name: (one.forward_ns, one.inference_ns, one.total_ns) for name, one in modules.items()} == {
-        "model": (10, 10, 20),
-        "head": (10, 10, 20),
-    }
-    assert opened.kernels("forward").total_ns == modules["model"].forward_ns
-    text = render(build_summary_document(_summary(tmp_path / "t.sqlite"), AdviceResult()), "table")
-    assert "model/head 20 ns" not in text
-    assert "head 20 ns of 20 ns · forward 10 ns, inference 10 ns" in " ".join(text.split())
-
-
-def test_a_phase_is_one_in_any_letter_case_and_with_a_number(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.range("step 0", 0, 1_000)
-    for number, name in enumerate(("Forward", "forward 1", "BACKWARD")):
-        at = 100 + 200 * number
-        builder.range(name, at, at + 190)
-        builder.range("head", at + 1, at + 189)
-        builder.kernel(at + 10, 10)
-    opened = read_trace(builder.write(tmp_path / "t.sqlite"))
-    (head,) = time_modules(opened.attribution)
-    assert (head.module, head.forward_ns, head.backward_ns) == ("head", 20, 10)
-    assert {label: len(rows) for label, rows in measured_ranges(opened.attribution).items()} == {
-        "step": 1,
-        "forward": 2,
-        "backward": 1,
-    }
-
-
-def test_a_module_whose_range_lies_in_one_of_nccls_is_counted(tmp_path: Path) -> None:
-    builder = NsysBuilder()
-    builder.domain(1, "NCCL")
-    builder.range("forward", 0, 400)
-    builder.range("outer", 1, 399, domain=1)
-    builder.range("inner", 2, 398)
-    builder.range("outer", 3, 397)
-    builder.kernel(10, 10)
-    builder.range("backward", 500, 900)
-    builder.range("recompute", 501, 899)
-    builder.range("inner", 502, 898)
-    builder.kernel(600, 7)
-    modules = {one.module: one for one in time_modules(read_trace(builder.write(tmp_path / "t.sqlite")).attribution)}
-    assert (modules["inner"].forward_ns, modules["inner"].recompute_ns) == (10, 7)
 
 
 def test_its_memory_is_that_of_the_memory_command() -> None:
