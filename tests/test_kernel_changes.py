@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.compare.kernel_changes import (
     IN_NO_RANGE,
-    ModuleComparison,
     TimeComparison,
     compare_modules,
     compare_times,
@@ -21,6 +20,7 @@ from profkit.analysis.compare.kernel_changes import (
 )
 from profkit.analysis.compare.samples import StepSamples, sample_steps
 from tests.conftest import ROOT
+from tests.golden import check_text
 from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, samples_of, write_steps
 
 TRACES = ROOT / "traces"
@@ -299,65 +299,39 @@ COMPILED = {
 }
 
 
-def _compare(before: Kernels, after: Kernels) -> ModuleComparison:
-    found = compare_modules(samples_of(before, 2), samples_of(after, 2))
-    assert found is not None
-    return found
+PAIRS: dict[str, tuple[Kernels, Kernels]] = {
+    # A module has both passes, and what is shared has a row at the ancestor; fusions count without products.
+    "an eager run and a compiled one": (MODULES, COMPILED),
+    "a compiled run and an eager one": (COMPILED, MODULES),
+    "two eager runs": (MODULES, MODULES),
+    # Modules that share with a common one are one fusion.
+    "modules that share with a common one": (
+        {(f"forward/m/{name}", VECTOR_ADD): (10, 1) for name in "abc"},
+        {("forward/m/shared: a + b", FUSED_NORM): (5, 1), ("forward/m/shared: b + c", FUSED_GELU): (5, 1)},
+    ),
+    # What torch.compile runs to choose is of no module.
+    "a run that compiles": (
+        MODULES,
+        {**COMPILED, ("forward/model/h.*/compiling: choosing among configurations of k", FUSED_NORM): (9000, 90)},
+    ),
+    "no modules": ({("forward", VECTOR_ADD): (1, 1)}, {("forward", VECTOR_ADD): (2, 1)}),
+}
 
 
-def test_a_module_has_both_passes_and_what_is_shared_has_a_row_at_the_ancestor() -> None:
-    found = _compare(MODULES, COMPILED)
-    assert found.is_compiled
-    assert [
-        (one.depth, one.module, one.change.before_per_sample_ns, one.change.after_per_sample_ns)
-        for one in found.modules
-    ] == [
-        (0, "model", 1530, 1455),
-        (1, "h.*", 1530, 1455),
-        (2, "h.*.mlp", 1430, 1410),
-        (2, "h.*.ln_1", 60, 0),
-        (2, SHARED, 0, 45),
-        (0, "(no module: optimizer)", 7, 7),
-    ]
-    assert [(one.before_count, one.after_count) for one in found.modules][:3] == [(22, 16), (22, 16), (14, 14)]
-
-
-def test_what_was_fused_counts_on_either_side_without_products() -> None:
-    found = _compare(MODULES, COMPILED).fusions
-    assert [(one.phase, one.modules, one.change.change_ns, one.before_count, one.after_count) for one in found] == [
-        ("forward", ("h.*", "h.*.ln_1"), -55, 8, 2),
-        ("forward", ("h.*.mlp",), -10, 2, 2),
-    ]
-    assert [kernel.name for kernel in found[0].before] == [NORM, VECTOR_ADD]
-    assert [kernel.name for kernel in found[0].after] == [FUSED_NORM]
-
-
-def test_modules_that_share_with_a_common_one_are_one_fusion() -> None:
-    before = {(f"forward/m/{name}", VECTOR_ADD): (10, 1) for name in "abc"}
-    after = {("forward/m/shared: a + b", FUSED_NORM): (5, 1), ("forward/m/shared: b + c", FUSED_GELU): (5, 1)}
-    (fusion,) = _compare(before, after).fusions
-    assert (fusion.modules, fusion.before_count, fusion.after_count) == (("a", "b", "c"), 6, 4)
-
-
-def test_what_torch_compile_runs_to_choose_is_no_modules() -> None:
-    after = {**COMPILED, ("forward/model/h.*/compiling: choosing among configurations of k", FUSED_NORM): (9000, 90)}
-    found = _compare(MODULES, after)
-    rows = {one.module: one.change.after_per_sample_ns for one in found.modules}
-    assert rows["model"] == 1455
-    assert rows["(no module: compiling)"] == 9000
-    assert [one.modules for one in found.fusions] == [one.modules for one in _compare(MODULES, COMPILED).fusions]
-
-
-def test_the_compiled_run_may_be_the_one_before() -> None:
-    there, back = _compare(MODULES, COMPILED).fusions, _compare(COMPILED, MODULES).fusions
-    assert [one.modules for one in there] == [one.modules for one in back]
-    assert [one.change.change_ns for one in there] == [-one.change.change_ns for one in back]
-
-
-def test_two_eager_captures_have_no_fusion_and_without_modules_no_rows() -> None:
-    found = _compare(MODULES, MODULES)
-    assert (found.is_compiled, found.fusions) == (False, ())
-    assert compare_modules(*(samples_of({("forward", VECTOR_ADD): (time_ns, 1)}) for time_ns in (1, 2))) is None
+def test_modules_and_what_was_fused_into_what_are_compared() -> None:
+    """Times are per step, numbers are of both steps."""
+    said = []
+    for name, (before, after) in PAIRS.items():
+        found = compare_modules(samples_of(before, 2), samples_of(after, 2))
+        said += ["", f"# {name}: {'no modules' if found is None else 'compiled' if found.is_compiled else 'eager'}"]
+        for row in () if found is None else found.modules:
+            times = f"{row.change.before_per_sample_ns} → {row.change.after_per_sample_ns} ns"
+            said.append(f"{'  ' * row.depth}{row.module}: {times}, {row.before_count} → {row.after_count} kernels")
+        for one in () if found is None else found.fusions:
+            kernels = [[kernel.name for kernel in side] for side in (one.before, one.after)]
+            said.append(f"fused in {one.phase}: {', '.join(one.modules)}: {one.change.change_ns} ns")
+            said += [f"  {one.before_count} {kernels[0]}", f"  → {one.after_count} {kernels[1]}"]
+    check_text("fusions", "\n".join(said).lstrip() + "\n")
 
 
 _PATHS = [
