@@ -398,7 +398,7 @@ SMALL_CHAIN = equal_steps(within("forward", launch(NVJET, 100_000), launch(ADD, 
 WRITTEN_OUT = [(NVJET, 100_000), (ADD, 100_000), (SOFTMAX, 100_000), (NVJET, 100_000)]
 CHAINS = {
     "activation": [(ADD, 100_000)] * 6 + [(TANH, 100_000)],
-    "loop": [(ADD, 3_000)] * 60,
+    "loop": [(ADD, 3_000)] * 12,
     "norm": [(SUM, 100_000), *[(ADD, 100_000)] * 3, (SQRT, 9_000)],
 }
 NO_CHAINS = [(TANH, 100_000)], [(ADD, 3_000)] * 3, [(LAYER_NORM, 100_000)]
@@ -470,6 +470,10 @@ NEARLY: list[Case] = [
     ("no-sync", two_passes(0, 1), {}),
     ("no-sync", two_passes(0, 2), {}),
     *((code, blocks("act", *kernels), {}) for code in (*CHAINS, "chain") for kernels in NO_CHAINS),
+    # A loop has at least twelve kernels, and a norm both sums and takes a root.
+    ("loop", blocks("act", *[(ADD, 3_000)] * 11), {}),
+    ("norm", blocks("act", (SUM, 100_000), *[(ADD, 100_000)] * 3), {}),
+    ("norm", blocks("act", *[(ADD, 100_000)] * 3, (SQRT, 100_000)), {}),
     ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "trainer.fit"), line(MS, "backward", "trainer.fit")]}),
 ]
 
