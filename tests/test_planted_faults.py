@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.forked_scripts import Forks
 
 FOLDER = ROOT / "tests" / "programs" / "faults"
 sys.path.insert(0, str(FOLDER))
+import record_faults  # noqa: E402
 from fault_table import judge, print_table  # noqa: E402
 from record_faults import FAULTS, PLAIN, find_lines, find_truth, find_variants_of_tries  # noqa: E402
 
@@ -28,14 +30,32 @@ def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None
 
 
 @pytest.mark.parametrize("program", PLAIN)
-def test_every_variant_of_a_plain_program_runs_and_is_timed(forks: Forks, tmp_path: Path, program: str) -> None:
+def test_every_variant_of_a_plain_program_runs_and_its_steps_are_timed(
+    forks: Forks, tmp_path: Path, program: str
+) -> None:
     variants = [list(fault.faults) for fault in FAULTS if fault.program == program]
-    options = ("-", "--tiny", "--truth", program, json.dumps(variants))
-    done = forks.run([sys.executable, str(FOLDER / "record_faults.py"), *options], tmp_path)
+    script = tmp_path / "measure.py"
+    script.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom record_faults import measure_plain\n"
+        f"print(json.dumps([measure_plain({program!r}, faults, tiny=True) for faults in {variants!r}]))\n"
+    )
+    done = forks.run([sys.executable, str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
-    assert set(times) == {"+".join(variant) for variant in variants}
-    assert all(len(each) == 2 and min(each) > 0 for each in times.values())
+    assert [len(each) for each in times] == [4] * len(variants)
+    assert all(min(each) > 0 for each in times)
+
+
+@pytest.mark.slow
+def test_a_job_of_several_ranks_measures_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_faults, "RANKS", 2)
+    assert min(record_faults.measure_parallel(["late-python"], tiny=True)) > 0
+
+
+def test_variants_are_measured_in_turns_and_one_that_fails_has_no_times() -> None:
+    until = time.monotonic() + 600
+    times = record_faults.measure_apart("nothing", [(), ("fault",)], until, tiny=True)
+    assert times == {"": [], "fault": []}
 
 
 def _row(**advice: Any) -> dict[str, Any]:
@@ -44,7 +64,7 @@ def _row(**advice: Any) -> dict[str, Any]:
     return {
         "fault": {"name": "f", "codes": ["waits"], "module": None, "fits": True},
         "lines": [["transformer.py", 80], ["transformer.py", 83]],
-        "truth_ms": {"now": 12.0, "after": 10.5, "tries": {"compile": 11.5}},
+        "truth_ms": {"now": 12.0, "now_mean": 14.0, "after": 10.5, "after_mean": 10.6, "tries": {"compile": 11.5}},
         "summary": {"advice": [{"code": "compile", "after_ns": after}, {**one, **advice}]},
     }
 
@@ -67,6 +87,7 @@ def test_a_fault_is_named_by_code_and_line_and_its_truth_lies_inside_or_not(
     assert found["others"][0]["code"] == "compile"
     print_table({"rows": [_row(**advice)]})
     said = capsys.readouterr().out
+    assert "| 12.0 (mean 14.0) | 10.5 |" in said
     assert "compile 9.0 … 10.0 … 11.0 (true 11.5)" in said
     assert f"{int(verdict[0])} of 1 named" in said
     assert f"{int(bool(verdict[1]))} of {int(verdict[1] is not None)} inside" in said
@@ -83,25 +104,6 @@ def test_what_a_try_advises_is_measured_where_a_variant_makes_it() -> None:
         "hf_trainer, Tries": {"eager+torchs-gelu": [2.0]},
     }
     row["truth_ms"] = find_truth(row, truths)
-    assert row["truth_ms"] == {"now": 5.0, "after": 3.0, "tries": {"compile": None, "activation": 2.0}}
+    of_step = {"now": 5.0, "now_mean": 5.0, "after": 3.0, "after_mean": 3.0}
+    assert row["truth_ms"] == of_step | {"tries": {"compile": None, "activation": 2.0}}
     assert judge(row)["true"] == 2.0
-
-
-def test_no_worker_of_one_variant_lives_while_another_one_is_measured(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "measure.py"
-    script.write_text(
-        "import multiprocessing, sys\n"
-        f"sys.path.insert(0, {str(FOLDER)!r})\n"
-        "import vision\n"
-        "from record_faults import measure_plain\n"
-        "make, alive = vision.make_step, []\n"
-        "def count_then_make(settings):\n"
-        "    alive.append(len(multiprocessing.active_children()))\n"
-        "    return make(settings)\n"
-        "vision.make_step = count_then_make\n"
-        "measure_plain('vision', [(), ('one-worker',)], tiny=True)\n"
-        "print(alive)\n"
-    )
-    done = forks.run([sys.executable, str(script)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [0] * 6

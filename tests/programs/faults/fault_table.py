@@ -10,6 +10,9 @@ import sys
 from pathlib import Path, PurePath
 from typing import Any
 
+_FAR = 0.05
+"""A mean that is farther from the typical step than this share of it is printed beside it."""
+
 
 def judge(row: dict[str, Any]) -> dict[str, Any]:
     """Return whether a fault was named, by which Try, and whether the true step after lies in its interval."""
@@ -62,7 +65,8 @@ def print_table(results: dict[str, Any]) -> None:
             "–" if not row["fault"]["codes"] or one is None else "yes" if one else "no"
             for one in (verdict["named"], verdict["inside"])
         )
-        now, then = (_ms(None if one is None else one * 1e6) for one in (truth["now"], verdict["true"]))
+        now = _with_mean(truth["now"], truth["now_mean"])
+        then = _with_mean(verdict["true"], truth["after_mean"] if verdict["true"] == truth["after"] else None)
         others = ", ".join(_describe_other(one, row) for one in verdict["others"])
         print(f"| {row['fault']['name']} | {now} | {then} | {place} | {reach} | {named} | {inside} | {others} |")
     for fits in (True, False):
@@ -72,6 +76,13 @@ def print_table(results: dict[str, Any]) -> None:
             f"\n{'looked at while the rows were written' if fits else 'kept as a test'}: "
             f"{sum(verdict['named'] for verdict in mine)} of {len(mine)} named, {sum(held)} of {len(held)} inside"
         )
+
+
+def _with_mean(typical_ms: float | None, mean_ms: float | None) -> str:
+    if typical_ms is None:
+        return "–"
+    differs = mean_ms is not None and abs(mean_ms - typical_ms) > _FAR * typical_ms
+    return f"{typical_ms:.1f}" + (f" (mean {mean_ms:.1f})" if differs else "")
 
 
 def _reach(after: dict[str, float]) -> str:

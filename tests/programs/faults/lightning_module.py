@@ -73,4 +73,4 @@ def train(settings: Settings, callback=None):
 
 
 if __name__ == "__main__":
-    train(read_settings())
+    train(read_settings()[0])

@@ -3,31 +3,34 @@
     python tests/programs/faults/record_faults.py OUT [--tiny] [--budget-s 450] [--only NAME]
 
 First every program is recorded with its fault and summarized: ``OUT/predictions.json`` stands before anything is
-measured. Then each program's variants run bare in one process, in turns, and ``OUT/results.json`` gets both; the table
-of it is printed by `fault_table.py`. A fault is named if a Try has its code, and its line or module.
+measured. Then each program's variants run bare, in turns, each in processes of its own, and ``OUT/results.json`` gets
+both; the table of it is printed by `fault_table.py`. A fault is named if a Try has its code, and its line or module.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 HERE = Path(__file__).parent
-PLAIN = ("transformer", "vision", "plain")
-"""Programs that give their steps; the others are Trainers, which run their own loops."""
+PLAIN = ("transformer", "vision", "plain", "speech")
+"""Programs that give their steps; Trainers run their own loops."""
+PARALLEL = "parallel"
+"""The program of several ranks, which torchrun starts, and which measures its steps itself."""
+RANKS = 4
 MENDED = {"compile": "compiled", "launches": "graphed"}
 """The fault without which no program has what these Tries advise: a variant with it is measured where one is given."""
 MENDED_IN = {"hf_trainer": {"activation": "torchs-gelu"}}
@@ -58,6 +61,41 @@ class Fault:
 
 _AT_START = frozenset({"launch-blocking"})
 """Faults that a process has from its start or never: no variant of it is measured."""
+
+SPEECH: tuple[tuple[Any, ...], ...] = (
+    ("clean", ()),
+    ("positions on the CPU", ("positions",), ("made-on-cpu", "python", "waits"), "positions"),
+    ("unrolled", ("unrolled",), ("loop", "launches", "compile"), None, "recurrence"),
+    ("search for NaN", ("nan-check",), ("waits",), "nan-check"),
+    ("masks by NumPy", ("numpy-mask",), ("python", "made-on-cpu"), "numpy-mask"),
+    ("records by JSON", ("json",), ("python",), "json"),
+    ("fp32", ("fp32",), ("tf32",), None, ""),
+    ("no autocast", ("no-autocast",), ("autocast",), None, ""),
+    ("chosen frames", ("select",), ("waits",), "select"),
+    ("zeroed gradients", ("zeroed",), ("zero-grad",), None, ""),
+    ("clipping in a loop", ("clip-loop",), ("loop", "optimizer", "python"), "clip-loop", None, ("clip-fused",)),
+    ("norms of gradients", ("norms",), ("waits",), "norms"),
+    ("averaged weights", ("average",), ("loop", "optimizer", "python"), "average", None, ("average-at-once",)),
+    ("accuracy on the CPU", ("accuracy",), ("waits", "python"), "accuracy"),
+    ("reads the loss", ("reads",)),
+    ("kept logits", ("history",), ("growth", "allocations"), "history"),
+    ("empties the cache", ("empty-cache",), ("allocations",), "empty-cache"),
+    ("saves every fifth step", ("saves",), ("python",), "saves"),
+    ("synchronizes", ("sync",), ("waits",), "sync"),
+    ("fp32, NaN and NumPy", ("fp32", "nan-check", "numpy-mask"), ("tf32",), None, "", ("nan-check", "numpy-mask")),
+)
+"""Planted in a program that no row was written with."""
+ON_RANKS: tuple[tuple[Any, ...], ...] = (
+    ("clean", ()),
+    ("Python on one", ("late-python",), ("late-rank",), "late-python"),
+    ("random numbers on one", ("late-data",), ("late-rank",), "late-data"),
+    ("more rows on one", ("uneven",), ("late-rank",), None, ""),
+    ("sums after every pass", ("always-sums",), ("no-sync",), None, ""),
+    ("small buckets", ("small-buckets",)),
+    ("unused parameters", ("unused",)),
+    ("mean of the loss", ("mean-loss",), ("waits",), "mean-loss"),
+    ("one writes", ("first-writes",), ("late-rank",), "first-writes"),
+)
 
 FAULTS = (
     Fault("clean transformer", "transformer", ()),
@@ -121,7 +159,15 @@ FAULTS = (
     Fault("anomaly detection", "transformer", ("anomaly",), ("anomaly",), module="", steps=100),
     Fault("needless checkpoints", "transformer", ("checkpoint",), ("recompute",), module="blocks"),
     Fault("kept results", "transformer", ("keep",), ("growth", "allocations"), "keep", options=("--memory",)),
-    Fault("three at once", "transformer", ("random", "item", "for-loop"), ("made-on-cpu",), "random", steps=60),
+    Fault(
+        "three at once",
+        "transformer",
+        ("random", "item", "for-loop"),
+        ("made-on-cpu",),
+        "random",
+        without=("item", "for-loop"),
+        steps=60,
+    ),
     Fault("layout of images", "vision", ("layout",), ("channels-last",), module=""),
     Fault("deterministic algorithms", "transformer", ("deterministic",), ("deterministic",), module=""),
     Fault("benchmark off", "vision", (), without=("benchmark",)),
@@ -131,6 +177,8 @@ FAULTS = (
         "Lightning, loop optimizer", "lightning_module", ("for-loop",), ("optimizer",), module="optimizer", fits=False
     ),
     Fault("not compiled", "transformer", (), ("compile", "launches"), module="", without=("compiled",)),
+    *(Fault(f"speech, {name}", "speech", *rest, fits=False) for name, *rest in SPEECH),
+    *(Fault(f"ranks, {name}", "parallel", *rest, fits=False) for name, *rest in ON_RANKS),
 )
 
 
@@ -143,9 +191,8 @@ def find_lines(fault: Fault) -> list[tuple[str, int]]:
 
 def record(fault: Fault, folder: Path, *, tiny: bool) -> dict[str, Any]:
     """Run one program under profkit."""
-    words = [word for name in fault.faults for word in ("--fault", name)]
     run = folder / fault.name.replace(" ", "-").replace(",", "")
-    target = [sys.executable, str(HERE / f"{fault.program}.py"), *words, "--steps", str(fault.steps)]
+    target = command_of(fault.program, fault.faults, fault.steps)
     command = [sys.executable, "-m", "profkit", "run", "-o", str(run), *fault.options, "--", *target]
     environment = {**os.environ, **({"FAULTS_TINY": "1"} if tiny else {})}
     began = time.monotonic()
@@ -168,75 +215,64 @@ def summarize(run: str) -> dict[str, Any]:
     return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-1500:]}
 
 
-def measure_plain(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
-    """Return the step of each variant in ms, block by block, in turns in this process.
+def measure_plain(program: str, faults: Sequence[str], *, tiny: bool) -> list[float]:
+    """Return how long each of some steps took in ms, without those that its workers had made batches for before.
 
-    A variant with a loader is made anew for each turn, and is gone before the next one: workers of another variant
-    would take its CPUs. Of its steps as many are left out as its workers made batches for before the first one.
+    A step ends when the GPU has done its work, which is read afterwards: nothing waits between the steps.
     """
-    import torch
     from settings import Settings
 
-    keep_threads()
     module = importlib.import_module(program)
-    count_ready = getattr(module, "count_ready_batches", None)
-    settings = {variant: Settings(frozenset(variant), tiny) for variant in variants}
-    kept = {} if count_ready else {variant: module.make_step(setting) for variant, setting in settings.items()}
-    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    rounds, length = (2, 2) if tiny else (4, 14) if count_ready else (5, 6)
-    times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
-    for turn in range(rounds + 1):
-        for variant, setting in settings.items():
-            step = kept[variant] if kept else module.make_step(setting)
-            for _ in range(count_ready(setting) + 3 if count_ready else 2):
-                step()
-            wait()
-            began = time.perf_counter()
-            for _ in range(length):
-                step()
-            wait()
-            if turn:
-                times["+".join(variant)].append((time.perf_counter() - began) * 1e3 / length)
-            del step
-            if count_ready:
-                end_workers()
+    settings = Settings(frozenset(faults), tiny)
+    step = module.make_step(settings)
+    ready = module.count_ready_batches(settings) if hasattr(module, "count_ready_batches") else 0
+    for _ in range(2 if tiny else ready + 10):
+        step()
+    return time_steps(step, 4 if tiny else 30)
+
+
+def time_steps(step: Callable[[], None], count: int) -> list[float]:
+    """Return what each of these steps took in ms on the GPU, or on the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        ends = [time.perf_counter(), *(time.perf_counter() for _ in range(count) if step() is None)]
+        return [(end - start) * 1e3 for start, end in pairwise(ends)]
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def measure_trainer(program: str, faults: Sequence[str], *, tiny: bool) -> list[float]:
+    """Return how long each step of the last half of a training took in ms."""
+    from settings import Settings
+
+    clock = make_clock(program)
+    importlib.import_module(program).train(Settings(frozenset(faults), tiny, 6 if tiny else 50), clock)
+    half = clock.times[len(clock.times) // 2 :]
+    return [(end - start) * 1e3 for start, end in pairwise(half)]
+
+
+def measure_parallel(faults: Sequence[str], *, tiny: bool) -> list[float]:
+    """Return how long each step of a job of several ranks took in ms, as its first rank measured it."""
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "times.json"
+        words = [*command_of(PARALLEL, faults, 6 if tiny else 40), "--times", str(into), *["--tiny"] * tiny]
+        subprocess.run(words, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        times: list[float] = json.loads(into.read_text())
     return times
 
 
-def end_workers() -> None:
-    """Free what a step that was deleted held, and see that its loader's workers have ended."""
-    gc.collect()
-    left = multiprocessing.active_children()
-    if left:
-        raise RuntimeError(f"{len(left)} workers of a variant still run: others would be measured beside them")
-
-
-def measure_trainer(program: str, variants: Sequence[tuple[str, ...]], *, tiny: bool) -> dict[str, list[float]]:
-    """Return the step of each variant in ms: each trains three times, in turns; its last half counts."""
-    from settings import Settings
-
-    keep_threads()
-    module = importlib.import_module(program)
-    times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
-    for turn in range(1 if tiny else 3):
-        for variant in variants:
-            clock = make_clock(program)
-            module.train(Settings(frozenset(variant), tiny, 6 if tiny else 50), clock)
-            half = clock.times[len(clock.times) // 2 :]
-            if turn or tiny:
-                times["+".join(variant)].append((half[-1] - half[0]) * 1e3 / max(len(half) - 1, 1))
-    return times
-
-
-def keep_threads() -> None:
-    """Settle how many threads this one computes with, as a program that has no loader of its own does.
-
-    The thread of a DataLoader that pins memory sets one thread for all threads that have not computed yet; another
-    variant's loader must not make this one's data five times slower.
-    """
-    import torch
-
-    torch.get_num_threads()
+def command_of(program: str, faults: Iterable[str], steps: int) -> list[str]:
+    """Return the command line that starts a program with its faults, on several ranks where it is for them."""
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)] if program == PARALLEL else []
+    words = [word for name in faults for word in ("--fault", name)]
+    return [sys.executable, *job, str(HERE / f"{program}.py"), *words, "--steps", str(steps)]
 
 
 def make_clock(program: str) -> Any:
@@ -265,19 +301,27 @@ def make_clock(program: str) -> Any:
 
 
 def measure_apart(
-    program: str, variants: Iterable[tuple[str, ...]], timeout_s: float | None, *, tiny: bool
-) -> dict[str, Any]:
-    """Measure the variants of a program in a process of their own, which may take so long; None: as long as it does."""
-    words = [json.dumps([list(variant) for variant in variants]), *(["--tiny"] if tiny else [])]
-    command = [sys.executable, __file__, "-", "--truth", program, *words]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not measured within {timeout_s:.0f} s"}
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": done.stderr[-1500:]}
+    program: str, variants: Iterable[tuple[str, ...]], until: float, *, tiny: bool
+) -> dict[str, list[float]]:
+    """Measure the variants of a program in turns, each time in a process of its own, as far as there is time.
+
+    In one process the models of other variants, their garbage and their loaders' workers made steps up to a tenth
+    longer. A variant that fails, or for which there is no time left, has no times.
+    """
+    times: dict[str, list[float]] = {"+".join(variant): [] for variant in variants}
+    for name in (*times, *times):
+        command = [sys.executable, __file__, "-", "--truth", program, name, *["--tiny"] * tiny]
+        left_s = until - time.monotonic()
+        if left_s > 0:
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=left_s
+                )
+            except subprocess.TimeoutExpired:
+                continue
+            print(program, name, "failed:" + done.stderr[-300:] if done.returncode else "measured", flush=True)
+            times[name] += [] if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    return times
 
 
 def find_variants_of_tries(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -324,37 +368,33 @@ def measure_all(rows: Sequence[dict[str, Any]], until: float, *, tiny: bool) -> 
     for program in programs:
         faults = [row["fault"] for row in mine[program]]
         variants = [(), *(fault["without"] for fault in faults), *(fault["faults"] for fault in faults)]
-        measure_in_time(truths, program, program, variants, until, tiny=tiny)
-    yield truths
+        truths[program] = measure_apart(program, distinct_variants(variants), until, tiny=tiny)
+        yield truths
     for program in programs:
         advised = [(row["fault"]["faults"], find_variants_of_tries(row)) for row in mine[program]]
         variants = [variant for now, tries in advised if tries for variant in (now, *tries.values())]
-        measure_in_time(truths, f"{program}, Tries", program, variants, until, tiny=tiny)
+        truths[f"{program}, Tries"] = measure_apart(program, distinct_variants(variants), until, tiny=tiny)
         yield truths
 
 
-def measure_in_time(
-    truths: dict[str, Any], key: str, program: str, variants: Iterable[Iterable[str]], until: float, *, tiny: bool
-) -> None:
-    """Measure variants, if there are any and there is time left to begin, and note what came of it.
-
-    What Tries advise, such as compiling, may take no longer than that time.
-    """
+def distinct_variants(variants: Iterable[Iterable[str]]) -> list[tuple[str, ...]]:
+    """Return variants once each, without those whose fault a process has from its start."""
     distinct = dict.fromkeys(tuple(variant) for variant in variants)
-    able = [variant for variant in distinct if not _AT_START.intersection(variant)]
-    left_s = until - time.monotonic()
-    if able and left_s > 0:
-        truths[key] = measure_apart(program, able, None if key == program else left_s, tiny=tiny)
-    print("measured" if key in truths else "not measured", key, flush=True)
+    return [variant for variant in distinct if not _AT_START.intersection(variant)]
 
 
 def find_truth(row: dict[str, Any], truths: dict[str, Any]) -> dict[str, Any]:
-    """Return the step in ms: now, after the fault is mended, and after what each other Try advises."""
+    """Return the step in ms: now, after the fault is mended, and after what each other Try advises; of two the means.
+
+    The typical step is what profkit predicts. Where single steps take far longer, the mean is what a day is made of.
+    """
     fault = row["fault"]
     program = fault["program"]
     return {
         "now": _median_of(truths, program, fault["faults"]),
+        "now_mean": _median_of(truths, program, fault["faults"], of=mean),
         "after": _median_of(truths, program, fault["without"], fault["samples"]),
+        "after_mean": _median_of(truths, program, fault["without"], fault["samples"], of=mean),
         "tries": {
             code: _median_of(truths, f"{program}, Tries", variant)
             for code, variant in find_variants_of_tries(row).items()
@@ -362,9 +402,15 @@ def find_truth(row: dict[str, Any], truths: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _median_of(truths: dict[str, Any], key: str, variant: Iterable[str], samples: int = 1) -> float | None:
+def _median_of(
+    truths: dict[str, Any],
+    key: str,
+    variant: Iterable[str],
+    samples: int = 1,
+    of: Callable[[Sequence[float]], float] = median,
+) -> float | None:
     times = truths.get(key, {}).get("+".join(variant))
-    return median(times) / samples if times else None
+    return of(times) / samples if times else None
 
 
 def main() -> None:
@@ -377,9 +423,12 @@ def main() -> None:
     parser.add_argument("--truth", nargs=2)
     words = parser.parse_args()
     if words.truth:
-        program, variants = words.truth[0], [tuple(variant) for variant in json.loads(words.truth[1])]
-        measure = measure_plain if program in PLAIN else measure_trainer
-        print(json.dumps(measure(program, variants, tiny=words.tiny)))
+        program, faults = words.truth[0], [name for name in words.truth[1].split("+") if name]
+        if program == PARALLEL:
+            measured = measure_parallel(faults, tiny=words.tiny)
+        else:
+            measured = (measure_plain if program in PLAIN else measure_trainer)(program, faults, tiny=words.tiny)
+        print(json.dumps(measured))
         return
     (words.out / "runs").mkdir(parents=True, exist_ok=True)
     chosen = [fault for fault in FAULTS if not words.only or fault.name in words.only]

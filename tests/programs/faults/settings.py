@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,16 +23,17 @@ class Settings:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def read_settings() -> Settings:
-    """Return what the command line asks for."""
+def read_settings() -> tuple[Settings, Path | None]:
+    """Return what the command line asks for, and where times go if the program is to measure its own steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--tiny", action="store_true", default=bool(os.environ.get("FAULTS_TINY")))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--times", type=Path)
     words = parser.parse_args()
     if "launch-blocking" in words.fault:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # CUDA reads it once, so that variants in one process cannot have it
-    return Settings(frozenset(words.fault), words.tiny, words.steps)
+    return Settings(frozenset(words.fault), words.tiny, words.steps), words.times
 
 
 def compile_if_asked(model: nn.Module, faults: frozenset[str]) -> None:
@@ -44,7 +46,7 @@ def compile_if_asked(model: nn.Module, faults: frozenset[str]) -> None:
 
 def main(make_step: Callable[[Settings], Callable[[], None]]) -> None:
     """Train as the command line says."""
-    settings = read_settings()
+    settings, _ = read_settings()
     step = make_step(settings)
     for _ in range(settings.steps):
         step()
