@@ -32,7 +32,7 @@ from profkit.analysis.ranks.costs import (
 )
 from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
 from profkit.analysis.ranks.matching import LATE_NS, Matched, lateness_by_step
-from profkit.analysis.ranks.own_time import Account, Cause, Floats, Parts, ReducedRank
+from profkit.analysis.ranks.own_time import BEFORE, Account, Cause, Floats, Parts, ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL
 from profkit.trace.columns import Bools
@@ -332,7 +332,7 @@ class _Court:
         """Return whether a host may take longer because a profiler slowed it.
 
         Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
-        (They do not tell of time between phases.)
+        They do not tell of time between phases, of which lines of source do that were looked for without a profiler.
         """
         cost = self.cost
         if self.ranks[late].record.source == "light" or cause not in ("launch", "python"):
@@ -350,10 +350,19 @@ class _Court:
             is_mostly_within = within * 2 >= sum(longer.values())
             if is_mostly_within and seen < _SEEN * within:
                 return "profiler"
-        if cause == "python" and python > _BEYOND_LAUNCHES * launch:
+        if cause == "python" and (python > _BEYOND_LAUNCHES * launch or self._lines_show(late, longer)):
             return None
         is_enough = launch + python >= LEAST_LAUNCH_SHARE * cost.step_ns and cost.saved_ns.shape[1] >= _ENOUGH_STEPS
         return None if is_enough else "launches"
+
+    def _lines_show(self, late: int, longer: Mapping[str, float]) -> bool:
+        """Return whether lines of source show what a rank's Python takes longer, most of which is between phases."""
+        between = sum(time for phase, time in longer.items() if phase.startswith(BEFORE))
+        known = [rank.between_phases_ns for rank in self.ranks]
+        mine_ns, others_ns = known[late], [time for at, time in enumerate(known) if at != late and time is not None]
+        if mine_ns is None or len(others_ns) + 1 < len(known) or between * 2 < sum(longer.values()):
+            return False
+        return mine_ns - float(np.median(others_ns)) >= _SEEN * between
 
 
 def _find_place(extra: Parts) -> tuple[str, str, float]:

@@ -374,7 +374,8 @@ class ReducedRank:
     ``longer_on_gpu`` is what phases of each measured step took longer on its GPU, as parts and (steps, parts).
     ``exact`` is what it did by its full trace; of a rank without one, None. ``between_ns`` is what its sends and
     receives in a group took in the steps of ``exact`` that nothing hid. ``light`` is the rank by the light record that
-    it left beside its trace: that holds the steps that no profiler recorded too.
+    it left beside its trace: that holds the steps that no profiler recorded too. ``between_phases_ns`` is what lines of
+    source took outside of all phases in a step without a profiler; None where they were not looked for.
     """
 
     record: LightRecord
@@ -384,3 +385,4 @@ class ReducedRank:
     exact: Account | None = None
     between_ns: Mapping[int, int] = field(default_factory=dict)
     light: ReducedRank | None = None
+    between_phases_ns: int | None = None

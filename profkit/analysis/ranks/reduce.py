@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit.analysis.intervals import Stretches, unite
+from profkit.analysis.lines import LinesResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.ranks.own_time import (
@@ -73,8 +74,20 @@ def reduce_ranks(opened: OpenedTrace, light: Mapping[int, LightColumns]) -> list
     """
     numbers = opened.ranks.numbers
     if not numbers or opened.rank is not None:
-        return [_reduce_trace(opened.attribution, opened.rank or 0, light.get(opened.rank or 0))]
-    return [_reduce_trace(opened.of_rank(rank).attribution, rank, light.get(rank)) for rank in numbers]
+        traces = {opened.rank or 0: opened}
+    else:
+        traces = {rank: opened.of_rank(rank) for rank in numbers}
+    return [
+        replace(_reduce_trace(own.attribution, rank, light.get(rank)), between_phases_ns=_between_phases(own.lines))
+        for rank, own in traces.items()
+    ]
+
+
+def _between_phases(lines: LinesResult | None) -> int | None:
+    """Return what lines of source take outside of all phases, without their waits for the GPU; None if unknown."""
+    if lines is None:
+        return None
+    return sum(line.own_ns for line in lines.lines if line.thread == "main" and line.phase is None)
 
 
 def _reduce_trace(attribution: Attribution, rank: int, light: LightColumns | None) -> ReducedRank:

@@ -29,6 +29,7 @@ NONE = -1
 _WAITS = re.compile(r"^(cuda|cu)(Device|Stream|Event|Ctx|Thread)Synchronize")
 _STREAM_WAITS = re.compile(r"^(cuda|cu)StreamWaitEvent")
 _EVENTS = re.compile(r"^(cuda|cu)(EventRecord|StreamWaitEvent)")
+_ACTS = re.compile(rf"{_WAITS.pattern}|{_EVENTS.pattern}")
 _COPIES = re.compile(r"^(cuda|cu)Memcpy")
 
 
@@ -82,8 +83,8 @@ class StepColumns:
     """Of waits: how long after its target's end the host went on, where the recording shows it."""
     graph_share: dict[int, float] = field(default_factory=dict)
     """Of calls that launch a CUDA graph: after which share of its time the first operation may begin."""
-    unknown_waits: int = 0
-    """How many streams waited for an event whose recording is unknown: these waits are left out."""
+    inferred_waits: int = 0
+    """How many waits of streams are for events of which the profiler does not say where they were recorded."""
 
     @property
     def recorded_ns(self) -> int:
@@ -115,13 +116,16 @@ class _Operations:
 class ProcessCalls:
     """One process's calls and operations; `step` cuts a step out of them.
 
-    Only the outermost of nested calls count: a runtime call makes driver calls.
+    Only the outermost of nested calls count: a runtime call makes driver calls. What a thread does that only asks
+    whether events have happened, as NCCL's watchdog, holds nothing up.
     """
 
     def __init__(self, trace: Trace, process: int) -> None:
         self._trace = trace
         calls = trace.calls
         mine = np.flatnonzero(calls.process == process)
+        acts = calls.has_work | np.array([bool(_ACTS.match(name)) for name in trace.names], dtype=np.bool_)[calls.name]
+        mine = mine[np.isin(calls.thread[mine], distinct_values(calls.thread[mine][acts[mine]]))]
         is_outer = np.zeros(len(mine), dtype=np.bool_)
         for thread in distinct_values(calls.thread[mine]).tolist():
             here = np.flatnonzero(calls.thread[mine] == thread)
@@ -275,7 +279,9 @@ class ProcessCalls:
         names = [self._trace.names[name] for name in self._trace.calls.name[step.call].tolist()]
         last: dict[int, int] = {}
         recorded: dict[int, dict[int, int]] = {}
+        latest: dict[int, int] = {}
         pending: dict[int, list[int]] = {}
+        inferred: dict[int, dict[int, int]] = {}
         for at, name in enumerate(names):
             sync = self._syncs.get(first + at)
             begin, end = step.launches[at]
@@ -286,18 +292,23 @@ class ProcessCalls:
             elif _STREAM_WAITS.match(name):
                 target = None if sync is None else recorded.get(sync.record, {}).get(sync.recorded_on)
                 if sync is None or sync.record == NONE:
-                    step.unknown_waits += 1
+                    step.inferred_waits += 1
+                    inferred[NONE if sync is None else sync.stream] = latest
                 elif target is not None:
                     pending.setdefault(sync.stream, []).append(target)
             elif begin < end:
                 ended = all(step.end_ns[row] <= step.call_end_ns[at] for row in range(begin, end))
                 step.kind[at] = COPY if ended and _COPIES.match(name) else LAUNCH
             elif "EventRecord" in name:
-                recorded[first + at] = dict(last)
+                recorded[first + at] = latest = dict(last)
             for row in range(begin, end):
-                if step.stream[row] in pending:
-                    step.awaited[row] = pending.pop(step.stream[row])
-                last[step.stream[row]] = row
+                stream = step.stream[row]
+                waits = pending.pop(stream, [])
+                for place in (stream, NONE):  # where the waiting stream is unknown, it is the one that runs next
+                    waits += _awaited(step, row, inferred.pop(place, {}))
+                if waits:
+                    step.awaited[row] = waits
+                last[stream] = row
 
 
 _MOST_AT_ONCE = 64
@@ -339,17 +350,29 @@ def _targets(sync: _Sync | None, last: dict[int, int], recorded: dict[int, dict[
     return sorted(last.values())
 
 
+def _awaited(step: StepColumns, row: int, latest: Mapping[int, int]) -> list[int]:
+    """Return which operations one may have waited for, of those that streams had last when an event was recorded.
+
+    Which event it was is unknown: none after an operation that ran on when this one began. Of each other stream it
+    waits for the last one before: what truly is independent is then never run in another order than in the recording.
+    """
+    others = (other for stream, other in latest.items() if stream != step.stream[row])
+    return [at for at in (_last_ended(step, other, step.start_ns[row]) for other in others) if at != NONE]
+
+
+def _last_ended(step: StepColumns, row: int, time_ns: int) -> int:
+    """Return the last operation of a stream, from ``row`` back, that had ended at a time; `NONE` if there is none."""
+    while row != NONE and step.end_ns[row] > time_ns:
+        row = step.previous[row]
+    return row
+
+
 def _ended_before(step: StepColumns, call: int, last: Mapping[int, int]) -> list[int]:
     """Return what a wait for an event waited for, if it is unknown where that was recorded.
 
     Nothing that ran on when the call ended; so it is the operation that ended last before.
     """
-    ended = []
-    for row in last.values():
-        while row != NONE and step.end_ns[row] > step.call_end_ns[call]:
-            row = step.previous[row]  # noqa: PLW2901  back to the first one that had ended
-        if row != NONE:
-            ended.append(row)
+    ended = [at for at in (_last_ended(step, row, step.call_end_ns[call]) for row in last.values()) if at != NONE]
     return [max(ended, key=step.end_ns.__getitem__)] if ended else []
 
 

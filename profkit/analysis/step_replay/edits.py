@@ -61,6 +61,8 @@ _LEAST_BUSY = 0.25
 _KEPT_WAITING = 0.1
 """A step that waits for data for more than this share has its workers at work all the time."""
 _PINNED_BYTES_PER_S = {"least": 55e9, "expected": 40e9, "most": 12e9}
+_HELD_NS = 100_000
+"""A copy from pinned memory returns sooner than this."""
 _PINNING_BYTES_PER_S = {"least": 20e9, "expected": 8e9, "most": 4e9}
 """Without workers the thread that trains moves a batch to pinned memory itself."""
 _WRAPPER = {"least": 0.2, "expected": 0.1, "most": 0.0}
@@ -394,13 +396,19 @@ def stop_waiting(columns: StepColumns, calls: Iterable[int], constants: Constant
 
 
 def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
-    """The line's time goes from the longest pauses of its phases, give or take its error, and its waits with it.
+    """The line's time goes, and its waits with it."""
+    lines = _lines_at(setting)
+    columns = _drop_time(columns, setting, lines)
+    return drop_waits_of_line(columns, setting) if any(round(line.waits) for line in lines) else columns
+
+
+def _drop_time(columns: StepColumns, setting: Setting, lines: Sequence[LineTime]) -> StepColumns:
+    """Return the step without what lines take themselves, give or take its error, in their phases' longest pauses.
 
     What would be left of a long pause is the line's too, unless it is more than that error.
     """
     sign = {"least": 2, "expected": 0, "most": -2}[setting.world]
     gap = list(columns.gap_ns)
-    lines = _lines_at(setting)
     for line in lines:
         left_ns = max(0, line.own_ns + sign * line.error_ns)
         phases = {line.phase} if line.phase is not None else {OUTSIDE, DATA}
@@ -411,8 +419,7 @@ def drop_python_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
             is_all = taken_ns and pauses[call] > PAUSE_NS and rest_ns <= 2 * line.error_ns and setting.world != "most"
             gap[call] -= taken_ns + (rest_ns if is_all else 0)
             left_ns -= taken_ns
-    columns = replace(columns, gap_ns=gap)
-    return drop_waits_of_line(columns, setting) if any(round(line.waits) for line in lines) else columns
+    return replace(columns, gap_ns=gap)
 
 
 def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
@@ -464,13 +471,24 @@ def _lengthen_gap(columns: StepColumns, call: int, by_ns: int) -> StepColumns:
     return replace(columns, gap_ns=gap)
 
 
+def find_pageable_copies(step: ReplayedStep) -> list[int]:
+    """Return the copies from the host's memory that hold the host: to their end, or until most of it is staged."""
+    columns = step.columns
+    found = []
+    for call, (first, last) in enumerate(columns.launches):
+        is_copy = first < last and step.names[int(columns.row[first])] == FROM_HOST
+        if is_copy and (columns.kind[call] == COPY or columns.own_ns[call] > _HELD_NS):
+            found.append(call)
+    return found
+
+
 def pin_memory(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Copies from the host need not pass through a buffer; where the program waits after them, it still does."""
-    copies = [
-        call
-        for call in range(len(columns.kind))
-        if columns.kind[call] == COPY and setting.name(columns, columns.launches[call][0]) == FROM_HOST
-    ]
+    """Copies from the host need not pass through a buffer; where the program waits after them, it still does.
+
+    What a worker sends lies in memory that is shared with it. The thread that pins it gives that back, which the line
+    that moves the batch did before.
+    """
+    copies = find_pageable_copies(setting.step)
     if not copies:
         raise CannotPredictError("the step copies nothing from pageable memory to the GPU")
     kind, own, durations = list(columns.kind), list(columns.own_ns), list(columns.duration_ns)
@@ -481,7 +499,9 @@ def pin_memory(columns: StepColumns, setting: Setting) -> StepColumns:
             durations[row] = min(durations[row], round(size / _PINNED_BYTES_PER_S[setting.world] * 1e9))
             if not setting.facts.workers:
                 own[call] += round(size / _PINNING_BYTES_PER_S[setting.world] * 1e9)
-    return replace(columns, kind=kind, own_ns=own, duration_ns=durations)
+    columns = replace(columns, kind=kind, own_ns=own, duration_ns=durations)
+    moves = [line for line in setting.facts.lines or () if line.is_move and line.thread == "main"]
+    return _drop_time(columns, setting, moves) if setting.facts.workers else columns
 
 
 def _calls_of_modules(setting: Setting, pattern: str) -> set[int]:

@@ -30,6 +30,8 @@ COMPILED_PHASES = (FORWARD, BACKWARD)
 """What compiling a model compiles; a loss outside of it and the optimizer stay as they are."""
 _FUSABLE = ("softmax", "normalization", "elementwise", "reduction", "copy/cast", "loss")
 """Small kernels of which a compiler makes fewer: gathering and scattering take as long in compiled code."""
+_RECURRENT = re.compile("RNN|(?:LSTM|GRU)_elementWise")
+"""Kernels of cuDNN's recurrent layers."""
 _FUSED = {"least": 0.45, "expected": 0.65, "most": 0.9}
 """What is left of the time of small kernels when a compiler has fused them."""
 _REPLAYING = ("reduce-overhead", "max-autotune")
@@ -121,6 +123,11 @@ def change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
     )
 
 
+def has_recurrent_layers(step: ReplayedStep) -> bool:
+    """Return whether a step runs cuDNN's recurrent layers, which torch.compile leaves out of its graphs."""
+    return any(_RECURRENT.search(step.names[row]) for row in step.columns.row.tolist())
+
+
 def find_fusable(step: ReplayedStep) -> list[int]:
     """Return the small kernels that the model itself runs in a forward or backward pass; a loss outside is none."""
     columns, has_modules = step.columns, any(module is not None for module in step.operation_module)
@@ -128,6 +135,7 @@ def find_fusable(step: ReplayedStep) -> list[int]:
         at
         for at, row in enumerate(columns.row.tolist())
         if step.categories[row] in _FUSABLE
+        and not _RECURRENT.search(step.names[row])
         and step.phase[columns.launcher[at]] in COMPILED_PHASES
         and (step.operation_module[at] is not None or not has_modules)
     ]
@@ -144,6 +152,8 @@ def _replay_passes(columns: StepColumns, setting: Setting) -> StepColumns:
     calls, phases = setting.calls_in(COMPILED_PHASES), setting.step.phase
     if columns.waits_among(calls):
         raise CannotPredictError("the host waits for the GPU within a pass, which no graph can hold")
+    if has_recurrent_layers(setting.step):
+        raise CannotPredictError("torch.compile leaves recurrent layers out of its graphs")
     columns = drop_calls(columns, calls)
     own = list(columns.own_ns)
     for call in calls:

@@ -380,6 +380,11 @@ def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[
             "the GPU sets the pace, so the recording does not say how fast Python is without the profiler: taken as in "
             f"other recordings, {USUAL_HOST[0]:.0%} to {USUAL_HOST[1]:.0%} of its recorded time"
         )
+    if any(step.columns.inferred_waits for step in replay.fitted):
+        yield (
+            "streams wait for events, and the profiler does not say where these were recorded: taken to wait for all "
+            "that was launched before and had ended"
+        )
     yield from (change.assumption for change in changes if change.assumption)
 
 

@@ -2,27 +2,32 @@
 
 A rank comes to a collective when its stream does. The collective ends on all ranks at once: after the last one has come
 to it, as long as it took that rank in the recording. No rank's clock is held against another's: their recorded steps
-are laid side by side so that collectives end together.
+are laid side by side so that collectives end together. One factor on the time of all hosts makes the steps together as
+long as unprofiled: how long a rank waited in collectives says nothing of its own speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from profkit.analysis.step_replay.calibrate import Fit
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWEST, Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.predict import TimeAnswer
-from profkit.analysis.step_replay.replay import Constants, Proof, Replayed, prove, run
-from profkit.analysis.step_replay.steps import LARGEST_ERROR, ReplayedStep, StepReplay
+from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, follow, prove, run
+from profkit.analysis.step_replay.steps import LARGEST_ERROR, NOT_FITTED, ReplayedStep, StepReplay
 
 ON_TIME = "on-time"
 """The edit that removes a rank's lateness."""
 
-_SPREAD = 0.05
+_MOST_ROUNDS = 16
+"""A host that is ahead of its GPU fills the queue of launches in fewer steps."""
+_HALVED = 7
+"""A factor is found to a hundredth."""
+_SPREAD = 0.08
 """By how much ranks' steps, of which the GPUs limit a part, are taken to differ from one run to the next."""
 
 
@@ -38,11 +43,15 @@ class RankStep:
 
 @dataclass(frozen=True)
 class OnTime:
-    """A step of all ranks by their replay, as it is and without the late rank; ``proof`` is of the former."""
+    """A step of all ranks by their replay, as it is and without the late rank; ``proof`` is of the step as recorded.
+
+    ``factor`` is on the hosts' time, as unprofiled.
+    """
 
     before_ns: int
     after_ns: int
     proof: Proof
+    factor: float = 1.0
 
 
 def predict_on_time(
@@ -52,11 +61,13 @@ def predict_on_time(
 
     ``now_ns`` is the measured step of all ranks, ``unprofiled_ns`` the same; None if it is as recorded.
     """
-    edits, fit = (f"{ON_TIME}:{late}",), Fit.of_all([replay.fit for replay in replays.values()])
+    edits = (f"{ON_TIME}:{late}",)
     try:
-        steps = replay_on_time(replays, late)
+        steps = replay_on_time(replays, late, unprofiled_ns)
     except CannotPredictError as error:
-        return TimeAnswer(edits, now_ns, unprofiled_ns, None, fit, str(error))
+        return TimeAnswer(edits, now_ns, unprofiled_ns, None, AS_RECORDED, str(error))
+    factors = [step.factor for step in steps]
+    fit = Fit(min(factors), median(factors), max(factors))
     proof = max((step.proof for step in steps), key=lambda proof: abs(proof.error))
     if now_ns is None:
         return TimeAnswer(edits, now_ns, unprofiled_ns, proof, fit, "how long a step takes is not known")
@@ -84,39 +95,56 @@ def predict_on_time(
     )
 
 
-def replay_on_time(replays: Mapping[int, StepReplay], late: int) -> list[OnTime]:
+def replay_on_time(replays: Mapping[int, StepReplay], late: int, unprofiled_ns: int | None = None) -> list[OnTime]:
     """Return what each recorded step takes if rank ``late`` comes to no collective after all others.
+
+    The hosts are as fast as makes it take ``unprofiled_ns`` before that; as recorded where it is None.
 
     Raises:
         CannotPredictError: a rank cannot be replayed, ranks do not make the same collectives, or the replay of all
             ranks together does not end as they did.
     """
     for rank, replay in replays.items():
-        if replay.refusal is not None:
+        if replay.refusal not in (None, NOT_FITTED):
             raise CannotPredictError(f"rank {rank}: {replay.refusal}")
     if len(replays) < 2 or late not in replays:
         raise CannotPredictError(f"there is no rank {late} beside others in this trace")
     count = min(len(replay.steps) for replay in replays.values())
     return [
-        _replay_step({rank: (r.steps[at - count], r.constants) for rank, r in replays.items()}, late)
+        _replay_step({rank: (r.steps[at - count], r.constants) for rank, r in replays.items()}, late, unprofiled_ns)
         for at in range(count)
     ]
 
 
-def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int) -> OnTime:
+def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int, unprofiled_ns: int | None) -> OnTime:
     recorded = _lay_side_by_side([_rank_step(step, constants) for step, constants in steps.values()])
     wires = find_wires(recorded)
     together = run_together(recorded, wires)
     proof = prove(*((rank.columns, found) for rank, found in zip(recorded, together, strict=True)))
     if abs(proof.error) > LARGEST_ERROR:
         raise CannotPredictError(f"the replay of all ranks together ends {abs(proof.error):.1%} off")
-    at_speed = [
-        replace(rank, columns=step.at_speed(step.fit.middle))
-        for rank, (step, _) in zip(recorded, steps.values(), strict=True)
-    ]
-    others = [rank for rank, number in zip(at_speed, steps, strict=True) if number != late]
-    before, after = (max(own.step_ns for own in run_together(ranks, wires)) for ranks in (at_speed, others))
-    return OnTime(before, after, proof)
+
+    def take_ns(factor: float, ranks: Collection[int]) -> int:
+        numbered = zip(recorded, steps.items(), strict=True)
+        at_speed = [
+            # Between phases Python takes as long as recorded: what fits a rank by itself knows nothing of its waits.
+            replace(rank, columns=replace(step.phases, outside=1.0).scale_host(step.columns, factor))
+            for rank, (number, (step, _)) in numbered
+            if number in ranks
+        ]
+        return _steady_step_ns(at_speed, wires)
+
+    factor = 1.0 if unprofiled_ns is None else _find_factor(lambda by: take_ns(by, steps), unprofiled_ns)
+    return OnTime(take_ns(factor, steps), take_ns(factor, steps.keys() - {late}), proof, factor)
+
+
+def _find_factor(take_ns: Callable[[float], int], unprofiled_ns: int) -> float:
+    """Return the factor on the hosts' time with which a step takes as long as unprofiled, or the nearest to it."""
+    least, most = FASTEST, SLOWEST
+    for _ in range(_HALVED):
+        middle = (least + most) / 2
+        least, most = (least, middle) if take_ns(middle) > unprofiled_ns else (middle, most)
+    return (least + most) / 2
 
 
 def _rank_step(step: ReplayedStep, constants: Constants) -> RankStep:
@@ -139,11 +167,11 @@ def find_wires(ranks: Sequence[RankStep]) -> list[int]:
 
 
 def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replayed]:
-    """Run the steps of ranks until no collective ends later than it did in the round before.
+    """Run the steps of ranks until all collectives end as in the round before.
 
-    Each round settles at least the first collective that was not yet settled.
+    Each round settles at least the first collective that was not yet settled, whatever they took at first.
     """
-    columns = [_with_durations(rank, wires) for rank in ranks]
+    columns = [rank.columns for rank in ranks]
     for _ in range(len(wires) + 1):
         found = [run(own, rank.constants) for own, rank in zip(columns, ranks, strict=True)]
         begins = [
@@ -157,6 +185,30 @@ def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replay
             break
         columns = changed
     return found
+
+
+def _steady_step_ns(ranks: Sequence[RankStep], wires: Sequence[int]) -> int:
+    """Return how long a step takes on all ranks that they make again and again, each as soon as its host can.
+
+    What one rank's hosts and GPUs were ahead of another's in the recording is gone after a few steps.
+    """
+    ended_ns = step_ns = 0
+    for _ in range(_MOST_ROUNDS):
+        together = run_together(ranks, wires)
+        before_ns, last_ns = step_ns, ended_ns
+        ended_ns = max(rank.begin_ns + found.step_ns for rank, found in zip(ranks, together, strict=True))
+        step_ns = ended_ns - last_ns
+        if abs(step_ns - before_ns) <= STEADY * step_ns:
+            break
+        ranks = [
+            replace(rank, columns=follow(_as_run(rank, found), found), begin_ns=rank.begin_ns + found.host_ns)
+            for rank, found in zip(ranks, together, strict=True)
+        ]
+    return step_ns
+
+
+def _as_run(rank: RankStep, found: Replayed) -> StepColumns:
+    return _with_durations(rank, [found.end_ns[row] - found.start_ns[row] for row in rank.collectives])
 
 
 def _with_durations(rank: RankStep, durations: Sequence[int]) -> StepColumns:

@@ -134,6 +134,11 @@ class Replayed:
     cause: list[int]
 
     @property
+    def host_ns(self) -> int:
+        """How long the host took, which then begins the next step."""
+        return max(self.call_end_ns, default=0)
+
+    @property
     def step_ns(self) -> int:
         """How long the step took: until its host and its GPUs had ended."""
         return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
@@ -253,15 +258,20 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
     """
     found, ended_ns, step_ns = run(step, constants), 0, 0
     for _ in range(_MOST_ROUNDS):
-        host_ns = max(found.call_end_ns, default=0)
-        ended_ns, busy, before_ns = found.step_ns - host_ns, _still_busy(step, found, host_ns), step_ns
-        if busy != step.free_ns:
-            step = replace(step, free_ns=busy, backlog_ns=_still_queued(step, found, host_ns))
+        ended_ns, following, before_ns = found.step_ns - found.host_ns, follow(step, found), step_ns
+        if following.free_ns != step.free_ns:
+            step = following
             found = run(step, constants)
         step_ns = found.step_ns - ended_ns
-        if abs(step_ns - before_ns) <= STEADY * step_ns or not busy:
+        if abs(step_ns - before_ns) <= STEADY * step_ns or not step.free_ns:
             break
     return Steady(found, step_ns, ended_ns)
+
+
+def follow(step: StepColumns, found: Replayed) -> StepColumns:
+    """Return the step as it begins when the host has ended it: what it left to the GPU is there still."""
+    busy, queued = _still_busy(step, found, found.host_ns), _still_queued(step, found, found.host_ns)
+    return replace(step, free_ns=busy, backlog_ns=queued)
 
 
 def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, int]:

@@ -70,6 +70,9 @@ MOST_CALLS = 250_000
 LARGEST_ERROR = 0.005
 """A step whose replay ends further off than this share of it predicts nothing."""
 
+NOT_FITTED = "no speed of the host makes the recorded steps take as long as the unprofiled ones"
+"""Why nothing is predicted of a step by itself; ranks that waited for each other are fitted together."""
+
 _LEAST_SPREAD = 0.005
 """Unprofiled steps that differ less than this share of the step are not told apart."""
 
@@ -300,10 +303,8 @@ def _why_doubtful(found: StepReplay, *, has_times: bool) -> str | None:
         return "the recorded steps hold no GPU work"
     if abs(proof.error) > LARGEST_ERROR:
         return f"the replay of a recorded step ends {abs(proof.error):.1%} off: more than {LARGEST_ERROR:.1%}"
-    if any(step.columns.unknown_waits for step in found.steps):
-        return "streams wait for events, and the profiler does not say where these were recorded"
     if has_times and all(step.fit is AS_RECORDED for step in found.steps):
-        return "no speed of the host makes the recorded steps take as long as the unprofiled ones"
+        return NOT_FITTED
     return None
 
 
