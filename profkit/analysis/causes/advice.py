@@ -37,7 +37,7 @@ _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
-_LAST = ("autocast",)
+_LAST = ("autocast", "batch")
 """Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
 
 Row = Callable[[Evidence], Iterator[Cause]]

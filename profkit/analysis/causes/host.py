@@ -17,10 +17,11 @@ from profkit.analysis.causes.changes import (
     without_copies,
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
-from profkit.analysis.step_replay.columns import COPY, LAUNCH
+from profkit.analysis.step_replay.columns import LAUNCH
+from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
-from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
@@ -31,8 +32,6 @@ _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
 """A line whose time is at least by this share long pauses between CUDA calls runs Python; else it prepares kernels."""
-_HELD_NS = 100_000
-"""A copy from pinned memory returns sooner than this."""
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _MOSTLY = 0.5
@@ -95,7 +94,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
         line = max(lines, key=lambda line: line.own_ns)
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
         if line.method in _FACTORIES:
-            changes.append(without_copies(line.method, _pageable_copies))
+            changes.append(without_copies(line.method, find_pageable_copies))
         yield Cause(
             code="made-on-cpu" if line.method in _FACTORIES else "python",
             cause=_describe_line(line),
@@ -153,13 +152,15 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     python = [] if limits is None else limits.lines_of(Limit.PYTHON)
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
+    # What moving a worker's batch takes is that of its memory, which is not pinned: a row of its own.
+    moves_pageable = bool(evidence.facts.workers and evidence.step and find_pageable_copies(evidence.step))
     trainers = {line.place for line in evidence.lines if line.phase in (BACKWARD, OPTIMIZER)}
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in evidence.lines:
         phase = line.phase or OUTSIDE
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
         is_long = line.own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * line.own_ns
-        is_plain = line.place not in trainers and not _launches(line)
+        is_plain = line.place not in trainers and not _launches(line) and not (line.is_move and moves_pageable)
         if line.thread == "main" and phase != DATA and is_long and is_plain:
             groups[line.file or "", line.function, line.phase].append(line)
     for lines in groups.values():
@@ -197,17 +198,6 @@ def _split(lines: Sequence[LineTime]) -> Iterator[Sequence[LineTime]]:
     yield from (lines[start:end] for start, end in pairwise([*starts, len(lines)]))
 
 
-def _pageable_copies(step: ReplayedStep) -> list[int]:
-    """Return the copies from the host's memory that hold the host: to their end, or until most of it is staged."""
-    columns = step.columns
-    found = []
-    for call, (first, last) in enumerate(columns.launches):
-        is_copy = first < last and step.names[int(columns.row[first])] == FROM_HOST
-        if is_copy and (columns.kind[call] == COPY or columns.own_ns[call] > _HELD_NS):
-            found.append(call)
-    return found
-
-
 def _copies(evidence: Evidence) -> Iterator[Cause]:
     """Copies of a loader's batches that are not pinned: the host waits in the call until they have run.
 
@@ -217,19 +207,20 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     if step is None or not evidence.facts.workers:
         return
     columns = step.columns
-    calls = _pageable_copies(step)
+    calls = find_pageable_copies(step)
     held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
     if held_ns < _LEAST_SHARE * evidence.now_ns:
         return
     moves = [line for line in evidence.lines if line.file and line.is_move and line.thread == "main"]
     line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
+    no_wait = [f"no-wait:{line.file}:{line.line}"] if line is not None and round(line.waits) else []
     yield Cause(
         code="pageable-copy",
         cause="data is copied from memory that is not pinned",
         detail=f", {name_times(len(calls))}, while the host waits",
         line=None if line is None else source_line(line),
         change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
-        changes=edits("pin-memory"),
+        changes=edits("pin-memory", *no_wait),
         edit="pin-memory",
         costs="pinned host memory",
         evidence={"copies": len(calls), "held_ns": held_ns},
@@ -258,11 +249,16 @@ def _allocations(evidence: Evidence) -> Iterator[Cause]:
         return
     columns = step.columns
     time_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in step.allocating)
+    emptying = [line for line in evidence.lines if line.method == "empty_cache"]
+    line = max(emptying, key=lambda line: line.time_ns, default=None)
     yield Cause(
         code="allocations",
         cause=f"CUDA allocates or frees memory {name_times(len(step.allocating))}",
-        detail=": memory grows, or is in pieces",
-        change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        detail=": memory grows, or is in pieces" if line is None else ": the cache is emptied, and filled again",
+        line=None if line is None else source_line(line),
+        change="keep no tensors from step to step; else PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        if line is None
+        else "no torch.cuda.empty_cache() in the step",
         changes=[without_calls("allocations", lambda step: list(step.allocating))],
         evidence={"calls": len(step.allocating), "time_ns": time_ns},
         proof="profkit memory RUN --leaks",

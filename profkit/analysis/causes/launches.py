@@ -10,7 +10,7 @@ from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceL
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.own_time import Cause as WhyLate
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
-from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable
+from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable, has_recurrent_layers
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.ranks_together import ON_TIME
 from profkit.analysis.step_replay.steps import ReplayedStep
@@ -182,7 +182,10 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _can_be_captured(evidence: Evidence) -> bool:
-    """Return whether all recorded steps run the same kernels, and one thread launches those of the forward pass."""
+    """Return whether all recorded steps run the same kernels, and one thread launches those of the forward pass.
+
+    Recurrent layers stay out of graphs.
+    """
     steps = () if evidence.replay is None else evidence.replay.steps
     kernels = {
         tuple(sorted(one.name for one in evidence.operations(step) if one.phase in COMPILED_PHASES)) for step in steps
@@ -190,7 +193,7 @@ def _can_be_captured(evidence: Evidence) -> bool:
     threads = {
         step.columns.thread[one.call] for step in steps for one in evidence.operations(step) if one.phase == FORWARD
     }
-    return len(kernels) == 1 and len(threads) <= 1
+    return len(kernels) == 1 and len(threads) <= 1 and not any(map(has_recurrent_layers, steps))
 
 
 def _find_waits(step: ReplayedStep) -> list[int]:
