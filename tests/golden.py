@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,11 +25,15 @@ def check_text(name: str, text: str) -> None:
 
 
 def _transcribe(words: Sequence[str | Path]) -> str:
-    done = run_command(*words)
+    """Return what a call prints in the folder of its first capture: long paths would be wrapped by their length."""
+    folders = [word.parent for word in words if isinstance(word, Path)]
+    with contextlib.chdir(folders[0]) if folders else contextlib.nullcontext():
+        done = run_command(*(os.path.relpath(word) if isinstance(word, Path) else word for word in words))
     asked = " ".join(word.name if isinstance(word, Path) else word for word in words)
     text = f"$ profkit {asked}\n{done.stdout}"
     text += f"-- standard error\n{done.stderr}" if done.stderr else ""
     text += f"-- exit {done.returncode}\n" if done.returncode else ""
-    for path in (word for word in words if isinstance(word, Path)):
-        text = text.replace(f"{path.parent}/", "")
+    for folder in dict.fromkeys(folders):
+        from_first = os.path.relpath(folder, folders[0])
+        text = text.replace(f"{folder}/", "") if from_first == "." else text.replace(f"{from_first}/", "")
     return text

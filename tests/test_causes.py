@@ -419,8 +419,8 @@ NEARLY: list[Case] = [
     ("python", equal_steps(python(4 * MS), within("backward", launch(NVJET, 100_000, 20), wait)), TRAINER),
     ("python", equal_steps(within("forward", launch(NVJET, 300_000, 20)), python(4 * MS), wait), BATCH),
     ("python", made_in_python(), python_numbers("make_batch")),
-    # Nothing comes after the copy.
-    ("pageable-copy", pageable_copy(0), IMAGES),
+    # Nothing comes after the copy, and the program waits for it itself.
+    ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
     ("loader", *loads(20_000)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
