@@ -8,6 +8,7 @@ from pathlib import PurePath
 from profkit.analysis.causes.changes import By, drop_some_launches, remove_operations, stop_chosen_waits
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, name_times, source_line
 from profkit.analysis.lines import find_lines
+from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.own_time import Cause as WhyLate
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable, has_recurrent_layers
@@ -242,14 +243,15 @@ def _late_rank(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _find_line(evidence: Evidence, rank: int, phase: str) -> SourceLine | None:
-    """Return the line of a rank in which Python stands longest in a phase."""
+    """Return the line of a rank in which Python stands longest in a phase, or between phases if it is before one."""
     run = evidence.capture.run
     if run is None or run.lines(rank) is None:
         return None
+    inside = "" if phase.startswith(BEFORE) else phase
     lines = [
         line
         for line in find_lines(run, rank).lines
-        if line.file and ((line.phase or "") == phase or (phase == DATA and line.thread == "worker"))
+        if line.file and ((line.phase or "") == inside or (phase == DATA and line.thread == "worker"))
     ]
     longest = max(lines, key=lambda line: line.own_ns, default=None)
     return None if longest is None else source_line(longest)
