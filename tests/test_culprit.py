@@ -6,6 +6,7 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from profkit.joining import find_sources, read_ranks, reduce_source
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
-from profkit.run.directory import LIGHT, name_of_rank
+from profkit.run.directory import LIGHT, LINES, name_of_rank
 from profkit.run.light_columns import read_light_columns
 from profkit.run.light_record import Group, LightRecord, StepRecord
+from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
 from tests.kineto_builder import row
 from tests.nsys_builder import NsysBuilder
 from tests.rank_builder import (
@@ -458,6 +460,49 @@ def test_launches_are_named_only_from_some_recorded_steps_on(tmp_path: Path, ste
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, steps, [Delay(1, "launch", 40 * MS)]))
     verdict = compare_traced(trace).verdict
     assert (verdict.culprit is not None, verdict.doubt) == (is_named, None if is_named else "launches")
+
+
+def _between_phases(time_ns: int, **changes: Any) -> LineTime:
+    line = LineTime("/me/train.py", 7, "main", "log", None, "main", 50, time_ns, 1, 0.0)
+    return replace(line, **changes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "within_ns", "is_named"),
+    [
+        ([[], [_between_phases(20 * MS)], []], 0, True),
+        ([[], [_between_phases(11 * MS)], []], 0, True),
+        ([[], [_between_phases(9 * MS)], []], 0, False),
+        # The other ranks' Python takes as long without a profiler; what is known of one of them is not enough.
+        ([[_between_phases(15 * MS)], [_between_phases(20 * MS)], [_between_phases(15 * MS)]], 0, False),
+        ([[], [_between_phases(20 * MS)], None], 0, False),
+        ([[], None, []], 0, False),
+        # Lines of phases, of other threads and that wait for the GPU do not tell.
+        ([[], [_between_phases(20 * MS, phase="forward")], []], 0, False),
+        ([[], [_between_phases(20 * MS, thread="worker")], []], 0, False),
+        ([[], [_between_phases(20 * MS, waits=1.0, waiting_ns=15 * MS)], []], 0, False),
+        # Nor do any if most of what takes longer is within phases.
+        ([[], [_between_phases(20 * MS)], []], 18 * MS, True),
+        ([[], [_between_phases(40 * MS)], []], 25 * MS, False),
+    ],
+)
+def test_lines_of_source_tell_a_ranks_own_python_between_phases_from_the_profilers(
+    tmp_path: Path, lines: list[list[LineTime] | None], within_ns: int, is_named: bool
+) -> None:
+    delays = [Delay(1, "data", 20 * MS), Delay(1, "forward", within_ns), Delay(1, "launch", 16 * MS)]
+    timelines = simulate(3, 2, delays)
+    late = timelines[1]
+    late.ranges = [(name, start, end - 20 * MS * (name == "data")) for name, start, end in late.ranges]
+    run = write_kineto_run(tmp_path / "run", timelines)
+    for rank, found in enumerate(lines):
+        if found is not None:
+            write_lines(run / name_of_rank(LINES, rank), RunLines(LineSteps(MS, ({"step_ns": 60 * MS},)), tuple(found)))
+    verdict = read_ranks(run).verdict
+    assert verdict.doubt == (None if is_named else "launches")
+    if is_named:
+        assert verdict.culprit is not None
+        assert (verdict.culprit.rank, verdict.culprit.cause) == (1, "python")
+        assert within_ns or verdict.culprit.phase == "before forward"
 
 
 def test_the_report_shows_ranks_and_who_waits_for_whom(tmp_path: Path) -> None:

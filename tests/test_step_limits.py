@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWEST, find_phases
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.lanes import CELLS
 from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
 from profkit.analysis.step_replay.ranks_together import RankStep, replay_on_time, run_together
-from profkit.analysis.step_replay.replay import Constants, prepare
+from profkit.analysis.step_replay.replay import Constants, prepare, prove
+from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepReplay
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.efficiency import build_efficiency_document
@@ -203,13 +204,42 @@ def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000)
 
 
-def rank(*gaps_ns: int) -> RankStep:
-    """Return a rank that computes for 10 µs and takes part in a collective, once for each pause of its host."""
+WIRE_NS, OUTSIDE_NS = 30_000, 900_000
+
+
+def rank(*gaps_ns: int, computes_ns: int = 10_000) -> RankStep:
+    """Return a rank that computes and takes part in a collective, once for each pause of its host."""
     program = []
     for gap_ns in gaps_ns:
-        program += [Doing(gap_ns, 4_000, LAUNCH, durations_ns=(10_000,)), Doing(0, 4_000, LAUNCH, durations_ns=(1,))]
+        program += [
+            Doing(gap_ns, 4_000, LAUNCH, durations_ns=(computes_ns,)),
+            Doing(0, 4_000, LAUNCH, durations_ns=(1,)),
+        ]
     step = prepare(Machine(program, CONSTANTS).run().columns(), CONSTANTS)
     return RankStep(step, CONSTANTS, range(1, 2 * len(gaps_ns), 2))
+
+
+def record_together(*ranks: RankStep) -> dict[int, StepReplay]:
+    """Return one step of each rank, recorded as they run together; a phase begins `OUTSIDE_NS` after the step."""
+    replays = {}
+    together = run_together(ranks, [WIRE_NS] * len(ranks[0].collectives))
+    for number, (one, found) in enumerate(zip(ranks, together, strict=True)):
+        columns = replace(
+            one.columns,
+            call_start_ns=found.call_start_ns,
+            call_end_ns=found.call_end_ns,
+            start_ns=found.start_ns,
+            end_ns=found.end_ns,
+            duration_ns=[end - start for start, end in zip(found.start_ns, found.end_ns, strict=True)],
+        )
+        # By itself the rank was fitted with Python between phases that takes half as long.
+        phases = replace(find_phases(columns, {"forward": [(OUTSIDE_NS, found.host_ns)]}), outside=0.5)
+        categories = {row: "communication" if row in one.collectives else "gemm" for row in columns.row.tolist()}
+        step = ReplayedStep(
+            columns, phases, prove((columns, found)), AS_RECORDED, {}, categories, [], [], [], [], [], []
+        )
+        replays[number] = StepReplay(CONSTANTS, (step,), None, 0, NOT_FITTED)
+    return replays
 
 
 def test_a_collective_ends_at_once_after_the_last_rank_has_come_to_it() -> None:
@@ -219,6 +249,48 @@ def test_a_collective_ends_at_once_after_the_last_rank_has_come_to_it() -> None:
         assert first.end_ns[at] == second.end_ns[at] == max(first.start_ns[at], second.start_ns[at]) + wire
     assert first.start_ns[1] < second.start_ns[1]  # the second rank is late for the first collective
     assert first.start_ns[5] > second.start_ns[5]
+
+
+def test_what_collectives_took_at_first_makes_no_difference() -> None:
+    ranks = [rank(5_000, 5_000, 900_000), rank(400_000, 5_000, 5_000)]
+    ends = []
+    for first_ns in (1, WIRE_NS, 5_000_000):
+        columns = [replace(one.columns, duration_ns=[10_000, first_ns] * 3) for one in ranks]
+        steps = [replace(one, columns=begun) for one, begun in zip(ranks, columns, strict=True)]
+        ends.append([(found.end_ns, found.step_ns) for found in run_together(steps, [WIRE_NS] * 3)])
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_without_the_late_rank_a_host_that_was_ahead_of_its_gpu_makes_steps_at_its_own_pace() -> None:
+    """Earlier collectives hold the first rank's stream for 30 ms: the second one's host takes 10 ms for a step."""
+    ahead, late = rank(*[5_000] * 4, computes_ns=1_000_000), rank(*[2_500_000] * 4)
+    ahead = replace(ahead, columns=replace(ahead.columns, free_ns={0: 30_000_000}))
+    replays = record_together(ahead, replace(late, begin_ns=30_000_000))
+    (step,), (other,) = replay_on_time(replays, 1), replay_on_time(replays, 0)
+    assert step.proof.error == 0
+    assert step.factor == 1
+    assert (step.before_ns, other.after_ns) == (pytest.approx(10_032_000, rel=0.002),) * 2
+    assert step.after_ns == pytest.approx(4 * (1_000_000 + WIRE_NS + 2 * CONSTANTS.gap_ns), rel=0.002)
+
+
+def test_one_factor_on_all_hosts_makes_the_step_as_long_as_unprofiled() -> None:
+    """Neither pauses nor Python between phases get faster, and no rank has to be fitted by itself."""
+    slow, pause_ns = 18 * 400_000, 2_000_000
+    replays = record_together(rank(OUTSIDE_NS, *[200_000] * 19), rank(OUTSIDE_NS, pause_ns, *[400_000] * 18))
+    stays_ns, launches_ns = OUTSIDE_NS + pause_ns, 20 * 8_000
+    for factor in (0.4, 0.7):
+        unprofiled_ns = round(stays_ns + factor * (slow + launches_ns))
+        (step,) = replay_on_time(replays, 1, unprofiled_ns)
+        assert step.factor == pytest.approx(factor, abs=0.01)
+        assert step.before_ns == pytest.approx(unprofiled_ns, rel=0.01)
+        assert step.after_ns == pytest.approx(OUTSIDE_NS + step.factor * (19 * 200_000 + launches_ns), rel=0.01)
+    # No host is as fast, or as slow, as that.
+    assert [replay_on_time(replays, 1, time_ns)[0].factor for time_ns in (1, 10**9)] == [
+        pytest.approx(limit, abs=0.01) for limit in (FASTEST, SLOWEST)
+    ]
+    replays[0] = replace(replays[0], refusal="it is damaged")
+    with pytest.raises(CannotPredictError, match="rank 0: it is damaged"):
+        replay_on_time(replays, 1)
 
 
 def test_a_late_rank_that_is_on_time_lets_the_other_one_go_on(captures: Path) -> None:
