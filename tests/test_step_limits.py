@@ -258,6 +258,7 @@ def test_what_collectives_took_at_first_makes_no_difference() -> None:
         columns = [replace(one.columns, duration_ns=[10_000, first_ns] * 3) for one in ranks]
         steps = [replace(one, columns=begun) for one, begun in zip(ranks, columns, strict=True)]
         ends.append([(found.end_ns, found.step_ns) for found in run_together(steps, [WIRE_NS] * 3)])
+        assert all(one.columns.duration_ns == [10_000, first_ns] * 3 for one in steps)  # the recording stays
     assert ends[0] == ends[1] == ends[2]
 
 

@@ -17,7 +17,16 @@ from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWEST
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.predict import TimeAnswer
-from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, follow, prove, run
+from profkit.analysis.step_replay.replay import (
+    STEADY,
+    Constants,
+    Proof,
+    Replayed,
+    follow,
+    prepare_result,
+    prove,
+    run_on,
+)
 from profkit.analysis.step_replay.steps import LARGEST_ERROR, NOT_FITTED, ReplayedStep, StepReplay
 
 ON_TIME = "on-time"
@@ -167,24 +176,21 @@ def find_wires(ranks: Sequence[RankStep]) -> list[int]:
 
 
 def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replayed]:
-    """Run the steps of ranks until all collectives end as in the round before.
-
-    Each round settles at least the first collective that was not yet settled, whatever they took at first.
-    """
-    columns = [rank.columns for rank in ranks]
-    for _ in range(len(wires) + 1):
-        found = [run(own, rank.constants) for own, rank in zip(columns, ranks, strict=True)]
-        begins = [
-            [rank.begin_ns + own.start_ns[row] for row in rank.collectives]
-            for rank, own in zip(ranks, found, strict=True)
-        ]
-        ends = [max(of_all) + wire for of_all, wire in zip(zip(*begins, strict=True), wires, strict=True)]
-        durations = [[end - begin for end, begin in zip(ends, own, strict=True)] for own in begins]
-        changed = [_with_durations(rank, own) for rank, own in zip(ranks, durations, strict=True)]
-        if all(a.duration_ns == b.duration_ns for a, b in zip(columns, changed, strict=True)):
-            break
-        columns = changed
-    return found
+    """Run the steps of ranks side by side, each up to a collective before any goes on."""
+    # What the collectives took in the recording counts for nothing.
+    steps = [replace(rank.columns, duration_ns=list(rank.columns.duration_ns)) for rank in ranks]
+    together = [prepare_result(step) for step in steps]
+    running = [
+        run_on(step, rank.constants, found, frozenset(rank.collectives))
+        for step, rank, found in zip(steps, ranks, together, strict=True)
+    ]
+    # After the last collective, zip asks for another one: so all steps run to their ends.
+    for at, (starts_ns, wire_ns) in enumerate(zip(zip(*running, strict=True), wires, strict=True)):
+        begins_ns = [rank.begin_ns + start_ns for rank, start_ns in zip(ranks, starts_ns, strict=True)]
+        end_ns = max(begins_ns) + wire_ns
+        for rank, step, begin_ns in zip(ranks, steps, begins_ns, strict=True):
+            step.duration_ns[rank.collectives[at]] = end_ns - begin_ns
+    return together
 
 
 def _steady_step_ns(ranks: Sequence[RankStep], wires: Sequence[int]) -> int:
@@ -201,18 +207,7 @@ def _steady_step_ns(ranks: Sequence[RankStep], wires: Sequence[int]) -> int:
         if abs(step_ns - before_ns) <= STEADY * step_ns:
             break
         ranks = [
-            replace(rank, columns=follow(_as_run(rank, found), found), begin_ns=rank.begin_ns + found.host_ns)
+            replace(rank, columns=follow(rank.columns, found), begin_ns=rank.begin_ns + found.host_ns)
             for rank, found in zip(ranks, together, strict=True)
         ]
     return step_ns
-
-
-def _as_run(rank: RankStep, found: Replayed) -> StepColumns:
-    return _with_durations(rank, [found.end_ns[row] - found.start_ns[row] for row in rank.collectives])
-
-
-def _with_durations(rank: RankStep, durations: Sequence[int]) -> StepColumns:
-    own = list(rank.columns.duration_ns)
-    for row, time_ns in zip(rank.collectives, durations, strict=True):
-        own[row] = time_ns
-    return replace(rank.columns, duration_ns=own)

@@ -16,7 +16,7 @@ gaps between operations and wake-up times that the recording shows are its own; 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
@@ -182,8 +182,27 @@ def prepare(step: StepColumns, constants: Constants) -> StepColumns:
     return replace(ready, stall_ns=_find_stalls(ready, constants))
 
 
-def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  the loop, in one piece
+def run(step: StepColumns, constants: Constants) -> Replayed:
     """Run a step that was prepared, or a changed form of it."""
+    found = prepare_result(step)
+    for _ in run_on(step, constants, found, ()):
+        pass
+    return found
+
+
+def prepare_result(step: StepColumns) -> Replayed:
+    """Return what `run_on` fills in."""
+    calls, operations = len(step.own_ns), len(step.duration_ns)
+    return Replayed([], [], [NONE] * calls, [0] * operations, [0] * operations, [BY_LAUNCH] * operations)
+
+
+def run_on(  # noqa: PLR0912  the loop, in one piece
+    step: StepColumns, constants: Constants, found: Replayed, shared: Container[int]
+) -> Iterator[int]:
+    """Run a step as `run` does, into ``found``, and yield when each of the ``shared`` operations begins.
+
+    How long such a one takes is read from the step only then.
+    """
     between, stalls, wakes, shares = step.between_ns, step.stall_ns, step.wake_ns, step.graph_share
     latency, event = step.latency_ns, constants.event_ns
     previous, duration, awaited, streams, free = (
@@ -193,10 +212,8 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
         step.stream,
         step.free_ns,
     )
-    call_start: list[int] = []
-    call_end: list[int] = []
-    call_cause = [NONE] * len(step.own_ns)
-    start, end, cause = [0] * len(duration), [0] * len(duration), [BY_LAUNCH] * len(duration)
+    call_start, call_end, call_cause = found.call_start_ns, found.call_end_ns, found.call_cause
+    start, end, cause = found.start_ns, found.end_ns, found.cause
     queues, slots = Queues(step.backlog_ns), step.slots
     calls = zip(step.before, step.gap_ns, step.own_ns, step.kind, step.launches, strict=True)
     for at, (earlier, gap, own, kind, (first, last)) in enumerate(calls):
@@ -228,6 +245,8 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                             begins, cause[row] = end[other] + event, other
                 if row in stalls:
                     begins += stalls[row]
+                if row in shared:
+                    yield begins
                 start[row], end[row] = begins, begins + duration[row]
                 queues.add(streams[row], row, slots[row])
             if kind == COPY:
@@ -235,7 +254,6 @@ def run(step: StepColumns, constants: Constants) -> Replayed:  # noqa: PLR0912  
                 call_cause[at] = last - 1
         call_start.append(begun)
         call_end.append(ended)
-    return Replayed(call_start, call_end, call_cause, start, end, cause)
 
 
 @dataclass(frozen=True)
