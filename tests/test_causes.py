@@ -239,8 +239,8 @@ def backward_that_waits() -> Program:
     return equal_steps(within("forward", launch(NVJET, 20_000, 20)), backward)
 
 
-def passes_of(duration: int, *, waits: bool = False) -> Program:
-    kernels = [launch(name, duration) for name in (NVJET, ADD, NVJET, SUM)] * 40
+def passes_of(duration: int, small: str = ADD, *, waits: bool = False) -> Program:
+    kernels = [launch(name, duration) for name in (NVJET, small, NVJET, SUM)] * 40
     phases = [within(phase, *kernels, *[wait] * waits) for phase in ("forward", "backward")]
     return equal_steps(*phases, wait)
 
@@ -412,6 +412,11 @@ def python_numbers(called: str) -> dict[str, Any]:
     }
 
 
+MOVE = line(2 * MS, called="images.to")
+MOVED = equal_steps(python(2 * MS), copy(MS // 2), LONG, wait)
+RECURRENT = ("elemWiseRNNcell", "RNN_blockPersist_fp_GRU", "LSTM_elementWise_fp")
+EMPTIED = {"lines": [line(MS // 2, called="torch.cuda.empty_cache"), line(MS, called="draw", line=31)]}
+
 Case = tuple[str, Program, dict[str, Any]]
 
 NEARLY: list[Case] = [
@@ -421,6 +426,8 @@ NEARLY: list[Case] = [
     ("python", made_in_python(), python_numbers("make_batch")),
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
+    # It moves a worker's batch, whose memory is not pinned.
+    ("python", MOVED, {**IMAGES, "lines": [MOVE]}),
     ("loader", *loads(20_000)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
@@ -443,6 +450,8 @@ NEARLY: list[Case] = [
     ("launches", passes_of(3_000, waits=True), {"lines": [READS[0], replace(READS[1], called="super().compute_loss")]}),
     # A graph holds no step whose kernels change.
     ("launches", short_passes(160, 162, 160), {}),
+    # Nor does it hold cuDNN's recurrent layers.
+    *(("launches", passes_of(3_000, name), {}) for name in RECURRENT),
     # Steps that all differ hide what a change saves.
     ("zero-grad", *zeroed([0.6, 0.8, 1.0, 1.2, 1.4] * 2)),
     # No sums go with these fills, or they are few.
@@ -499,6 +508,8 @@ NAMED: dict[str, Case] = {
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),
     "the same after no work": ("python", made_in_python(work_before=False), python_numbers("torch.tensor")),
     "a copy from pageable memory": ("pageable-copy", pageable_copy(100), IMAGES),
+    # Without workers the line's time is Python's.
+    "a batch that the program itself makes and moves": ("python", MOVED, {"lines": [MOVE]}),
     "a loader without workers": ("loader", *loads(5 * MS)),
     # The GPU takes 5 ms for a step: 4 workers just keep up, in bursts 8 do, however much of the wait it hides.
     "a worker and 6 ms of waiting": ("loader", *with_workers(6 * MS, 64, 20 * MS, MEANWHILE, workers=1)),
@@ -529,6 +540,7 @@ NAMED: dict[str, Case] = {
         {"lines": [line(MS, "forward", "x.to", waiting_ns=MS), line(MS, "forward", "x.add", line=31)]},
     ),
     "conversions, zeroed gradients and allocations": ("channels-last", convolutions(CONVERT, ZERO, allocate(MS)), {}),
+    "a cache that a line empties": ("allocations", equal_steps(allocate(MS), FORWARD), EMPTIED),
     "memory that is filled": ("deterministic", with_fills(100), {"conditions": DETERMINISTIC}),
     "memory that is asked to be filled": ("deterministic", with_fills(100), {"conditions": FILLED}),
     "gradients that are filled one by one": ("zero-grad", zeroed_gradients(6), {}),
@@ -549,6 +561,12 @@ NAMED: dict[str, Case] = {
         {"conditions": {"launch_blocking": True}},
     ),
     "a small batch": ("batch", SMALL_BATCH, with_memory(10 * GIB)),
+    # It saves more than the Python before it, which costs no training.
+    "a small batch beside Python": (
+        "batch",
+        equal_steps(python(MS // 2), within("forward", launch(RECURRENT[0], 3_000, 200)), wait),
+        {**with_memory(10 * GIB), "lines": [line(MS // 2, called="draw")]},
+    ),
     "small passes of one step": ("batch", small_passes(4, 3_000), with_memory(10 * GIB)),
     "checkpoints beside free memory": ("recompute", checkpointed(), with_memory(30 * GIB)),
     "memory that grows": ("growth", *grows(100 * 2**20)),

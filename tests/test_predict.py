@@ -267,6 +267,36 @@ def test_copies_from_pinned_memory_do_not_hold_the_host() -> None:
     assert holds(answer, [*FORWARD, asynchronous, *OPTIMIZER])
 
 
+@pytest.mark.parametrize(("workers", "left_ns"), [(2, 0), (0, 3_000_000)])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        Doing(2_000, 0, COPY, durations_ns=(500_000,), inside_ns=5_000, tail_ns=1_000),
+        Doing(2_000, 150_000, LAUNCH, durations_ns=(500_000,)),
+    ],
+    ids=["to its end", "until it is staged"],
+)
+def test_with_workers_what_the_line_that_moves_a_batch_takes_goes_with_its_unpinned_memory(
+    workers: int, left_ns: int, copy: Doing
+) -> None:
+    """Without them its memory is shared with nobody, and the program pins a batch of 8 MB itself, for a millisecond."""
+    program, left = with_pause(3_000_000), with_pause(left_ns)
+    replay = recorded([*program[:40], copy, *program[40:]])
+    replay = changed(replay, names={**replay.steps[0].names, 40: FROM_HOST}, copied_bytes={40: 8_000_000})
+    move = replace(RUNS, called="images.to")
+    others = [replace(move, phase="optimizer", called="draw"), replace(move, phase="optimizer", thread="worker")]
+    answer = predicted(replay, "pin-memory", facts=ProgramFacts(lines=[move, *others], workers=workers))
+    pinned = Doing(2_000, 4_000 + (0 if workers else 1_000_000), LAUNCH, durations_ns=(200_000,))
+    assert holds(answer, [*left[:40], pinned, *left[40:]])
+
+
+def test_a_copy_that_holds_the_host_hardly_is_from_pinned_memory() -> None:
+    copy = Doing(2_000, 50_000, LAUNCH, durations_ns=(500_000,))
+    replay = recorded([*FORWARD, copy, *OPTIMIZER])
+    replay = changed(replay, names={**replay.steps[0].names, len(FORWARD): FROM_HOST})
+    assert "nothing from pageable memory" in predicted(replay, "pin-memory").refusal
+
+
 def test_what_a_checkpoint_computes_again_is_gone() -> None:
     modules = [None] * 20 + ["blocks.*"] * 20 + [None] * (len(PROGRAM) - 40)
     replay = changed(recorded(PROGRAM), module=modules, recomputing=set(range(20, 40)))
@@ -404,6 +434,15 @@ channels-last cudnn-benchmark
 """
 
 
+RECURRENT = ("elemWiseRNNcell", "RNN_blockPersist_fp_GRU", "LSTM_elementWise_fp")
+"""Kernels of cuDNN's recurrent layers."""
+
+
+def compiled_with(name: str, edit: str) -> Any:
+    """Return what is predicted for the program, all of whose kernels in the forward pass are called so."""
+    return predicted(with_kernels(dict.fromkeys(range(60), name), "elementwise"), edit)
+
+
 def test_what_is_refused_in_a_sentence() -> None:
     """What a recording does not show, by any edit; lines that are not known or train; copies from pageable memory."""
     here = (CALLED, *(replace(CALLED, line=9, phase=phase) for phase in ("forward", "backward", "optimizer", None)))
@@ -422,6 +461,7 @@ def test_what_is_refused_in_a_sentence() -> None:
         ),
         "a copy from pageable memory, graphs": predicted([*FORWARD, copy, *OPTIMIZER], "graphs"),
         "convolutions, tf32": predicted(convolutions, "tf32"),
+        **{f"{name}, compile:reduce-overhead": compiled_with(name, "compile:reduce-overhead") for name in RECURRENT},
     }
     for answer in answers.values():
         assert (answer.low_ns, answer.expected_ns, answer.high_ns) == (None, None, None)
@@ -460,6 +500,13 @@ def test_compiling_fuses_small_kernels_and_its_graphs_replay_each_pass() -> None
     assert predicted(WAITING, "compile").refusal is None
 
 
+def test_kernels_of_recurrent_layers_are_not_fused_and_torchs_own_cells_are() -> None:
+    assert {compiled_with(name, "compile").expected_ns for name in RECURRENT} == {recorded(PROGRAM).now_ns}
+    for edit in ("compile", "compile:reduce-overhead"):
+        own = compiled_with("gru_cell_forward", edit)
+        assert own.expected_ns == predicted(PROGRAM, edit).expected_ns
+
+
 def test_the_order_of_edits_does_not_matter() -> None:
     first, *others = ("graphs", "gpu:×2", "kernels:elem*:×0.7", "cpu:×1.5")
     orders = ((first, *others), (*others, first), (first, *others)[::-1])
@@ -471,6 +518,13 @@ def test_without_unprofiled_steps_the_recorded_one_stands() -> None:
     assert answer.unprofiled_ns is None
     assert answer.now_ns == Machine(slow_host(PROGRAM, SLOWED), CONSTANTS).run().step_ns
     assert any("as recorded" in assumption for assumption in answer.assumptions)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_an_answer_says_so_where_it_rests_on_waits_that_the_profiler_does_not_show(waits: int) -> None:
+    replay = recorded(PROGRAM)
+    answer = predicted(changed(replay, columns=replace(replay.steps[0].columns, inferred_waits=waits)), "gpu:×2")
+    assert any(text.startswith("streams wait for events") for text in answer.assumptions) == bool(waits)
 
 
 def test_the_step_now_is_the_one_that_the_summary_states() -> None:

@@ -7,14 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host
-from profkit.analysis.step_replay.columns import COPY, LAUNCH, WAIT, ProcessCalls, StepColumns
+from profkit.analysis.step_replay.columns import COPY, LAUNCH, NONE, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.edits import slow_host
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import (
@@ -30,6 +32,7 @@ from profkit.analysis.step_replay.replay import (
 from profkit.analysis.step_replay.steps import StepReplay, replay_steps
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.names import STEP
+from profkit.trace.columns import Syncs, Trace
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
 from tests.step_machine import Doing, Machine, programs
@@ -372,8 +375,11 @@ def test_nothing_fits_a_step_that_the_hosts_speed_does_not_explain() -> None:
 STEP_NS = 400_000
 
 
-def record_steps(path: Path, *, after_the_last: int) -> StepReplay:
-    """Write three steps that wait for an event after the first of two kernels, and waits after the last of them."""
+def record_steps(path: Path, *, after_the_last: int, watching: str | None = None) -> StepReplay:
+    """Write three steps that wait for an event after the first of two kernels, and waits after the last of them.
+
+    A thread of its own is ``watching``: it makes a call of this name again and again.
+    """
     builder = NsysBuilder()
     for number in range(3):
         begin = number * STEP_NS
@@ -382,6 +388,8 @@ def record_steps(path: Path, *, after_the_last: int) -> StepReplay:
         builder.kernel(begin + 30_000, 200_000, start=begin + 71_000)
         builder.call(begin + 40_000, name="cudaEventSynchronize_v3020", duration=35_000)
         builder.call(begin + STEP_NS - 500, name="cudaEventQuery_v3020")
+        for time_ns in range(5_000, STEP_NS, 30_000) if watching else ():
+            builder.call(begin + time_ns, tid=101, name=watching)
     for number in range(after_the_last):
         builder.call(3 * STEP_NS + number * 90_000, name="cudaDeviceSynchronize_v3020", duration=80_000)
     opened = read_trace(builder.write(path))
@@ -416,3 +424,84 @@ def test_of_steps_with_very_many_calls_fewer_are_replayed(tmp_path: Path, monkey
     for most, steps in ((100, 3), (8, 2), (3, 1)):
         monkeypatch.setattr("profkit.analysis.step_replay.steps.MOST_CALLS", most)
         assert len(record_steps(tmp_path / f"{most}.sqlite", after_the_last=0).steps) == steps
+
+
+def test_a_thread_that_only_asks_for_events_is_no_part_of_what_the_host_does(tmp_path: Path) -> None:
+    """As NCCL's watchdog does; one that records them is a part."""
+    names = (None, "cudaEventQuery_v3020", "cudaEventRecord_v3020")
+    alone, asking, recording = (
+        [
+            (step.columns.call_start_ns, step.columns.gap_ns, step.columns.before, step.columns.thread)
+            for step in record_steps(tmp_path / f"{number}.sqlite", after_the_last=0, watching=name).steps
+        ]
+        for number, name in enumerate(names)
+    )
+    assert alone == asking
+    assert len(recording[0][0]) > len(alone[0][0])
+
+
+RECORD, AWAIT = "cudaEventRecord_v3020", "cudaStreamWaitEvent_v3020"
+"""The host records an event on stream 0, and stream 1 waits for it."""
+
+
+def on_streams(path: Path, *done: str | tuple[int, int, int]) -> Trace:
+    """Write calls, 10 us after one another, of kernels on a stream from a microsecond to another; return the trace."""
+    builder = NsysBuilder()
+    builder.range("step 0", 0, 2 * STEP_NS)
+    for at, one in enumerate(done):
+        name = one if isinstance(one, str) else "cudaLaunchKernel_v7000"
+        launched = builder.call(at * 10_000 + 1_000, name=name, duration=5_000)
+        if not isinstance(one, str):
+            stream, start, end = one
+            builder.kernel(None, (end - start) * 1_000, start=start * 1_000, correlation=launched)
+            builder.rows["CUPTI_ACTIVITY_KIND_KERNEL"][-1]["streamId"] = stream
+    return read_trace(builder.write(path)).trace
+
+
+def awaiting(trace: Trace, *, record: int | None) -> StepColumns:
+    """Return the step whose stream waits for what ``record`` says; where that is None the profiler says nothing."""
+    waits = np.array([name == AWAIT for name in trace.names])[trace.calls.name]
+    row, zero = np.flatnonzero(waits), np.zeros(1, dtype=np.int64)
+    syncs = None if record is None else Syncs(row, zero, zero + 1, zero + record, zero, zero)
+    return ProcessCalls(replace(trace, syncs=syncs), int(trace.calls.process[0])).step(0, 2 * STEP_NS)
+
+
+FIRST = (0, 8, 200)
+AWAITED: dict[str, tuple[Any, ...]] = {
+    "one event": ([FIRST, RECORD, AWAIT, (1, 201, 260)], {1: [0]}),
+    "none": ([FIRST, AWAIT, (1, 201, 260)], {}),
+    "launched later": ([FIRST, RECORD, (2, 40, 50), AWAIT, (1, 201, 260)], {2: [0]}),
+    "ran on": ([FIRST, (2, 18, 30), (2, 31, 500), RECORD, AWAIT, (1, 201, 260)], {3: [0, 1]}),
+    "all ran on": ([FIRST, RECORD, AWAIT, (1, 150, 260)], {}),
+    "its own stream": ([(1, 8, 20), FIRST, RECORD, AWAIT, (1, 201, 260)], {2: [1]}),
+    "an earlier event": ([FIRST, RECORD, (2, 28, 90), RECORD, AWAIT, (1, 201, 260)], {2: [0, 1]}),
+    "only the next one": ([FIRST, RECORD, AWAIT, (1, 201, 260), (1, 261, 280)], {1: [0]}),
+    # Where the waiting stream is unknown, it is the one that runs next.
+    "another runs first": ([FIRST, RECORD, AWAIT, (2, 201, 210), (1, 201, 260)], {2: [0]}, {1: [0]}),
+}
+"""What is done → what operations wait for if only the waiting stream is known, and if nothing is: else the same."""
+
+
+@pytest.mark.parametrize("title", AWAITED)
+def test_a_stream_that_waits_for_an_unknown_event_waits_for_what_had_ended(tmp_path: Path, title: str) -> None:
+    done, *expected = AWAITED[title]
+    trace = on_streams(tmp_path / "t.sqlite", *done)
+    for record, awaited in ((NONE, expected[0]), (None, expected[-1])):
+        step = awaiting(trace, record=record)
+        assert step.awaited == awaited
+        assert step.inferred_waits == 1
+
+
+def test_the_waits_for_one_event_are_the_same_whether_it_is_known_or_not(tmp_path: Path) -> None:
+    """On a faster host, too; nothing holds the second stream's kernel up without them."""
+    trace = on_streams(tmp_path / "t.sqlite", FIRST, RECORD, AWAIT, (1, 201, 260), (0, 201, 230))
+    known, *inferred = (awaiting(trace, record=record) for record in (1, NONE, None))
+    assert [step.inferred_waits for step in (known, *inferred)] == [0, 1, 1]
+    alike, *others, apart = (
+        run(slow_host(prepare(step, CONSTANTS), 0.1), CONSTANTS).end_ns
+        for step in (known, *inferred, replace(known, awaited={}))
+    )
+    assert others == [alike, alike]
+    assert apart != alike
+    replay = read_trace(tmp_path / "t.sqlite").step_replay
+    assert (replay.refusal, [step.columns.inferred_waits for step in replay.steps]) == (None, [1])
