@@ -412,10 +412,15 @@ def python_numbers(called: str) -> dict[str, Any]:
     }
 
 
-MOVE = line(2 * MS, called="images.to")
-MOVED = equal_steps(python(2 * MS), copy(MS // 2), LONG, wait)
+MOVE, BESIDE = line(2 * MS, called="images.to"), line(MS, called="draw", line=31)
+MOVED = equal_steps(python(3 * MS), copy(MS // 2), LONG, wait)
 RECURRENT = ("elemWiseRNNcell", "RNN_blockPersist_fp_GRU", "LSTM_elementWise_fp")
-EMPTIED = {"lines": [line(MS // 2, called="torch.cuda.empty_cache"), line(MS, called="draw", line=31)]}
+SMALL_BESIDE_RECURRENT = equal_steps(
+    within("forward", *[launch(NVJET, 3_000), launch(RECURRENT[0], 3_000)] * 80),
+    within("backward", *[launch(NVJET, 50_000), launch(ADD, 100_000)] * 10),
+    wait,
+)
+EMPTIED = {"lines": [line(MS // 2, called="torch.cuda.empty_cache"), BESIDE]}
 
 Case = tuple[str, Program, dict[str, Any]]
 
@@ -426,8 +431,6 @@ NEARLY: list[Case] = [
     ("python", made_in_python(), python_numbers("make_batch")),
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
-    # It moves a worker's batch, whose memory is not pinned.
-    ("python", MOVED, {**IMAGES, "lines": [MOVE]}),
     ("loader", *loads(20_000)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
@@ -508,8 +511,10 @@ NAMED: dict[str, Case] = {
     "a tensor of Python's numbers, whose move waits": ("python", made_in_python(), python_numbers("torch.tensor")),
     "the same after no work": ("python", made_in_python(work_before=False), python_numbers("torch.tensor")),
     "a copy from pageable memory": ("pageable-copy", pageable_copy(100), IMAGES),
-    # Without workers the line's time is Python's.
-    "a batch that the program itself makes and moves": ("python", MOVED, {"lines": [MOVE]}),
+    # What moving a worker's batch takes is its unpinned memory's; without workers, or pinned, it is Python's.
+    "a line that moves a worker's batch, and one beside it": ("python", MOVED, {**IMAGES, "lines": [MOVE, BESIDE]}),
+    "a line that moves the program's own batch": ("python", MOVED, {"lines": [MOVE]}),
+    "a line that moves a worker's pinned batch": ("python", PACKED, {**IMAGES, "lines": [MOVE]}),
     "a loader without workers": ("loader", *loads(5 * MS)),
     # The GPU takes 5 ms for a step: 4 workers just keep up, in bursts 8 do, however much of the wait it hides.
     "a worker and 6 ms of waiting": ("loader", *with_workers(6 * MS, 64, 20 * MS, MEANWHILE, workers=1)),
@@ -549,6 +554,8 @@ NAMED: dict[str, Case] = {
     "launches of equal steps": ("launches", short_passes(160, 160, 160), {}),
     "small kernels": ("compile", passes_of(40_000), {}),
     "small kernels in a layer": ("compile", small_kernels(ADD), {}),
+    # Graphs hold no recurrent layers; what stands beside them is fused.
+    "small kernels beside late recurrent layers": ("compile", SMALL_BESIDE_RECURRENT, {}),
     # Compiling leaves the loss outside of the model as it is.
     "small kernels beside a loss": ("compile", SMALL_BESIDE_LOSS, {}),
     "anomaly detection": ("anomaly", backward_that_waits(), {"conditions": {"anomaly_detection": True}}),
