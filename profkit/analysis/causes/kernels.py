@@ -11,7 +11,7 @@ from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations,
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, Place, SourceLine, edits, source_line
 from profkit.analysis.kernels.categories import product_dtype
 from profkit.analysis.step_replay.edits import World
-from profkit.analysis.step_replay.kernel_edits import is_convolution
+from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import SMALL
@@ -250,7 +250,8 @@ def _chains(evidence: Evidence) -> Iterator[Cause]:
 
 def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
     is_moved = operation.category == "copy" and operation.phase == BACKWARD
-    is_small = operation.is_alone and _FOREACH not in operation.name and (is_moved or operation.category in _CHAIN)
+    is_own = _FOREACH not in operation.name and not is_recurrent(operation.name)
+    is_small = operation.is_alone and is_own and (is_moved or operation.category in _CHAIN)
     return is_small and operation.phase != OPTIMIZER and operation.module not in skipped
 
 

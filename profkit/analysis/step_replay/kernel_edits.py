@@ -123,9 +123,13 @@ def change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
     )
 
 
+def is_recurrent(name: str) -> bool:
+    """Return whether a kernel is of cuDNN's recurrent layers, which torch.compile leaves out of its graphs."""
+    return _RECURRENT.search(name) is not None
+
+
 def has_recurrent_layers(step: ReplayedStep) -> bool:
-    """Return whether a step runs cuDNN's recurrent layers, which torch.compile leaves out of its graphs."""
-    return any(_RECURRENT.search(step.names[row]) for row in step.columns.row.tolist())
+    return any(is_recurrent(step.names[row]) for row in step.columns.row.tolist())
 
 
 def find_fusable(step: ReplayedStep) -> list[int]:
@@ -135,7 +139,7 @@ def find_fusable(step: ReplayedStep) -> list[int]:
         at
         for at, row in enumerate(columns.row.tolist())
         if step.categories[row] in _FUSABLE
-        and not _RECURRENT.search(step.names[row])
+        and not is_recurrent(step.names[row])
         and step.phase[columns.launcher[at]] in COMPILED_PHASES
         and (step.operation_module[at] is not None or not has_modules)
     ]
