@@ -274,6 +274,13 @@ def test_without_the_late_rank_a_host_that_was_ahead_of_its_gpu_makes_steps_at_i
     assert step.after_ns == pytest.approx(4 * (1_000_000 + WIRE_NS + 2 * CONSTANTS.gap_ns), rel=0.002)
 
 
+def test_a_rank_that_was_many_steps_ahead_does_not_make_steps_at_the_pace_of_its_gpu() -> None:
+    ahead, late = rank(*[1_000_000] * 4), rank(*[2_500_000] * 4)
+    ahead = replace(ahead, columns=replace(ahead.columns, free_ns={0: 30_000_000}))
+    (step,) = replay_on_time(record_together(ahead, replace(late, begin_ns=30_000_000)), 1)
+    assert step.after_ns == pytest.approx(4 * 1_008_000, rel=0.002)
+
+
 def test_one_factor_on_all_hosts_makes_the_step_as_long_as_unprofiled() -> None:
     """Neither pauses nor Python between phases get faster, and no rank has to be fitted by itself."""
     slow, pause_ns = 18 * 400_000, 2_000_000

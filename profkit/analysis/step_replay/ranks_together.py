@@ -196,9 +196,11 @@ def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replay
 def _steady_step_ns(ranks: Sequence[RankStep], wires: Sequence[int]) -> int:
     """Return how long a step takes on all ranks that they make again and again, each as soon as its host can.
 
-    What one rank's hosts and GPUs were ahead of another's in the recording is gone after a few steps.
+    All ranks begin them at once, with idle GPUs: what one was ahead of another in the recording would be worked off at
+    the pace of its GPU first, for as many steps as its queue holds.
     """
     ended_ns = step_ns = 0
+    ranks = [replace(rank, columns=replace(rank.columns, free_ns={}, backlog_ns={}), begin_ns=0) for rank in ranks]
     for _ in range(_MOST_ROUNDS):
         together = run_together(ranks, wires)
         before_ns, last_ns = step_ns, ended_ns
