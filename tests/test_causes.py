@@ -482,6 +482,8 @@ NEARLY: list[Case] = [
     ("no-sync", two_passes(0, 1), {}),
     ("no-sync", two_passes(0, 2), {}),
     *((code, blocks("act", *kernels), {}) for code in (*CHAINS, "chain") for kernels in NO_CHAINS),
+    # cuDNN's recurrent layers are one operation already.
+    ("loop", blocks("act", *[("elemWiseRNNcell", 3_000)] * 12), {}),
     # A loop has at least twelve kernels, and a norm both sums and takes a root.
     ("loop", blocks("act", *[(ADD, 3_000)] * 11), {}),
     ("norm", blocks("act", (SUM, 100_000), *[(ADD, 100_000)] * 3), {}),
