@@ -287,9 +287,9 @@ def _check_idle_instances(attribution: Attribution) -> Iterator[Finding]:
     count, without = np.bincount(alike), np.bincount(alike[silent], minlength=int(alike.max()) + 1)
     is_mixed = (without > 0) & (without < count)
     every, idle = (np.bincount(which, minlength=len(trace.names)) for which in (name, name[silent & is_mixed[alike]]))
-    worst = int(np.argmax(idle))
-    if not idle[worst]:
+    if not idle.any():
         return
+    worst = min(np.flatnonzero(idle == idle.max()).tolist(), key=lambda at: trace.names[at])
     thin = any(_check_density(trace))
     yield Finding(
         "idle-instances",
