@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -212,12 +211,6 @@ class Fit:
     open: float | None = None
     """By how much the factors differ that fit, where the recording alone does not say which; of several steps the most.
     """
-
-    @classmethod
-    def of_all(cls, fits: Sequence[Fit]) -> Fit:
-        """Return the factors of several steps or ranks: the least, the median of the middle ones, the most."""
-        fits = fits or [AS_RECORDED]
-        return cls(min(fit.least for fit in fits), median(fit.middle for fit in fits), max(fit.most for fit in fits))
 
     @property
     def is_identified(self) -> bool:

@@ -277,7 +277,7 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
     found, ended_ns, step_ns = run(step, constants), 0, 0
     for _ in range(_MOST_ROUNDS):
         ended_ns, following, before_ns = found.step_ns - found.host_ns, follow(step, found), step_ns
-        if following.free_ns != step.free_ns:
+        if following is not step:
             step = following
             found = run(step, constants)
         step_ns = found.step_ns - ended_ns
@@ -287,9 +287,14 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
 
 
 def follow(step: StepColumns, found: Replayed) -> StepColumns:
-    """Return the step as it begins when the host has ended it: what it left to the GPU is there still."""
-    busy, queued = _still_busy(step, found, found.host_ns), _still_queued(step, found, found.host_ns)
-    return replace(step, free_ns=busy, backlog_ns=queued)
+    """Return the step as it begins when the host has ended it: what it left to the GPU is there still.
+
+    It is the same step if the GPU is busy for as long as when this one began.
+    """
+    busy = _still_busy(step, found, found.host_ns)
+    if busy == step.free_ns:
+        return step
+    return replace(step, free_ns=busy, backlog_ns=_still_queued(step, found, found.host_ns))
 
 
 def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, int]:

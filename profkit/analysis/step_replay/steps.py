@@ -170,7 +170,12 @@ class StepReplay:
     def fit(self) -> Fit:
         """The factors on the host's time of all steps: the least, the middle one's median, the most."""
         fits = [step.fit for step in self.fitted] or [AS_RECORDED]
-        return replace(Fit.of_all(fits), open=max(fit.range for fit in fits))
+        return Fit(
+            min(fit.least for fit in fits),
+            median(fit.middle for fit in fits),
+            max(fit.most for fit in fits),
+            max(fit.range for fit in fits),
+        )
 
     @property
     def fitted(self) -> Sequence[ReplayedStep]:
