@@ -14,6 +14,7 @@ import pytest
 
 from profkit.analysis.causes.advice import MOST_TRIES, Advice, AdviceResult, _prove, _say_nothing, find_advice
 from profkit.analysis.causes.evidence import Cause, Evidence, SourceLine
+from profkit.analysis.causes.launches import RANKS
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
@@ -32,7 +33,7 @@ from tests.conftest import ROOT
 from tests.golden import check_text
 from tests.memory_captures import Training
 from tests.nsys_builder import NsysBuilder
-from tests.rank_builder import NCCL
+from tests.rank_builder import NCCL, simulate, write_kineto_run
 from tests.step_builder import ADD, NVJET, SGEMM, SUM
 
 MS = 1_000_000
@@ -749,6 +750,38 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
     saves = advice["late-rank"].saves_ns
     assert saves is not None
     assert saves.expected == 44_734_852 - expected
+
+
+@pytest.mark.parametrize(
+    ("kernels_ns", "changes", "does"),
+    [
+        ((30 * MS, 57 * MS, 32 * MS), {}, "computes 1.8 times what the others do: 57 ms of kernels for 31 ms"),
+        ((30 * MS, 57 * MS, 32 * MS), {"late_steps": 3}, "computes 9.5 ms longer"),
+        ((30 * MS, 57 * MS, 32 * MS), {"cause": "clock"}, "computes on a lower clock 9.5 ms longer"),
+        ((30 * MS, 25 * MS, 32 * MS), {}, "computes 9.5 ms longer"),
+    ],
+)
+def test_of_a_late_rank_that_computes_more_it_is_said_how_many_times_as_much(
+    tmp_path: Path, kernels_ns: tuple[int, ...], changes: dict[str, Any], does: str
+) -> None:
+    opened = open_capture(write_kineto_run(tmp_path / "run", simulate(3, 3)))
+    summary = summarize_capture(opened)
+    assert summary.compared is not None
+    ranks = tuple(
+        replace(rank, parts={"kernels": time_ns})
+        for rank, time_ns in zip(summary.compared.ranks, kernels_ns, strict=True)
+    )
+    times = {"late_ns": 9 * MS, "extra_ns": 9_500_000, "idle_ns": 9 * MS, "gain_ns": 9 * MS, "share": 0.9}
+    place: dict[str, Any] = {"cause": "kernels", "phase": "backward", "module": "h.1", "group": None}
+    place |= {"compared_with": 0, "late_steps": 10, "steps": 10}
+    late = Culprit(rank=1, **times, **{**place, **changes})  # type: ignore[arg-type]
+    verdict = replace(summary.compared.verdict, culprit=late)
+    late_rank, *_ = RANKS
+    (cause,) = late_rank(
+        Evidence(opened, replace(summary, compared=replace(summary.compared, ranks=ranks, verdict=verdict)))
+    )
+    assert cause.cause == f"all ranks wait for rank 1, which {does}"
+    assert (cause.module, cause.edit) == ("h.1", "on-time:1")
 
 
 @pytest.mark.parametrize(

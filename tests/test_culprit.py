@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from click.testing import CliRunner
 
 from profkit.analysis.ranks.comparison import RanksResult, compare_ranks
 from profkit.analysis.ranks.culprit import Verdict
+from profkit.analysis.ranks.light_costs import host_factor
 from profkit.analysis.ranks.own_time import CAUSES, Account, ReducedRank, divide_own_time
-from profkit.analysis.ranks.reduce import reduce_columns
+from profkit.analysis.ranks.reduce import reduce_columns, reduce_ranks
 from profkit.cli import cli
 from profkit.errors import TraceError
 from profkit.joining import find_sources, read_ranks, reduce_source
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.ranks import describe_ranks
 from profkit.report.page.page import render_report
-from profkit.run.directory import LIGHT, LINES, name_of_rank
+from profkit.run.directory import LIGHT, LINES, Run, name_of_rank
 from profkit.run.light_columns import read_light_columns
 from profkit.run.light_record import Group, LightRecord, StepRecord
 from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
@@ -460,6 +462,75 @@ def test_launches_are_named_only_from_some_recorded_steps_on(tmp_path: Path, ste
     trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, steps, [Delay(1, "launch", 40 * MS)]))
     verdict = compare_traced(trace).verdict
     assert (verdict.culprit is not None, verdict.doubt) == (is_named, None if is_named else "launches")
+
+
+_MORE_WORK = [Delay(1, "kernels", 9 * MS)]
+_SLOW_LAUNCHES = [Delay(rank, "launch", 9 * MS) for rank in (0, 2, 3)]
+
+
+def _record_some(folder: Path, recorded: Sequence[Delay], unrecorded: Sequence[Delay]) -> list[ReducedRank]:
+    """Return four ranks with traces of four of 24 steps, and light records of all, each with delays of its own."""
+    run = write_light_run(folder, light_records(simulate(4, 24, unrecorded)))
+    light = {rank: read_light_columns(path) for rank, path in Run(run).light_records.items()}
+    lines = [line.part(10, 14) for line in simulate(4, 24, recorded)]
+    return reduce_ranks(open_trace(write_nsys(folder / "trace.sqlite", lines)), light)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "unrecorded", "is_named"),
+    [
+        ([*_MORE_WORK, *_SLOW_LAUNCHES], _MORE_WORK, True),
+        # Nobody waits for it without a profiler either.
+        ([*_MORE_WORK, *_SLOW_LAUNCHES], [], False),
+        # They wait, but not for its kernels, or for these the lesser part.
+        (_SLOW_LAUNCHES, [Delay(1, "forward", 9 * MS)], False),
+        ([Delay(1, "kernels", 4 * MS), *_SLOW_LAUNCHES], [Delay(1, "forward", 9 * MS)], False),
+        # They wait for another one.
+        ([*_MORE_WORK, *_SLOW_LAUNCHES], [Delay(2, "forward", 9 * MS)], False),
+    ],
+)
+def test_a_rank_that_computes_more_is_named_by_steps_without_the_profiler_that_hides_it(
+    tmp_path: Path, recorded: list[Delay], unrecorded: list[Delay], is_named: bool
+) -> None:
+    ranks = _record_some(tmp_path / "run", recorded, unrecorded)
+    assert compare_ranks(replace(rank, light=None) for rank in ranks).verdict.culprit is None
+    result = compare_ranks(ranks)
+    if not is_named:
+        assert result.verdict.culprit is None
+        return
+    culprit = late_rank(result)
+    assert (culprit.rank, culprit.cause, culprit.phase, culprit.module) == (1, "kernels", "forward", "layers.1")
+    assert culprit.late_ns == pytest.approx(9 * MS, rel=0.02)
+    assert culprit.extra_ns == pytest.approx(9 * MS, rel=0.02)
+    assert culprit.steps == 18
+    assert culprit.unrecorded_ns == pytest.approx(35 * MS, rel=0.05)
+    assert describe_ranks(result)[-1] == (
+        "These times are of steps without a profiler: with it, hosts are too slow to show this"
+    )
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.29, False), (0.6, True)])
+def test_kernels_that_a_waiting_collective_slows_are_no_more_work(tmp_path: Path, share: float, is_named: bool) -> None:
+    """Rank 1 waits for the others where it was recorded, and its kernels run beside that by so much longer."""
+    slow = [Delay(rank, "launch", 20 * MS) for rank in (0, 2, 3)]
+    ranks = _record_some(tmp_path / "run", slow, [Delay(1, "forward", 5 * MS)])
+    exact = ranks[1].exact
+    assert exact is not None
+    kernels = next(at for at, part in enumerate(exact.parts) if part[0] == "kernels")
+    times_ns = exact.times_ns.copy()
+    times_ns[:, kernels] += share * 20 * MS
+    ranks[1] = replace(ranks[1], exact=replace(exact, times_ns=times_ns, exposed_ns=np.zeros(len(exact))))
+    assert (compare_ranks(ranks).verdict.culprit is not None) == is_named
+
+
+def test_hosts_are_as_much_slower_with_a_profiler_as_the_median_ranks_phases_say() -> None:
+    """All take 4 ms of Python in a forward pass; in two of 24 steps, which were recorded, 8 ms, rank 3 24 ms."""
+    always = [Delay(rank, "forward", 4 * MS) for rank in range(4)]
+    recorded = [Delay(rank, "forward", (4 + 16 * (rank == 3)) * MS, every=12, first=11) for rank in range(4)]
+    light = [reduce_record(one).steps for one in light_records(simulate(4, 24, [*always, *recorded]))]
+    assert host_factor(light, {"step 11", "step 23"}) == pytest.approx(0.5, abs=0.01)
+    assert host_factor(light, {"step 24"}) is None
+    assert host_factor(light, set(light[0].names)) is None
 
 
 def _between_phases(time_ns: int, **changes: Any) -> LineTime:

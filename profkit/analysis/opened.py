@@ -15,7 +15,7 @@ from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.self_check import UNKNOWN_RUN, KnownRun, SelfCheck, check_capture
 from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree.selection import KernelFilter
-from profkit.errors import UsageError
+from profkit.errors import RunError, UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
 from profkit.trace.columns import Trace, distinct_values
@@ -260,7 +260,20 @@ class OpenedTrace:
             int(late),
             None if now_ns is None else round(now_ns),
             None if unprofiled_ns is None else round(unprofiled_ns),
+            self._host_factor(),
         )
+
+    def _host_factor(self) -> float | None:
+        """The factor on hosts' recorded time with which it is as in steps without a profiler, by the light records."""
+        from profkit.analysis.ranks.light_costs import host_factor
+        from profkit.run.light_columns import read_light_columns
+
+        recorded = {self.trace.names[name] for name in self.trace.ranges.name[self.account.steps].tolist()}
+        try:
+            light = [] if self.run is None else [*map(read_light_columns, self.run.light_records.values())]
+        except RunError:
+            return None
+        return host_factor([rank.steps for rank in light], recorded) if light else None
 
     def step_lanes(self, edits: Sequence[Edit]) -> tuple[StepLanes, StepLanes] | None:
         """Return the lanes of a step, to be drawn, as it is and as it is expected after some edits; None if unknown."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from statistics import median
 
 from profkit.analysis.causes.changes import By, drop_some_launches, remove_operations, stop_chosen_waits
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, name_times, source_line
 from profkit.analysis.lines import find_lines
+from profkit.analysis.ranks.comparison import RankSummary
+from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.own_time import Cause as WhyLate
 from profkit.analysis.step_replay.edits import find_zeroed_gradients
@@ -224,22 +227,33 @@ def _late_rank(evidence: Evidence) -> Iterator[Cause]:
     """A rank that the others wait for in collectives; the steps of all ranks are replayed with it on time."""
     compared, trace = evidence.summary.compared, evidence.capture.trace
     culprit = None if compared is None else compared.verdict.culprit
-    if culprit is None or trace is None or culprit.rank not in trace.ranks.numbers:
+    if compared is None or culprit is None or trace is None or culprit.rank not in trace.ranks.numbers:
         return
     edit = f"{ON_TIME}:{culprit.rank}"
-    does, change = _WHY_LATE[culprit.cause]
     line = _find_line(evidence, culprit.rank, culprit.phase) if culprit.cause in ("data", "python") else None
     yield Cause(
         code="late-rank",
-        cause=f"all ranks wait for rank {culprit.rank}, which {does} {culprit.extra_ns / 1e6:.3g} ms longer",
+        cause=f"all ranks wait for rank {culprit.rank}, which {_say_what_it_does(culprit, compared.ranks)}",
         line=line,
         module=culprit.module or culprit.phase or None,
-        change=change,
+        change=_WHY_LATE[culprit.cause][1],
         answer=trace.predict_time(parse_edits([edit])),
         edit=edit,
         evidence={"late_ns": culprit.late_ns, "extra_ns": culprit.extra_ns},
         proof="profkit ranks RUN",
     )
+
+
+def _say_what_it_does(culprit: Culprit, ranks: Sequence[RankSummary]) -> str:
+    """Return what a late rank does longer; of one that computes more, how much beside the median one of the others."""
+    does = _WHY_LATE[culprit.cause][0]
+    kernels_ns = {rank.rank: rank.parts.get("kernels", 0) for rank in ranks if rank.exposed_ns is not None}
+    own_ns = kernels_ns.pop(culprit.rank, 0)
+    usual_ns = median(kernels_ns.values() or [0])
+    if culprit.cause == "kernels" and culprit.is_always and 0 < usual_ns < own_ns:
+        times = f"{own_ns / usual_ns:.2g} times what the others do"
+        return f"{does} {times}: {own_ns / 1e6:.3g} ms of kernels for {usual_ns / 1e6:.3g} ms"
+    return f"{does} {culprit.extra_ns / 1e6:.3g} ms longer"
 
 
 def _find_line(evidence: Evidence, rank: int, phase: str) -> SourceLine | None:

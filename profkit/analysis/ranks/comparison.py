@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,14 @@ from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
-from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits
+from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits, keep_steps
 from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
 from profkit.analysis.ranks.own_time import Account, Cause, ReducedRank
 from profkit.analysis.ranks.reduce import ReadRanks, read_and_reduce
 from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
-from profkit.run.light_columns import UNKNOWN, rows_of_steps
+from profkit.run.light_columns import UNKNOWN
 from profkit.trace.columns import Ints
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ def compare_ranks(
 def _name_ranks_of_groups(rank: ReducedRank, everyone: tuple[int, ...]) -> ReducedRank:
     """Return the rank with all ranks in the groups of which nobody says whose they are."""
     groups = tuple(replace(group, ranks=group.ranks or everyone) for group in rank.record.groups)
-    return replace(rank, record=replace(rank.record, groups=groups))
+    light = None if rank.light is None else _name_ranks_of_groups(rank.light, everyone)
+    return replace(rank, record=replace(rank.record, groups=groups), light=light)
 
 
 def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
@@ -205,22 +206,11 @@ def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
     if is_alike or not traced:
         return list(ranks)
     named = {name for rank in traced for name in rank.steps.names if name is not None}
-    limited = [_keep_steps(rank.light or rank, named) for rank in ranks]
+    limited = [keep_steps(rank.light or rank, named) for rank in ranks]
     return [
         replace(rank, record=replace(rank.record, source=before.record.source))
         for rank, before in zip(limited, ranks, strict=True)
     ]
-
-
-def _keep_steps(rank: ReducedRank, named: Set[str]) -> ReducedRank:
-    kept = [at for at, name in enumerate(rank.steps.names) if name in named]
-    parts, longer_ns = rank.longer_on_gpu
-    return replace(
-        rank,
-        steps=rank.steps.only(kept),
-        calls=rows_of_steps(rank.calls, kept, len(rank.steps)),
-        longer_on_gpu=(parts, longer_ns[np.isin(rank.steps.named, kept)]),
-    )
 
 
 def join_ranks(reads: Sequence[ReadRanks]) -> RanksResult:

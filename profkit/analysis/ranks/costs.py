@@ -86,16 +86,50 @@ def cost_by_accounts(ranks: Sequence[ReducedRank], accounts: Sequence[Account], 
     Kernels next to a collective that waits are slower: what the kernels of a place took longer than those of the
     quickest rank there counts as waiting, as far as their rank waited meanwhile.
     """
+    exposed, hidden = _sum_exposed_and_hidden(ranks, accounts, matched)
+    count = exposed.shape[1]
+    did = _subtract_slowed_kernels(accounts, count, hidden)
+    own = np.array([account.sums() for account in did])
+    exposed += np.array([account.sums()[:count] for account in accounts]) - own
+    usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
+    return sum_cost(did, saved_beside(exposed), float(np.median(own[usual] + exposed[usual])))
+
+
+def cost_of_kernels(cost: Cost, ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Cost:
+    """Return what ranks cost in steps without a profiler, by what their kernels took longer in recorded ones.
+
+    ``matched`` are the recorded collectives. There a rank's kernels were slower by at most `_SLOWED` of what it waited
+    beside them.
+    """
+    recorded = [rank.exact for rank in ranks if rank.exact is not None]
+    kernels = []
+    for account in recorded:
+        rows = [at for at, part in enumerate(account.parts) if part[0] == "kernels"]
+        parts = tuple(account.parts[at] for at in rows)
+        kernels.append(replace(account, parts=parts, times_ns=account.times_ns[:, rows], is_exact=False))
+    exposed, hidden = _sum_exposed_and_hidden(ranks, recorded, matched)
+    did = _subtract_slowed_kernels(kernels, exposed.shape[1], _SLOWED * hidden)
+    steps = cost.saved_ns.shape[1]
+
+    def in_all_steps(account: Account) -> Account:
+        return replace(account, times_ns=np.tile(account.times_ns.mean(axis=0), (steps, 1)))
+
+    return replace(
+        sum_cost([in_all_steps(account) for account in did], cost.saved_ns, cost.step_ns),
+        accounts=tuple(in_all_steps(account) for account in kernels),
+    )
+
+
+def _sum_exposed_and_hidden(
+    ranks: Sequence[ReducedRank], accounts: Sequence[Account], matched: Sequence[Matched]
+) -> tuple[Floats, Floats]:
+    """Return the communication that nothing hid and the waits that kernels hid, as (ranks, steps)."""
     waited = waits_by_step(ranks, matched)
     # A damaged record may say less of its collectives than of what the rank did.
     count = min(min(len(account), len(waits)) for account, waits in zip(accounts, waited, strict=True))
     exposed = np.array([account.exposed_ns[:count] for account in accounts])
     waits = np.array([each[-len(account) :][:count] for account, each in zip(accounts, waited, strict=True)])
-    did = _subtract_slowed_kernels(accounts, count, np.maximum(waits - exposed, 0.0))
-    own = np.array([account.sums() for account in did])
-    exposed += np.array([account.sums()[:count] for account in accounts]) - own
-    usual = int(np.argsort(np.median(own, axis=1), kind="stable")[(len(accounts) - 1) // 2])
-    return sum_cost(did, saved_beside(exposed), float(np.median(own[usual] + exposed[usual])))
+    return exposed, np.maximum(waits - exposed, 0.0)
 
 
 def _subtract_slowed_kernels(accounts: Sequence[Account], count: int, hidden_ns: Floats) -> list[Account]:
@@ -138,6 +172,9 @@ HOSTS_VARY = 0.3
 """Such a host takes up to this share of a step longer than another one, for no reason in the program. So one took 21.0
 ms for each backward pass and the other 14.5, in 24 steps of 30 ms; its GPU was never behind it, and the other's waited.
 In the next ones both took 18."""
+_SLOWED = 0.4
+"""Kernels take longer by at most this share of the time in which a collective waits beside them: on 4 × H200 it is 0.19
+to 0.29."""
 _TRIMMED = 0.2
 _MOST_ALIKE = 0.98
 _OF_DEVIATION = 1.4826

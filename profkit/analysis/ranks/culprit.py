@@ -25,13 +25,20 @@ from profkit.analysis.ranks.costs import (
     LEAST_SHARE,
     Cost,
     cost_by_accounts,
+    cost_of_kernels,
     find_stalls,
     find_suspects,
     late_steps,
     typical,
 )
-from profkit.analysis.ranks.light_costs import account_before_waits, cost_by_waits, longer_unrecorded
-from profkit.analysis.ranks.matching import LATE_NS, Matched, lateness_by_step
+from profkit.analysis.ranks.light_costs import (
+    account_before_waits,
+    cost_by_waits,
+    has_untimed_waits,
+    keep_unrecorded,
+    longer_unrecorded,
+)
+from profkit.analysis.ranks.matching import LATE_NS, Matched, lateness_by_step, match_collectives
 from profkit.analysis.ranks.own_time import BEFORE, Account, Cause, Floats, Parts, ReducedRank
 from profkit.names import kind_of
 from profkit.run.light_record import WAITS_FOR_ALL
@@ -81,6 +88,8 @@ class Culprit:
     compared_with: int
     late_steps: int
     steps: int
+    unrecorded_ns: int | None = None
+    """What a step takes without a profiler, if only such steps show that the rank is late: all times are of these."""
 
     @property
     def is_always(self) -> bool:
@@ -149,9 +158,9 @@ def find_culprit(
     chosen, compared = zip(*(exact if is_exact else every), strict=True)
     court = partial(_Court, chosen, matched, is_untimed)
     if is_exact:
-        return court(cost_by_accounts(chosen, compared, matched)).judge()
-    lost = [_lost_steps(rank, matched) for rank in chosen]
-    kept = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
+        verdict = court(cost_by_accounts(chosen, compared, matched)).judge()
+        return verdict if verdict.culprit is not None else _judge_unrecorded(chosen, matched) or verdict
+    kept = _kept_steps(chosen, matched)
     cost, estimate, tied = cost_by_waits(compared, chosen, matched, kept=kept, is_untimed=is_untimed)
     verdict = court(cost).judge()
     if verdict.culprit is None and tied:
@@ -159,6 +168,34 @@ def find_culprit(
         if estimated.culprit is not None and estimated.culprit.cause == "python" and estimated.culprit.phase in tied:
             return estimated
     return verdict
+
+
+def _judge_unrecorded(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Verdict | None:
+    """Return who is late in the steps without a profiler because of its kernels; None if nobody is, or none are known.
+
+    A profiler slows the launches of all ranks, which may hide that one computes more. Light records say who makes the
+    others wait, and full traces what each rank computes.
+    """
+    unrecorded = keep_unrecorded(ranks)
+    if unrecorded is None:
+        return None
+    matched_there = match_collectives(unrecorded)
+    if has_untimed_waits(unrecorded, matched_there):
+        return None
+    accounts = [account_before_waits(rank, matched_there) for rank in unrecorded]
+    kept = _kept_steps(unrecorded, matched_there)
+    cost, _, _ = cost_by_waits(accounts, unrecorded, matched_there, kept=kept, is_untimed=False)
+    cost = cost_of_kernels(cost, ranks, matched)
+    verdict = _Court(unrecorded, matched_there, False, cost).judge()
+    if verdict.culprit is None:
+        return None
+    return replace(verdict, culprit=replace(verdict.culprit, unrecorded_ns=round(cost.step_ns)))
+
+
+def _kept_steps(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Bools:
+    lost = [_lost_steps(rank, matched) for rank in ranks]
+    kept: Bools = ~np.any([steps[: min(map(len, lost))] for steps in lost], axis=0)
+    return kept
 
 
 def _lost_steps(rank: ReducedRank, matched: Sequence[Matched]) -> Bools:

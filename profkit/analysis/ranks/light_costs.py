@@ -19,10 +19,9 @@ import numpy as np
 from profkit.analysis.intervals import NOTHING, Stretches, spread, subtract, unite
 from profkit.analysis.ranks.costs import Cost, saved_beside, sum_cost
 from profkit.analysis.ranks.matching import Matched, waits_by_step
-from profkit.analysis.ranks.own_time import BEFORE, Account, Floats, Part, ReducedRank
-from profkit.analysis.ranks.reduce import clock_of
+from profkit.analysis.ranks.own_time import BEFORE, Account, Floats, Part, ReducedRank, clock_of
 from profkit.names import BACKWARD, DATA
-from profkit.run.light_columns import UNKNOWN, Phases, StepColumns
+from profkit.run.light_columns import UNKNOWN, Phases, StepColumns, rows_of_steps
 from profkit.trace.columns import Bools, Ints
 
 _MUCH = 0.05
@@ -367,24 +366,72 @@ def _late_hosts(idle_ns: Floats, phases: Iterable[_Phase]) -> Floats:
     return latest
 
 
-def longer_unrecorded(ranks: Sequence[ReducedRank], late: int) -> dict[str, Floats] | None:
-    """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
+def keep_steps(rank: ReducedRank, named: Set[str | None]) -> ReducedRank:
+    kept = [at for at, name in enumerate(rank.steps.names) if name in named]
+    parts, longer_ns = rank.longer_on_gpu
+    return replace(
+        rank,
+        steps=rank.steps.only(kept),
+        calls=rows_of_steps(rank.calls, kept, len(rank.steps)),
+        longer_on_gpu=(parts, longer_ns[np.isin(rank.steps.named, kept)]),
+    )
 
-    The first step, and those before which all GPUs had nothing to do for a whole step, are left out. None where hardly
-    any others are left, or no phase ran on a GPU: on the CPU a host also waits within its phases. ``late`` is the
-    position of the rank that is asked about; all left full traces.
+
+def keep_unrecorded(ranks: Sequence[ReducedRank]) -> list[ReducedRank] | None:
+    """Return ranks that left full traces by what their light records say of the steps that no profiler recorded.
+
+    The first step is left out. None where hardly any others are left, or ranks do not know the same ones.
     """
-    light = [rank.light.steps for rank in ranks if rank.light is not None]
+    light = [rank.light for rank in ranks if rank.light is not None]
     if len(light) < len(ranks):
         return None
     recorded = {name for rank in ranks for name in rank.steps.names}
-    names = set.intersection(*(set(steps.names[1:]) for steps in light)) - recorded
-    light = [steps.only([at for at, name in enumerate(steps.names) if name in names]) for steps in light]
-    if len(names) < _FEWEST_UNRECORDED or len({steps.names for steps in light}) > 1:
+    kept = [keep_steps(rank, _unrecorded([rank.steps for rank in light], recorded)) for rank in light]
+    is_alike = len({rank.steps.names for rank in kept}) == 1
+    return kept if is_alike and len(kept[0].steps) >= _FEWEST_UNRECORDED else None
+
+
+def _unrecorded(light: Sequence[StepColumns], recorded: Set[str | None]) -> Set[str | None]:
+    return set.intersection(*(set(steps.names[1:]) for steps in light)) - recorded
+
+
+def host_factor(light: Sequence[StepColumns], recorded: Set[str | None]) -> float | None:
+    """Return the factor on the hosts' time in phases that a profiler recorded with which it is as without one.
+
+    It is that of the median rank. None where no phase is known of both kinds of steps.
+    """
+    names = _unrecorded(light, recorded)
+    factors = []
+    for steps in light:
+        without, within = _phases_in(steps, names), _phases_in(steps, recorded)
+        shared = without.keys() & within.keys()
+        recorded_ns = sum(float(np.median(within[name].on_host)) for name in shared)
+        if recorded_ns:
+            factors.append(sum(float(np.median(without[name].usual_on_host)) for name in shared) / recorded_ns)
+    return float(np.median(factors)) if factors else None
+
+
+def _phases_in(steps: StepColumns, names: Set[str | None]) -> dict[str, _Phase]:
+    """Return the phases of a rank's steps of these names; none where it knows none of them."""
+    chosen = steps.only([at for at, name in enumerate(steps.names) if name in names])
+    times_ns = chosen.end_ns - chosen.start_ns
+    return _tabulate_phases([chosen], len(chosen), float(np.median(times_ns))) if len(chosen) else {}
+
+
+def longer_unrecorded(ranks: Sequence[ReducedRank], late: int) -> dict[str, Floats] | None:
+    """Return how much longer the host of a rank was in each phase than the others', by step that no profiler recorded.
+
+    The steps before which all GPUs had nothing to do for a whole step are left out. None where hardly any others are
+    left, or no phase ran on a GPU: on the CPU a host also waits within its phases. ``late`` is the position of the rank
+    that is asked about; all left full traces.
+    """
+    unrecorded = keep_unrecorded(ranks)
+    if unrecorded is None:
         return None
+    light = [rank.steps for rank in unrecorded]
     step_ns = float(np.median([steps.end_ns - steps.start_ns for steps in light]))
     is_step = np.min([steps.launch_wait_ns for steps in light], axis=0) <= step_ns
-    phases = _tabulate_phases(light, len(names), step_ns)
+    phases = _tabulate_phases(light, len(is_step), step_ns)
     if not phases or is_step.sum() < _FEWEST_UNRECORDED:
         return None
     longer = {}

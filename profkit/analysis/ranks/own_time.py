@@ -41,7 +41,7 @@ from profkit.analysis.time_account.gpu_time import (
     threads_by_device,
 )
 from profkit.names import BACKWARD, DATA, phase_of
-from profkit.run.light_columns import CallColumns, StepColumns
+from profkit.run.light_columns import UNKNOWN, CallColumns, StepColumns
 from profkit.run.light_record import LightRecord
 from profkit.trace.columns import NO_LAUNCH, Bools, Copies, Ints, Trace, Work, distinct_values, empty_ints
 from profkit.trace.kineto import BACKWARD_NODE
@@ -386,3 +386,10 @@ class ReducedRank:
     between_ns: Mapping[int, int] = field(default_factory=dict)
     light: ReducedRank | None = None
     between_phases_ns: int | None = None
+
+
+def clock_of(steps: StepColumns, which: Ints) -> float | None:
+    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
+    clocks = steps.sm_mhz[which]
+    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
+    return float(np.median(known)) if len(known) else None

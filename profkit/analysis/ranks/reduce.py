@@ -22,6 +22,7 @@ from profkit.analysis.ranks.own_time import (
     OwnTime,
     Part,
     ReducedRank,
+    clock_of,
     collective_ranges,
     divide_own_time,
     host_time,
@@ -261,13 +262,6 @@ def longer_on_gpu(steps: StepColumns, calls: CallColumns) -> tuple[tuple[Part, .
         is_there[step, name] = True
     used = np.flatnonzero(is_there[steps.named].any(axis=0))
     return tuple(("kernels", names[at], "") for at in used.tolist()), longer[steps.named][:, used]
-
-
-def clock_of(steps: StepColumns, which: Ints) -> float | None:
-    """Return the median clock of the GPU in these steps, None if nobody recorded it."""
-    clocks = steps.sm_mhz[which]
-    known = clocks[(clocks != UNKNOWN) & (clocks != 0)]
-    return float(np.median(known)) if len(known) else None
 
 
 def _add_own_time(columns: LightColumns, own: OwnTime) -> ReducedRank:

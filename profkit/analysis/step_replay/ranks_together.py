@@ -3,7 +3,8 @@
 A rank comes to a collective when its stream does. The collective ends on all ranks at once: after the last one has come
 to it, as long as it took that rank in the recording. No rank's clock is held against another's: their recorded steps
 are laid side by side so that collectives end together. One factor on the time of all hosts makes the steps together as
-long as unprofiled: how long a rank waited in collectives says nothing of its own speed.
+long as unprofiled: how long a rank waited in collectives says nothing of its own speed. Where a GPU sets the pace many
+factors do: then it is by how much hosts were quicker in steps without a profiler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWEST, Fit
+from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWER_GPU, SLOWEST, USUAL_HOST, Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.predict import TimeAnswer
@@ -64,15 +65,20 @@ class OnTime:
 
 
 def predict_on_time(
-    replays: Mapping[int, StepReplay], late: int, now_ns: int | None, unprofiled_ns: int | None
+    replays: Mapping[int, StepReplay],
+    late: int,
+    now_ns: int | None,
+    unprofiled_ns: int | None,
+    host_factor: float | None = None,
 ) -> TimeAnswer:
     """Return how long a step would take if rank ``late`` came to no collective after all others.
 
-    ``now_ns`` is the measured step of all ranks, ``unprofiled_ns`` the same; None if it is as recorded.
+    ``now_ns`` is the measured step of all ranks, ``unprofiled_ns`` the same; None if it is as recorded. ``host_factor``
+    is what makes the hosts' recorded time in phases that of steps without a profiler; the usual one if None.
     """
     edits = (f"{ON_TIME}:{late}",)
     try:
-        steps = replay_on_time(replays, late, unprofiled_ns)
+        steps = replay_on_time(replays, late, unprofiled_ns, host_factor or median(USUAL_HOST))
     except CannotPredictError as error:
         return TimeAnswer(edits, now_ns, unprofiled_ns, None, AS_RECORDED, str(error))
     factors = [step.factor for step in steps]
@@ -104,10 +110,13 @@ def predict_on_time(
     )
 
 
-def replay_on_time(replays: Mapping[int, StepReplay], late: int, unprofiled_ns: int | None = None) -> list[OnTime]:
+def replay_on_time(
+    replays: Mapping[int, StepReplay], late: int, unprofiled_ns: int | None = None, host_factor: float = 1.0
+) -> list[OnTime]:
     """Return what each recorded step takes if rank ``late`` comes to no collective after all others.
 
-    The hosts are as fast as makes it take ``unprofiled_ns`` before that; as recorded where it is None.
+    The hosts are as fast as makes it take ``unprofiled_ns`` before that; as recorded where it is None. Where the speed
+    of no host does, since a GPU sets the pace, their time is scaled by ``host_factor``.
 
     Raises:
         CannotPredictError: a rank cannot be replayed, ranks do not make the same collectives, or the replay of all
@@ -119,13 +128,13 @@ def replay_on_time(replays: Mapping[int, StepReplay], late: int, unprofiled_ns: 
     if len(replays) < 2 or late not in replays:
         raise CannotPredictError(f"there is no rank {late} beside others in this trace")
     count = min(len(replay.steps) for replay in replays.values())
-    return [
-        _replay_step({rank: (r.steps[at - count], r.constants) for rank, r in replays.items()}, late, unprofiled_ns)
-        for at in range(count)
-    ]
+    by_step = [{rank: (r.steps[at - count], r.constants) for rank, r in replays.items()} for at in range(count)]
+    return [_replay_step(steps, late, unprofiled_ns, host_factor) for steps in by_step]
 
 
-def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int, unprofiled_ns: int | None) -> OnTime:
+def _replay_step(
+    steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int, unprofiled_ns: int | None, host_factor: float
+) -> OnTime:
     recorded = _lay_side_by_side([_rank_step(step, constants) for step, constants in steps.values()])
     wires = find_wires(recorded)
     together = run_together(recorded, wires)
@@ -143,7 +152,10 @@ def _replay_step(steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int,
         ]
         return _steady_step_ns(at_speed, wires)
 
-    factor = 1.0 if unprofiled_ns is None else _find_factor(lambda by: take_ns(by, steps), unprofiled_ns)
+    factor = 1.0
+    if unprofiled_ns is not None:
+        sets_pace = take_ns(FASTEST, steps) > (1 - SLOWER_GPU) * unprofiled_ns
+        factor = host_factor if sets_pace else _find_factor(lambda by: take_ns(by, steps), unprofiled_ns)
     return OnTime(take_ns(factor, steps), take_ns(factor, steps.keys() - {late}), proof, factor)
 
 

@@ -391,7 +391,9 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
         else f"it arrives last in {format_share(culprit.share)} of its collectives in which anybody waits, by {late} a"
         f" step{f'; the others wait for it longest in group {group}' if group else ''}"
     )
-    without = max(result.step_ns - culprit.gain_ns, 0)
+    is_unrecorded = culprit.unrecorded_ns is not None
+    step_ns = culprit.unrecorded_ns or result.step_ns
+    without = max(step_ns - culprit.gain_ns, 0)
     hidden = culprit.extra_ns - culprit.idle_ns
     shown = f" ({format_ns(culprit.idle_ns)} of it while its GPU was idle)" if hidden > culprit.extra_ns // 50 else ""
     compared = f"than rank {culprit.compared_with} (the median rank) {_CAUSES[culprit.cause]}{_place(culprit)}{shown}"
@@ -409,8 +411,9 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
     return [
         f"Rank {culprit.rank} is late: {arrives}",
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}{passing * may_pass}",
-        f"Without it a step would take about {format_ns(without)} instead of {format_ns(result.step_ns)}"
+        f"Without it a step would take about {format_ns(without)} instead of {format_ns(step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
+        *["These times are of steps without a profiler: with it, hosts are too slow to show this"] * is_unrecorded,
     ]
 
 
