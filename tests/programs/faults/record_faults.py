@@ -26,7 +26,7 @@ from statistics import mean, median
 from typing import Any
 
 HERE = Path(__file__).parent
-PLAIN = ("transformer", "vision", "plain", "speech")
+PLAIN = ("transformer", "vision", "plain", "speech", "diffusion", "recommender")
 """Programs that give their steps; Trainers run their own loops."""
 PARALLEL = "parallel"
 """The program of several ranks, which torchrun starts, and which measures its steps itself."""
@@ -85,6 +85,48 @@ SPEECH: tuple[tuple[Any, ...], ...] = (
     ("fp32, NaN and NumPy", ("fp32", "nan-check", "numpy-mask"), ("tf32",), None, "", ("nan-check", "numpy-mask")),
 )
 """Planted in a program that no row was written with."""
+DIFFUSION: tuple[tuple[Any, ...], ...] = (
+    ("clean", ()),
+    ("embedding by Python", ("embedding",), ("python", "waits", "made-on-cpu"), "embedding"),
+    ("weights that decay in the loss", ("decay",), ("loop", "launches", "compile", "optimizer", "python"), "decay"),
+    ("average on the CPU", ("average-on-cpu",), ("waits", "pageable-copy", "python"), "average-on-cpu"),
+    ("Swish by hand", ("swish",), ("activation", "chain", "compile"), None, "activation"),
+    ("losses by quartile", ("quartiles",), ("waits", "python", "loop"), "quartiles"),
+    ("eight passes", ("eight-passes",), ("batch", "launches", "compile"), None, "", ("four-passes",)),
+    ("attention in fp32", ("upcast",), ("attention", "autocast", "tf32"), None, "attention"),
+    ("schedule on the CPU", ("schedule",)),
+    (
+        "decay and quartiles",
+        ("decay", "quartiles"),
+        ("loop", "launches", "compile", "optimizer", "python"),
+        "decay",
+        None,
+        ("quartiles",),
+    ),
+    (
+        "average and Swish",
+        ("average-on-cpu", "swish"),
+        ("waits", "pageable-copy", "python"),
+        "average-on-cpu",
+        None,
+        ("swish",),
+    ),
+)
+RECOMMENDER: tuple[tuple[Any, ...], ...] = (
+    ("clean", ()),
+    # its workers have two dozen batches ready before they fall behind
+    ("places by hash", ("hash",), ("loader", "python"), "hash", None, (), 1, 190, ("--warmup", "40")),
+    ("pairs in a loop", ("pairs",), ("loop", "launches", "compile"), None, "interaction"),
+    ("a table each", ("tables",), ("loop", "launches", "compile"), None, "tables"),
+    ("counts of values", ("counts",), ("python",), "counts"),
+    ("area on the CPU", ("area",), ("waits", "python"), "area"),
+    ("converted before the copy", ("long",), ("pageable-copy", "made-on-cpu", "waits"), "long"),
+    ("checks of places", ("checks",), ("waits", "loop"), "checks"),
+    ("loss by hand", ("loss",)),
+    ("hash and area", ("hash", "area"), ("loader", "python"), "hash", None, ("area",)),
+    ("counts and tables", ("counts", "tables"), ("python",), "counts", None, ("tables",)),
+)
+"""These two by someone who knew no rule of what profkit says."""
 ON_RANKS: tuple[tuple[Any, ...], ...] = (
     ("clean", ()),
     ("Python on one", ("late-python",), ("late-rank",), "late-python"),
@@ -178,6 +220,8 @@ FAULTS = (
     ),
     Fault("not compiled", "transformer", (), ("compile", "launches"), module="", without=("compiled",)),
     *(Fault(f"speech, {name}", "speech", *rest, fits=False) for name, *rest in SPEECH),
+    *(Fault(f"diffusion, {name}", "diffusion", *rest, fits=False) for name, *rest in DIFFUSION),
+    *(Fault(f"recommender, {name}", "recommender", *rest, fits=False) for name, *rest in RECOMMENDER),
     *(Fault(f"ranks, {name}", "parallel", *rest, fits=False) for name, *rest in ON_RANKS),
 )
 
