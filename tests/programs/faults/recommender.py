@@ -167,8 +167,7 @@ def make_step(settings: Settings):
         if "counts" in faults:
             for column, counter in enumerate(seen):
                 counter.update(places[:, column].tolist())  # fault: counts
-        if "long" in faults:
-            places = places.long()
+        places = places.long() if "long" in faults else places
         places = places.to(device, non_blocking=True)  # fault: long
         numbers, clicked = (each.to(device, non_blocking=True) for each in (numbers, clicked))
         if "checks" in faults:
