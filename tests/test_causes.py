@@ -734,8 +734,17 @@ def test_a_late_rank_is_named_with_the_step_of_all_ranks_without_it(captures: Pa
     summary = summarize_capture(opened)
     assert summary.compared is not None
     assert summary.limits is not None
-    assert summary.limits.refusal is not None
-    assert _say_nothing(Evidence(opened, summary)) == "Nothing found that would save more than 2 %.", "no refusal"
+    assert summary.limits.by_rank[1] > 0.9 * summary.limits.step_ns
+    refused = replace(summary, limits=replace(summary.limits, refusal="several processes were recorded", by_rank={}))
+    alone = replace(summary, limits=replace(summary.limits, by_rank={}))
+    evidence, *others = (Evidence(opened, one) for one in (alone, refused, summary))
+    assert evidence.limits is alone.limits
+    assert [one.limits for one in others] == [None, None], "no row changes the steps of all ranks"
+    nothing = "Nothing found that would save more than 2 %"
+    assert [_say_nothing(one).partition(", as recorded")[0] for one in others] == [
+        f"{nothing}.",
+        f"{nothing}: the step is 94 % Python",
+    ]
     assert "late-rank" not in by_code(find_advice(opened, summary)), "which may be the profiler's doing"
     times = {"late_ns": 3 * MS, "extra_ns": 4 * MS, "idle_ns": 4 * MS, "gain_ns": 3 * MS, "share": 0.9}
     place: dict[str, Any] = {"cause": "data", "phase": "data", "module": "", "group": None, "compared_with": 0}

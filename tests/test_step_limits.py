@@ -14,14 +14,21 @@ from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, SLOWEST, find_phases
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.lanes import CELLS
-from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits, place_lines
-from profkit.analysis.step_replay.ranks_together import RankStep, replay_on_time, run_together
+from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, place_lines
+from profkit.analysis.step_replay.ranks_together import (
+    RankStep,
+    find_limits_together,
+    limit_ranks,
+    replay_on_time,
+    run_steadily_together,
+    run_together,
+)
 from profkit.analysis.step_replay.replay import Constants, prepare, prove
 from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepReplay
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.efficiency import build_efficiency_document
-from profkit.report.commands.steps import describe_line, limit_words, name_limits
+from profkit.report.commands.steps import describe_limits, describe_line, limit_words, name_limits
 from profkit.report.document import render
 from profkit.report.units import format_share
 from profkit.run.edits import parse_edits
@@ -51,9 +58,10 @@ def test_shares_add_up_to_the_replayed_step(path: Path) -> None:
     assert summary["step_limits"] == limits
 
 
-def test_of_several_ranks_one_is_taken(captures: Path) -> None:
+def test_of_several_ranks_all_are_taken_together_or_one(captures: Path) -> None:
     path = captures / "ddp.nsys2025.sqlite"
-    assert "several processes were recorded" in run_command("efficiency", path).stdout.replace("\n  ", " ")
+    together = json.loads(run_command("efficiency", path, "--format", "json").stdout)["step_limits"]
+    assert sum(together["by_rank"].values()) == sum(together["limited_by"].values()) == together["step_ns"] > 0
     for rank in ("0", "1"):
         limits = json.loads(run_command("efficiency", path, "--rank", rank, "--format", "json").stdout)["step_limits"]
         assert limits["refusal"] is None
@@ -235,9 +243,9 @@ def record_together(*ranks: RankStep) -> dict[int, StepReplay]:
         # By itself the rank was fitted with Python between phases that takes half as long.
         phases = replace(find_phases(columns, {"forward": [(OUTSIDE_NS, found.host_ns)]}), outside=0.5)
         categories = {row: "communication" if row in one.collectives else "gemm" for row in columns.row.tolist()}
-        step = ReplayedStep(
-            columns, phases, prove((columns, found)), AS_RECORDED, {}, categories, [], [], [], [], [], []
-        )
+        calls, operations = len(columns.call_end_ns), len(columns.end_ns)
+        places: list[Any] = [["forward"] * calls, [{}] * calls, [None] * calls, [None] * operations]
+        step = ReplayedStep(columns, phases, prove((columns, found)), AS_RECORDED, {}, categories, *places)
         replays[number] = StepReplay(CONSTANTS, (step,), None, 0, NOT_FITTED)
     return replays
 
@@ -307,6 +315,39 @@ def test_where_a_gpu_sets_the_pace_hosts_are_as_fast_as_steps_without_a_profiler
     assert step.after_ns == pytest.approx(OUTSIDE_NS + 0.5 * (19 * 800_000 + 20 * 8_000), rel=0.01)
     (step,) = replay_on_time(replays, 1, 36_000_000, 0.5)
     assert step.factor == pytest.approx(SLOWEST, abs=0.01), "the GPU alone does not take as long"
+
+
+def test_what_limits_the_step_of_all_ranks_is_followed_from_collective_to_the_rank_that_came_last() -> None:
+    """Python of the first rank is long before the first collective, kernels of the second one before the others."""
+    ranks = [rank(900_000, 5_000, 5_000), rank(5_000, 5_000, 5_000, computes_ns=200_000)]
+    steady = run_steadily_together(ranks, [WIRE_NS] * 3)
+    chain = find_limits_together(steady)
+    assert all(earlier.end_ns == later.start_ns for (_, earlier), (_, later) in pairwise(chain))
+    assert chain[-1][1].end_ns == steady.ended_ns + steady.step_ns
+    by_rank = [[piece for at, piece in chain if at == number] for number in (0, 1)]
+    python, computing = (
+        sum(one.end_ns - one.start_ns for one in pieces if one.cause == cause)
+        for pieces, cause in zip(by_rank, (Cause.PYTHON, Cause.OPERATION), strict=True)
+    )
+    assert python == pytest.approx(900_000, rel=0.02)
+    assert computing == pytest.approx(2 * 200_000 + 2 * WIRE_NS, rel=0.02)
+
+
+def test_of_several_ranks_a_limit_is_that_of_the_one_that_sets_the_pace() -> None:
+    for python_ns, computes_ns, most in ((450_000, 10_000, Limit.PREPARING), (5_000, 400_000, Limit.COMPUTING)):
+        late = rank(OUTSIDE_NS, *[python_ns] * 19, computes_ns=computes_ns)
+        replays = record_together(rank(OUTSIDE_NS, *[200_000] * 19), late)
+        limits = limit_ranks(replays, 20_000_000, None, None, {})
+        assert limits.refusal is None
+        assert (
+            sum(part.time_ns for part in limits.parts) == sum(limits.by_rank.values()) == limits.step_ns == 20_000_000
+        )
+        assert sum(part.time_ns for part in limits.parts_of(most)) > 0.8 * limits.step_ns
+        assert limits.by_rank[1] > 0.9 * limits.step_ns
+        assert "of it on rank 1, which is late" in describe_limits(limits, 1)
+        assert "late" not in describe_limits(limits)
+    replays[0] = replace(replays[0], refusal="it is damaged")
+    assert describe_limits(limit_ranks(replays, None, None, None, {})) == "unknown: rank 0: it is damaged"
 
 
 def test_a_late_rank_that_is_on_time_lets_the_other_one_go_on(captures: Path) -> None:

@@ -77,6 +77,10 @@ class OpenedTrace:
         return opened
 
     @cached_property
+    def each_rank(self) -> dict[int, OpenedTrace]:
+        return {rank: self.of_rank(rank) for rank in self.ranks.numbers}
+
+    @cached_property
     def attribution(self) -> Attribution:
         return attribute_work(self.recorded, thread_only=self._thread_only)
 
@@ -112,7 +116,23 @@ class OpenedTrace:
     @cached_property
     def step_limits(self) -> StepLimits:
         """Return what limits the step, by cause, phase, module and line: the one source of every such sentence."""
-        return self.step_replay.limits(() if self.lines is None else self.lines.lines)
+        from profkit.analysis.step_replay.ranks_together import MOST_RANKS, limit_ranks
+
+        if not 1 < len(self.ranks.numbers) <= MOST_RANKS:
+            return self.step_replay.limits(() if self.lines is None else self.lines.lines)
+        lines = {rank: alone.lines.lines for rank, alone in self.each_rank.items() if alone.lines is not None}
+        return limit_ranks(*self._replays_of_ranks(), lines)
+
+    def _replays_of_ranks(self) -> tuple[dict[int, StepReplay], int | None, int | None, float | None]:
+        """Return the ranks' steps, the step of all as measured and unprofiled, and the factor on hosts' time."""
+        unprofiled_ns, recorded_ns = self.account.step_ns(), self.account.recorded_step_ns()
+        now_ns = recorded_ns if unprofiled_ns is None else unprofiled_ns
+        return (
+            {rank: alone.step_replay for rank, alone in self.each_rank.items()},
+            None if now_ns is None else round(now_ns),
+            None if unprofiled_ns is None else round(unprofiled_ns),
+            self._host_factor(),
+        )
 
     @cached_property
     def self_check(self) -> SelfCheck:
@@ -252,16 +272,7 @@ class OpenedTrace:
 
         if not re.fullmatch(r"\d{1,6}", late, re.ASCII):
             raise UsageError(f"on-time:{late}: write a rank's number, as in on-time:1")
-        replays = {number: self.of_rank(number).step_replay for number in self.ranks.numbers}
-        unprofiled_ns, recorded_ns = self.account.step_ns(), self.account.recorded_step_ns()
-        now_ns = recorded_ns if unprofiled_ns is None else unprofiled_ns
-        return predict_on_time(
-            replays,
-            int(late),
-            None if now_ns is None else round(now_ns),
-            None if unprofiled_ns is None else round(unprofiled_ns),
-            self._host_factor(),
-        )
+        return predict_on_time(int(late), *self._replays_of_ranks())
 
     def _host_factor(self) -> float | None:
         """The factor on hosts' recorded time with which it is as in steps without a profiler, by the light records."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from profkit.analysis.intervals import unite
 from profkit.analysis.step_replay.edits import ProgramFacts
-from profkit.analysis.step_replay.limits import OUTSIDE
+from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
 from profkit.analysis.step_replay.predict import (
     StepChange,
     TimeAnswer,
@@ -23,6 +23,7 @@ from profkit.analysis.step_replay.predict import (
     predict_changes,
     share_saved_on_fast_host,
 )
+from profkit.analysis.step_replay.ranks_together import MOST_RANKS
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import WORTH, Summary
 from profkit.analysis.tree.modules import read_place
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture, OpenedTrace
 
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")
-_MOST_RANKS = 8
-"""Each of so many ranks is replayed."""
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, it is short."""
 COMPARE = "profkit compare RUN NEW"
@@ -138,10 +137,9 @@ class Evidence:
         It comes to them last and waits for nobody, so that a change of all ranks changes the step as its own.
         """
         trace = self.capture.trace
-        if trace is None or not 1 < len(trace.ranks.numbers) <= _MOST_RANKS:
+        if trace is None or not 1 < len(trace.ranks.numbers) <= MOST_RANKS:
             return trace
-        ranks = [trace.of_rank(number) for number in trace.ranks.numbers]
-        able = [rank for rank in ranks if rank.step_replay.refusal is None]
+        able = [rank for rank in trace.each_rank.values() if rank.step_replay.refusal is None]
         return min(able, key=lambda rank: _communication_ns(rank.step_replay), default=trace)
 
     @cached_property
@@ -151,6 +149,12 @@ class Evidence:
         if trace is None or trace.trace.measure != "gpu-kernel" or not len(trace.trace.work):
             return None
         return trace.step_replay if trace.step_replay.refusal is None else None
+
+    @property
+    def limits(self) -> StepLimits | None:
+        """What limits the step; None where that is unknown, and of several ranks: rows change the steps of one."""
+        limits = self.summary.limits
+        return None if limits is None or limits.refusal is not None or limits.by_rank else limits
 
     @cached_property
     def facts(self) -> ProgramFacts:

@@ -148,7 +148,7 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     A pause that is not in every recorded step is none of the program's. A line in which backward passes or optimizers
     run, too, calls a trainer.
     """
-    limits = evidence.summary.limits
+    limits = evidence.limits
     python = [] if limits is None else limits.lines_of(Limit.PYTHON)
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)

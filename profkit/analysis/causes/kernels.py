@@ -301,7 +301,7 @@ def _describe_chain(
 
 def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
     """Return the line of a phase in which Python prepares kernels for the longest time: no pause is mostly its own."""
-    limits = evidence.summary.limits
+    limits = evidence.limits
     paused = {} if limits is None else {(one.file, one.line): one.time_ns for one in limits.lines_of(Limit.PYTHON)}
     own = [
         line

@@ -141,14 +141,15 @@ def _is_fill(operation: Operation) -> bool:
 
 def _compile(evidence: Evidence) -> Iterator[Cause]:
     """A model that is not compiled: where launches limit the step, graphs replay them; else small kernels are fused."""
-    summary, step, limits = evidence.summary, evidence.step, evidence.summary.limits
+    summary, step, limits = evidence.summary, evidence.step, evidence.limits
     replays = summary.gpu is not None and summary.gpu.graph_launches
-    if step is None or limits is None or replays or evidence.is_debugged:
+    if step is None or replays or evidence.is_debugged:
         return
     if summary.head.is_compiled or summary.recomputes:
         return
-    preparing_ns = sum(part.time_ns for part in limits.parts_of(Limit.PREPARING) if part.phase in COMPILED_PHASES)
-    is_late = preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
+    preparing = [] if limits is None else limits.parts_of(Limit.PREPARING)
+    preparing_ns = sum(part.time_ns for part in preparing if part.phase in COMPILED_PHASES)
+    is_late = limits is not None and preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.kernels if one.phase in COMPILED_PHASES]
     fusable = set(find_fusable(step))
     small = [one for one in operations if one.at in fusable]

@@ -145,7 +145,7 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
 
     A step of several passes has as many samples in fewer of them; any other trains on another batch.
     """
-    step, limits, passes = evidence.step, evidence.summary.limits, evidence.summary.passes
+    step, limits, passes = evidence.step, evidence.limits, evidence.summary.passes
     capacity, held = evidence.condition("gpu_memory_bytes"), evidence.condition("reserved_peak_bytes")
     if step is None or limits is None or not passes or evidence.is_debugged:
         return

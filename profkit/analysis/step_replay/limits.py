@@ -7,7 +7,7 @@ gaps, so that they sum up to the step, in integers. `StepLimits` holds the sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -131,6 +131,8 @@ class StepLimits:
     lines: tuple[LineLimit, ...] = ()
     unplaced_ns: int = 0
     calibrated_ns: int = 0
+    by_rank: Mapping[int, int] = field(default_factory=dict)
+    """Of a step of several ranks: for how long each limits it; they add up to the step."""
 
     @property
     def stand_for_step(self) -> bool:
@@ -169,6 +171,7 @@ class StepLimits:
             "parts": [asdict(part) for part in self.parts],
             "lines": [asdict(line) for line in self.lines],
             "unplaced_ns": self.unplaced_ns,
+            **({"by_rank": {str(rank): time_ns for rank, time_ns in self.by_rank.items()}} if self.by_rank else {}),
             "refusal": self.refusal,
         }
 
@@ -277,10 +280,10 @@ _FITS = 0.7
 def find_limits(step: StepColumns, found: Replayed) -> list[Piece]:
     """Return the chain of a replayed step, from its beginning to its end."""
     pieces = []
-    moment = _last(found)
+    moment = last_moment(found)
     while moment is not None:
-        earlier, cause = _earlier(step, found, moment)
-        start_ns, end_ns = (0 if earlier is None else _time(found, earlier)), _time(found, moment)
+        earlier, cause = find_earlier(step, found, moment)
+        start_ns, end_ns = (0 if earlier is None else time_of_moment(found, earlier)), time_of_moment(found, moment)
         if end_ns > start_ns:
             pieces.append(Piece(cause, start_ns, end_ns, moment))
         moment = earlier
@@ -293,22 +296,22 @@ def cut_before(pieces: Iterable[Piece], time_ns: int) -> list[Piece]:
     return [piece if piece.start_ns >= time_ns else replace(piece, start_ns=time_ns) for piece in left]
 
 
-def _last(found: Replayed) -> Moment | None:
+def last_moment(found: Replayed) -> Moment | None:
     ends = [
         Moment(is_call, max(range(len(column)), key=column.__getitem__), is_end=True)
         for is_call, column in ((True, found.call_end_ns), (False, found.end_ns))
         if column
     ]
-    return max(ends, key=lambda moment: _time(found, moment), default=None)
+    return max(ends, key=lambda moment: time_of_moment(found, moment), default=None)
 
 
-def _time(found: Replayed, moment: Moment) -> int:
+def time_of_moment(found: Replayed, moment: Moment) -> int:
     if moment.is_call:
         return (found.call_end_ns if moment.is_end else found.call_start_ns)[moment.at]
     return (found.end_ns if moment.is_end else found.start_ns)[moment.at]
 
 
-def _earlier(step: StepColumns, found: Replayed, moment: Moment) -> tuple[Moment | None, Cause]:
+def find_earlier(step: StepColumns, found: Replayed, moment: Moment) -> tuple[Moment | None, Cause]:
     """Return what this moment came after, None for the step's beginning, and what lies between the two."""
     at = moment.at
     if not moment.is_call:

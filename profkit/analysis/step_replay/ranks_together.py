@@ -10,13 +10,24 @@ factors do: then it is by how much hosts were quicker in steps without a profile
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWER_GPU, SLOWEST, USUAL_HOST, Fit
 from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
+from profkit.analysis.step_replay.limits import (
+    Moment,
+    Piece,
+    StepLimits,
+    cut_before,
+    find_earlier,
+    join_parts,
+    last_moment,
+    place_lines,
+    time_of_moment,
+)
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import (
     STEADY,
@@ -29,6 +40,11 @@ from profkit.analysis.step_replay.replay import (
     run_on,
 )
 from profkit.analysis.step_replay.steps import LARGEST_ERROR, NOT_FITTED, ReplayedStep, StepReplay
+from profkit.analysis.time_account.account import share_out
+from profkit.run.lines import LineTime
+
+MOST_RANKS = 8
+"""Each of so many ranks is replayed."""
 
 ON_TIME = "on-time"
 """The edit that removes a rank's lateness."""
@@ -65,8 +81,8 @@ class OnTime:
 
 
 def predict_on_time(
-    replays: Mapping[int, StepReplay],
     late: int,
+    replays: Mapping[int, StepReplay],
     now_ns: int | None,
     unprofiled_ns: int | None,
     host_factor: float | None = None,
@@ -122,50 +138,67 @@ def replay_on_time(
         CannotPredictError: a rank cannot be replayed, ranks do not make the same collectives, or the replay of all
             ranks together does not end as they did.
     """
+    if len(replays) < 2 or late not in replays:
+        raise CannotPredictError(f"there is no rank {late} beside others in this trace")
+    found = []
+    for step in _steps_of_ranks(replays):
+        factor = step.find_factor(unprofiled_ns, host_factor)
+        found.append(OnTime(step.run(factor).step_ns, step.run(factor, without=late).step_ns, step.proof, factor))
+    return found
+
+
+def _steps_of_ranks(replays: Mapping[int, StepReplay]) -> list[_StepOfRanks]:
     for rank, replay in replays.items():
         if replay.refusal not in (None, NOT_FITTED):
             raise CannotPredictError(f"rank {rank}: {replay.refusal}")
-    if len(replays) < 2 or late not in replays:
-        raise CannotPredictError(f"there is no rank {late} beside others in this trace")
     count = min(len(replay.steps) for replay in replays.values())
-    by_step = [{rank: (r.steps[at - count], r.constants) for rank, r in replays.items()} for at in range(count)]
-    return [_replay_step(steps, late, unprofiled_ns, host_factor) for steps in by_step]
+    return [
+        _join_steps({rank: (replay.steps[at - count], replay.constants) for rank, replay in replays.items()})
+        for at in range(count)
+    ]
 
 
-def _replay_step(
-    steps: Mapping[int, tuple[ReplayedStep, Constants]], late: int, unprofiled_ns: int | None, host_factor: float
-) -> OnTime:
+@dataclass(frozen=True, eq=False)
+class _StepOfRanks:
+    """One recorded step of all ranks, laid side by side, what its collectives take, and its replay's proof."""
+
+    steps: Mapping[int, ReplayedStep]
+    recorded: Sequence[RankStep]
+    wires: Sequence[int]
+    proof: Proof
+
+    def run(self, factor: float, without: int | None = None) -> SteadyRanks:
+        """Run it again and again with the hosts' time in phases scaled; one rank may be left out."""
+        at_speed = [
+            # Between phases Python takes as long as recorded: what fits a rank by itself knows nothing of its waits.
+            replace(rank, columns=replace(step.phases, outside=1.0).scale_host(step.columns, factor))
+            for rank, (number, step) in zip(self.recorded, self.steps.items(), strict=True)
+            if number != without
+        ]
+        return run_steadily_together(at_speed, self.wires)
+
+    def find_factor(self, unprofiled_ns: int | None, host_factor: float) -> float:
+        """Return the factor on the hosts' time with which it takes as long as unprofiled, or the nearest to it."""
+        if unprofiled_ns is None:
+            return 1.0
+        if self.run(FASTEST).step_ns > (1 - SLOWER_GPU) * unprofiled_ns:
+            return host_factor
+        least, most = FASTEST, SLOWEST
+        for _ in range(_HALVED):
+            middle = (least + most) / 2
+            is_slow = self.run(middle).step_ns > unprofiled_ns
+            least, most = (least, middle) if is_slow else (middle, most)
+        return (least + most) / 2
+
+
+def _join_steps(steps: Mapping[int, tuple[ReplayedStep, Constants]]) -> _StepOfRanks:
     recorded = _lay_side_by_side([_rank_step(step, constants) for step, constants in steps.values()])
     wires = find_wires(recorded)
     together = run_together(recorded, wires)
     proof = prove(*((rank.columns, found) for rank, found in zip(recorded, together, strict=True)))
     if abs(proof.error) > LARGEST_ERROR:
         raise CannotPredictError(f"the replay of all ranks together ends {abs(proof.error):.1%} off")
-
-    def take_ns(factor: float, ranks: Collection[int]) -> int:
-        numbered = zip(recorded, steps.items(), strict=True)
-        at_speed = [
-            # Between phases Python takes as long as recorded: what fits a rank by itself knows nothing of its waits.
-            replace(rank, columns=replace(step.phases, outside=1.0).scale_host(step.columns, factor))
-            for rank, (number, (step, _)) in numbered
-            if number in ranks
-        ]
-        return _steady_step_ns(at_speed, wires)
-
-    factor = 1.0
-    if unprofiled_ns is not None:
-        sets_pace = take_ns(FASTEST, steps) > (1 - SLOWER_GPU) * unprofiled_ns
-        factor = host_factor if sets_pace else _find_factor(lambda by: take_ns(by, steps), unprofiled_ns)
-    return OnTime(take_ns(factor, steps), take_ns(factor, steps.keys() - {late}), proof, factor)
-
-
-def _find_factor(take_ns: Callable[[float], int], unprofiled_ns: int) -> float:
-    """Return the factor on the hosts' time with which a step takes as long as unprofiled, or the nearest to it."""
-    least, most = FASTEST, SLOWEST
-    for _ in range(_HALVED):
-        middle = (least + most) / 2
-        least, most = (least, middle) if take_ns(middle) > unprofiled_ns else (middle, most)
-    return (least + most) / 2
+    return _StepOfRanks({rank: step for rank, (step, _) in steps.items()}, recorded, wires, proof)
 
 
 def _rank_step(step: ReplayedStep, constants: Constants) -> RankStep:
@@ -205,23 +238,108 @@ def run_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> list[Replay
     return together
 
 
-def _steady_step_ns(ranks: Sequence[RankStep], wires: Sequence[int]) -> int:
-    """Return how long a step takes on all ranks that they make again and again, each as soon as its host can.
+@dataclass(frozen=True, eq=False)
+class SteadyRanks:
+    """A step of all ranks among others like it, as `profkit.analysis.step_replay.replay.Steady` is of one.
+
+    Times count from when the first of these steps began on all ranks: it begins on each at its ``begin_ns``.
+    """
+
+    ranks: Sequence[RankStep]
+    together: Sequence[Replayed]
+    step_ns: int
+    ended_ns: int
+
+
+def run_steadily_together(ranks: Sequence[RankStep], wires: Sequence[int]) -> SteadyRanks:
+    """Run a step on all ranks again and again, each as soon as its host can.
 
     All ranks begin them at once, with idle GPUs: what one was ahead of another in the recording would be worked off at
     the pace of its GPU first, for as many steps as its queue holds.
     """
     ended_ns = step_ns = 0
     ranks = [replace(rank, columns=replace(rank.columns, free_ns={}, backlog_ns={}), begin_ns=0) for rank in ranks]
-    for _ in range(_MOST_ROUNDS):
+    for number in range(_MOST_ROUNDS):
         together = run_together(ranks, wires)
         before_ns, last_ns = step_ns, ended_ns
         ended_ns = max(rank.begin_ns + found.step_ns for rank, found in zip(ranks, together, strict=True))
         step_ns = ended_ns - last_ns
-        if abs(step_ns - before_ns) <= STEADY * step_ns:
+        if abs(step_ns - before_ns) <= STEADY * step_ns or number + 1 == _MOST_ROUNDS:
             break
         ranks = [
             replace(rank, columns=follow(rank.columns, found), begin_ns=rank.begin_ns + found.host_ns)
             for rank, found in zip(ranks, together, strict=True)
         ]
-    return step_ns
+    return SteadyRanks(ranks, together, step_ns, last_ns)
+
+
+def find_limits_together(steady: SteadyRanks) -> list[tuple[int, Piece]]:
+    """Return the chain of a step of all ranks, and which rank each piece is of, by its position.
+
+    As `find_limits`, but for collectives: they begin when the last rank has come, so that the chain goes on there.
+    """
+    ranks, together = steady.ranks, steady.together
+    numbers = [{row: number for number, row in enumerate(rank.collectives)} for rank in ranks]
+
+    def time_of(at: int, moment: Moment | None) -> int:
+        return ranks[at].begin_ns + (0 if moment is None else time_of_moment(together[at], moment))
+
+    at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + together[at].step_ns)
+    moment = last_moment(together[at])
+    pieces = []
+    while moment is not None:
+        end_ns, number = time_of(at, moment), numbers[at].get(moment.at)
+        if not moment.is_call and moment.is_end and number is not None:
+            rows = [rank.collectives[number] for rank in ranks]
+            at = max(range(len(ranks)), key=lambda at: ranks[at].begin_ns + together[at].start_ns[rows[at]])
+            moment = moment._replace(at=rows[at])
+        earlier, cause = find_earlier(ranks[at].columns, together[at], moment)
+        start_ns = time_of(at, earlier)
+        if end_ns > start_ns:
+            pieces.append((at, Piece(cause, start_ns, end_ns, moment)))
+        moment = earlier
+    return pieces[::-1]
+
+
+def limit_ranks(
+    replays: Mapping[int, StepReplay],
+    now_ns: int | None,
+    unprofiled_ns: int | None,
+    host_factor: float | None,
+    lines: Mapping[int, Sequence[LineTime]],
+) -> StepLimits:
+    """Return what limits the step of all ranks together, the middle one of the recorded ones by its length.
+
+    ``lines`` are those of source of each rank; for the rest see `predict_on_time`.
+    """
+    try:
+        steps = sorted(_steps_of_ranks(replays), key=lambda step: step.proof.recorded_ns)
+    except CannotPredictError as error:
+        return StepLimits(0, unprofiled_ns, None, AS_RECORDED, str(error))
+    step = steps[len(steps) // 2]
+    factor = step.find_factor(unprofiled_ns, host_factor or median(USUAL_HOST))
+    steady = step.run(factor)
+    step_ns = now_ns or steady.step_ns
+    chain = find_limits_together(steady)
+    of_step = [(at, left) for at, piece in chain for left in cut_before([piece], steady.ended_ns)]
+    recorded = list(step.steps.items())
+    parts = [
+        (recorded[at][0], part)
+        for at, piece in of_step
+        for part in recorded[at][1].place(steady.ranks[at].columns, piece)
+    ]
+    times = share_out(step_ns, [part.time_ns for _, part in parts])
+    parts = [(rank, replace(part, time_ns=time_ns)) for (rank, part), time_ns in zip(parts, times, strict=True)]
+    by_rank = {rank: [part for of, part in parts if of == rank] for rank in replays}
+    placed = {rank: place_lines(mine, lines.get(rank, ())) for rank, mine in by_rank.items()}
+    return StepLimits(
+        step_ns,
+        unprofiled_ns,
+        step.proof,
+        Fit(factor, factor, factor),
+        parts=join_parts(part for _, part in parts),
+        lines=tuple(sorted((line for found, _ in placed.values() for line in found), key=lambda line: -line.time_ns)),
+        unplaced_ns=sum(unplaced_ns for _, unplaced_ns in placed.values()),
+        calibrated_ns=steady.step_ns,
+        by_rank={rank: sum(part.time_ns for part in mine) for rank, mine in by_rank.items()},
+    )

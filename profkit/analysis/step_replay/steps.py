@@ -121,11 +121,11 @@ class ReplayedStep:
     def find_parts(self, step: StepColumns, steady: Steady, whole_ns: int) -> list[LimitPart]:
         """Return what limits this step, or a changed form of it, piece by piece, scaled to sum up to ``whole_ns``."""
         pieces = cut_before(find_limits(step, steady.found), steady.ended_ns)
-        parts = [part for piece in pieces for part in self._place(step, piece)]
+        parts = [part for piece in pieces for part in self.place(step, piece)]
         times = share_out(whole_ns, [part.time_ns for part in parts])
         return [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
 
-    def _place(self, step: StepColumns, piece: Piece) -> Iterator[LimitPart]:
+    def place(self, step: StepColumns, piece: Piece) -> Iterator[LimitPart]:
         at, is_call, time_ns = piece.to.at, piece.to.is_call, piece.end_ns - piece.start_ns
         phases: Mapping[str, int] = {self.phase[at if is_call else step.launcher[at]]: time_ns}
         if piece.cause == Cause.PYTHON:

@@ -215,11 +215,17 @@ def _name_cause(cause: str) -> str:
     return _CAUSES.get(cause, f"{cause} kernels")
 
 
-def describe_limits(limits: StepLimits) -> str:
-    """Return what limits the step, the largest shares first, or why that is unknown."""
+def describe_limits(limits: StepLimits, late_rank: int | None = None) -> str:
+    """Return what limits the step, the largest shares first, or why that is unknown.
+
+    Of several ranks that make it together, how much of it a late one does is said too. (Of the others none is: which
+    host the profiler slows most sets the pace in the recording.)
+    """
     if limits.refusal is not None:
         return f"unknown: {limits.refusal}"
-    return _describe_shares(limits.limited_by)
+    on_rank = 0 if late_rank is None else limits.by_rank.get(late_rank, 0)
+    late = f"; {format_share(on_rank / limits.step_ns)} of it on rank {late_rank}, which is late" if on_rank else ""
+    return _describe_shares(limits.limited_by) + late
 
 
 def _describe_shares(limited_by: Mapping[str, int]) -> str:

@@ -122,7 +122,8 @@ def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> It
     join = SEPARATOR.join
     yield "STEP", join(describe_step(summary))
     yield from (("STEP", row) for row in (() if summary.tree is None else draw_tree(summary.tree)))
-    yield "LIMIT", "" if summary.limits is None else describe_limits(summary.limits)
+    late = None if summary.compared is None else summary.compared.late_rank
+    yield "LIMIT", "" if summary.limits is None else describe_limits(summary.limits, late)
     yield "GPU", _describe_gpu(summary)
     yield "WORK", join(_describe_work(summary))
     yield "MODULE", join(_describe_modules(summary))
