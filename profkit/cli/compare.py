@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -111,8 +112,10 @@ def open_shown(path: Path) -> OpenedCapture:
 
 @click.command()
 @click.argument("run", type=FILE)
-@click.option("--max-step-ms", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
-@click.option("--max-peak", type=LIMIT, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB.")
+@click.option("--max-step-ms", "max_step_ns", type=MILLISECONDS, help="Longest unprofiled step, in milliseconds.")
+@click.option(
+    "--max-peak", "max_peak_bytes", type=LIMIT, help="Highest peak of allocated memory, with its unit: 40GiB or 40GB."
+)
 @click.option(
     "--max-idle",
     type=PERCENT,
@@ -144,17 +147,11 @@ def open_shown(path: Path) -> OpenedCapture:
 @output_options
 def check(
     run: Path,
-    max_step_ms: int | None,
-    max_peak: int | None,
-    max_idle: float | None,
-    min_mfu: float | None,
-    max_shares: tuple[tuple[str, float], ...],
-    max_wait: float | None,
-    max_skew: float | None,
     baseline: Path | None,
     max_slowdown: float | None,
     force: bool,
     output: Output,
+    **limits: Any,
 ) -> None:
     """Check a run against budgets: exit 0 if all held, 3 if any did not.
 
@@ -164,11 +161,11 @@ def check(
     if baseline is None and (force or max_slowdown is not None):
         raise UsageError(f"{'--force' if force else '--max-slowdown'} needs a baseline: give --baseline RUN0")
     refuse_overwriting([run, baseline], [output.path])
-    budgets = Budgets(max_step_ms, max_peak, max_idle, min_mfu, max_shares, max_wait, max_skew)
+    budgets = Budgets(**limits)
     if budgets == Budgets() and baseline is None:
         raise UsageError("nothing to check: give a budget such as --max-step-ms 120, or --baseline RUN0")
     # A directory of several nodes holds nothing that one capture could be: its ranks alone are compared.
-    only_ranks = budgets == Budgets(max_wait=max_wait, max_skew=max_skew) and baseline is None
+    only_ranks = budgets == Budgets(max_wait=budgets.max_wait, max_skew=budgets.max_skew) and baseline is None
     opened = OpenedCapture(run, None, None, None) if only_ranks else open_shown(run)
     earlier = None if baseline is None else open_shown(baseline)
     with shown_after_a_second("judging"):

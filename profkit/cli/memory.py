@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 @click.option("--by", type=click.Choice(BY), help="Show one table: what each module, category, line or phase held.")
 @peak_options
 @click.option("--stack", metavar="TEXT", help="Show only allocations with TEXT in their stack or their tensor's name.")
-@click.option("--min-size", type=SIZE, default=0, help="Show only allocations of at least this size, such as 10MiB.")
+@click.option(
+    "--min-size", "min_bytes", type=SIZE, default=0, help="Show only allocations of at least this size, such as 10MiB."
+)
 @click.option("--phase", "phases", multiple=True, metavar="NAME=GLOB", help="Treat annotations matching GLOB as NAME.")
-@click.option("--capacity", type=SIZE, help="The GPU's memory, to explain an out-of-memory error.")
+@click.option("--capacity", "capacity_bytes", type=SIZE, help="The GPU's memory, to explain an out-of-memory error.")
 @click.option("--timeline", type=FILE, metavar="FILE", help="Draw memory over time: FILE.html or FILE.png.")
 @click.option("--leaks", is_flag=True, help="Also show what each step left behind, and from which lines.")
 @click.option(
@@ -47,18 +49,14 @@ if TYPE_CHECKING:
 @output_options
 def memory(
     snapshot: Path,
-    at: str,
     by: By | None,
-    device: int | None,
     rank: int | None,
-    stack: str | None,
-    min_size: int,
     phases: tuple[str, ...],
-    capacity: int | None,
     timeline: Path | None,
     leaks: bool,
     top: int | None,
     output: Output,
+    **asked: Any,
 ) -> None:
     """Say how much memory was allocated, when it peaked, what the peak was made of and which lines asked for it.
 
@@ -72,10 +70,10 @@ def memory(
     opened = _open(snapshot, phases, rank)
     keep_to_the_end(opened)
     with shown_after_a_second(f"analysing {snapshot.name}"):
-        result = opened.memory(at=at, device=device, stack=stack, min_bytes=min_size, capacity_bytes=capacity)
+        result = opened.memory(**asked)
     if timeline is not None:
         with shown_after_a_second(f"drawing {timeline.name}"):
-            _draw(timeline, _capture(snapshot, opened), result, Filter(stack, min_size))
+            _draw(timeline, _capture(snapshot, opened), result, Filter(asked["stack"], asked["min_bytes"]))
     output.print(build_memory_document(result, by=by, top=top, leaks=leaks))
 
 
