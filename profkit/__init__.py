@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profkit.version import __version__
 
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.work import find_datasheet as find_datasheet
+    from profkit.analysis.efficiency import find_datasheet as find_datasheet
     from profkit.analysis.time_account.step_times import read_step_times as read_step_times
     from profkit.annotation import annotate as annotate
     from profkit.asking import Capture as Capture
@@ -26,7 +26,7 @@ _HOMES = {
     "Capture": ("profkit.asking", "Capture"),
     "annotate": ("profkit.annotation", "annotate"),
     "compare": ("profkit.reading", "compare"),
-    "find_datasheet": ("profkit.analysis.efficiency.work", "find_datasheet"),
+    "find_datasheet": ("profkit.analysis.efficiency", "find_datasheet"),
     "open": ("profkit.asking", "open_any"),
     "read_snapshot": ("profkit.reading", "open_snapshot"),
     "read_step_times": ("profkit.analysis.time_account.step_times", "read_step_times"),

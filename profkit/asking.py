@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.notebook import NotebookResult
+from profkit.analysis import NotebookResult
 from profkit.errors import RunError
 from profkit.reading import Part, held_parts, kind_of, open_capture, open_snapshot, open_trace
 from profkit.run.directory import Run, choose_run, find_run, runs_of_job

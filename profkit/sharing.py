@@ -17,6 +17,7 @@ from profkit.analysis.self_check import LOSS_IN_LOG
 from profkit.errors import CaptureError, UsageError
 from profkit.files import whole_folder
 from profkit.reading import Kind, kind_of, read_trace_file
+from profkit.run import read_text, write_record
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
 from profkit.run.edits import RunTrials, read_trials, write_trials
@@ -25,7 +26,6 @@ from profkit.run.light_record import LightRecord, write_light_record
 from profkit.run.lines import RunLines, read_run_lines, write_lines
 from profkit.run.manifest import Manifest, read_manifest
 from profkit.run.owners import Owners, read_owners, write_owners
-from profkit.run.records import read_text, write_record
 from profkit.run.work import Ceilings, RunWork, read_ceilings, read_work
 from profkit.snapshot.shared_copy import write_shared_snapshot
 from profkit.text_kinds import Keeper

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.whatif.edits import Program
+from profkit.analysis.whatif import Program
 from profkit.reading import open_snapshot
 from tests.allocator_reference import MIB, Block
 from tests.memory_captures import STACKS, Training

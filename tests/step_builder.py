@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from profkit.analysis.compare.samples import Key, StepSamples
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.tree.modules import read_place
 from profkit.names import COMPILING
 from tests.nsys_builder import NsysBuilder

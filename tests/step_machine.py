@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.step_replay.columns import COPY, HOST, KERNEL, LAUNCH, NONE, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, HOST, KERNEL, LAUNCH, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.replay import Constants
 
 

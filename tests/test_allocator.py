@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profkit.allocator import round_sizes
 from profkit.allocator.replay import History, replay_history
 from profkit.allocator.requests import requests_of
-from profkit.allocator.rules import round_sizes
 from profkit.allocator.simulate import Simulation, check_identity, simulate
 from profkit.analysis.memory.failures import Segment, lay_out
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, PENDING, Settings

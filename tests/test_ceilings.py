@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import profkit.analysis.efficiency.work as datasheets
-from profkit.analysis.efficiency.work import find_datasheet
+import profkit.analysis.efficiency as datasheets
+from profkit.analysis.efficiency import find_datasheet
 from profkit.report.commands.machine import build_ceilings_document
 from profkit.report.document import render
 from profkit.run.work import read_ceilings

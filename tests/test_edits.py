@@ -11,8 +11,8 @@ import pytest
 from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import simulate
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
+from profkit.analysis.whatif import Program
 from profkit.analysis.whatif.apply import apply_edits
-from profkit.analysis.whatif.edits import Program
 from profkit.errors import UsageError
 from profkit.names import BACKWARD, LOSS
 from profkit.reading import open_snapshot

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from profkit import read_trace
+from profkit.analysis.efficiency import Amount, Peaks, RunFacts
 from profkit.analysis.efficiency.limits import MOVERS, Roofline, Verdict, build_roofline, judge
 from profkit.analysis.efficiency.summary import EfficiencyResult, count_launches
-from profkit.analysis.efficiency.work import Amount, Peaks, RunFacts
-from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.kernels import CATEGORIES
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.time_account.account import recorded_idle, unprofiled_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts

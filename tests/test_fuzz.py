@@ -18,8 +18,8 @@ from profkit.analysis.self_check import _in_stream_capture
 from profkit.analysis.statistics import interval_of_step_times
 from profkit.analysis.tree import range_tree
 from profkit.reading import open_trace
+from profkit.run import WrongRecord, decode
 from profkit.run.owners import Owned, Owners, Step
-from profkit.run.records import WrongRecord, decode
 from profkit.snapshot.reader import build_snapshot
 from profkit.trace import columns
 from profkit.trace.kineto import OperatorForest

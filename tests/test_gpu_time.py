@@ -23,7 +23,7 @@ from profkit.analysis.time_account.gpu_time import (
     find_windows,
     sum_parts,
 )
-from profkit.analysis.tree.selection import select_ranges
+from profkit.analysis.tree import select_ranges
 from profkit.joining import read_ranks
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT

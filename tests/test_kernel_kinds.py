@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from profkit import read_trace
-from profkit.analysis.kernels.categories import (
+from profkit.analysis.kernels import (
     CATEGORIES,
     LONGEST_NAME,
     OTHER,

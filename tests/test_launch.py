@@ -20,7 +20,7 @@ from profkit.launch.nsys import (
     import_raw,
 )
 from profkit.launch.passes import build_rank_argv, model_passes, parse_target, target_kind
-from profkit.models.options import PRESETS, CompileMode, TrainingOptions
+from profkit.models import PRESETS, CompileMode, TrainingOptions
 from profkit.run.directory import make_run_directory
 from profkit.run.recording import MemoryOptions
 from tests.golden import check_text

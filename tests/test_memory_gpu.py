@@ -22,7 +22,7 @@ from profkit.allocator.requests import requests_of
 from profkit.allocator.simulate import check_identity, predict, simulate
 from profkit.launch.passes import model_passes
 from profkit.launch.record import build_environment
-from profkit.models.options import TrainingOptions
+from profkit.models import TrainingOptions
 from profkit.run.recording import MemoryOptions
 from profkit.snapshot.reader import read_snapshot as read_columns
 

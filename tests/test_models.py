@@ -13,7 +13,7 @@ import pytest
 
 from profkit import annotation
 from profkit.errors import UsageError
-from profkit.models.options import (
+from profkit.models import (
     PRESETS,
     Passes,
     Preset,
@@ -189,7 +189,7 @@ def test_the_model_compiles_to_one_full_graph() -> None:
 
 
 def test_presets_and_flops_need_no_torch() -> None:
-    code = "import sys, profkit.models, profkit.models.options, profkit.models.options, profkit.models.options\n"
+    code = "import sys, profkit.models, profkit.models, profkit.models, profkit.models\n"
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
 
 

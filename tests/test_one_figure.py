@@ -21,8 +21,8 @@ from profkit.analysis.compare.samples import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree import select_ranges
 from profkit.analysis.tree.modules import PASSES, time_kernels_by_module
-from profkit.analysis.tree.selection import select_ranges
 from profkit.cli import cli
 from profkit.names import WARMUP
 from profkit.reading import open_capture

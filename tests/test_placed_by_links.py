@@ -15,8 +15,8 @@ from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import attribute_work
 from profkit.analysis.placing.expanded_ranges import nest_compiled_launches, place_graph_nodes
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree import KernelFilter
 from profkit.analysis.tree.range_tree import summarize_ranges
-from profkit.analysis.tree.selection import KernelFilter
 from profkit.errors import UsageError
 from profkit.names import LaunchPlace, graph_range, launch_range
 from profkit.report.commands.efficiency import build_ranges_document

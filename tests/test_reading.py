@@ -12,9 +12,9 @@ import pytest
 
 import profkit
 from profkit import compare, read_snapshot, read_trace
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.analysis.kernels.summary import KernelRow
-from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.step_replay.predict import Prediction
 from profkit.errors import ProfkitError, RunError, SnapshotError, ToolError, TraceError, UsageError
 from profkit.reading import open_capture, open_snapshot, open_trace

@@ -20,7 +20,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.reading import open_capture, open_trace
 from profkit.report.document import Column, Table
-from profkit.report.page.markup import view_table, without_folders
+from profkit.report.page import view_table, without_folders
 from profkit.report.page.modules import module_rows
 from profkit.report.page.page import render_report
 from profkit.report.page.step import MOST_SLICES, slice_median_step

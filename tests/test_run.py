@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from profkit import read_trace
-from profkit.models.options import PRESETS, forward_flops
+from profkit.models import PRESETS, forward_flops
 from profkit.run.work import read_work
 from tests.doubts import without_doubts
 from tests.forked_scripts import Forks

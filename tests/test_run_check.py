@@ -15,9 +15,9 @@ import pytest
 
 from profkit import read_trace
 from profkit.analysis.self_check import UNKNOWN_RUN, know_run, products_per_forward
-from profkit.models.options import PRESETS
+from profkit.models import PRESETS
+from profkit.run import decode
 from profkit.run.manifest import Manifest
-from profkit.run.records import decode
 from tests.golden import check_text
 from tests.nsys_builder import NsysBuilder
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from profkit.errors import ProfkitError, RunError
+from profkit.run import decode, write_record
 from profkit.run.directory import MANIFEST, Run, find_run
 from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, Samples, read_manifest, write_manifest
-from profkit.run.records import decode, write_record
 from profkit.run.work import (
     Ceilings,
     Copy,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.step_replay import COPY, LAUNCH, NONE, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host
-from profkit.analysis.step_replay.columns import COPY, LAUNCH, NONE, WAIT, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.edits import slow_host
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import (

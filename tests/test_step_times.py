@@ -22,8 +22,8 @@ from profkit.analysis.time_account.step_times import (
 from profkit.errors import RunError
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.document import Document, Table, render
+from profkit.run import decode
 from profkit.run.manifest import Manifest, Samples
-from profkit.run.records import decode
 from tests.golden import check_text
 
 TIMES = st.lists(st.integers(min_value=0, max_value=10**13), min_size=1, max_size=30)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from profkit.annotation import annotate
-from profkit.models.options import PRESETS, TrainingOptions, backward_flops, forward_flops
+from profkit.models import PRESETS, TrainingOptions, backward_flops, forward_flops
 from profkit.names import context_range
 from profkit.run.work import RunWork
 from tests.golden import check_text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from profkit import read_snapshot
-from profkit.allocator.rules import format_settings, list_variants, parse_settings
+from profkit.allocator import format_settings, list_variants, parse_settings
 from profkit.errors import UsageError
 from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.document import render

@@ -26,10 +26,16 @@ from profkit.capture.hooks.backward_nodes import watch_backward_calls  # noqa: E
 from profkit.capture.hooks.hooks import Hooks  # noqa: E402
 from profkit.capture.patches import restore  # noqa: E402
 from profkit.capture.steps.after import CountedStep  # noqa: E402
-from profkit.capture.work import operators  # noqa: E402
-from profkit.capture.work.account import Access, Instance, Products, Work, WorkAccount  # noqa: E402
+from profkit.capture.work import (  # noqa: E402
+    Access,
+    Instance,
+    Products,
+    Work,
+    WorkAccount,
+    operators,
+)
 from profkit.capture.work.counter import WorkCounter  # noqa: E402
-from profkit.models.options import (  # noqa: E402
+from profkit.models import (  # noqa: E402
     PRESETS,
     backward_flops,
     forward_flops,

@@ -13,6 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from profkit.allocator import (
+    LARGE_SEGMENT_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    is_oversized,
+    round_sizes,
+    segment_size_bytes,
+    smallest_rests,
+)
 from profkit.allocator.requests import (
     ADDRESS,
     DEFAULT_POOL,
@@ -22,15 +31,6 @@ from profkit.allocator.requests import (
     Region,
     Release,
     Requests,
-)
-from profkit.allocator.rules import (
-    LARGE_SEGMENT_BYTES,
-    SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    is_oversized,
-    round_sizes,
-    segment_size_bytes,
-    smallest_rests,
 )
 from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.allocator.rules import (
+from profkit.allocator import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
     MIN_SPLIT_LIMIT_BYTES,

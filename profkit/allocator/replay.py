@@ -1,7 +1,7 @@
 """Replay the caching allocator: from the recorded events to the blocks that it charged, byte for byte.
 
 An event names an address and the bytes requested; what the allocator charged is the block at that address. So the
-replay keeps the free blocks and follows the allocator's own rules (`profkit.allocator.rules`): split on alloc, merge
+replay keeps the free blocks and follows the allocator's own rules (`profkit.allocator`): split on alloc, merge
 with free neighbours of the same segment on free. Addresses are recorded, so nothing is searched. The allocator counts a
 block as allocated until ``free_requested``, and as requested until ``free_completed``, when it can be used again.
 
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.recorded_heap import RecordedHeap, find_expandable_ranges, find_start
-from profkit.allocator.rules import (
+from profkit.allocator import (
     MIN_LARGE_SEGMENT_REQUEST_BYTES,
     NEVER,
     SMALL_BYTES,
@@ -29,6 +28,7 @@ from profkit.allocator.rules import (
     segment_size_bytes,
     smallest_rests,
 )
+from profkit.allocator.recorded_heap import RecordedHeap, find_expandable_ranges, find_start
 from profkit.snapshot.columns import (
     ALLOC,
     ALLOCATED,

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from profkit.allocator import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from profkit.allocator.recorded_heap import find_expandable_ranges, find_regions
 from profkit.allocator.replay import History
-from profkit.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from profkit.snapshot.columns import (
     ALLOC,
     OOM,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
 from profkit.names import STEP

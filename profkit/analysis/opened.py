@@ -14,7 +14,7 @@ from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.self_check import UNKNOWN_RUN, KnownRun, SelfCheck, check_capture
 from profkit.analysis.time_account.steps import find_warmup
-from profkit.analysis.tree.selection import KernelFilter
+from profkit.analysis.tree import KernelFilter
 from profkit.errors import RunError, UsageError
 from profkit.names import PHASES, WARMUP, kind_of, phase_of
 from profkit.run.directory import Run
@@ -218,15 +218,15 @@ class OpenedTrace:
             RunError: a file of the run, or the ceilings, cannot be read.
             UsageError: an unknown range, ceilings of another GPU, or a ``dtype`` that the run contradicts.
         """
+        from profkit.analysis.efficiency import read_run_facts
         from profkit.analysis.efficiency.summary import measure_efficiency
-        from profkit.analysis.efficiency.work import read_run_facts
 
         facts = read_run_facts(self.trace, self.run, ceilings=None if ceilings is None else Path(ceilings), dtype=dtype)
         return measure_efficiency(self.account, facts, range, numbered=numbered)
 
     @cached_property
     def program_facts(self) -> ProgramFacts:
-        from profkit.analysis.efficiency.work import read_run_facts
+        from profkit.analysis.efficiency import read_run_facts
         from profkit.analysis.step_replay.edits import ProgramFacts
         from profkit.run.manifest import (
             Conditions,

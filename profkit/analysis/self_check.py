@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.kernels.categories import OTHER, categorize
-from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.kernels import OTHER, categorize
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.time_account.gpu_time import calls_named
 from profkit.analysis.time_account.steps import find_contexts, find_steps, measured_ranges, number_in_step
-from profkit.analysis.tree.selection import explain_no_ranges
+from profkit.analysis.tree import explain_no_ranges
 from profkit.errors import Finding, Verdict
 from profkit.names import BACKWARD, DATA, FORWARD, STEP, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value

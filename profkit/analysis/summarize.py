@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.compiled_code import find_compilations, read_run_compilations
 from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.memory.opened_snapshot import MemoryResult, OpenedSnapshot
@@ -39,8 +39,8 @@ from profkit.analysis.time_account.step_times import (
     summarize_step_times,
 )
 from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of_steps, measured_ranges
+from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
-from profkit.analysis.tree.selection import split_path
 from profkit.errors import Finding, ProfkitError
 from profkit.names import (
     BACKWARD,

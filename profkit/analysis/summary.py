@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from profkit.analysis.efficiency.work import Peaks
+from profkit.analysis.efficiency import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profkit.capture.work.account import Products
+from profkit.capture.work import Products
 from profkit.capture.work.operators import (
     base_name,
     dtype_name,

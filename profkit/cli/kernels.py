@@ -10,7 +10,7 @@ import click
 
 from profkit.analysis.kernels.summary import Grouping, KernelsResult
 from profkit.analysis.opened import OpenedTrace
-from profkit.analysis.tree.selection import KernelFilter
+from profkit.analysis.tree import KernelFilter
 from profkit.cli.options import (
     FILE,
     POSITIVE,

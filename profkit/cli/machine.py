@@ -16,8 +16,8 @@ from profkit.launch.nsys import Nsys, find_nsys
 from profkit.launch.record import require_torch
 from profkit.report.commands.machine import build_ceilings_document, build_doctor_document
 from profkit.report.document import Format
+from profkit.run import write_record
 from profkit.run.directory import CEILINGS, Run
-from profkit.run.records import write_record
 
 
 @click.command()

@@ -33,7 +33,7 @@ from profkit.launch.passes import (
     target_kind,
 )
 from profkit.launch.record import Recorded, may_use_cuda, record_run, require_torch
-from profkit.models.options import TrainingOptions
+from profkit.models import TrainingOptions
 from profkit.names import BACKWARD, DECODE, context_range
 from profkit.report.units import format_count
 from profkit.run.directory import Run

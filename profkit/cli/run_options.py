@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from profkit.cli.options import FILE, POSITIVE, together
 from profkit.errors import ToolError, UsageError
 from profkit.launch.nsys import GraphTrace, Nsys, find_nsys
-from profkit.models.options import CompileMode, Device, Dtype, Passes
+from profkit.models import CompileMode, Device, Dtype, Passes
 from profkit.run.manifest import Kind
 from profkit.run.recording import MEMORY_ENTRIES, Stacks
 

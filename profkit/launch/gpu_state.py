@@ -16,8 +16,8 @@ from typing import Any
 from profkit.errors import ToolError
 from profkit.launch.nsys import numbers
 from profkit.launch.processes import run_child
+from profkit.run import decode
 from profkit.run.manifest import THROTTLE_REASONS, Gpu, Gpus, Process
-from profkit.run.records import decode
 from profkit.run.work import VERSION, Ceilings
 
 # How long each of them has held the clocks down, in ns; older versions of the library lack some of the names.

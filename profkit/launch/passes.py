@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from profkit.errors import UsageError
-from profkit.models.options import PRESETS, TrainingOptions
+from profkit.models import PRESETS, TrainingOptions
+from profkit.run import Plain
 from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
 from profkit.run.recording import (
@@ -29,7 +30,6 @@ from profkit.run.recording import (
     Recorder,
     StepChoice,
 )
-from profkit.run.records import Plain
 
 PREFIX = "model."
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from profkit.annotation import annotate
 from profkit.errors import ProfkitError, RunError, UsageError
-from profkit.models.options import TrainingOptions, backward_flops, forward_flops, parse_options
+from profkit.models import TrainingOptions, backward_flops, forward_flops, parse_options
 from profkit.models.transformer import TransformerLM
 from profkit.names import BACKWARD, COUNTED, FORWARD, LOSS, OPTIMIZER, WARMUP, context_range, step_range
 

@@ -2,7 +2,7 @@
 
 Dimensions in shapes and in einsum's letters: b batch, p position, q and k the positions of query and key, h head,
 c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see; its ``flops``
-are worked out in `profkit.models.options`.
+are worked out in `profkit.models`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from profkit.annotation import annotate
-from profkit.models.options import (
+from profkit.models import (
     Preset,
     attention_flops,
     ffn_flops,
@@ -40,7 +40,7 @@ from profkit.names import (
 class TransformerLM(nn.Module):
     """Tokens ``(batch, position)`` → logits of the next token ``(batch, position, vocabulary)``.
 
-    ``checkpoint_layers`` is that of `profkit.models.options.TrainingOptions`.
+    ``checkpoint_layers`` is that of `profkit.models.TrainingOptions`.
     """
 
     def __init__(self, preset: Preset, context: int, checkpoint_layers: int = 0) -> None:

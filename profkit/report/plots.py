@@ -26,8 +26,8 @@ from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
+from profkit.analysis.efficiency import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.efficiency.work import Peaks
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory, Filter
@@ -35,7 +35,7 @@ from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
 from profkit.analysis.step_replay.limits import Limit
-from profkit.analysis.tree.selection import split_path
+from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of

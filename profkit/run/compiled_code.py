@@ -31,7 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from profkit.run.records import decode, read_lines
+from profkit.run import decode, read_lines
 from profkit.text_kinds import (
     CodeId,
     KernelName,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from profkit.errors import RunError, SnapshotError, TraceError, UsageError
 from profkit.files import HALF_WRITTEN, PARTIAL
-from profkit.run.records import read_text
+from profkit.run import read_text
 
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 
 from profkit.errors import RunError, UsageError
 from profkit.files import whole_file
-from profkit.run.records import decode, read_lines
+from profkit.run import decode, read_lines
 from profkit.text_kinds import EditName, GpuName, Message, Moment, SourceLine, Version, Word
 
 _FACTOR = re.compile(r"[x×]?(\d+(\.\d+)?|\d+/\d*[1-9]\d*)$")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from profkit.errors import RunError
 from profkit.files import write_new_json
-from profkit.run.records import read_record
+from profkit.run import read_record
 from profkit.text_kinds import Message, Word
 
 JOB = "job.json"

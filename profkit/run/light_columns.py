@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from profkit.errors import RunError
 from profkit.files import collector_off
+from profkit.run import WrongRecord, decode, read_lines
 from profkit.run.light_record import (
     COMMON,
     NO_CALLS,
@@ -34,7 +35,6 @@ from profkit.run.light_record import (
     LightRecord,
     StepRecord,
 )
-from profkit.run.records import WrongRecord, decode, read_lines
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

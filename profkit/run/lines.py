@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from profkit.errors import RunError
 from profkit.files import whole_file
-from profkit.run.records import decode, read_lines
+from profkit.run import decode, read_lines
 from profkit.text_kinds import FunctionName, Message, SourceFile, Word
 
 VERSION = 1

@@ -14,8 +14,8 @@ from typing import Literal
 from profkit.errors import RunError
 from profkit.files import write_json, write_new_json
 from profkit.names import DATA, PHASES, STEP
+from profkit.run import Plain, read_record
 from profkit.run.job import Job
-from profkit.run.records import Plain, read_record
 from profkit.text_kinds import GpuName, Message, ModuleName, Moment, RunFile, State, Uncounted, Version, Word
 
 Status = Literal["complete", "incomplete", "failed"]

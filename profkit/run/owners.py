@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from profkit.errors import SnapshotError
-from profkit.run.records import LARGEST_NUMBER, WrongRecord, decode, read_lines
+from profkit.run import LARGEST_NUMBER, WrongRecord, decode, read_lines
 from profkit.text_kinds import ModuleName, RangeName, Word
 
 VERSION = 1

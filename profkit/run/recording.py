@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from profkit.files import PARTIAL
+from profkit.run import decode, read_record, read_text, write_record
 from profkit.run.edits import Measured
 from profkit.run.job import number_in
 from profkit.run.manifest import Process
-from profkit.run.records import decode, read_record, read_text, write_record
 
 T = TypeVar("T")
 

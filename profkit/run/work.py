@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from profkit.errors import RunError
-from profkit.run.records import read_record
+from profkit.run import read_record
 from profkit.text_kinds import GpuName, Message, Moment, OperatorName, RangeName, Version, Word
 
 VERSION = 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from profkit.models.options import PRESETS
+from profkit.models import PRESETS
 from recipes.attention.cells import BATCH, WRITTEN
 from recipes.attention.cells import COMPILED as COMPILED_ATTENTION
 from recipes.common.recipe import Cell

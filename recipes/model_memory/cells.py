@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from profkit.models.options import PRESETS
+from profkit.models import PRESETS
 from recipes.common.recipe import Cell, GridName, whole
 from recipes.whole_model.cells import FORWARD_BACKWARD, FORWARD_ONLY, PASSES, TRAIN, Work
 

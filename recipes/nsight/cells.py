@@ -11,7 +11,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from profkit.models.options import PRESETS
+from profkit.models import PRESETS
 from profkit.names import BACKWARD, FORWARD
 from recipes.common.recipe import LAUNCH_BOUND, OK, Cell, GridName, whole
 from recipes.common.tables import DASH

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from profkit import simplify_name
-from profkit.models.options import PRESETS
+from profkit.models import PRESETS
 from recipes.common.recipe import LAUNCH_BOUND, OK, Report, Row
 from recipes.common.tables import Table, listed, markdown, show_share
 from recipes.nsight.cells import (

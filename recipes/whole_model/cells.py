@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from profkit.models.options import PRESETS, Preset
+from profkit.models import PRESETS, Preset
 from recipes.common.recipe import Cell, Row, whole
 
 KEYS = ("size", "context", "passes", "dtype", "mode", "warmup", "batch", "steps")

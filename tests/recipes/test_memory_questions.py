@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from profkit.errors import UsageError
-from profkit.models.options import PRESETS, Preset
+from profkit.models import PRESETS, Preset
 from profkit.models.transformer import TransformerLM
 from recipes.memory_questions import main, predict
 from recipes.model_memory import measure

@@ -55,7 +55,7 @@ def _imported(path: Path) -> list[tuple[str, str]]:
 
 
 # profkit's public face, as recipes use it: the names of the root, and modules of plain names, errors and the model.
-PUBLIC = {"profkit", "profkit.errors", "profkit.files", "profkit.names", "profkit.models.options"}
+PUBLIC = {"profkit", "profkit.errors", "profkit.files", "profkit.names", "profkit.models"}
 PUBLIC |= {"profkit.models.transformer"}
 
 

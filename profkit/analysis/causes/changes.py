@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from profkit.analysis.step_replay.columns import HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay import HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
     Setting,
     World,

@@ -33,7 +33,7 @@ from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest, find_condition
 
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.work import Peaks
+    from profkit.analysis.efficiency import Peaks
     from profkit.analysis.opened import OpenedCapture, OpenedTrace
 
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")

@@ -17,7 +17,7 @@ from profkit.analysis.causes.changes import (
     without_copies,
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
-from profkit.analysis.step_replay.columns import LAUNCH
+from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit

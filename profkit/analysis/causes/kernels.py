@@ -9,7 +9,7 @@ from statistics import median
 
 from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
 from profkit.analysis.causes.evidence import Cause, Evidence, Operation, Place, SourceLine, edits, source_line
-from profkit.analysis.kernels.categories import product_dtype
+from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures, reduce_capture
 from profkit.analysis.compare.kernel_changes import Change
 from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
-from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.kernels import CATEGORIES
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture, OpenedTrace
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.statistics import FEWEST
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.step_times import is_whole_step, name_statistic, summarize_step_times
-from profkit.analysis.tree.selection import find_near_names, select_ranges
+from profkit.analysis.tree import find_near_names, select_ranges
 from profkit.errors import RunError, TraceError, UsageError
 from profkit.trace.columns import distinct_values
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.compare.kernel_changes import (
     Change,
     ModuleComparison,
@@ -23,7 +24,6 @@ from profkit.analysis.compare.samples import ReducedWork, reduce_work, sample_bo
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
-from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.statistics import Verdict, interval_of_step_times, judge_change
 from profkit.analysis.time_account.step_times import (

@@ -36,8 +36,8 @@ import numpy as np
 
 from profkit.analysis.compare.samples import Key, RangePath, StepSamples
 from profkit.analysis.statistics import FEWEST, Verdict, interval_of_means, judge_change
+from profkit.analysis.tree import join_path
 from profkit.analysis.tree.modules import ModuleTree, Place
-from profkit.analysis.tree.selection import join_path
 from profkit.errors import Finding
 from profkit.names import COMPILING, is_shared, sharing_modules
 from profkit.trace.columns import Ints, Measure

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from profkit.analysis.intervals import BusyTime
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.time_account.steps import find_contexts, find_warmup, measured_ranges
+from profkit.analysis.tree import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.analysis.tree.modules import Place, read_place
 from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within
-from profkit.analysis.tree.selection import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.names import COMPILING, STEP
 from profkit.trace.columns import Ints, Measure, Work, distinct_values, empty_ints, rows_by_value
 from profkit.trace.nesting import NO_RANGE

@@ -17,12 +17,12 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.efficiency.work import VECTOR_DTYPE, Amount, Peaks
-from profkit.analysis.kernels.categories import CATEGORIES
+from profkit.analysis.efficiency import VECTOR_DTYPE, Amount, Peaks
+from profkit.analysis.kernels import CATEGORIES
 from profkit.analysis.placing.attribution import Attribution, mark_members
 from profkit.analysis.time_account.account import IdleTime
 from profkit.analysis.time_account.gpu_time import GpuParts
-from profkit.analysis.tree.selection import select_ranges
+from profkit.analysis.tree import select_ranges
 from profkit.trace.columns import Ints
 from profkit.trace.nesting import mark_nested
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from profkit.analysis import NotebookResult
+from profkit.analysis.efficiency import Amount, Peaks, RangeWorks, RunFacts, StepFlops
 from profkit.analysis.efficiency.limits import (
     MOVERS,
     Roofline,
@@ -17,10 +19,8 @@ from profkit.analysis.efficiency.limits import (
     judge,
     product_ns,
 )
-from profkit.analysis.efficiency.work import Amount, Peaks, RangeWorks, RunFacts, StepFlops
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
-from profkit.analysis.notebook import NotebookResult
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.ranks.matching import Waiting, find_waiting
 from profkit.analysis.time_account.account import (
@@ -45,6 +45,7 @@ from profkit.analysis.time_account.gpu_time import (
 )
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, count_steps, is_step
+from profkit.analysis.tree import split_path
 from profkit.analysis.tree.range_tree import (
     RangeNodes,
     RangeRow,
@@ -52,7 +53,6 @@ from profkit.analysis.tree.range_tree import (
     build_rows,
     work_by_node,
 )
-from profkit.analysis.tree.selection import split_path
 from profkit.errors import Finding, TraceError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.intervals import BusyTime
-from profkit.analysis.kernels.categories import categorize
-from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
     NO_LAUNCH_RECORD,
@@ -21,7 +21,7 @@ from profkit.analysis.placing.attribution import (
 )
 from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
-from profkit.analysis.tree.selection import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
+from profkit.analysis.tree import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import Finding, TraceError, UsageError
 from profkit.trace.columns import Bools, Copies, Ints, Measure, Trace, distinct_values
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import read_metadata
-from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.errors import Finding
 
 if TYPE_CHECKING:

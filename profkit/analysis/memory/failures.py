@@ -19,9 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profkit.allocator.recorded_heap import find_regions
-from profkit.allocator.replay import History
-from profkit.allocator.rules import (
+from profkit.allocator import (
     MIN_BLOCK_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -29,6 +27,8 @@ from profkit.allocator.rules import (
     list_variants,
     segment_size_bytes,
 )
+from profkit.allocator.recorded_heap import find_regions
+from profkit.allocator.replay import History
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.stacks import StackFacts, sum_by_stack
 from profkit.snapshot.columns import ALLOCATED, INACTIVE, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_UNMAP, Ints, Settings

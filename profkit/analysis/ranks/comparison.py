@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
 from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups

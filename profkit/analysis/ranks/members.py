@@ -9,7 +9,7 @@ import numpy as np
 
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.time_account.gpu_time import communication_rows
-from profkit.analysis.tree.selection import Chosen
+from profkit.analysis.tree import Chosen
 from profkit.errors import UsageError
 from profkit.trace.columns import Ints, Trace, distinct_values
 

@@ -1,1 +1,407 @@
-"""A recorded step, run again from its own durations: what limits it, and what a change would leave of it."""
+"""One process's step as the columns that the replay runs: what the host called, and what ran on the GPU for it.
+
+A call begins a recorded *gap* after the call before it ended: the last one of any thread, since a program's threads
+mostly hand the baton to each other (the main thread waits while autograd's launches); where two calls overlap in time,
+the last one of its own thread. An operation on the GPU follows the one before it on its stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+
+HOST, LAUNCH, WAIT, COPY = range(4)
+"""What a call is: one that does nothing on the GPU, one that launches, one that waits for the GPU, and a copy from or
+to pageable memory, which ends after it has run."""
+
+KERNEL, MEMCPY, MEMSET, NODE = range(4)
+"""What an operation is; a node is one of a CUDA graph after the first on its stream."""
+
+NONE = -1
+"""The call before the first one, and the operation before a stream's first one."""
+
+_WAITS = re.compile(r"^(cuda|cu)(Device|Stream|Event|Ctx|Thread)Synchronize")
+_STREAM_WAITS = re.compile(r"^(cuda|cu)StreamWaitEvent")
+_EVENTS = re.compile(r"^(cuda|cu)(EventRecord|StreamWaitEvent)")
+_ACTS = re.compile(rf"{_WAITS.pattern}|{_EVENTS.pattern}")
+_COPIES = re.compile(r"^(cuda|cu)Memcpy")
+
+
+@dataclass(eq=False)
+class StepColumns:
+    """A step in columns; lists, because the replay reads them one by one.
+
+    Times are nanoseconds since the step began. Of calls: ``before`` is the call whose end the gap is counted from,
+    ``own_ns`` how long the call took by itself, ``targets`` the operations that it waits for, ``launches`` those that
+    it launches, from the first to before the last. Of operations: ``previous`` is the one before on its stream,
+    ``awaited`` operations of other streams that it waits for, ``slots`` how many places of its stream's queue it takes.
+    ``free_ns`` is until when earlier steps' work kept each stream busy, and ``backlog_ns`` when those of its operations
+    begin that wait in the queue when the step begins.
+    """
+
+    call: Ints
+    """Rows of the trace's calls."""
+    thread: list[int]
+    before: list[int]
+    gap_ns: list[int]
+    own_ns: list[int]
+    kind: list[int]
+    targets: list[Sequence[int]]
+    launches: list[tuple[int, int]]
+    call_start_ns: list[int]
+    call_end_ns: list[int]
+
+    row: Ints
+    """Rows of the trace's work; those of its copies follow on."""
+    launcher: list[int]
+    operation: list[int]
+    stream: list[int]
+    previous: list[int]
+    duration_ns: list[int]
+    awaited: dict[int, list[int]]
+    start_ns: list[int]
+    end_ns: list[int]
+    slots: list[int]
+    free_ns: dict[int, int] = field(default_factory=dict)
+    backlog_ns: dict[int, list[int]] = field(default_factory=dict)
+    between_ns: list[int] = field(default_factory=list)
+    """Between each operation and the one before it on its stream.
+
+    `profkit.analysis.step_replay.replay.prepare` fills in this and what follows.
+    """
+    latency_ns: list[int] = field(default_factory=list)
+    """Between the end of its launch and each operation's start, if nothing else holds it up."""
+    stall_ns: dict[int, int] = field(default_factory=dict)
+    """How much later an operation began than the rules say."""
+    wake_ns: dict[int, int] = field(default_factory=dict)
+    """Of waits: how long after its target's end the host went on, where the recording shows it."""
+    graph_share: dict[int, float] = field(default_factory=dict)
+    """Of calls that launch a CUDA graph: after which share of its time the first operation may begin."""
+    inferred_waits: int = 0
+    """How many waits of streams are for events of which the profiler does not say where they were recorded."""
+
+    @property
+    def recorded_ns(self) -> int:
+        """How long the step took: until its host and its GPUs had ended."""
+        return max(max(self.call_end_ns, default=0), max(self.end_ns, default=0))
+
+    def waits_among(self, calls: Iterable[int]) -> list[int]:
+        """Return those of some calls in which the host waits for the GPU, or until it has copied pageable memory."""
+        return [call for call in calls if self.kind[call] in (WAIT, COPY)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Operations:
+    """Kernels, then copies, of one process; ``call`` is the place of the launching one among its outermost calls."""
+
+    row: Ints
+    kind: Ints
+    start_ns: Ints
+    end_ns: Ints
+    stream: Ints
+    call: Ints
+    slots: Ints
+    """How many places of its stream's queue it takes, with the events that are recorded and awaited after it."""
+
+    def take(self, rows: Ints | Bools) -> _Operations:
+        return _Operations(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+class ProcessCalls:
+    """One process's calls and operations; `step` cuts a step out of them.
+
+    Only the outermost of nested calls count: a runtime call makes driver calls. What a thread does that only asks
+    whether events have happened, as NCCL's watchdog, holds nothing up.
+    """
+
+    def __init__(self, trace: Trace, process: int) -> None:
+        self._trace = trace
+        calls = trace.calls
+        mine = np.flatnonzero(calls.process == process)
+        acts = calls.has_work | np.array([bool(_ACTS.match(name)) for name in trace.names], dtype=np.bool_)[calls.name]
+        mine = mine[np.isin(calls.thread[mine], distinct_values(calls.thread[mine][acts[mine]]))]
+        is_outer = np.zeros(len(mine), dtype=np.bool_)
+        for thread in distinct_values(calls.thread[mine]).tolist():
+            here = np.flatnonzero(calls.thread[mine] == thread)
+            reach = np.maximum.accumulate(calls.end_ns[mine[here]])
+            is_outer[here] = np.concatenate([[True], calls.start_ns[mine[here]][1:] >= reach[:-1]])
+        self._calls = mine[is_outer]
+        self._place = np.full(len(calls), NONE, dtype=np.int64)
+        """Of each call of the trace, the place of the outermost one around it."""
+        for thread in distinct_values(calls.thread[mine]).tolist():
+            here = mine[calls.thread[mine] == thread]
+            self._place[here] = (np.cumsum(is_outer) - 1)[np.searchsorted(mine, self._outer_of(here, mine, is_outer))]
+        self._streams: dict[tuple[int, int], int] = {}
+        self._operations = self._read_operations(process)
+        self._syncs = self._read_syncs()
+
+    @staticmethod
+    def _outer_of(here: Ints, mine: Ints, is_outer: Bools) -> Ints:
+        outer = np.where(is_outer[np.searchsorted(mine, here)], np.arange(len(here)), 0)
+        return here[np.maximum.accumulate(outer)]
+
+    def _read_operations(self, process: int) -> _Operations:
+        trace = self._trace
+        work, copies = trace.work, trace.copies
+        parts = []
+        for table, offset, kind in (
+            (work, 0, np.full(len(work), KERNEL)),
+            (copies, len(work), np.where(copies.is_memset, MEMSET, MEMCPY)),
+        ):
+            rows = np.flatnonzero((table.process == process) & (table.launch_thread >= 0))
+            call = np.append(self._place, NONE)[self._find_calls(table.launch_ns[rows], table.launch_thread[rows])]
+            rows, call = rows[call != NONE], call[call != NONE]
+            stream = self._number_streams(table.device[rows], table.stream[rows])
+            slots = np.ones(len(rows), dtype=np.int64)
+            parts.append(
+                _Operations(rows + offset, kind[rows], table.start_ns[rows], table.end_ns[rows], stream, call, slots)
+            )
+        joined = _Operations(
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in _Operations.__dataclass_fields__)
+        )
+        # Operations of one stream run in the order in which they were launched.
+        ordered = joined.take(np.lexsort((joined.start_ns, joined.call)))
+        of_events = np.array([bool(_EVENTS.match(name)) for name in trace.names], dtype=np.bool_)
+        events = np.flatnonzero(of_events[trace.calls.name[self._calls]])
+        before = np.searchsorted(ordered.call, events, side="right") - 1
+        np.add.at(ordered.slots, before[before >= 0], 1)
+        return ordered
+
+    def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
+        """Return the call that began at each time on each thread, `NONE` if there is none.
+
+        Two calls of one thread never begin together.
+        """
+        starts, threads = np.append(self._trace.calls.start_ns, NONE), np.append(self._trace.calls.thread, NONE)
+        found = np.searchsorted(starts[:-1], launch_ns)
+        for _ in range(_MOST_AT_ONCE):
+            other = (starts[found] == launch_ns) & (threads[found] != thread)
+            if not other.any():
+                break
+            found = np.where(other, found + 1, found)
+        return np.where((starts[found] == launch_ns) & (threads[found] == thread), found, NONE)
+
+    def _number_streams(self, device: Ints, stream: Ints) -> Ints:
+        numbers = np.empty(len(stream), dtype=np.int64)
+        for at in distinct_values(device).tolist():
+            for one in distinct_values(stream[device == at]).tolist():
+                numbers[(device == at) & (stream == one)] = self._streams.setdefault((at, one), len(self._streams))
+        return numbers
+
+    def _read_syncs(self) -> dict[int, _Sync]:
+        syncs = self._trace.syncs
+        if syncs is None:
+            return {}
+        columns = (syncs.call, syncs.device, syncs.stream, syncs.record, syncs.record_device, syncs.record_stream)
+        found = {}
+        for call, device, stream, record, at_device, at_stream in zip(*(c.tolist() for c in columns), strict=True):
+            place = int(self._place[call])
+            if place >= 0:
+                # `BEFORE_TRACE` stays: nothing that a step launched is waited for then.
+                recorded = int(self._place[record]) if record >= 0 else record
+                found[place] = _Sync(
+                    self._streams.get((device, stream), NONE),
+                    stream >= 0,
+                    recorded,
+                    self._streams.get((at_device, at_stream), NONE),
+                )
+        return found
+
+    def step(self, start_ns: int, end_ns: int, host_end_ns: int | None = None) -> StepColumns:
+        """Return the calls that began in ``[start_ns, end_ns)`` and what they launched.
+
+        Python after the last of them, until ``host_end_ns``, is the gap before one more, which takes no time.
+        """
+        calls = self._trace.calls
+        first, last = np.searchsorted(calls.start_ns[self._calls], [start_ns, end_ns]).tolist()
+        rows = self._calls[first:last]
+        operations = self._operations
+        mine = operations.take((operations.call >= first) & (operations.call < last))
+        starts, ends = ((column[rows] - start_ns).tolist() for column in (calls.start_ns, calls.end_ns))
+        threads = calls.thread[rows].tolist()
+        before, gaps = _gaps(starts, ends, threads)
+        launcher = (mine.call - first).tolist()
+        streams = mine.stream.tolist()
+        previous = _previous(streams)
+        is_node = [at != NONE and launcher[at] == launcher[row] for row, at in enumerate(previous)]
+        free_ns, backlog_ns = self._earlier(first, start_ns)
+        step = StepColumns(
+            call=rows,
+            thread=threads,
+            before=before,
+            gap_ns=gaps,
+            own_ns=[end - start for start, end in zip(starts, ends, strict=True)],
+            kind=[HOST] * len(rows),
+            targets=[()] * len(rows),
+            launches=_intervals(mine.call - first, len(rows)),
+            call_start_ns=starts,
+            call_end_ns=ends,
+            row=mine.row,
+            launcher=launcher,
+            operation=np.where(np.array(is_node, dtype=np.bool_), NODE, mine.kind).tolist(),
+            stream=streams,
+            previous=previous,
+            duration_ns=(mine.end_ns - mine.start_ns).tolist(),
+            awaited={},
+            start_ns=(mine.start_ns - start_ns).tolist(),
+            end_ns=(mine.end_ns - start_ns).tolist(),
+            slots=mine.slots.tolist(),
+            free_ns=free_ns,
+            backlog_ns=backlog_ns,
+        )
+        self._find_waits(step, first)
+        if ends and host_end_ns is not None and host_end_ns - start_ns > max(ends):
+            _add_end(step, host_end_ns - start_ns)
+        return step
+
+    def _earlier(self, first: int, start_ns: int) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Return until when operations that were launched before keep each stream busy, and when the queued ones begin.
+
+        Streams run their operations in the order of the launches.
+        """
+        earlier = self._operations.take((self._operations.call < first) & (self._operations.end_ns > start_ns))
+        free_ns, backlog_ns = {}, {}
+        for stream in distinct_values(earlier.stream).tolist():
+            mine = earlier.take(earlier.stream == stream)
+            free_ns[stream] = int(mine.end_ns.max()) - start_ns
+            queued = mine.take(mine.start_ns > start_ns)
+            backlog_ns[stream] = np.repeat(np.sort(queued.start_ns) - start_ns, queued.slots).tolist()
+        return free_ns, backlog_ns
+
+    def _find_waits(self, step: StepColumns, first: int) -> None:
+        """Say of each call what it is and what it waits for, and of each operation what its stream waited for."""
+        names = [self._trace.names[name] for name in self._trace.calls.name[step.call].tolist()]
+        last: dict[int, int] = {}
+        recorded: dict[int, dict[int, int]] = {}
+        latest: dict[int, int] = {}
+        pending: dict[int, list[int]] = {}
+        inferred: dict[int, dict[int, int]] = {}
+        for at, name in enumerate(names):
+            sync = self._syncs.get(first + at)
+            begin, end = step.launches[at]
+            if _WAITS.match(name):
+                step.kind[at] = WAIT
+                is_of_event = "Event" in name and (sync is None or sync.record == NONE)
+                step.targets[at] = _ended_before(step, at, last) if is_of_event else _targets(sync, last, recorded)
+            elif _STREAM_WAITS.match(name):
+                target = None if sync is None else recorded.get(sync.record, {}).get(sync.recorded_on)
+                if sync is None or sync.record == NONE:
+                    step.inferred_waits += 1
+                    inferred[NONE if sync is None else sync.stream] = latest
+                elif target is not None:
+                    pending.setdefault(sync.stream, []).append(target)
+            elif begin < end:
+                ended = all(step.end_ns[row] <= step.call_end_ns[at] for row in range(begin, end))
+                step.kind[at] = COPY if ended and _COPIES.match(name) else LAUNCH
+            elif "EventRecord" in name:
+                recorded[first + at] = latest = dict(last)
+            for row in range(begin, end):
+                stream = step.stream[row]
+                waits = pending.pop(stream, [])
+                for place in (stream, NONE):  # where the waiting stream is unknown, it is the one that runs next
+                    waits += _awaited(step, row, inferred.pop(place, {}))
+                if waits:
+                    step.awaited[row] = waits
+                last[stream] = row
+
+
+_MOST_AT_ONCE = 64
+"""How many threads may begin a call in the same nanosecond."""
+
+
+@dataclass(frozen=True)
+class _Sync:
+    """What a call waits for: a stream's number (``names_stream`` is set if one is meant), or a recorded event."""
+
+    stream: int
+    names_stream: bool
+    record: int
+    recorded_on: int
+
+
+def _add_end(step: StepColumns, end_ns: int) -> None:
+    """Add the moment until which the host's Python of the step lasts, as a call of the last one's row."""
+    last = max(range(len(step.call_end_ns)), key=step.call_end_ns.__getitem__)
+    step.call = np.append(step.call, step.call[-1:])
+    step.thread.append(step.thread[last])
+    step.before.append(last)
+    step.gap_ns.append(end_ns - step.call_end_ns[last])
+    step.own_ns.append(0)
+    step.kind.append(HOST)
+    step.targets.append(())
+    step.launches.append((len(step.row), len(step.row)))
+    step.call_start_ns.append(end_ns)
+    step.call_end_ns.append(end_ns)
+
+
+def _targets(sync: _Sync | None, last: dict[int, int], recorded: dict[int, dict[int, int]]) -> list[int]:
+    """Return the operations that a waiting call waits for: the one before the event, the stream's last, or all last."""
+    if sync is not None and sync.record != NONE:
+        target = recorded.get(sync.record, {}).get(sync.recorded_on)
+        return [] if target is None else [target]
+    if sync is not None and sync.names_stream:
+        return [last[sync.stream]] if sync.stream in last else []
+    return sorted(last.values())
+
+
+def _awaited(step: StepColumns, row: int, latest: Mapping[int, int]) -> list[int]:
+    """Return which operations one may have waited for, of those that streams had last when an event was recorded.
+
+    Which event it was is unknown: none after an operation that ran on when this one began. Of each other stream it
+    waits for the last one before: what truly is independent is then never run in another order than in the recording.
+    """
+    others = (other for stream, other in latest.items() if stream != step.stream[row])
+    return [at for at in (_last_ended(step, other, step.start_ns[row]) for other in others) if at != NONE]
+
+
+def _last_ended(step: StepColumns, row: int, time_ns: int) -> int:
+    """Return the last operation of a stream, from ``row`` back, that had ended at a time; `NONE` if there is none."""
+    while row != NONE and step.end_ns[row] > time_ns:
+        row = step.previous[row]
+    return row
+
+
+def _ended_before(step: StepColumns, call: int, last: Mapping[int, int]) -> list[int]:
+    """Return what a wait for an event waited for, if it is unknown where that was recorded.
+
+    Nothing that ran on when the call ended; so it is the operation that ended last before.
+    """
+    ended = [at for at in (_last_ended(step, row, step.call_end_ns[call]) for row in last.values()) if at != NONE]
+    return [max(ended, key=step.end_ns.__getitem__)] if ended else []
+
+
+def _gaps(starts: list[int], ends: list[int], threads: list[int]) -> tuple[list[int], list[int]]:
+    """Return for each call the one before it, and the time from that one's end to its start."""
+    before, gaps = [], []
+    latest = NONE
+    own: dict[int, int] = {}
+    for at, (start, thread) in enumerate(zip(starts, threads, strict=True)):
+        earlier = latest
+        if latest != NONE and ends[latest] > start:
+            earlier = own.get(thread, NONE)
+        before.append(earlier)
+        gaps.append(start - (0 if earlier == NONE else ends[earlier]))
+        own[thread] = at
+        if latest == NONE or ends[at] >= ends[latest]:
+            latest = at
+    return before, gaps
+
+
+def _previous(streams: list[int]) -> list[int]:
+    last: dict[int, int] = {}
+    previous = []
+    for row, stream in enumerate(streams):
+        previous.append(last.get(stream, NONE))
+        last[stream] = row
+    return previous
+
+
+def _intervals(launcher: Ints, calls: int) -> list[tuple[int, int]]:
+    edges = np.searchsorted(launcher, np.arange(calls + 1)).tolist()
+    return list(pairwise(edges))

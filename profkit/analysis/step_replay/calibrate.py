@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from profkit.analysis.step_replay.columns import HOST, LAUNCH, NONE, StepColumns
+from profkit.analysis.step_replay import HOST, LAUNCH, NONE, StepColumns
 from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, run, run_steadily
 from profkit.trace.columns import Bools, Ints
 

@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
-from profkit.analysis.step_replay.columns import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants, run_steadily
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep

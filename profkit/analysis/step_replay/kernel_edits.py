@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import NamedTuple
 
-from profkit.analysis.kernels.categories import categorize, product_dtype
-from profkit.analysis.step_replay.columns import COPY, StepColumns
+from profkit.analysis.kernels import categorize, product_dtype
+from profkit.analysis.step_replay import COPY, StepColumns
 from profkit.analysis.step_replay.edits import (
     CannotPredictError,
     Setting,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from profkit.analysis.step_replay.columns import COPY, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, WAIT, StepColumns
 from profkit.analysis.step_replay.limits import OF_OPERATION, Limit
 from profkit.analysis.step_replay.replay import Steady
 from profkit.analysis.step_replay.steps import ReplayedStep

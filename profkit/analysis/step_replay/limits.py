@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
+from profkit.analysis.step_replay import COPY, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.calibrate import Fit, describe_replay
-from profkit.analysis.step_replay.columns import COPY, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.replay import BY_LAUNCH, EARLIER, Proof, Replayed
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import DATA

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.notebook import NotebookResult
+from profkit.analysis import NotebookResult
+from profkit.analysis.step_replay import StepColumns
 from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, describe_replay
-from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import (
     WORLDS,
     CannotPredictError,

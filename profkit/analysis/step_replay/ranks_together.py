@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from profkit.analysis.step_replay import StepColumns
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, FASTEST, SLOWER_GPU, SLOWEST, USUAL_HOST, Fit
-from profkit.analysis.step_replay.columns import StepColumns
 from profkit.analysis.step_replay.edits import CannotPredictError
 from profkit.analysis.step_replay.limits import (
     Moment,

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
-from profkit.analysis.step_replay.columns import COPY, LAUNCH, NODE, NONE, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, LAUNCH, NODE, NONE, WAIT, StepColumns
 
 QUEUE_DEPTH = 1021
 """A full queue held up 205 launches in a recording of an H200; 188 ended with 1,020 ahead, 17 with 1 or 2 fewer."""

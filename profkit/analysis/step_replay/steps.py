@@ -12,8 +12,9 @@ from statistics import median
 
 import numpy as np
 
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import Attribution
+from profkit.analysis.step_replay import NONE, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.calibrate import (
     AS_RECORDED,
     PAUSE_NS,
@@ -26,7 +27,6 @@ from profkit.analysis.step_replay.calibrate import (
     measure_tracing,
     without_tracing,
 )
-from profkit.analysis.step_replay.columns import NONE, ProcessCalls, StepColumns
 from profkit.analysis.step_replay.limits import (
     OUTSIDE,
     Cause,

@@ -31,7 +31,7 @@ from functools import partial
 import numpy as np
 
 from profkit.analysis.intervals import NOTHING, Stretches, disjoint_pieces, gaps, intersect, subtract, unite, unite_all
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import NEVER, Attribution
 from profkit.names import DATA, phase_of
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, empty_ints, rows_by_value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from profkit.analysis.notebook import NotebookResult
+from profkit.analysis import NotebookResult
 from profkit.errors import Finding
 from profkit.names import DATA, PHASES, STEP, context_range
 from profkit.run.directory import Run

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.intervals import BusyTime
-from profkit.analysis.notebook import NotebookResult, table_of
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.selection import explain_no_ranges, join_path, outermost
+from profkit.analysis.tree import explain_no_ranges, join_path, outermost
 from profkit.errors import Finding, TraceError
 from profkit.names import STEP, kind_of
 from profkit.trace.columns import Ints, empty_ints, rows_by_value

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from profkit.allocator import format_settings, list_variants, parse_settings, round_sizes, segment_size_bytes
 from profkit.allocator.requests import Requests, requests_of
-from profkit.allocator.rules import format_settings, list_variants, parse_settings, round_sizes, segment_size_bytes
 from profkit.allocator.simulate import Identity, Range, Simulation, check_identity, predict
+from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.recorded import find_capacity
-from profkit.analysis.notebook import NotebookResult, table_of
+from profkit.analysis.whatif import Program
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
-from profkit.analysis.whatif.edits import Program
 from profkit.errors import SnapshotError, UsageError
 from profkit.snapshot.columns import Settings
 

@@ -20,8 +20,7 @@ from profkit.allocator.requests import Requests
 from profkit.allocator.simulate import Simulation, predict
 from profkit.analysis.memory.places import Piece, fold, sum_by_module
 from profkit.analysis.tree.range_tree import RangesResult
-from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
-from profkit.analysis.whatif.edits import (
+from profkit.analysis.whatif import (
     Bound,
     CannotModelError,
     Change,
@@ -32,6 +31,7 @@ from profkit.analysis.whatif.edits import (
     edit_optimizer,
     edit_parameters,
 )
+from profkit.analysis.whatif.checkpoint import edit_checkpoint, forward_ranges
 from profkit.errors import UsageError
 from profkit.names import BACKWARD
 from profkit.run.edits import parse_edits

@@ -26,7 +26,7 @@ from itertools import groupby
 import numpy as np
 
 from profkit.allocator.requests import Bools, Floats, Requests
-from profkit.analysis.whatif.edits import Bound, CannotModelError, Change, Program
+from profkit.analysis.whatif import Bound, CannotModelError, Change, Program
 from profkit.names import BACKWARD, INFERENCE, MODEL, OPTIMIZER, PHASES, RECOMPUTE, kind_of
 from profkit.snapshot.columns import Ints
 

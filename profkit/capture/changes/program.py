@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from profkit.capture.changes.change import NO_CALL, NO_GPU, Change, count, is_convolution, is_training_call
+from profkit.capture.changes import NO_CALL, NO_GPU, Change, count, is_convolution, is_training_call
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.conditions import count_compiled_graphs

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from profkit.capture.changes.change import (
+from profkit.capture.changes import (
     AllocatorSettings,
     Change,
     CudnnBenchmark,
@@ -48,10 +48,10 @@ from profkit.capture.hooks.module_calls import Watcher
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.steps.data_loading import is_loader_worker
 from profkit.capture.steps.times import wait_for_device
+from profkit.run import LARGEST_NUMBER
 from profkit.run.edits import Evidence, Measured, parse_edits
 from profkit.run.job import rank_of_command
 from profkit.run.recording import Order, count_left, leave_failure, leave_measured
-from profkit.run.records import LARGEST_NUMBER
 
 MAKERS: dict[str, Callable[[str], Change]] = {
     "allocator": AllocatorSettings,

@@ -29,11 +29,11 @@ import torch
 from profkit.capture.compilations import program_line
 from profkit.capture.node_work import called, work_of_launches
 from profkit.capture.patches import Function, call_first, outside_dynamo, patch
-from profkit.capture.work.account import Products
+from profkit.capture.work import Products
 from profkit.files import user_cache, whole_file
 from profkit.names import OPTIMIZER
+from profkit.run import decode
 from profkit.run.compiled_code import KNOWN_CODE, says_origins
-from profkit.run.records import decode
 
 Operator = tuple[tuple[str, ...], str]
 """The modules around an operator, as `Origin.modules` has them, and its line."""

@@ -30,7 +30,7 @@ from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.open_ranges import Call, OpenRanges
 from profkit.capture.patches import Function, outside_dynamo, patch
-from profkit.capture.work.account import Products
+from profkit.capture.work import Products
 from profkit.names import OPTIMIZER, launch_range
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records
 

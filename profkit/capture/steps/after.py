@@ -20,10 +20,10 @@ from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.steps.times import Span, sum_times, wait_for_device
 from profkit.capture.work.counter import WorkCounter
 from profkit.names import WARMUP
+from profkit.run import write_record
 from profkit.run.directory import LINES, WORK, name_of_rank
 from profkit.run.lines import write_lines
 from profkit.run.recording import Order
-from profkit.run.records import write_record
 
 
 class StepsAfter:

@@ -26,7 +26,7 @@ from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture.compiled.watch import loaded
 from profkit.capture.errors import describe_error
 from profkit.capture.steps.conditions import count_compiled_graphs
-from profkit.capture.work.account import Instance, Products, WorkAccount, summarize_work
+from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
     Buffers,
     GraphPart,

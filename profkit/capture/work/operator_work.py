@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profkit.capture.hooks.backward_nodes import is_computed_again, is_recomputing
-from profkit.capture.work.account import Access, Products
+from profkit.capture.work import Access, Products
 from profkit.capture.work.operators import (
     BLANK,
     LOOKED_UP,

@@ -12,8 +12,8 @@ from profkit.analysis.step_replay.limits import StepLimits
 from profkit.analysis.time_account.account import recorded_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.step_times import PhaseTimes
+from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
-from profkit.analysis.tree.selection import join_path, split_path
 from profkit.errors import Finding
 from profkit.names import STEP
 from profkit.report.commands.steps import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
-from profkit.analysis.tree.selection import split_path
+from profkit.analysis.tree import split_path
 from profkit.errors import Finding
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import simplify_name

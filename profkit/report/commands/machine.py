@@ -12,7 +12,7 @@ from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.work import Ceilings
 
 if TYPE_CHECKING:
-    from profkit.analysis.efficiency.work import Datasheet
+    from profkit.analysis.efficiency import Datasheet
 
 
 _CHECK, _STATE = Column("check", "check", TEXT), Column("state", "state", TEXT)
@@ -64,7 +64,7 @@ _COLUMNS = (
 
 def build_ceilings_document(ceilings: Ceilings) -> Document:
     """Return the table of matrix products by type and of the copy; what a datasheet does not say is null."""
-    from profkit.analysis.efficiency.work import find_datasheet  # loads numpy, which doctor does without
+    from profkit.analysis.efficiency import find_datasheet  # loads numpy, which doctor does without
 
     device = ceilings.device
     sheet = find_datasheet(device.name)

@@ -15,7 +15,7 @@ from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
 from profkit.analysis.time_account.steps import is_step, is_warmup
-from profkit.analysis.tree.selection import join_path, split_path
+from profkit.analysis.tree import join_path, split_path
 from profkit.names import STEP, phase_of
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shortest_end

@@ -21,20 +21,20 @@ import numpy as np
 from markupsafe import Markup
 
 from profkit.analysis.efficiency.summary import EfficiencyRow
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
 from profkit.analysis.memory.device import Composition, DeviceMemory, Filter, piece_of
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
+from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
-from profkit.analysis.tree.selection import split_path
 from profkit.names import BACKWARD, FORWARD, kind_of, phase_of
 from profkit.report import colours
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.commands.steps import name_limits
 from profkit.report.document import Column, Lines, Table
-from profkit.report.page.markup import Interned, Results, pack, view_parts, view_table
+from profkit.report.page import Interned, Results, pack, view_parts, view_table
 from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_bytes, format_flops, ns_over
 from profkit.snapshot.columns import Ints

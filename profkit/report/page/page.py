@@ -29,7 +29,7 @@ from profkit.report.commands.ranks import build_ranks_document, describe_ranks
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
-from profkit.report.page.markup import Results, Section, view_parts, view_table, without_folders
+from profkit.report.page import Results, Section, view_parts, view_table, without_folders
 from profkit.report.page.modules import build_memory, build_modules
 from profkit.report.page.step import build_answer, build_dots, build_lines, build_timeline, slice_median_step
 from profkit.report.text import make_visible

@@ -16,7 +16,7 @@ import numpy as np
 
 from profkit.analysis.causes.advice import Advice, AdviceResult
 from profkit.analysis.efficiency.summary import GpuStep
-from profkit.analysis.kernels.categories import categorize
+from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import (
     AMBIGUOUS_HOST,
     DIRECT,
@@ -29,8 +29,8 @@ from profkit.analysis.placing.attribution import (
 from profkit.analysis.summary import StepTree, Summary
 from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.time_account.steps import measured_ranges
+from profkit.analysis.tree import select_ranges
 from profkit.analysis.tree.range_tree import build_nodes, kind_paths
-from profkit.analysis.tree.selection import select_ranges
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
@@ -45,7 +45,7 @@ from profkit.report.commands.answer import (
 )
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Labelled
-from profkit.report.page.markup import Interned, Results, pack, without_folders
+from profkit.report.page import Interned, Results, pack, without_folders
 from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import format_bytes, format_count, format_ns, format_share
 from profkit.run.edits import parse_edits
