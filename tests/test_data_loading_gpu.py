@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profkit import read_trace
-from profkit.report.commands.efficiency import limit_words
+from profkit.report.commands.steps import limit_words
 from profkit.run.directory import Run
 from tests.efficiency_runs import rows_by_path
 from tests.in_process import check_profkit

@@ -22,7 +22,6 @@ ALLOWED = {
     "names": set(),
     "files": set(),
     "annotation": set(),
-    "guides": set(),
     "text_kinds": {"names"},
     "run": {"errors", "files", "names", "text_kinds"},
     "models": {"errors", "names", "annotation"},
@@ -37,7 +36,6 @@ ALLOWED = {
     "sharing": {"reading", "analysis", "trace", "snapshot", *BASE},
     "report": {"analysis", "reading", "joining", "sharing", "allocator", "trace", "snapshot", *BASE},
     "cli": {
-        "guides",
         "report",
         "reading",
         "joining",

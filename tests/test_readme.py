@@ -18,8 +18,7 @@ from click.testing import CliRunner
 
 import profkit
 from profkit import read_snapshot, read_trace
-from profkit.cli import _COMMANDS, cli
-from profkit.guides import TOPICS, read_guide, title_of
+from profkit.cli import _COMMANDS, GUIDES, cli, read_guide
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
@@ -189,14 +188,15 @@ FOLDER = Path(profkit.__file__).parent / "guides"
 
 
 def test_every_guide_is_a_topic_and_the_list_shows_its_title() -> None:
-    assert {path.stem for path in FOLDER.glob("*.md")} == set(TOPICS)
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(GUIDES)
     shown = CliRunner().invoke(cli, ["help"]).output
-    assert all(f"{topic:<12} {title_of(topic)}" in shown for topic in TOPICS)
+    titles = {topic: read_guide(topic).partition("\n")[0].removeprefix("# ") for topic in GUIDES}
+    assert all(f"{topic:<12} {title}" in shown for topic, title in titles.items())
 
 
 def test_help_shows_a_guide_as_it_is_written_and_of_a_command_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click, "echo_via_pager", None)  # pages are turned in a terminal alone
-    for topic in TOPICS:
+    for topic in GUIDES:
         result = CliRunner().invoke(cli, ["help", topic])
         assert (result.exit_code, result.output.strip()) == (0, read_guide(topic).strip())
     asked, own = (CliRunner().invoke(cli, words).output for words in (["help", "kernels"], ["kernels", "--help"]))
@@ -263,11 +263,11 @@ def test_every_option_that_a_guide_names_exists() -> None:
         command = cli.get_command(context, name)
         assert command is not None
         known |= {one for parameter in command.params for one in (*parameter.opts, *parameter.secondary_opts)}
-    for topic in TOPICS:
+    for topic in GUIDES:
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", read_guide(topic)))
         assert named <= known | {"--help", "--debug"}, (topic, named - known)
 
 
 def test_guides_have_lines_that_a_screen_holds() -> None:
-    for topic in TOPICS:
+    for topic in GUIDES:
         assert max(len(line) for line in read_guide(topic).split("\n") if not line.startswith("|")) <= 120

@@ -24,7 +24,8 @@ from profkit.analysis.time_account.account import IdleCauses, divide_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.steps import is_step
 from profkit.reading import open_capture
-from profkit.report.commands.efficiency import build_efficiency_document, limit_words
+from profkit.report.commands.efficiency import build_efficiency_document
+from profkit.report.commands.steps import limit_words
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import render
 from tests.efficiency_runs import make_timed_run, notes_of, rows_by_path, write_two_steps

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -57,6 +58,12 @@ _HOMES = {
     "whatif": "edits",
 }
 """The module of each command that has not one of its own name."""
+
+GUIDES = (
+    *("start", "scripts", "summary", "ranges", "attribution", "efficiency", "memory"),
+    *("whatif", "try", "ranks", "compare", "output", "python", "security"),
+)
+"""The topics of ``profkit help``, in the order in which a new user needs them; the first line of each is its title."""
 
 _KEPT_BYTES = 1 << 24
 
@@ -109,18 +116,21 @@ def cli() -> None:
     """
 
 
+def read_guide(topic: str) -> str:
+    return (Path(__file__).parents[1] / "guides" / f"{topic}.md").read_text(encoding="utf-8")
+
+
 @click.command()
 @click.argument("topic", required=False)
 def help(topic: str | None) -> None:
     """Show a guide or the help of a command; without a TOPIC, list the guides."""
-    from profkit.guides import TOPICS, read_guide, title_of
-
     if topic is None:
         click.echo("Guides (profkit help TOPIC):\n")
-        for name in TOPICS:
-            click.echo(f"  {name:<12} {title_of(name)}")
+        for name in GUIDES:
+            title = read_guide(name).partition("\n")[0].removeprefix("# ")
+            click.echo(f"  {name:<12} {title}")
         click.echo("\nEach command: profkit COMMAND --help")
-    elif topic in TOPICS:
+    elif topic in GUIDES:
         # Where there is no terminal to turn pages, click 8.4 would close the output.
         show = click.echo_via_pager if sys.stdout is not None and sys.stdout.isatty() else click.echo
         show(read_guide(topic))
@@ -128,7 +138,7 @@ def help(topic: str | None) -> None:
         root = click.get_current_context().find_root()
         command = cli.get_command(root, topic)
         if command is None:
-            hint = _suggest(topic, [*TOPICS, *_COMMANDS]) or f"the guides are {', '.join(TOPICS)}"
+            hint = _suggest(topic, [*GUIDES, *_COMMANDS]) or f"the guides are {', '.join(GUIDES)}"
             raise UsageError(f"no guide and no command {topic!r}; {hint}")
         click.echo(command.get_help(click.Context(command, info_name=topic, parent=root)))
 

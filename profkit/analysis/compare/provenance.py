@@ -89,19 +89,6 @@ class Provenance:
     def disturbances(self) -> list[Difference]:
         return [difference for difference in self.differences if difference.disturbs]
 
-    @property
-    def recorder_effect(self) -> str | None:
-        """The sentence on what differs because one recording also took CPU operators; None if that is not so."""
-        facts = {difference.fact: difference for difference in self.differences}
-        operators = facts.get(_OPERATORS)
-        if operators is None or "profiler" in facts:
-            return None
-        full = "first" if operators.before == _RECORDED else "second"
-        return (
-            f"only the {full} capture has CPU operators, and recording them slows the program: Python time, idle time "
-            "and recorded steps differ for that reason too; kernel times and unprofiled steps can be compared"
-        )
-
 
 @dataclass(frozen=True)
 class Origin:

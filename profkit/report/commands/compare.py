@@ -129,8 +129,6 @@ def _head(result: CaptureComparison) -> Iterator[str]:
     yield f"after   {names[1]}"
     provenance = result.provenance
     yield from (f"changed: {text}" for text in describe_differences(provenance.differences))
-    if provenance.recorder_effect is not None:
-        yield provenance.recorder_effect
     for side, facts in (
         ("before", provenance.unknown_before),
         ("after", provenance.unknown_after),

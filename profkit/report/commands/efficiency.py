@@ -16,7 +16,7 @@ from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.errors import Finding
 from profkit.names import STEP
-from profkit.report.commands.steps import COMPUTING, DATA, LIMITS, limit_parts, limit_words, name_limits
+from profkit.report.commands.steps import DATA, LIMITS, limit_parts, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.text import shortest_end
 from profkit.report.units import (
@@ -156,11 +156,12 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
     }
     yield ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in shown.items() if ns)
     idle = recorded_idle(parts, data).causes
+    outside = "Python" if any(step.data_wait_ns for step in result.steps) else "Python or data loading"
     causes = {
         "waited for data": idle.data_ns,
         "prepared kernels": idle.launching_ns,
         "waited for the GPU": idle.synchronising_ns,
-        f"ran without calling CUDA ({_outside_words(result)})": idle.outside_cuda_ns,
+        f"ran without calling CUDA ({outside})": idle.outside_cuda_ns,
     }
     if parts.idle_ns:
         why = ", ".join(f"{name} {format_share(ns / parts.span_ns)}" for name, ns in causes.items() if ns)
@@ -178,11 +179,6 @@ def _head(result: EfficiencyResult) -> Iterator[str]:
 
 def _share_or_unknown(share: float | None) -> str:
     return "unknown" if share is None else format_share(share)
-
-
-def _outside_words(result: EfficiencyResult) -> str:
-    """Return what the host does while it calls no CUDA; where waits for data are known, they are told apart."""
-    return "Python" if any(step.data_wait_ns for step in result.steps) else "Python or data loading"
 
 
 def _data_line(result: EfficiencyResult, data: DataWait) -> Iterator[str]:
@@ -218,16 +214,6 @@ def _notes(result: EfficiencyResult, steps: int | None, limited_by: Mapping[str,
     else:
         yield f"TFLOP/s: per second of GPU busy; FLOPs are {_SOURCES[result.work_source]}."
         yield _peak_words(result)
-    verdicts = {row.verdict for row in result.ranges}
-    if "memory-bound" in verdicts and result.work_source is not None:
-        yield "memory bandwidth: most kernel time moves data, or even a perfect kernel would wait for memory."
-    if any(limit_words(row) == COMPUTING for row in result.ranges):
-        yield "GPU computing: whether arithmetic or memory bandwidth limits it is known only with its FLOPs."
-    if any(limit_words(row) == LIMITS["host-bound"] for row in result.ranges):
-        outside = _outside_words(result)
-        yield f"Python: the GPU is idle while the host waits for it or does not call CUDA ({outside})."
-    if any(limit_words(row) == DATA for row in result.ranges):
-        yield "data loading: the GPU is idle while Python waits for the next batch, or only receives it."
     yield from _host_wait_line(result, limited_by)
     yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
     if any(step.communication_ns for step in result.steps):
@@ -250,10 +236,7 @@ def _peak_words(result: EfficiencyResult) -> str:
     memory = four_digits(peaks.bytes_per_s / 1e9)
     gpu = peaks.gpu.removeprefix("NVIDIA ")
     source = f"measured on {gpu}" if peaks.source == "measured" else f"{gpu} datasheet"
-    none = ""
-    if any(row.roof_share is None and row.least_bytes and row.verdict == "memory-bound" for row in result.ranges):
-        none = f" {UNKNOWN}: the range moves data and holds others, which have their own."
-    return f"% of peak: of {arithmetic} or {memory} GB/s ({source}).{none}"
+    return f"% of peak: of {arithmetic} or {memory} GB/s ({source})."
 
 
 def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:
@@ -337,10 +320,6 @@ def _ranges_notes(result: RangesResult, numbered: bool, steps: int | None) -> li
         lines.append(f"all other figures are averages per step ({format_count(steps, 'step')}); --totals shows sums")
     else:
         lines.append("all other figures are sums over the recording")
-    if any(row.wall_ns is None for row in result.ranges):
-        lines.append("– in Python time: no Python runs when a CUDA graph is replayed")
-    if any(row.kernel_count and row.wall_ns == 0 for row in result.ranges):
-        lines.append("– in Python time: no range was open; its kernels were found by torch.profiler's operator links")
     if not numbered and any("*" in row.name for row in result.ranges):
         lines.append("* stands for a number: one line for all such ranges; --numbered shows each of them")
     return lines

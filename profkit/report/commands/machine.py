@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from profkit.report.document import Column, Document, Lines, Row, Table
 from profkit.report.text import screen_width
@@ -67,21 +67,17 @@ def build_ceilings_document(ceilings: Ceilings) -> Document:
     from profkit.analysis.efficiency import find_datasheet  # loads numpy, which doctor does without
 
     device = ceilings.device
-    sheet = find_datasheet(device.name)
-    table = Table(_COLUMNS, _rows(ceilings, sheet))
+    table = Table(_COLUMNS, list(_rows(ceilings, find_datasheet(device.name))))
     facts = {
-        "name": device.name,
-        "uuid": device.uuid,
-        "clock_mhz": device.clock_mhz,
-        "clock_max_mhz": device.clock_max_mhz,
+        **vars(device),
         "torch": ceilings.torch,
         "driver": ceilings.driver,
         "measured_utc": ceilings.measured_utc,
     }
-    return Document("ceilings", {"device": facts, "rows": table.rows}, [table, Lines(_notes(ceilings, sheet))], table)
+    return Document("ceilings", {"device": facts, "rows": table.rows}, [table, Lines(_notes(ceilings))], table)
 
 
-def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:
+def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> Iterator[Row]:
     measured = []
     for gemm in ceilings.gemm:
         peak = None if sheet is None else sheet.flops_per_s.get(gemm.dtype)
@@ -89,21 +85,13 @@ def _rows(ceilings: Ceilings, sheet: Datasheet | None) -> list[dict[str, Any]]:
         measured.append((gemm.dtype, size, gemm.best_flops_per_s, gemm.median_flops_per_s, "FLOP/s", peak))
     copy, peak = ceilings.copy, None if sheet is None else sheet.bytes_per_s
     measured.append(("copy", f"{copy.bytes} B", copy.best_bytes_per_s, copy.median_bytes_per_s, "B/s", peak))
-    return [
-        {
-            "of": of,
-            "size": size,
-            "best_per_s": best,
-            "median_per_s": middle,
-            "unit": unit,
-            "datasheet_per_s": peak,
-            "share": None if peak is None else best / peak,
-        }
-        for of, size, best, middle, unit, peak in measured
-    ]
+    for figures in measured:
+        best, peak = figures[2], figures[-1]
+        share = None if peak is None else best / peak
+        yield dict(zip((column.key for column in _COLUMNS), (*figures, share), strict=True))
 
 
-def _notes(ceilings: Ceilings, sheet: Datasheet | None) -> list[str]:
+def _notes(ceilings: Ceilings) -> Iterator[str]:
     device = ceilings.device
     parts = [device.name]
     if device.clock_mhz is not None:
@@ -111,12 +99,5 @@ def _notes(ceilings: Ceilings, sheet: Datasheet | None) -> list[str]:
     parts.append(f"torch {ceilings.torch}")
     if ceilings.driver is not None:
         parts.append(f"driver {ceilings.driver}")
-    lines = [
-        ", ".join([*parts, ceilings.measured_utc]),
-        "the matrices hold random normal numbers; the copy counts each byte twice, read and written",
-    ]
-    if sheet is not None:
-        lines.append("the datasheet's rates are dense, at the clock and power that NVIDIA assumes")
-    elif ceilings.driver is not None:
-        lines.append("profkit has no datasheet of this GPU")
-    return lines
+    yield ", ".join([*parts, ceilings.measured_utc])
+    yield "the matrices hold random normal numbers; the copy counts each byte twice, read and written"
