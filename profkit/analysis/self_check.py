@@ -117,7 +117,8 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
         *_check_threads(attribution),
         *_check_idle_instances(attribution),
         *_check_steps(attribution, even=run.even),
-        *check_run(attribution, run),
+        *_check_step_count(attribution, run),
+        *_check_products(attribution, run),
     ]
     order = {"failed": 0, "warning": 1, "note": 2}
     return SelfCheck(tuple(sorted(findings, key=lambda finding: order[finding.verdict])))
@@ -126,8 +127,8 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
 def _check_diagnostics(trace: Trace, run: KnownRun) -> Iterator[Finding]:
     """Judge the messages of the profiler about itself.
 
-    A process without any event may have lost them or never had any. If the run knows its steps, `check_run` counts
-    those of all its processes, and a silent process is a helper, such as Inductor's compilers.
+    A process without any event may have lost them or never had any. If the run knows its steps, `_check_step_count`
+    counts those of all its processes, and a silent process is a helper, such as Inductor's compilers.
     """
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
         yield Finding("diagnostic", f"the profiler reports an error: {text}", "failed")
@@ -194,8 +195,7 @@ def _check_lost(trace: Trace) -> Iterator[Finding]:
     calls = trace.calls
     kernels, graphs = calls_named(trace, _KERNEL_LAUNCH), calls_named(trace, _GRAPH_LAUNCH)
     without = np.flatnonzero((kernels | graphs) & ~calls.has_work & ~calls.failed)
-    captured = _in_stream_capture(trace, without)
-    lost = without[~captured]
+    lost = without[~_in_stream_capture(trace, without)]
     if lost_kernels := int(kernels[lost].sum()):
         yield Finding(
             "launch-without-kernel",
@@ -208,12 +208,6 @@ def _check_lost(trace: Trace) -> Iterator[Finding]:
             f"{lost_graphs:,} of {int(graphs.sum()):,} CUDA graph launches have neither a graph row nor"
             " kernels: the graphs' time is missing; capture with --cuda-graph-trace=node",
             "failed",
-        )
-    if captured.any():
-        yield Finding(
-            "stream-capture",
-            f"{int(captured.sum()):,} launches were recorded into CUDA graphs and not run: they have no kernel",
-            "note",
         )
 
 
@@ -246,13 +240,10 @@ def _in_stream_capture(trace: Trace, rows: Ints) -> Bools:
 
 def _check_unlaunched(trace: Trace) -> Iterator[Finding]:
     unlaunched, count = int((trace.work.launch_thread < 0).sum()), len(trace.work)
-    if not unlaunched:
-        return
-    lost = unlaunched >= _FEWEST_UNLAUNCHED and unlaunched > _UNLAUNCHED_SHARE * count
-    message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range"
     # If they are few, the result itself warns and gives their time.
-    verdict: Verdict = "failed" if lost else "note"
-    yield Finding("kernel-without-launch", message + (": CUDA API calls are missing" if lost else ""), verdict)
+    if unlaunched >= _FEWEST_UNLAUNCHED and unlaunched > _UNLAUNCHED_SHARE * count:
+        message = f"{unlaunched:,} of {count:,} kernels have no launch record and no range: CUDA API calls are missing"
+        yield Finding("kernel-without-launch", message, "failed")
 
 
 def _check_density(trace: Trace) -> Iterator[Finding]:
@@ -447,11 +438,6 @@ def _pids_of_whole(manifest: Manifest) -> tuple[int, ...]:
 def products_per_forward(layers: int) -> int:
     """Return how many matrix products a forward pass of the built-in model makes: nine a layer and the head."""
     return (_LINEARS_PER_LAYER + _BATCHED_PER_LAYER) * layers + 1
-
-
-def check_run(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:
-    yield from _check_step_count(attribution, run)
-    yield from _check_products(attribution, run)
 
 
 def _check_step_count(attribution: Attribution, run: KnownRun) -> Iterator[Finding]:

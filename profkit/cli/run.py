@@ -62,6 +62,9 @@ _ONE_MACHINE = (
     '"Failed to connect to Agent": with other machines put {0} before profkit run'
 )
 
+_OF_PASSES = ("device", "rounds", "count")
+"""What a pass over a built-in model is asked for besides its workload."""
+
 _KILLED = 128 + signal.SIGKILL
 _TOP_STACKS = 3
 """Of the memory in which an allocation failed."""
@@ -196,18 +199,10 @@ def _model(
         raise UsageError("--memory records the CUDA allocator, and --device cpu uses none; leave one of them out")
     training = TrainingOptions(preset, contexts=contexts, **options)
     workload = Workload(
-        steps=training.steps,
-        warmup_steps=training.warmup_steps,
-        preset_name=preset,
-        batch=training.batch,
+        **{name: value for name, value in vars(training).items() if name not in ("contexts", *_OF_PASSES)},
         context=max(contexts),
         contexts=contexts if len(contexts) > 1 else (),
-        passes=training.passes,
-        dtype=training.dtype,
-        compile_mode=training.compile_mode,
-        seed=training.seed,
         ranks=ranks,
-        checkpoint_layers=training.checkpoint_layers,
     )
     passes = model_passes(training, recorder, memory, ranks=ranks)
     sizes = training.preset

@@ -90,9 +90,6 @@ def plot_kernels(
 
     Bars are averages per step where the steps are known, or sums with ``totals``. What a collective waited for other
     ranks is the hatched part of its bar.
-
-    Raises:
-        OSError: it cannot be written.
     """
     steps = None if totals else result.steps
     bars = _list_bars(result, min(top, MOST_BARS), sort)
@@ -101,11 +98,8 @@ def plot_kernels(
         what = "self time" if result.measure == "cpu-operator" else "kernel time"
         axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
         failed = [UNTRUSTED] if opened.self_check.failed else []
-        title = figure.suptitle(
-            "\n".join([*failed, *_kernels_title(opened, result, steps)]), fontsize=10, x=0.01, ha="left"
-        )
-        if failed:
-            title.set_color("#B00020")
+        text, colour = "\n".join([*failed, *_kernels_title(opened, result, steps)]), "#B00020" if failed else "black"
+        figure.suptitle(text, fontsize=10, x=0.01, ha="left", color=colour)
         if result.by in ("kernel", "category"):
             _add_legend(figure, bars)
         _make_room(figure, axes, texts)
@@ -122,11 +116,8 @@ class _Bar:
 
     @property
     def colour(self) -> str:
-        return (
-            colours.REST_OF_KERNELS
-            if self.category is None
-            else colours.KERNELS.get(self.category, colours.KERNELS["gemm"])
-        )
+        rest, other = colours.REST_OF_KERNELS, colours.KERNELS["gemm"]
+        return rest if self.category is None else colours.KERNELS.get(self.category, other)
 
 
 def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
@@ -214,11 +205,7 @@ def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
 
 
 def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
-    """Write the lanes of both steps, on one scale, to a PNG file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the lanes of both steps, on one scale, to a PNG file."""
     rows = [
         (f"{name}, {lane}", spans)
         for name, step in (("now", before), ("after", after))
@@ -250,16 +237,14 @@ _INK = "#1b1f24"
 
 
 def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
-    """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG."""
     bins = bin_history(memory, wanted)
     by_events = bins.prefers_events or not bins.has_times
     with draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6
-        handles = [*_draw_series(axes, x, bins), _draw_reserved(axes, x, bins)]
+        style: dict[str, Any] = {"color": _INK, "linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 3}
+        handles: list[Artist] = [*_draw_series(axes, x, bins)]
+        handles += axes.step(x, bins.reserved / _GIB, where="post", label="reserved", **style)
         _shade_phases(axes, memory, by_events)
         _mark_peak(axes, float(x[bins.peak]), int(bins.allocated[bins.peak]))
         axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
@@ -284,12 +269,6 @@ def _draw_series(axes: Axes, x: Any, bins: Bins) -> list[Patch]:
     axes.stackplot(x, *(part.bytes / _GIB for part in series), colors=shades, step="post", linewidth=0, zorder=2)
     axes.step(x, bins.allocated / _GIB, where="post", color=_INK, linewidth=0.7, zorder=3)
     return [Patch(color=colours.MEMORY[part.name], label=part.name) for part in reversed(series) if np.any(part.bytes)]
-
-
-def _draw_reserved(axes: Axes, x: Any, bins: Bins) -> Artist:
-    style: dict[str, Any] = {"color": _INK, "linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 3}
-    (line,) = axes.step(x, bins.reserved / _GIB, where="post", label="reserved", **style)
-    return line
 
 
 def _phase_handles(memory: DeviceMemory) -> list[Patch]:
@@ -377,7 +356,6 @@ def plot_roofline(result: EfficiencyResult, path: Path, *, untrusted: bool = Fal
 
     Raises:
         TraceError: no range has known operations and least bytes, or the GPU's peaks are unknown.
-        OSError: the file cannot be written.
     """
     points = [
         row

@@ -102,24 +102,8 @@ class CaptureComparison(NotebookResult):
 
     ``time`` is the profiled kernel time per step, ``clean`` the time of unprofiled steps, ``memory`` the allocated
     peak. ``warnings`` say which side lacks which part, and what to know about the others.
-    ``modules`` is the kernel time by module, ``compilations`` what torch.compile did in either run. The JSON of
-    ``profkit compare --format json`` has the same fields::
-
-        {"before", "after", "headlines": [{"what", "source", "before_ns", …}],
-         "provenance": {"differences": [{"fact", "before", "after", "disturbs"}], "unknown_…": []},
-         "time": null | {"unit": "step" | "capture", "samples": [before, after], "kernel_time": CHANGE, "busy", "wall",
-                         "by_phase": [{"name", "change": CHANGE}], "by_range", "by_category", "rounding_ns",
-                         "parts": [{"range", "category", "kind", "change": CHANGE, "before": [{"name", "count",
-                                    "total_ns"}], "after"}], "left_out_ns", …},
-         "clean": null | {"labels", "samples", "changes": [{"name", "before_ns", …}]},
-         "memory": null | {"before_peak_bytes", "parts": [{"kind", "bytes", …}], …}, "warnings": [{"code", "message"}],
-         "modules": null | {"is_compiled", "modules": [{"module", "parent", "depth", "change": CHANGE, "before_count",
-                            "after_count"}], "fusions": [{"phase", "modules", "change": CHANGE, "before": …}]},
-         "recorded_step": null | CHANGE, of the steps under the profiler,
-         "compilations": [before, after], each null | {"steps", "before_ns", "before_count", "breaks", …}}
-
-    CHANGE is ``{"before_per_sample_ns", "after_per_sample_ns", "change_ns", "low_ns", "high_ns", "verdict"}``, all per
-    sample, and ``{"before_ns", "after_ns"}``, sums over all samples.
+    ``modules`` is the kernel time by module, ``compilations`` what torch.compile did in either run, ``recorded_step``
+    the change of the steps under the profiler. The JSON of ``profkit compare --format json`` has the same fields.
     """
 
     before: str

@@ -149,23 +149,13 @@ class EfficiencyRow(RangeRow):
 class EfficiencyResult(NotebookResult):
     """The rows and everything they rest on: the JSON of ``profkit efficiency --format json``.
 
-    ::
-
-        {"trace", "gpu", "dtype", "work_source": "formula" | "counted" | "payload" | null,
-         "peaks": null | {"source": "measured" | "datasheet", "gpu", "flops_per_s": {dtype: …}, "bytes_per_s"},
-         "capture": {parts of the GPUs' time, from the first to the last record},
-         "ranges": [{fields of `EfficiencyRow`; "gpu": null | {parts, "busy_ns", "idle_ns"}}],
-         "steps": [{fields of `GpuStep`, "idle_share"}], "step_count", "twin": "clean" | "attached" | null,
-         "inflation": [{"phase", "context", "clean_ns", "profiled_ns", "cost"}],
-         "product_flops": {dtype: …}, "model_flops", "mfu", "hardware_flops", "hfu",
-         "idle_share", "clean_idle_share", "uncounted", "warnings": [{"code", "message"}]}
-
-    ``ranges`` are ordered depth first. ``step_count`` is the number of measured steps in which all of their work ran;
-    None if some ran outside, or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were
-    timed without a profiler: those of an own process (``clean``), or of the same process before its recording began
-    (``attached``). ``product_flops`` are those of matrix products in the range that did most. ``model_flops`` are what
-    the model asks for in a step, ``hardware_flops`` all that a step does, with what is computed again; ``mfu``, ``hfu``
-    and ``idle_share`` cover all steps, None if unknown. ``clean_idle_share`` is the idle share without a profiler, None
+    ``capture`` are the parts of the GPUs' time from the first to the last record. ``ranges`` are ordered depth
+    first. ``step_count`` is the number of measured steps in which all of their work ran; None if some ran outside,
+    or if each row stands for a step of its own (``numbered``). ``twin`` says which steps were timed without a
+    profiler: those of an own process (``clean``), or of the same process before its recording began (``attached``).
+    ``product_flops`` are those of matrix products in the range that did most. ``model_flops`` are what the model
+    asks for in a step, ``hardware_flops`` all that a step does, with what is computed again; ``mfu``, ``hfu`` and
+    ``idle_share`` cover all steps, None if unknown. ``clean_idle_share`` is the idle share without a profiler, None
     if unknown. ``uncounted`` says why no FLOPs are known, None if they are.
     """
 
@@ -444,11 +434,7 @@ def _build_row(
         idle=idle,
         idle_share=None if parts is None else parts.idle_share,
         clean_idle_share=None if idle is None or not idle.is_unprofiled else idle.share,
-        flops=amount.flops,
-        other_flops=amount.other_flops,
-        needed_flops=amount.needed_flops,
-        least_bytes=amount.least_bytes,
-        recomputed_flops=amount.recomputed_flops,
+        **{name: value for name, value in vars(amount).items() if name != "flops_by_dtype"},
         flops_per_s=_ratio(amount.flops, busy_ns / 1e9),
         ceiling_share=_ratio(at_peak, busy_ns),
         roof_share=_ratio(_nearest_roof_ns(roofline, verdict, holds_others=holds_others), busy_ns),

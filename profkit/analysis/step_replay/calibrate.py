@@ -233,16 +233,15 @@ class Fit:
 AS_RECORDED = Fit(1.0, 1.0, 1.0)
 
 
+_PROVEN = ("recorded_ns", "replayed_ns", "error", "operations_p50_ns", "operations_p95_ns")
+
+
 def describe_replay(proof: Proof | None, fit: Fit) -> dict[str, Any] | None:
     """Return how well a replay is proven, as JSON-ready data; None without one."""
     if proof is None:
         return None
     return {
-        "recorded_ns": proof.recorded_ns,
-        "replayed_ns": proof.replayed_ns,
-        "error": proof.error,
-        "operations_p50_ns": proof.operations_p50_ns,
-        "operations_p95_ns": proof.operations_p95_ns,
+        **{name: getattr(proof, name) for name in _PROVEN},
         "host_factor": [fit.least, fit.most],
         "identified": fit.is_identified,
     }

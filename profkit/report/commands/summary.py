@@ -149,14 +149,11 @@ def _fit_screen(answer: str, summary: Summary, advice: AdviceResult, cares: Sequ
         rows = [("STEP", row) for row in (_fit(describe_step(summary)), *tree)]
         short = [*rows, *_in_short(answer, summary, advice, cares, left_out)]
         lines = [(label, text) for label, text in short if text and label not in left_out]
-        if all(_count_lines(answer, lines, width) <= most for width, most in _SCREENS.items()):
+        screens = ([wrap(answer, width), *wrap_labelled(Labelled(lines), width)] for width in _SCREENS)
+        counts = (sum(len(text.splitlines()) for text in texts) for texts in screens)
+        if all(count <= most for count, most in zip(counts, _SCREENS.values(), strict=True)):
             break
     return lines
-
-
-def _count_lines(answer: str, lines: Sequence[Line], width: int) -> int:
-    texts = [wrap(answer, width), *wrap_labelled(Labelled(lines), width)]
-    return sum(len(text.splitlines()) for text in texts)
 
 
 def _in_short(
