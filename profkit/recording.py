@@ -175,7 +175,7 @@ class Recording(Capture):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from profkit.capture.errors import describe_error, say
+        from profkit.capture import describe_error, say
 
         assert self._stages is not None
         if os.getpid() != self._pid:  # a fork leaves the block too, and the recording is not its own

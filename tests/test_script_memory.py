@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from profkit.capture.errors import is_out_of_memory
+from profkit.capture import is_out_of_memory
 from profkit.launch.passes import Outcome, command_passes
 from profkit.run.manifest import Process, ProcessMemory
 from profkit.run.owners import Owners, read_owners

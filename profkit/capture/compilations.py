@@ -25,7 +25,7 @@ import torch
 from torch._guards import CompileContext
 
 from profkit.annotation import Range
-from profkit.capture.errors import describe_error, say
+from profkit.capture import describe_error, say
 from profkit.capture.patches import Function, is_patched, outside_dynamo, patch
 from profkit.names import COMPILING
 from profkit.run.compiled_code import Compilation, GraphBreak, append_records

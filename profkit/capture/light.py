@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from profkit.capture.errors import say
+from profkit.capture import say
 from profkit.capture.flight_recorder import RING, Collective, FlightRecorder, several_ranks, turn_on
 from profkit.capture.patches import call_first, patch
 from profkit.capture.steps.conditions import GpuClock, read_allocator

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from profkit.capture.errors import describe_error
+from profkit.capture import describe_error
 from profkit.capture.flight_recorder import knows_collectives, logged_collectives, several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import LiveLog, collections_as_ranges

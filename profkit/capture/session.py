@@ -19,9 +19,9 @@ import torch
 from torch import distributed
 
 from profkit.annotation import observe_ranges
+from profkit.capture import describe_error, find_failure, say
 from profkit.capture.compilations import CompilationRecorder
 from profkit.capture.compiled.watch import CompiledCode
-from profkit.capture.errors import describe_error, find_failure, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.range_log import MOST_ENTRIES

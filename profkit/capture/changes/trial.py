@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
+from profkit.capture import describe_error, find_failure, say
 from profkit.capture.changes import (
     AllocatorSettings,
     Change,
@@ -40,7 +41,6 @@ from profkit.capture.changes.program import (
     Workers,
     ZeroGrad,
 )
-from profkit.capture.errors import describe_error, find_failure, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.hooks import Hooks

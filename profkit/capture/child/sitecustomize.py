@@ -48,7 +48,7 @@ def _attach() -> None:
     try:
         if spec is not None and not spec.submodule_search_locations:
             raise ImportError(f"{spec.origin} has its name")
-        from profkit.capture.errors import describe_error
+        from profkit.capture import describe_error
         from profkit.capture.session import attach
     except Exception as error:
         # The script's Python is not the launcher's, for example.

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
-from profkit.capture.errors import describe_error, say
+from profkit.capture import describe_error, say
 from profkit.capture.hooks.open_ranges import RangeHooks
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.policy import StepPolicy

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profkit.annotation import annotate
-from profkit.capture.errors import describe_error, say
+from profkit.capture import describe_error, say
 from profkit.capture.flight_recorder import several_ranks
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.lines import LineRecorder, WorkerLines

@@ -23,8 +23,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
+from profkit.capture import describe_error
 from profkit.capture.compiled.watch import loaded
-from profkit.capture.errors import describe_error
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
