@@ -63,11 +63,7 @@ def open_trace(path: str | Path, *, rank: int | None = None, thread_only: bool =
 
 def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_only: bool = False) -> OpenedTrace:
     from profkit.analysis.opened import OpenedTrace
-    from profkit.analysis.placing.expanded_ranges import (
-        explain_no_modules,
-        nest_compiled_launches,
-        place_graph_nodes,
-    )
+    from profkit.analysis.placing.expanded_ranges import explain_no_modules, nest_compiled_launches, place_graph_nodes
     from profkit.analysis.ranks.members import find_ranks
     from profkit.analysis.self_check import UNKNOWN_RUN, know_run
     from profkit.trace.parts import begin_at, separate_gpus

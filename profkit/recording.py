@@ -21,15 +21,7 @@ from profkit.launch.record import require_torch
 from profkit.report.units import format_count
 from profkit.run.directory import DEFAULT_PARENT, LINES, MANIFEST, Run, make_run_directory, name_of_rank, name_run
 from profkit.run.manifest import Process, Workload, write_manifest
-from profkit.run.recording import (
-    COMMAND_WARMUP,
-    COMPLETE,
-    CUT_SHORT,
-    MemoryOptions,
-    Order,
-    StepChoice,
-    take_processes,
-)
+from profkit.run.recording import COMMAND_WARMUP, COMPLETE, CUT_SHORT, MemoryOptions, Order, StepChoice, take_processes
 
 if TYPE_CHECKING:
     from profkit.capture.within import Stages

@@ -22,16 +22,7 @@ from profkit.allocator import (
     segment_size_bytes,
     smallest_rests,
 )
-from profkit.allocator.requests import (
-    ADDRESS,
-    DEFAULT_POOL,
-    SHIFT,
-    SPACE_BYTES,
-    Bases,
-    Region,
-    Release,
-    Requests,
-)
+from profkit.allocator.requests import ADDRESS, DEFAULT_POOL, SHIFT, SPACE_BYTES, Bases, Region, Release, Requests
 from profkit.snapshot.columns import NO_SPLIT_LIMIT, Settings
 
 

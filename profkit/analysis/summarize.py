@@ -42,15 +42,7 @@ from profkit.analysis.time_account.steps import is_step, is_warmup, mark_work_of
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import ModuleTime, find_costliest, time_kernels_by_module, time_modules
 from profkit.errors import Finding, ProfkitError
-from profkit.names import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    RECOMPUTE,
-    STEP,
-    phase_of,
-)
+from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, RECOMPUTE, STEP, phase_of
 from profkit.run.manifest import Compiled, Manifest, find_condition
 from profkit.trace.columns import Bools, Ints, distinct_values, empty_ints
 

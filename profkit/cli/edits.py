@@ -14,14 +14,7 @@ from profkit.analysis.step_replay.predict import Prediction
 from profkit.analysis.trials import latest_trials, summarize_trials
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
 from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options, plot_option
-from profkit.cli.outputs import (
-    Output,
-    output_options,
-    quote_path,
-    refuse_overwriting,
-    say,
-    shown_after_a_second,
-)
+from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
 from profkit.cli.run import run as run_command
 from profkit.cli.run_options import RunCommand
 from profkit.errors import ProfkitError, RunError, UsageError

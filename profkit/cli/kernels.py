@@ -21,13 +21,7 @@ from profkit.cli.options import (
     rank_option,
     trace_options,
 )
-from profkit.cli.outputs import (
-    Output,
-    output_options,
-    refuse_overwriting,
-    shown_after_a_second,
-    write_warnings,
-)
+from profkit.cli.outputs import Output, output_options, refuse_overwriting, shown_after_a_second, write_warnings
 from profkit.errors import UsageError
 from profkit.names import STEP, context_range
 from profkit.reading import open_capture, open_trace

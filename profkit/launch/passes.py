@@ -20,16 +20,7 @@ from profkit.models import PRESETS, TrainingOptions
 from profkit.run import Plain
 from profkit.run.directory import Run
 from profkit.run.manifest import Kind, Process, Workload
-from profkit.run.recording import (
-    CUT_SHORT,
-    NOT_REACHED,
-    Attached,
-    Failure,
-    MemoryOptions,
-    Order,
-    Recorder,
-    StepChoice,
-)
+from profkit.run.recording import CUT_SHORT, NOT_REACHED, Attached, Failure, MemoryOptions, Order, Recorder, StepChoice
 
 PREFIX = "model."
 

@@ -44,14 +44,7 @@ from profkit.run.directory import (
 from profkit.run.job import find_job
 from profkit.run.manifest import Manifest, Process, write_manifest
 from profkit.run.range_log import finish_traces
-from profkit.run.recording import (
-    VARIABLE,
-    Order,
-    has_recorded,
-    take_attached,
-    take_failures,
-    take_processes,
-)
+from profkit.run.recording import VARIABLE, Order, has_recorded, take_attached, take_failures, take_processes
 
 Progress = Callable[[str], AbstractContextManager[object]]
 Say = Callable[[str], None]

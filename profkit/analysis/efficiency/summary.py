@@ -46,13 +46,7 @@ from profkit.analysis.time_account.gpu_time import (
 from profkit.analysis.time_account.step_times import PhaseTimes, find_timing_doubts
 from profkit.analysis.time_account.steps import context_of, count_steps, is_step
 from profkit.analysis.tree import split_path
-from profkit.analysis.tree.range_tree import (
-    RangeNodes,
-    RangeRow,
-    build_nodes,
-    build_rows,
-    work_by_node,
-)
+from profkit.analysis.tree.range_tree import RangeNodes, RangeRow, build_nodes, build_rows, work_by_node
 from profkit.errors import Finding, TraceError
 from profkit.trace.columns import Bools, Ints, Trace, distinct_values, rows_by_value
 

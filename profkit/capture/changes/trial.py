@@ -21,15 +21,7 @@ import torch
 from torch import Tensor, distributed
 
 from profkit.capture import describe_error, find_failure, say
-from profkit.capture.changes import (
-    AllocatorSettings,
-    Change,
-    CudnnBenchmark,
-    NoAnomaly,
-    NotMadeError,
-    Tf32,
-    Threads,
-)
+from profkit.capture.changes import AllocatorSettings, Change, CudnnBenchmark, NoAnomaly, NotMadeError, Tf32, Threads
 from profkit.capture.changes.program import (
     Autocast,
     Batch,
