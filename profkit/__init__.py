@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from profkit.reading import open_snapshot as read_snapshot
     from profkit.reading import open_trace as read_trace
     from profkit.recording import record as record
-    from profkit.report.text import simplify_name as simplify_name
+    from profkit.report import simplify_name as simplify_name
 
 _HOMES = {
     "Capture": ("profkit.asking", "Capture"),
@@ -32,7 +32,7 @@ _HOMES = {
     "read_step_times": ("profkit.analysis.time_account.step_times", "read_step_times"),
     "read_trace": ("profkit.reading", "open_trace"),
     "record": ("profkit.recording", "record"),
-    "simplify_name": ("profkit.report.text", "simplify_name"),
+    "simplify_name": ("profkit.report", "simplify_name"),
 }
 
 __all__ = [

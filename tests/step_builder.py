@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from profkit.analysis.compare.samples import Key, StepSamples
+from profkit.analysis.compare import Key, StepSamples
 from profkit.analysis.kernels import categorize
 from profkit.analysis.tree.modules import read_place
 from profkit.names import COMPILING

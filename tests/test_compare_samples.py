@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from profkit import read_trace
+from profkit.analysis.compare import StepSamples, has_measured_steps, reduce_work, sample_both, sample_steps
 from profkit.analysis.compare.kernel_changes import compare_times
 from profkit.analysis.compare.provenance import Provenance, compare_provenance, find_origin
-from profkit.analysis.compare.samples import StepSamples, has_measured_steps, reduce_work, sample_both, sample_steps
 from profkit.analysis.statistics import FEWEST, interval_of_means, interval_of_step_times, judge_change, value_exceeded
 from profkit.analysis.tree import join_path
 from profkit.errors import UsageError

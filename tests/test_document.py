@@ -22,6 +22,18 @@ from profkit.analysis.compare.budgets import Budgets, check_budgets
 from profkit.cli.outputs import _colour, has_colours
 from profkit.errors import Finding
 from profkit.reading import open_capture
+from profkit.report import (
+    csv_lines,
+    cut_clauses,
+    escape_latex,
+    escape_markdown,
+    json_text,
+    make_visible,
+    screen_width,
+    shorten,
+    shorten_apart,
+    simplify_name,
+)
 from profkit.report.commands.compare import build_check_document
 from profkit.report.document import (
     FORMATS,
@@ -34,18 +46,6 @@ from profkit.report.document import (
     Table,
     render,
     render_table,
-)
-from profkit.report.text import (
-    csv_lines,
-    cut_clauses,
-    escape_latex,
-    escape_markdown,
-    json_text,
-    make_visible,
-    screen_width,
-    shorten,
-    shorten_apart,
-    simplify_name,
 )
 from profkit.report.units import (
     NS,

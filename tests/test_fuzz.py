@@ -11,8 +11,7 @@ import pytest
 
 from profkit.allocator import recorded_heap
 from profkit.allocator.replay import replay_history
-from profkit.analysis.memory import places, stacks
-from profkit.analysis.memory.recorded import find_timeline, match_owners
+from profkit.analysis.memory import find_timeline, match_owners, places, stacks
 from profkit.analysis.placing import attribution, other_threads
 from profkit.analysis.self_check import _in_stream_capture
 from profkit.analysis.statistics import interval_of_step_times

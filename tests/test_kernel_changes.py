@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profkit import read_trace
+from profkit.analysis.compare import StepSamples, sample_steps
 from profkit.analysis.compare.kernel_changes import (
     IN_NO_RANGE,
     TimeComparison,
@@ -18,7 +19,6 @@ from profkit.analysis.compare.kernel_changes import (
     compare_times,
     match_parts,
 )
-from profkit.analysis.compare.samples import StepSamples, sample_steps
 from tests.conftest import ROOT
 from tests.golden import check_text
 from tests.step_builder import ADD, FUSED, FUSED_SUM, MUL, NVJET, SGEMM, SUM, Step, samples_of, write_steps

@@ -28,7 +28,7 @@ from profkit.analysis.kernels import (
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree.modules import modules_of_ranges
 from profkit.names import kind_of
-from profkit.report.text import simplify_name
+from profkit.report import simplify_name
 from profkit.run.compiled_code import CompiledGraph, Launch, append_records
 from profkit.trace.kineto import read_kineto
 from tests import kineto_builder as kineto

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from profkit import read_snapshot
+from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.categories import category_of_stack
-from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.errors import SnapshotError
 from profkit.report.commands.memory import build_memory_document

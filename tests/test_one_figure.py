@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from profkit import read_trace
 from profkit.analysis.causes.advice import AdviceResult
-from profkit.analysis.compare.samples import has_measured_steps, sample_steps
+from profkit.analysis.compare import has_measured_steps, sample_steps
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.placing.attribution import Attribution, attribute_work
 from profkit.analysis.time_account.steps import measured_ranges

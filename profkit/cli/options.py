@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from profkit.errors import CheckError, UsageError
-from profkit.report.text import make_visible
+from profkit.report import make_visible
 from profkit.run.directory import find_newest_run
 
 if TYPE_CHECKING:

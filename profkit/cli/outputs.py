@@ -19,8 +19,8 @@ import click
 from profkit.cli.options import FILE, together
 from profkit.errors import ProfkitError, UsageError
 from profkit.files import write_whole
+from profkit.report import make_visible
 from profkit.report.document import FORMATS, Document, Format, Role, plainly, render, without_formulas
-from profkit.report.text import make_visible
 from profkit.run.directory import MANIFEST, Run, find_run
 
 _PATIENCE_S = 1.0

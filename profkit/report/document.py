@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from profkit.errors import Finding
-from profkit.report.text import (
+from profkit.report import (
     WIDTH,
     csv_lines,
     escape_latex,

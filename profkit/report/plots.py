@@ -39,12 +39,11 @@ from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
-from profkit.report import colours
+from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.commands.steps import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.text import make_visible, shorten, shorten_apart, simplify_name
 from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
 from profkit.run.directory import find_run
 from profkit.trace.columns import distinct_values

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.compare import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, compare_captures, reduce_capture
 from profkit.analysis.compare.kernel_changes import Change
-from profkit.analysis.compare.samples import StepSamples, has_measured_steps, sample_steps
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.analysis.kernels import CATEGORIES
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.compare import ReducedWork, reduce_work, sample_both
 from profkit.analysis.compare.kernel_changes import (
     Change,
     ModuleComparison,
@@ -20,7 +21,6 @@ from profkit.analysis.compare.kernel_changes import (
     measure_change,
 )
 from profkit.analysis.compare.provenance import Origin, Provenance, compare_provenance, find_origin
-from profkit.analysis.compare.samples import ReducedWork, reduce_work, sample_both
 from profkit.analysis.kernels.compiled_code import RunCompilations, find_compilations, read_run_compilations
 from profkit.analysis.memory.compare import Comparison
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot

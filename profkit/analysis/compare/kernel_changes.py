@@ -34,7 +34,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from profkit.analysis.compare.samples import Key, RangePath, StepSamples
+from profkit.analysis.compare import Key, RangePath, StepSamples
 from profkit.analysis.statistics import FEWEST, Verdict, interval_of_means, judge_change
 from profkit.analysis.tree import join_path
 from profkit.analysis.tree.modules import ModuleTree, Place

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from profkit.analysis.memory import read_metadata
 from profkit.analysis.memory.generated_memory import ReplayedDevice
-from profkit.analysis.memory.recorded import read_metadata
 from profkit.analysis.memory.stacks import StackFacts
 from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run.owners import ROLES

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.memory import read_metadata
 from profkit.analysis.memory.categories import Named
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.recorded import read_metadata
 from profkit.errors import Finding
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from itertools import compress
 import numpy as np
 
 from profkit.allocator.replay import History
+from profkit.analysis.memory import shown_module
 from profkit.analysis.memory.categories import CATEGORIES, EVIDENCE, Classifier
 from profkit.analysis.memory.generated_memory import ReplayedDevice
 from profkit.analysis.memory.places import (
@@ -26,7 +27,6 @@ from profkit.analysis.memory.places import (
     sum_by_module,
     sum_by_phase,
 )
-from profkit.analysis.memory.recorded import shown_module
 from profkit.analysis.memory.stacks import StackFacts, format_frame, sum_by_stack
 from profkit.names import kind_of
 from profkit.snapshot.columns import INACTIVE

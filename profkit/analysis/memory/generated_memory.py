@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from profkit.allocator.replay import History, Replay, replay_history
-from profkit.analysis.memory.recorded import Owner, Phase, Timeline, find_timeline, match_owners, read_text
+from profkit.analysis.memory import Owner, Phase, Timeline, find_timeline, match_owners, read_text
 from profkit.analysis.memory.stacks import StackBook
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import OOM, Device, Settings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from profkit.allocator.replay import History
 from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.memory import AllocatorCheck, check_with_allocator, find_capacity
 from profkit.analysis.memory.device import (
     CategoryRow,
     Composition,
@@ -20,7 +21,6 @@ from profkit.analysis.memory.device import (
     measure_fragmentation,
 )
 from profkit.analysis.memory.failures import LeakCheck, OomVerdict, check_leaks, judge_oom, last_failure
-from profkit.analysis.memory.recorded import AllocatorCheck, check_with_allocator, find_capacity
 from profkit.errors import Finding, SnapshotError, UsageError
 from profkit.run.owners import Owners
 from profkit.snapshot.columns import Snapshot

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
 
+from profkit.analysis.memory import Part, read_text, shown_module
 from profkit.analysis.memory.generated_memory import Held, ReplayedDevice
-from profkit.analysis.memory.recorded import Part, read_text, shown_module
 from profkit.errors import SnapshotError
 from profkit.names import BACKWARD, MODEL, RECOMPUTE, kind_of, name_shared
 from profkit.snapshot.columns import Annotation

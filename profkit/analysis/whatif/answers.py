@@ -18,8 +18,8 @@ from profkit.allocator import format_settings, list_variants, parse_settings, ro
 from profkit.allocator.requests import Requests, requests_of
 from profkit.allocator.simulate import Identity, Range, Simulation, check_identity, predict
 from profkit.analysis import NotebookResult, table_of
+from profkit.analysis.memory import find_capacity
 from profkit.analysis.memory.device import DeviceMemory
-from profkit.analysis.memory.recorded import find_capacity
 from profkit.analysis.whatif import Program
 from profkit.analysis.whatif.apply import Cost, EditedPeak, apply_edits, find_fitting, take_apart
 from profkit.errors import SnapshotError, UsageError

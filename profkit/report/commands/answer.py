@@ -15,8 +15,8 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summary
+from profkit.report import shorten
 from profkit.report.commands.trials import describe_trial
-from profkit.report.text import shorten
 from profkit.report.units import format_bytes, format_ns, format_share
 
 NAMES: dict[Kind, str] = {

@@ -23,10 +23,10 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic
 from profkit.names import SHARED, is_shared, sharing_modules
+from profkit.report import simplify_name
 from profkit.report.commands.memory import TOP_PARTS, memory_parts, memory_table
 from profkit.report.commands.ranks import describe_verdict
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import simplify_name
 from profkit.report.units import (
     BYTES,
     NS,

@@ -16,9 +16,9 @@ from profkit.analysis.tree import join_path, split_path
 from profkit.analysis.tree.range_tree import RangesResult
 from profkit.errors import Finding
 from profkit.names import STEP
+from profkit.report import shortest_end
 from profkit.report.commands.steps import DATA, LIMITS, limit_parts, name_limits
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import shortest_end
 from profkit.report.units import (
     NS,
     NUMBER,

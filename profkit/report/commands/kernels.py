@@ -10,8 +10,8 @@ from profkit.analysis.kernels import categorize
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.tree import split_path
 from profkit.errors import Finding
+from profkit.report import simplify_name
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import simplify_name
 from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count, format_ns, ns_over
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
+from profkit.report import screen_width
 from profkit.report.document import Column, Document, Lines, Row, Table
-from profkit.report.text import screen_width
 from profkit.report.units import SHARE, TEXT, Unit, four_digits
 from profkit.run.work import Ceilings
 

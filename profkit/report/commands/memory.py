@@ -12,8 +12,8 @@ from profkit.analysis.memory.device import Composition
 from profkit.analysis.memory.failures import LeakCheck, OomVerdict
 from profkit.analysis.memory.opened_snapshot import FAILURE, PEAK, MemoryResult, Totals
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, PLACE_EVIDENCE, PartRow, fold, names_modules
+from profkit.report import shorten
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import shorten
 from profkit.report.units import (
     BYTES,
     SHARE,

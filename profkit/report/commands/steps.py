@@ -17,8 +17,8 @@ from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summ
 from profkit.analysis.time_account.steps import is_step, is_warmup
 from profkit.analysis.tree import join_path, split_path
 from profkit.names import STEP, phase_of
+from profkit.report import shortest_end
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
-from profkit.report.text import shortest_end
 from profkit.report.units import NS, SHARE, TEXT, Unit, format_change, format_count, format_ns, format_share
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime

@@ -17,6 +17,7 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.summary import RUN_WARNING, Head, StepUse, Summary
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.names import MODEL
+from profkit.report import cut_clauses, shorten
 from profkit.report.commands.answer import (
     ROOM,
     SEPARATOR,
@@ -31,7 +32,6 @@ from profkit.report.commands.answer import (
 from profkit.report.commands.steps import describe_limits, describe_line
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
-from profkit.report.text import cut_clauses, shorten
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
 
 _SCHEMA = 2

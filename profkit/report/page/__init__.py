@@ -24,8 +24,8 @@ from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Summary
 from profkit.errors import Finding
+from profkit.report import make_visible
 from profkit.report.document import UNKNOWN, Column, Labelled, Lines, Table
-from profkit.report.text import make_visible
 
 _LONGEST_TABLE = 400
 """More rows than these are added up: a page must open, and nobody reads them."""

@@ -30,12 +30,11 @@ from profkit.analysis.time_account.steps import find_warmup
 from profkit.analysis.tree import split_path
 from profkit.analysis.tree.modules import PASSES, ModuleKernel, ModuleTime, time_kernels_by_module
 from profkit.names import BACKWARD, FORWARD, kind_of, phase_of
-from profkit.report import colours
+from profkit.report import colours, make_visible, simplify_name
 from profkit.report.commands.memory import EVIDENCE_WORDS, By, build_memory_document
 from profkit.report.commands.steps import name_limits
 from profkit.report.document import Column, Lines, Table
 from profkit.report.page import Interned, Results, pack, view_parts, view_table
-from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import BYTES, SHARE, TEXT, Unit, count_over, format_bytes, format_flops, ns_over
 from profkit.snapshot.columns import Ints
 

@@ -22,7 +22,7 @@ from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.self_check import SelfCheck
 from profkit.analysis.trials import Trial, summarize_trials
 from profkit.files import write_whole
-from profkit.report import colours
+from profkit.report import colours, make_visible
 from profkit.report.commands.efficiency import build_efficiency_document
 from profkit.report.commands.kernels import build_kernels_document
 from profkit.report.commands.ranks import build_ranks_document, describe_ranks
@@ -32,7 +32,6 @@ from profkit.report.commands.whatif import build_whatif_document
 from profkit.report.page import Results, Section, view_parts, view_table, without_folders
 from profkit.report.page.modules import build_memory, build_modules
 from profkit.report.page.step import build_answer, build_dots, build_lines, build_timeline, slice_median_step
-from profkit.report.text import make_visible
 from profkit.report.units import format_count, format_ns
 from profkit.version import __version__
 

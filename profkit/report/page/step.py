@@ -32,6 +32,7 @@ from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree import select_ranges
 from profkit.analysis.tree.range_tree import build_nodes, kind_paths
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER, STEP
+from profkit.report import make_visible, simplify_name
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import (
     describe_after,
@@ -46,7 +47,6 @@ from profkit.report.commands.answer import (
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Labelled
 from profkit.report.page import Interned, Results, pack, without_folders
-from profkit.report.text import make_visible, simplify_name
 from profkit.report.units import format_bytes, format_count, format_ns, format_share
 from profkit.run.edits import parse_edits
 from profkit.run.manifest import Manifest
