@@ -79,13 +79,11 @@ class Capture:
 
     @cached_property
     def trace(self) -> OpenedTrace:
-        """The trace."""
         opened = open_capture(self.source, rank=self._rank, parts=_TIME).trace
         return open_trace(self.source, rank=self._rank) if opened is None else opened
 
     @cached_property
     def snapshot(self) -> OpenedSnapshot:
-        """The memory snapshot."""
         return open_snapshot(self.source, rank=self._rank)
 
     @cached_property
@@ -244,13 +242,11 @@ class SummaryView(NotebookResult):
         return str(self)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per figure."""
         import pandas as pd
 
         return pd.DataFrame(self.document.csv.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
         return dict(self.document.data)
 
     def _repr_html_(self) -> str:

@@ -103,17 +103,14 @@ def phase_of(name: str) -> str | None:
 
 
 def step_range(number: int) -> str:
-    """Return the name of the range around step ``number``, counted from 0."""
     return f"{STEP} {number}"
 
 
 def context_range(context: int) -> str:
-    """Return the name of the range around the steps of one context length, where a run has several."""
     return f"{CONTEXT} {context}"
 
 
 def layer_range(number: int) -> str:
-    """Return the name of the range around layer ``number``, counted from 0."""
     return f"layer {number}"
 
 

@@ -114,11 +114,9 @@ class Requests:
         return np.not_equal(self.row, ADDED)
 
     def keep(self, kept: Bools) -> Requests:
-        """Return some of the requests."""
         return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
 
     def resized(self, where: Bools | Ints, requested_bytes: Ints) -> Requests:
-        """Return the requests, some with other sizes."""
         sizes = self.requested_bytes.copy()
         sizes[where] = requested_bytes
         return replace(self, requested_bytes=sizes)

@@ -93,7 +93,6 @@ class SelfCheck(NotebookResult):
         return any(finding.verdict == "failed" for finding in self.findings)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per finding."""
         return table_of(self.findings, Finding)
 
     def of(self, verdict: Verdict) -> list[Finding]:

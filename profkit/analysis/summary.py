@@ -362,7 +362,6 @@ class Summary:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a check of the capture failed: then no figure is to be trusted."""
         return any(finding.verdict == "failed" for finding in self.findings)
 
     def per_step(self, time_ns: float) -> float:

@@ -45,7 +45,6 @@ def _require_png(_context: click.Context, _parameter: click.Parameter, plot: Pat
 
 
 def range_option(text: str) -> Callable[[Command], Command]:
-    """Add ``--range``, as the parameter ``name``."""
     return click.option("--range", "name", metavar="RANGE", help=text)
 
 
@@ -151,7 +150,6 @@ def parse_percent(text: str) -> float:
 
 
 def parse_milliseconds(text: str) -> int:
-    """Return the nanoseconds of a number of milliseconds."""
     number = _exact(text) if _NUMBER.fullmatch(text.strip()) else 0
     if number <= 0:
         raise ValueError(f"{text!r} is not a number of milliseconds above 0, such as 120 or 0.5")
@@ -159,7 +157,6 @@ def parse_milliseconds(text: str) -> int:
 
 
 def parse_share(text: str) -> tuple[str, float]:
-    """Return the name and the fraction of ``softmax=15%``."""
     name, _, percent = text.rpartition("=")
     if not name.strip():
         raise ValueError(f"{text!r} is not NAME=PERCENT, such as softmax=15%")

@@ -390,7 +390,6 @@ def export_report(report: Path) -> Path:
 
 
 def lost_events(run: Path) -> list[str]:
-    """Return a warning if nsys lost events, by its own log."""
     log = run / LOG
     if not log.exists() or _LOSSY not in log.read_bytes():
         return []

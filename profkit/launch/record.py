@@ -94,7 +94,6 @@ class Recorded:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether the allocator's history of any rank was kept."""
         return bool(Run(self.run).snapshots)
 
     @property

@@ -221,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def end_with(error: ProfkitError) -> NoReturn:
-    """Print an error in one line and end the process with its status."""
     rank = os.environ.get("RANK")
     sys.stderr.write(f"profkit: {'' if rank is None else f'rank {rank}: '}{error}\n")
     # As Python itself keeps an exception that nobody catches: what records this process reads it.

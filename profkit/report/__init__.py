@@ -167,7 +167,6 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Return text that LaTeX sets as it is."""
     escaped = "".join(_LATEX_ESCAPES.get(character, character) for character in make_visible(text))
     # Two hyphens would be set as a dash.
     return re.sub(r"-(?=-)", "-{}", escaped)

@@ -137,7 +137,6 @@ class Document:
 
     @property
     def failures(self) -> list[Finding]:
-        """Return why the result must not be trusted as a whole."""
         return [finding for finding in (*(self.self_check or ()), *self.findings) if finding.verdict == "failed"]
 
     @property

@@ -76,7 +76,6 @@ class Run:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What was run, on what, and how it went."""
         from profkit.run.manifest import read_manifest
 
         return read_manifest(self.path / MANIFEST)
@@ -125,7 +124,6 @@ class Run:
 
     @cached_property
     def captured_graphs(self) -> tuple[CapturedGraph, ...]:
-        """What was captured into CUDA graphs, by all ranks."""
         return tuple({graph.id: graph for code in self._compiled for graph in code.captured}.values())
 
     @cached_property
@@ -136,12 +134,10 @@ class Run:
 
     @property
     def compiled_files(self) -> list[Path]:
-        """Return what the ranks wrote about compiled code and CUDA graphs."""
         return sorted(path for path in self.path.iterdir() if _RANK_COMPILED.fullmatch(path.name))
 
     @cached_property
     def log(self) -> str:
-        """What the profiler printed while it recorded and imported."""
         file = self.path / LOG
         return read_text(file, errors="replace") if file.exists() else ""
 

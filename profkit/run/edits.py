@@ -352,7 +352,6 @@ class RunTrials:
 
 
 def write_trials(path: Path, trials: RunTrials) -> None:
-    """Write the file, whole or not at all."""
     lines = [line for call in trials.calls for line in _lines(call)]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")

@@ -214,7 +214,6 @@ def _pack(steps: Sequence[StepRecord], calls: list[int]) -> Columns:
 
 
 def write_light_record(path: Path, record: LightRecord) -> None:
-    """Write a whole record."""
     parts = [header_line(record), *map(group_line, record.groups), StepLines().of(record.steps)]
     path.write_text("".join(parts), encoding="utf-8")
 

@@ -110,7 +110,6 @@ class RunLines:
 
 
 def write_lines(path: Path, lines: RunLines) -> None:
-    """Write the file, whole or not at all."""
     objects = [asdict(lines.steps), *map(asdict, (*lines.lines, *lines.callers))]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(record)}\n" for record in objects), encoding="utf-8")

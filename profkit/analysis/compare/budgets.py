@@ -89,7 +89,6 @@ class BudgetCheck(NotebookResult):
         return all(line.held for line in self.lines)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per budget."""
         return table_of(self.lines, BudgetLine)
 
     def to_dict(self) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def categorize(name: str, measure: Measure = "gpu-kernel") -> Category:
 
 
 def read_rules() -> dict[Measure, list[dict[str, Any]]]:
-    """Return the rules as the file has them, in order."""
     document = tomllib.loads(_RULES.read_text(encoding="utf-8"))
     return {"gpu-kernel": document["kernel"], "cpu-operator": document["operator"]}
 

@@ -61,7 +61,6 @@ class Comparison(NotebookResult):
 
     @property
     def difference_bytes(self) -> int:
-        """Return by how many bytes the later peak is higher."""
         return self.after_peak_bytes - self.before_peak_bytes
 
     @property

@@ -141,7 +141,6 @@ def build_gpu_times(trace: Trace) -> dict[int, GpuTime]:
 
 
 def communication_rows(trace: Trace) -> Bools:
-    """Return which kernels are communication, by the category of their name."""
     return category_rows(trace, frozenset({"communication"}))
 
 
@@ -271,7 +270,6 @@ def synchronising_calls(trace: Trace) -> Bools:
 
 
 def calls_named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
-    """Return which CUDA calls have a name that begins as the pattern says."""
     matching = np.zeros(len(trace.names), dtype=np.bool_)
     matching[[i for i in distinct_values(trace.calls.name).tolist() if pattern.match(trace.names[i])]] = True
     return matching[trace.calls.name]

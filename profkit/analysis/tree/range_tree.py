@@ -223,7 +223,6 @@ class RangesResult(NotebookResult):
         return asdict(self)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the tree as a DataFrame, one row a path."""
         return table_of(self.ranges, RangeRow)
 
 

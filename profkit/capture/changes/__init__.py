@@ -49,7 +49,6 @@ class Change(Watcher):
         self.refusal = self.refusal or why
 
     def require(self, is_so: object, why_not: str) -> None:
-        """Raise `NotMadeError` unless something holds."""
         if not is_so:
             raise NotMadeError(self.refusal or why_not)
 
@@ -68,7 +67,6 @@ def is_training_call(module: nn.Module) -> bool:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 loader``, ``2 loaders``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

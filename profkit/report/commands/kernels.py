@@ -75,7 +75,6 @@ def build_kernels_document(
 
 
 def sort_rows(rows: Sequence[KernelRow], sort: str) -> list[KernelRow]:
-    """Return the rows by one column, the largest first; names from A to Z."""
     field = _SORTS[sort]
     return sorted(rows, key=lambda row: getattr(row, field), reverse=sort != "name")
 

@@ -417,7 +417,6 @@ def memory_parts(comparison: Comparison, top: int = TOP_PARTS) -> list[Table | L
 
 
 def memory_table(comparison: Comparison) -> Table:
-    """Return every part of the difference, for CSV."""
     return Table(_PART_COLUMNS, [_part_row(part) for part in comparison.parts])
 
 
