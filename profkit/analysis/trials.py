@@ -227,7 +227,7 @@ def _loss_change(edits: Sequence[str], losses: Sequence[tuple[int, float]], spre
     steps = min((steps for steps, _ in losses), default=0)
     if not steps:
         return None
-    allowed = [edit.spec.loss_share for edit in known_edits(edits)]
+    allowed = [edit.spec.numbers.loss_share for edit in known_edits(edits)]
     known = [share for share in allowed if share is not None]
     return LossChange(
         steps,

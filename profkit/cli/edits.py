@@ -126,7 +126,7 @@ def _cost_of(path: Path) -> Cost | None:
         return None
 
 
-_MEASURED = tuple(form for spec in EDITS for form in spec.forms if spec.can_be_tried)
+_MEASURED = tuple(spec.form or spec.name for spec in EDITS if spec.can_be_tried)
 """The forms of the edits that `profkit try` makes."""
 
 

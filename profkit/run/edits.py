@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from profkit.errors import RunError, UsageError
 from profkit.files import whole_file
@@ -27,24 +27,37 @@ _FACTOR = re.compile(r"[x×]?(\d+(\.\d+)?|\d+/\d*[1-9]\d*)$")
 _LARGEST_FACTOR = 1024
 
 
+class Numbers(NamedTuple):
+    """What an edit may do to the numbers that a program computes, in words; empty: nothing.
+
+    A loss may depart by ``loss_share`` of itself for that reason in some tens of steps; None: by any.
+    """
+
+    change: str
+    loss_share: float | None
+
+
+_SAME, _ROUNDED = Numbers("", 0.0), Numbers("rounding differs", 1e-3)
+_HALF = 2e-2
+
+
 @dataclass(frozen=True)
 class EditSpec:
     """One kind of edit: its name, how it is written, and whether it changes memory; each may change the step's time.
 
-    ``numbers`` says what it may do to the numbers that the program computes, empty if nothing, and ``loss_share`` by
-    which share of itself a loss may depart for that reason in some tens of steps; None: by any. ``choices`` are the
-    arguments that it has, if it takes no others. ``trying_needs`` is what a program must have so that `try` can make
-    the edit, None: `try` cannot. ``code`` is what a person writes to make it, ``{}`` standing for the argument, and
-    ``keywords`` what that adds to the call in a line that is known, empty where it is something else.
+    ``form`` is how it is written, empty if that is its name alone. ``numbers`` is what it may do to the numbers
+    that the program computes. ``choices`` are its arguments, if it takes no others. ``trying_needs`` is what a
+    program must have so that `try` can make the edit, None: `try` cannot. ``code`` is what a person writes to make
+    it, ``{}`` standing for the argument, and ``keywords`` what that adds to the call in a line that is known, empty
+    where it is something else.
     """
 
     name: str
-    forms: tuple[str, ...]
+    form: str = ""
     changes_memory: bool = True
-    numbers: str = ""
+    numbers: Numbers = _SAME
     choices: tuple[str, ...] = ()
     trying_needs: str | None = None
-    loss_share: float | None = 0.0
     code: str = ""
     keywords: str = ""
 
@@ -53,114 +66,98 @@ class EditSpec:
         return self.trying_needs is not None
 
 
-_ROUNDING = 1e-3
-_HALF = 2e-2
-
 EDITS = (
     EditSpec(
         "optimizer",
-        ("optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",),
-        numbers="another optimizer learns otherwise",
+        "optimizer:none|sgd|sgd-momentum|adamw-8bit|adamw-fused|offload",
+        numbers=Numbers("another optimizer learns otherwise", None),
         choices=("none", "sgd", "sgd-momentum", "adamw-8bit", "adamw-fused", "offload"),
-        loss_share=None,
     ),
     EditSpec(
         "optimizer",
-        ("optimizer:fused|foreach",),
-        numbers="rounding differs",
+        "optimizer:fused|foreach",
+        numbers=_ROUNDED,
         choices=("fused", "foreach"),
         trying_needs="an optimizer of torch.optim that takes the keyword",
-        loss_share=_ROUNDING,
         code="optimizer = torch.optim.AdamW(…, {}=True)",
         keywords="{}=True",
     ),
-    EditSpec("gradients", ("gradients:bf16|offload",), numbers="gradients are rounded to bf16", loss_share=_HALF),
-    EditSpec("parameters", ("parameters:bf16",), numbers="all is computed in bf16", loss_share=_HALF),
+    EditSpec("gradients", "gradients:bf16|offload", numbers=Numbers("gradients are rounded to bf16", _HALF)),
+    EditSpec("parameters", "parameters:bf16", numbers=Numbers("all is computed in bf16", _HALF)),
     EditSpec(
         "checkpoint",
-        ("checkpoint:GLOB[:every=K|:group=K][:reentrant]",),
+        "checkpoint:GLOB[:every=K|:group=K][:reentrant]",
         trying_needs="modules whose names match, none of them compiled",
         code="x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)  # each module that matches {}",
     ),
     EditSpec(
         "batch",
-        ("batch:×F",),
-        numbers="gradients are means over another batch",
+        "batch:×F",
+        numbers=Numbers("gradients are means over another batch", None),
         trying_needs="a DataLoader that makes batches of a fixed size",
-        loss_share=None,
         code="loader = DataLoader(…, batch_size=…)  # {}",
     ),
-    EditSpec("loss", ("loss:fused[:chunks=N]",), numbers="rounding differs", loss_share=_ROUNDING),
+    EditSpec("loss", "loss:fused[:chunks=N]", numbers=_ROUNDED),
     EditSpec(
         "zero-grad",
-        ("zero-grad:none",),
+        "zero-grad:none",
         choices=("none",),
         trying_needs="a call of zero_grad that sets gradients to zero",
         code="optimizer.zero_grad(set_to_none=True)",
         keywords="set_to_none=True",
     ),
-    EditSpec("no-wait", ("no-wait:FILE:LINE",), changes_memory=False),
-    EditSpec("no-host", ("no-host:FILE:LINE",), changes_memory=False),
-    EditSpec("no-checkpoint", ("no-checkpoint:GLOB",)),
+    EditSpec("no-wait", "no-wait:FILE:LINE", changes_memory=False),
+    EditSpec("no-host", "no-host:FILE:LINE", changes_memory=False),
+    EditSpec("no-checkpoint", "no-checkpoint:GLOB"),
     EditSpec(
         "tf32",
-        ("tf32",),
         changes_memory=False,
-        numbers="products keep 10 bits of mantissa",
+        numbers=Numbers("products keep 10 bits of mantissa", 1e-3),
         trying_needs="an NVIDIA GPU of compute capability 8.0 or more",
-        loss_share=_ROUNDING,
         code='torch.set_float32_matmul_precision("high")',
     ),
     EditSpec(
         "autocast",
-        ("autocast:bf16",),
-        numbers="products are computed in bf16",
+        "autocast:bf16",
+        numbers=Numbers("products are computed in bf16", _HALF),
         choices=("bf16",),
         trying_needs="a model that is called in training, and no autocast of the script's own",
-        loss_share=_HALF,
         code='with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass and the loss',
     ),
     EditSpec(
         "channels-last",
-        ("channels-last",),
         changes_memory=False,
-        numbers="rounding differs",
+        numbers=_ROUNDED,
         trying_needs="convolutions, and inputs of four dimensions",
-        loss_share=_ROUNDING,
         code="model.to(memory_format=torch.channels_last)  # inputs likewise",
     ),
     EditSpec(
         "cudnn-benchmark",
-        ("cudnn-benchmark",),
         changes_memory=False,
-        numbers="rounding differs",
+        numbers=_ROUNDED,
         trying_needs="convolutions on a GPU",
-        loss_share=_ROUNDING,
         code="torch.backends.cudnn.benchmark = True",
     ),
     EditSpec(
         "compile",
-        ("compile[:default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs]",),
-        numbers="rounding differs",
+        "compile[:default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs]",
+        numbers=_ROUNDED,
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         trying_needs="a model that is called in training and is not compiled",
-        loss_share=_ROUNDING,
         code="model = torch.compile(model{})",
     ),
-    EditSpec("graphs", ("graphs",)),
+    EditSpec("graphs"),
     EditSpec(
         "workers",
-        ("workers:N",),
+        "workers:N",
         changes_memory=False,
-        numbers="random numbers of the data are drawn in other processes",
+        numbers=Numbers("random numbers of the data are drawn in other processes", None),
         trying_needs="a DataLoader over a dataset with indices",
-        loss_share=None,
         code="loader = DataLoader(…, num_workers={}, persistent_workers=True)",
         keywords="num_workers={}, persistent_workers=True",
     ),
     EditSpec(
         "pin-memory",
-        ("pin-memory",),
         changes_memory=False,
         trying_needs="a DataLoader, and a GPU",
         code="loader = DataLoader(…, pin_memory=True)",
@@ -168,35 +165,33 @@ EDITS = (
     ),
     EditSpec(
         "no-anomaly",
-        ("no-anomaly",),
         changes_memory=False,
         trying_needs="a script that turns anomaly detection on",
         code="torch.autograd.set_detect_anomaly(False)",
     ),
     EditSpec(
         "threads",
-        ("threads:N",),
+        "threads:N",
         changes_memory=False,
-        numbers="rounding differs",
+        numbers=_ROUNDED,
         trying_needs="",
-        loss_share=_ROUNDING,
         code="torch.set_num_threads({})",
     ),
     EditSpec(
         "allocator",
-        ("allocator:SETTINGS",),
+        "allocator:SETTINGS",
         trying_needs="a GPU",
         code="PYTORCH_CUDA_ALLOC_CONF={}  # in the program's environment",
     ),
-    EditSpec("on-time", ("on-time:RANK",), changes_memory=False),
-    EditSpec("gpu", ("gpu:×F",), changes_memory=False),
-    EditSpec("kernels", ("kernels:GLOB:×F",), changes_memory=False),
-    EditSpec("links", ("links:×F",), changes_memory=False),
-    EditSpec("cpu", ("cpu:×F",), changes_memory=False),
+    EditSpec("on-time", "on-time:RANK", changes_memory=False),
+    EditSpec("gpu", "gpu:×F", changes_memory=False),
+    EditSpec("kernels", "kernels:GLOB:×F", changes_memory=False),
+    EditSpec("links", "links:×F", changes_memory=False),
+    EditSpec("cpu", "cpu:×F", changes_memory=False),
 )
 """In the order in which they are applied."""
 
-FORMS = tuple(form for spec in EDITS for form in spec.forms)
+FORMS = tuple(spec.form or spec.name for spec in EDITS)
 
 
 @dataclass(frozen=True)
@@ -229,8 +224,7 @@ def can_be_tried(text: str | None) -> bool:
 def _parse(text: str) -> Edit:
     name, _, argument = text.partition(":")
     for spec in sorted(EDITS, key=lambda spec: not spec.choices):
-        takes_none = spec.forms == (spec.name,)
-        is_complete = spec.forms[0].startswith(f"{name}[:") or takes_none == (not argument)
+        is_complete = spec.form.startswith(f"{name}[:") or bool(spec.form) == bool(argument)
         is_known = not argument or not spec.choices or argument in spec.choices
         if spec.name == name and is_complete and is_known:
             return Edit(text, argument, spec)

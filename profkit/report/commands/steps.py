@@ -347,5 +347,5 @@ def _rests_on(answer: TimeAnswer) -> Iterator[str]:
         yield f"Most of the width: {cause} ({format_ns(width_ns)})"
     yield from (f"Assumed: {assumption}" for assumption in answer.assumptions)
     for edit in parse_edits(answer.edits):
-        if edit.spec.numbers:
-            yield f"{edit.text} changes what is computed: {edit.spec.numbers}"
+        if edit.spec.numbers.change:
+            yield f"{edit.text} changes what is computed: {edit.spec.numbers.change}"
