@@ -18,8 +18,10 @@ from profkit.analysis.causes.launches import RANKS
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.ranks.culprit import Culprit
+from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.limits import Limit, LimitPart, StepLimits
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import MemoryUse, Summary
+from profkit.analysis.summary import MemoryUse, StepPart, StepTree, Summary, WorkUse
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
@@ -808,6 +810,23 @@ def test_of_a_late_rank_that_computes_more_it_is_said_how_many_times_as_much(
 def test_where_nothing_could_be_found_it_is_not_said_that_nothing_was(path: Path, said: str) -> None:
     opened = open_capture(path)
     assert find_advice(opened, summarize_capture(opened)).nothing == said
+
+
+def test_nothing_found_says_how_much_of_the_step_is_communication() -> None:
+    """In a tree of the GPU's time the products' share is that of kernels that compute."""
+    communicating = LimitPart(Limit.COMMUNICATING, "communication", "backward", None, 30 * MS)
+    limits = StepLimits(100 * MS, 100 * MS, None, AS_RECORDED)
+    limits = replace(limits, parts=(communicating, replace(communicating, cause="python", time_ns=70 * MS)))
+    opened = open_capture(ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite")
+    summary = Summary("run", has_trace=True, limits=limits)
+    nothing = "Nothing found that would save more than 2 %: the step is "
+    assert _say_nothing(Evidence(opened, summary)) == f"{nothing}70 % Python and 30 % communication."
+    parts = StepPart(Limit.COMPUTING, 80 * MS), StepPart(Limit.COMMUNICATING, 20 * MS)
+    work = WorkUse("gpu-kernel", 400 * MS, {"gemm": 150 * MS, "communication": 200 * MS}, {}, None, None)
+    summary = replace(summary, tree=StepTree(100 * MS, "gpu", parts), work=work)
+    assert _say_nothing(Evidence(opened, summary)) == (
+        f"{nothing}60 % arithmetic and 20 % communication and 20 % other kernels, copies and gaps."
+    )
 
 
 def test_nothing_found_says_of_the_step_what_its_tree_says(tmp_path: Path) -> None:

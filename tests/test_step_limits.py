@@ -312,6 +312,8 @@ def test_where_a_gpu_sets_the_pace_hosts_are_as_fast_as_steps_without_a_profiler
     replays = record_together(waits, rank(OUTSIDE_NS, *[5_000] * 19, computes_ns=1_500_000))
     (step,) = replay_on_time(replays, 1, 30_000_000, 0.5)
     assert step.factor == 0.5
+    (step,) = replay_on_time(replays, 1, round(1.02 * step.before_ns), 0.5)
+    assert step.factor == 0.5, "tracing slows GPUs too"
     assert step.after_ns == pytest.approx(OUTSIDE_NS + 0.5 * (19 * 800_000 + 20 * 8_000), rel=0.01)
     (step,) = replay_on_time(replays, 1, 36_000_000, 0.5)
     assert step.factor == pytest.approx(SLOWEST, abs=0.01), "the GPU alone does not take as long"

@@ -323,11 +323,11 @@ def _say_nothing(evidence: Evidence) -> str:
 
 
 def _compose(summary: Summary, limits: StepLimits) -> Iterator[str]:
-    """Yield what a step is made of: arithmetic and the rate that it reaches, other kernels, Python, the rest."""
+    """Yield what a step is made of: arithmetic and the rate that it reaches, Python, communication, the rest."""
     work, tree = summary.work, summary.tree
     shares = _share_limits(limits)
     if tree is not None and tree.basis == "gpu" and work is not None:
-        shares = _share_tree(tree, work.product_ns / max(work.kernel_time_ns, 1))
+        shares = _share_tree(tree, work.product_ns / max(work.kernel_time_ns - work.communication_ns, 1))
     shares["other kernels, copies and gaps"] = 1 - sum(shares.values())
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):
         if share < _LEAST_NAMED:
@@ -343,6 +343,7 @@ def _share_limits(limits: StepLimits) -> dict[str, float]:
     return {
         "arithmetic": sum(of_cause.get(category, 0) for category in PRODUCTS) / whole,
         "Python": sum(of_cause.get(cause, 0) for cause in ("python", "call", "latency")) / whole,
+        "communication": of_cause.get("communication", 0) / whole,
     }
 
 
@@ -351,4 +352,5 @@ def _share_tree(tree: StepTree, of_products: float) -> dict[str, float]:
     return {
         "arithmetic": of_products * of_kind.get(Limit.COMPUTING, 0.0),
         "Python": of_kind.get(Limit.PYTHON, 0.0) + of_kind.get(Limit.PREPARING, 0.0),
+        "communication": of_kind.get(Limit.COMMUNICATING, 0.0),
     }
