@@ -468,9 +468,24 @@ _MORE_WORK = [Delay(1, "kernels", 9 * MS)]
 _SLOW_LAUNCHES = [Delay(rank, "launch", 9 * MS) for rank in (0, 2, 3)]
 
 
-def _record_some(folder: Path, recorded: Sequence[Delay], unrecorded: Sequence[Delay]) -> list[ReducedRank]:
+def _with_untimed_gather(record: LightRecord) -> LightRecord:
+    """Return the record with one more collective in each step, of which the call alone is known."""
+    twice = with_another_call(record, kind=["all_reduce", "all_gather"], sequence=[0, 1])
+    steps = []
+    for number, step in enumerate(twice.steps):
+        calls = step.collectives
+        columns = {"start_ns": [calls.start_ns[0], None], "end_ns": [calls.end_ns[0], None]}
+        sequence = [2 * number, 2 * number + 1]
+        steps.append(replace(step, collectives=replace(calls, **columns, sequence=sequence)))  # type: ignore[arg-type]
+    return replace(twice, steps=tuple(steps))
+
+
+def _record_some(
+    folder: Path, recorded: Sequence[Delay], unrecorded: Sequence[Delay], *, is_timed: bool = True
+) -> list[ReducedRank]:
     """Return four ranks with traces of four of 24 steps, and light records of all, each with delays of its own."""
-    run = write_light_run(folder, light_records(simulate(4, 24, unrecorded)))
+    records = light_records(simulate(4, 24, unrecorded))
+    run = write_light_run(folder, records if is_timed else [*map(_with_untimed_gather, records)])
     light = {rank: read_light_columns(path) for rank, path in Run(run).light_records.items()}
     lines = [line.part(10, 14) for line in simulate(4, 24, recorded)]
     return reduce_ranks(open_trace(write_nsys(folder / "trace.sqlite", lines)), light)
@@ -509,6 +524,14 @@ def test_a_rank_that_computes_more_is_named_by_steps_without_the_profiler_that_h
     )
 
 
+def test_where_waits_without_a_profiler_are_not_known_kernels_name_nobody(tmp_path: Path) -> None:
+    ranks = _record_some(tmp_path / "run", [*_MORE_WORK, *_SLOW_LAUNCHES], _MORE_WORK, is_timed=False)
+    assert compare_ranks(ranks).verdict.culprit is None
+    ranks = _record_some(tmp_path / "other", [*_MORE_WORK, *_SLOW_LAUNCHES], _MORE_WORK)
+    ranks[3] = replace(ranks[3], light=None)
+    assert compare_ranks(ranks).verdict.culprit is None
+
+
 @pytest.mark.parametrize(("share", "is_named"), [(0.29, False), (0.6, True)])
 def test_kernels_that_a_waiting_collective_slows_are_no_more_work(tmp_path: Path, share: float, is_named: bool) -> None:
     """Rank 1 waits for the others where it was recorded, and its kernels run beside that by so much longer."""
@@ -520,7 +543,10 @@ def test_kernels_that_a_waiting_collective_slows_are_no_more_work(tmp_path: Path
     times_ns = exact.times_ns.copy()
     times_ns[:, kernels] += share * 20 * MS
     ranks[1] = replace(ranks[1], exact=replace(exact, times_ns=times_ns, exposed_ns=np.zeros(len(exact))))
-    assert (compare_ranks(ranks).verdict.culprit is not None) == is_named
+    culprit = compare_ranks(ranks).verdict.culprit
+    assert (culprit is not None) == is_named
+    if culprit is not None:
+        assert culprit.extra_ns == pytest.approx(5 * MS, rel=0.02), "no more than the others wait"
 
 
 def test_hosts_are_as_much_slower_with_a_profiler_as_the_median_ranks_phases_say() -> None:
