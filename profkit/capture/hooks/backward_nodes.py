@@ -233,7 +233,9 @@ class OutsideNodes:
 
         ``mark`` marks a node as made by a call, None for none.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        # As custom functions of autograd ask. To look at the stack of transforms would make one for this thread, which
+        # autograd copies from then on for each node that it runs.
+        if torch._C._are_functorch_transforms_active():
             return
         if self._calls.spans:
             for node in self._made_between_calls(_nodes_of(tensors[0])):
