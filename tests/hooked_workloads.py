@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -354,17 +355,19 @@ def _log_ranges() -> tuple[Callable[[], None], Callable[[], None]]:
             hooks.start_log()
             hooks.start()
 
+    taken: defaultdict[int, int] = defaultdict(int)
+
     def take() -> None:
         log = hooks.log.content()
-        for thread in log.threads:
+        for at, thread in enumerate(log.threads):
             opened: list[str] = []
-            for number in thread.entries[::2]:
+            first, taken[at] = taken[at], len(thread.entries)
+            for number in thread.entries[first::2]:
                 if number != LEFT:
                     opened.append(log.names[number])
                 if number != LEFT or opened:
                     kind, name = ("close", opened.pop()) if number == LEFT else ("open", opened[-1])
                     EVENTS.append((kind, name, thread.number))
-            thread.entries.clear()
 
     hooks = Hooks(Always(begin), depth=3)
     hooks.install()

@@ -17,18 +17,17 @@ from torch.autograd.profiler import record_function
 from torch.utils import checkpoint
 
 from profkit.annotation import RangeObserver
-from profkit.capture.hooks import backward_nodes, module_calls
+from profkit.capture.hooks import Call, NoCall, backward_nodes, module_calls
 from profkit.capture.hooks.backward_nodes import (
     Carrier,
     OutsideNodes,
     is_first_pass,
     is_marked,
     is_recomputing,
-    mark_node,
     watch_recompute,
 )
 from profkit.capture.hooks.module_names import reach_by_tree
-from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
+from profkit.capture.hooks.open_ranges import OpenOnThread, OpenRanges
 from profkit.capture.hooks.range_log import watch_script_ranges
 from profkit.capture.patches import restore
 
@@ -304,11 +303,8 @@ def test_inference_through_a_checkpoint_is_no_first_pass_of_training(listener: L
     assert listener.told == []
 
 
-CARRIER = Carrier()
-
-
-def _mark(node: Any, _call_within: Any) -> None:
-    mark_node(node, lambda _: None, CARRIER)
+def _here(_gradient: Any) -> None:
+    """Stands for the call that runs."""
 
 
 def _graph(tensor: Any) -> list[Any]:
@@ -322,26 +318,19 @@ def _graph(tensor: Any) -> list[Any]:
     return found
 
 
-def _call_within(outside: OutsideNodes, module: nn.Module, x: Any) -> Any:
-    outside.call_begins(CARRIER)
-    result = module(x)
-    outside.call_ended()
-    return result
-
-
 def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU another thread makes and numbers them: the numbers may be those of a call's."""
-    outside = OutsideNodes()
+    outside, carrier = OutsideNodes(), Carrier()
     model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     x = torch.randn(2, 4, requires_grad=True)
-    outside.call_begins(CARRIER)
+    carrier.call_begins()
     y = model(x).sum()
     first = _graph(y)
     monkeypatch.setattr(backward_nodes, "is_creating_graph", lambda: True)
-    outside.backward_begins("key", ((y,),), _mark)
+    outside.backward_begins("key", ((y,),), carrier, _here)
     gradients = torch.autograd.grad(y, x, create_graph=True)
-    outside.call_ended()  # so that the call's numbers hold those of the second derivative
-    outside.backward_ended("key", gradients, _mark)
+    carrier.call_ended()  # so that the call's numbers hold those of the second derivative
+    outside.backward_ended("key", gradients, carrier, _here)
     second = [node for node in _graph(gradients[0]) if node not in first]
     assert second
     assert all(map(is_marked, second))
@@ -349,9 +338,11 @@ def test_nodes_of_a_second_derivative_are_marked_whatever_their_numbers(monkeypa
 
 
 def test_gradients_that_were_asked_for_without_a_graph_mark_nothing() -> None:
-    outside = OutsideNodes()
+    outside, carrier = OutsideNodes(), Carrier()
     x = torch.randn(2, 4, requires_grad=True)
-    y = _call_within(outside, nn.Linear(4, 4), x)
-    outside.backward_begins("key", (y.sum(),), _mark)
-    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), _mark)
+    carrier.call_begins()
+    y = nn.Linear(4, 4)(x)
+    carrier.call_ended()
+    outside.backward_begins("key", (y.sum(),), carrier, _here)
+    outside.backward_ended("key", torch.autograd.grad(y.sum(), x, retain_graph=True), carrier, _here)
     assert not any(map(is_marked, _graph(y)))

@@ -38,6 +38,7 @@ pytest.importorskip("torch")
 import torch
 
 from profkit.annotation import RangeObserver, annotate
+from profkit.capture.hooks import Call
 from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.capture.hooks.range_log import LiveLog
 
@@ -303,6 +304,40 @@ def test_a_range_that_began_before_the_log_is_not_left_in_it(live_log: LiveLog) 
     opened.open("within", "within")
     opened.close("before")
     assert _logged(live_log) == [["within", "left"]]
+
+
+def test_backward_work_goes_on_from_call_to_call_within_what_is_open_around_it(live_log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    model = Call("model", None, None)  # type: ignore[arg-type]
+    block, other = (Call(name, model, None) for name in ("block", "other"))  # type: ignore[arg-type]
+    part = Call("part", Call(None, block, None), None)  # type: ignore[arg-type]
+    opened.open("key", "backward")
+    for call in (block, part, part, other, None):
+        opened.enter_backward_of(call)
+    opened.enter_backward_of(other)
+    opened.open("key", None)
+    opened.enter_backward_of(part)
+    opened.close("key")
+    opened.enter_backward_of(block)
+    opened.close_all()
+    (logged,) = _logged(live_log)
+    assert " ".join(logged).replace("left", "/").split("backward") == [
+        "",
+        " model block part / / other / / model other model block part / / / / block / / /",
+    ]
+
+
+def test_ranges_that_closed_in_another_order_than_they_opened_do_not_end_the_log(live_log: LiveLog) -> None:
+    opened = OpenRanges(RangeObserver(), None, live_log)
+    first, second = (Call(name, None, None) for name in ("first", "second"))  # type: ignore[arg-type]
+    opened.open("key", "range")
+    opened.note_opening(None, "script's")
+    opened.close("key")
+    opened.enter_backward_of(first)
+    opened.note_closed()
+    opened.enter_backward_of(second)
+    opened.close_all()
+    assert _logged(live_log) == [["range", "script's", "left", "first", "left", "left", "second", "left"]]
 
 
 def test_other_observers_are_shown_what_is_logged(live_log: LiveLog, observer: ObservedRanges) -> None:

@@ -174,7 +174,7 @@ BREAKABLE = [
     ("hooks.open_ranges", "OpenRanges.enter_backward_of"),
     ("hooks.open_ranges", "OpenRanges.interrupt_backward"),
     ("hooks.open_ranges", "OpenRanges.close_all"),
-    ("hooks.hooks", "mark_nodes"),
+    ("hooks.backward_nodes", "Carrier.mark_nodes"),
     ("hooks.hooks", "at_graph_end"),
     ("steps.times", "PhaseClock.begin"),
     ("steps.times", "PhaseClock.take"),

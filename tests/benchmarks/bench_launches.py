@@ -19,8 +19,9 @@ from profkit.capture.compiled.generated_file import read_generated_file
 from profkit.capture.compiled.places import LoadedGraph
 from profkit.capture.compiled.stand_ins import stand_in
 from profkit.capture.compiled.watch import _Ranges
+from profkit.capture.hooks import Call
 from profkit.capture.hooks.module_names import ModuleNames
-from profkit.capture.hooks.open_ranges import Call, OpenOnThread
+from profkit.capture.hooks.open_ranges import OpenOnThread
 
 HEAD = "async_compile = make = lambda *_: None\ntriton_0 = async_compile.triton('')\ndef call(args):\n"
 

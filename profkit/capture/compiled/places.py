@@ -30,10 +30,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from profkit.annotation import method_range
 from profkit.capture.compiled.origins import Operator, line_of, modules_of
+from profkit.capture.hooks import Call
 from profkit.capture.hooks.backward_nodes import running_graph
 from profkit.capture.hooks.hooks import Hooks
 from profkit.capture.hooks.module_names import plain_name, unwrap
-from profkit.capture.hooks.open_ranges import Call, OpenRanges
+from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.capture.patches import call_first, outside_dynamo, patch
 from profkit.capture.steps.variable_names import variable_of
 from profkit.names import OPTIMIZER, LaunchPlace

@@ -27,8 +27,9 @@ from profkit.capture.compiled.generated_file import GeneratedFile, LaunchSite, d
 from profkit.capture.compiled.origins import CodeGeneration, Known, Origin, Record, Sidecars, line_of
 from profkit.capture.compiled.places import Entries, LoadedGraph, TracedGraph, TracedGraphs, places_in
 from profkit.capture.compiled.stand_ins import stand_in, stand_in_for_methods
+from profkit.capture.hooks import Call
 from profkit.capture.hooks.hooks import Hooks
-from profkit.capture.hooks.open_ranges import Call, OpenRanges
+from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.capture.patches import Function, outside_dynamo, patch
 from profkit.capture.work import Products
 from profkit.names import OPTIMIZER, launch_range

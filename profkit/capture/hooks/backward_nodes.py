@@ -42,64 +42,105 @@ from profkit.capture.patches import outside_dynamo, patch
 MARK = "profkit"
 """What the notes on a marked node hold."""
 _NESTING = 4
-
+_CALLS = 1000
+"""Of how many of the last outermost calls the numbers are kept."""
 
 NodeHook = Callable[[Any], None]
 """Is called with a gradient or nothing before a node runs: the call that made the node."""
 
 
-class Carrier:
-    """What carries hooks to nodes: each thread needs one of its own.
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the sequence number of the node that this thread makes next."""
 
-    ``newest`` is the highest sequence number of the nodes that were marked with it since somebody last set it to -1.
+
+class Carrier:
+    """What carries hooks to nodes, and knows by their sequence numbers who made them: each thread needs one of its own.
+
     ``passed`` is the number of the first node that was made since its thread's calls last passed anything on.
     """
 
-    __slots__ = ("newest", "passed", "tensor")
+    __slots__ = ("_begin", "_newest", "_tensor", "own", "passed", "spans")
 
     def __init__(self) -> None:
-        self.newest = -1
         self.passed = 0
+        self.spans: deque[tuple[int, int]] = deque(maxlen=_CALLS)
+        """Of each outermost call the number of its first node, and of the first one after it."""
+        self.own: deque[tuple[int, int, NodeHook]] = deque(maxlen=_CALLS)
+        """The first of the nodes that a call made and passed on to nobody, the first after them, and the call."""
+        self._begin = 0
+        self._newest = -1
         with torch.inference_mode(False):
-            self.tensor = torch.empty(0, device="cpu")
+            self._tensor = torch.empty(0, device="cpu")
 
+    def carry(self, node: Any, hooks: dict[int, NodeHook]) -> None:
+        """Have ``hooks`` called before the node runs.
 
-def mark_nodes(value: Any, hook: NodeHook, carrier: Carrier, nesting: int = _NESTING) -> None:
-    """Call ``hook`` before the backward of each node that made a tensor in ``value``.
+        As `Tensor.register_hook` does: what a tensor has for hooks is what the node takes over. `Node.register_prehook`
+        makes a handle for each, which takes longer than all the rest of a range.
+        """
+        self._tensor._backward_hooks = hooks
+        node._register_hook_dict(self._tensor)
 
-    ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first hook that it is
-    marked with: that of the innermost call in whose forward it was made, because what a module returns is seen as its
-    output before it is seen as the output of the module around it, or as the next one's input.
-    """
-    if isinstance(value, Tensor):
-        node = value.grad_fn
-        if node is not None:
-            mark_node(node, hook, carrier)
-    elif not nesting or value is None:
-        return
-    elif isinstance(value, list | tuple):
-        for part in value:
-            mark_nodes(part, hook, carrier, nesting - 1)
-    elif isinstance(value, dict):
-        for part in value.values():
-            mark_nodes(part, hook, carrier, nesting - 1)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            mark_nodes(getattr(value, field.name, None), hook, carrier, nesting - 1)
+    def mark(self, node: Any, hook: NodeHook) -> None:
+        """Have ``hook`` called before the node runs, unless the node is marked already."""
+        notes = node.metadata
+        if MARK in notes:
+            return
+        notes[MARK] = True
+        # As `carry` does, without a further call for each call of a module.
+        self._tensor._backward_hooks = {0: hook}
+        node._register_hook_dict(self._tensor)
+        number = node._sequence_nr()
+        if number > self._newest:  # noqa: PLR1730  a call of max takes longer
+            self._newest = number
 
+    def mark_nodes(self, value: Any, hook: NodeHook, nesting: int = _NESTING) -> None:
+        """Call ``hook`` before the backward of each node that made a tensor in ``value``.
 
-def mark_node(node: Any, hook: NodeHook, carrier: Carrier) -> None:
-    notes = node.metadata
-    if MARK in notes:
-        return
-    notes[MARK] = True
-    # As `Tensor.register_hook` does: what the carrier has for hooks is what the node takes over.
-    # `Node.register_prehook` makes a handle for each, which takes longer than all the rest of a range.
-    carrier.tensor._backward_hooks = {0: hook}
-    node._register_hook_dict(carrier.tensor)
-    number = node._sequence_nr()
-    if number > carrier.newest:  # noqa: PLR1730  a call of max takes longer
-        carrier.newest = number
+        ``value`` is a tensor, or holds some: a list, tuple, dict or dataclass. A node keeps the first hook that it is
+        marked with: that of the innermost call in whose forward it was made, because what a module returns is seen as
+        its output before it is seen as the output of the module around it, or as the next one's input.
+        """
+        if isinstance(value, Tensor):
+            node = value.grad_fn
+            if node is not None:
+                self.mark(node, hook)
+        elif not nesting or value is None:
+            return
+        elif isinstance(value, list | tuple):
+            for part in value:
+                self.mark_nodes(part, hook, nesting - 1)
+        elif isinstance(value, dict):
+            for part in value.values():
+                self.mark_nodes(part, hook, nesting - 1)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                self.mark_nodes(getattr(value, field.name, None), hook, nesting - 1)
+
+    def call_begins(self) -> None:
+        """An outermost call begins."""
+        self._begin = self.passed = next_number()
+
+    def call_ended(self) -> None:
+        self.spans.append((self._begin, next_number()))
+
+    def passes(self, values: Iterable[Any], hook: NodeHook, call: NodeHook | None, end: int) -> None:
+        """``call`` calls another module or ends, and passes on ``values``, which are marked with ``hook``.
+
+        Of the nodes that it made itself since the last such moment, backward runs the last one first. ``end`` is the
+        number of the node that is made next.
+        """
+        for value in values:
+            # As `mark_nodes` does of a tensor, twice for each call of a module: here it costs no further call.
+            if not isinstance(value, Tensor):
+                self.mark_nodes(value, hook)
+            elif (node := value.grad_fn) is not None:
+                self.mark(node, hook)
+        if end != self.passed:
+            if call is not None and self._newest != end - 1:
+                self.own.append((self.passed, end, call))
+            self.passed = end
+        self._newest = -1
 
 
 def is_marked(node: Any) -> bool:
@@ -124,8 +165,7 @@ def watch_graph_end(
         node = one.grad_fn if isinstance(one, Tensor) else None
         if node is not None:
             hooks = {0: lambda _gradient: at_graph_end(callback)}
-            carrier.tensor._backward_hooks = hooks
-            node._register_hook_dict(carrier.tensor)
+            carrier.carry(node, hooks)
             return hooks.clear
     return None
 
@@ -191,109 +231,65 @@ _creating_graph = SimpleNamespace(count=0)
 
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_CALLS = 1000
-"""Of how many of the last outermost calls the numbers are kept."""
 
 
 class OutsideNodes:
-    """Sees outermost calls and backward calls, on the threads that make them."""
+    """Marks what no module's inputs and outputs show, where a backward call begins and ends.
+
+    Each method is given what marks nodes on its thread, and the call that runs there or what stands for none.
+    """
 
     def __init__(self) -> None:
-        self._calls = _Calls()
         self._before: dict[object, set[Any]] = {}
 
-    def call_begins(self, carrier: Carrier) -> None:
-        self._calls.begin = carrier.passed = next_number()
-
-    def call_ended(self) -> None:
-        self._calls.spans.append((self._calls.begin, next_number()))
-
-    def passes(self, values: Iterable[Any], hook: NodeHook, call: NodeHook | None, carrier: Carrier) -> None:
-        """``call`` calls another module or ends, and passes on ``values``, which are marked with ``hook``.
-
-        Of the nodes that it made itself since the last such moment, backward runs the last one first.
-        """
-        for value in values:
-            # As `mark_nodes` does of a tensor, twice for each call of a module: here it costs no further call.
-            if not isinstance(value, Tensor):
-                mark_nodes(value, hook, carrier)
-            elif (node := value.grad_fn) is not None:
-                mark_node(node, hook, carrier)
-        end = next_number()
-        if end != carrier.passed:
-            if call is not None and carrier.newest != end - 1:
-                self._calls.own.append((carrier.passed, end, call))
-            carrier.passed = end
-        carrier.newest = -1
-
-    def backward_begins(
-        self, key: object, tensors: Sequence[Any], mark: Callable[[Any, NodeHook | None], None]
-    ) -> None:
-        """A backward call begins; ``tensors`` holds what it differentiates.
-
-        ``mark`` marks a node as made by a call, None for none.
-        """
+    def backward_begins(self, key: object, tensors: Sequence[Any], carrier: Carrier, here: NodeHook) -> None:
+        """A backward call begins; ``tensors`` holds what it differentiates."""
         # As custom functions of autograd ask. To look at the stack of transforms would make one for this thread, which
         # autograd copies from then on for each node that it runs.
         if torch._C._are_functorch_transforms_active():
             return
-        if self._calls.spans:
-            for node in self._made_between_calls(_nodes_of(tensors[0])):
-                mark(node, None)
-        if self._calls.own:
-            for node, call in self._made_by_calls(_nodes_behind(tensors[0])):
-                mark(node, call)
+        if carrier.spans:
+            for node in _made_between_calls(_nodes_of(tensors[0]), carrier):
+                carrier.mark(node, here)
+        if carrier.own:
+            for node, call in _made_by_calls(_nodes_behind(tensors[0]), carrier):
+                carrier.mark(node, call)
         if is_creating_graph():
             self._before[key] = _nodes_behind(tensors[0])
 
-    def backward_ended(self, key: object, gradients: Any, mark: Callable[[Any, NodeHook | None], None]) -> None:
-        """It has ended, and returned ``gradients``; ``mark`` is for the second derivative's work."""
+    def backward_ended(self, key: object, gradients: Any, carrier: Carrier, here: NodeHook) -> None:
+        """It has ended, and returned ``gradients``, behind which is the second derivative's work."""
         before = self._before.pop(key, None)
         if before is not None:
             for node in _nodes_behind(gradients, before):
-                mark(node, None)
-
-    def _made_between_calls(self, nodes: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
-        waiting, seen = list(nodes), set()
-        spans = list(self._calls.spans)
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen or is_marked(node) or node.name() == _LEAF:
-                continue
-            seen.add(node)
-            number = node._sequence_nr()
-            at = bisect_right(spans, (number, number)) - 1
-            if at < 0 or number >= spans[at][1]:
-                waiting += [behind for behind, _ in node.next_functions]
-                yield node
-
-    def _made_by_calls(self, nodes: Iterable[Any]) -> Iterator[tuple[Any, NodeHook]]:
-        """Yield of ``nodes`` those that calls made and passed on to nobody."""
-        own = list(self._calls.own)
-        ends = [end for _, end, _ in own]
-        for node in nodes:
-            number = node._sequence_nr()
-            at = bisect_right(ends, number)
-            if at < len(own) and own[at][0] <= number:
-                yield node, own[at][2]
+                carrier.mark(node, here)
 
 
-class _Calls(threading.local):
-    """What this thread's calls made, by sequence numbers, in order.
+def _made_between_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[Any]:
+    """Yield ``nodes`` and those behind them, but none that a module's call made, nor what is behind that."""
+    waiting, seen = list(nodes), set()
+    spans = list(carrier.spans)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or is_marked(node) or node.name() == _LEAF:
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        at = bisect_right(spans, (number, number)) - 1
+        if at < 0 or number >= spans[at][1]:
+            waiting += [behind for behind, _ in node.next_functions]
+            yield node
 
-    ``spans`` are the first of each outermost call and the first after it. ``own`` are the first of what a call made
-    itself and passed on to nobody, the first after that, and the call.
-    """
 
-    def __init__(self) -> None:
-        self.begin = 0
-        self.spans: deque[tuple[int, int]] = deque(maxlen=_CALLS)
-        self.own: deque[tuple[int, int, NodeHook]] = deque(maxlen=_CALLS)
-
-
-next_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""Returns the sequence number of the node that this thread makes next."""
+def _made_by_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[tuple[Any, NodeHook]]:
+    """Yield of ``nodes`` those that calls made and passed on to nobody."""
+    own = list(carrier.own)
+    ends = [end for _, end, _ in own]
+    for node in nodes:
+        number = node._sequence_nr()
+        at = bisect_right(ends, number)
+        if at < len(own) and own[at][0] <= number:
+            yield node, own[at][2]
 
 
 def _nodes_of(value: Any) -> list[Any]:

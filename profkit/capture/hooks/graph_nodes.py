@@ -21,7 +21,7 @@ import torch
 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture import describe_error, say
-from profkit.capture.hooks.open_ranges import RangeHooks
+from profkit.capture.hooks import RangeHooks
 from profkit.capture.patches import Function, patch
 from profkit.capture.steps.policy import StepPolicy
 from profkit.capture.work.operator_work import CapturedOperators, GraphPart, GraphWork, OperatorWork, replay_observers

@@ -27,14 +27,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import RangeObserver, ignore_ranges, leave_profiler_out, observe_ranges
+from profkit.capture.hooks import Call, NoCall
 from profkit.capture.hooks.backward_nodes import (
-    NodeHook,
     OutsideNodes,
     at_graph_end,
     is_computed_again,
     is_first_pass,
-    mark_node,
-    mark_nodes,
     next_number,
     running_graph,
     watch_backward_calls,
@@ -50,8 +48,8 @@ from profkit.capture.hooks.module_calls import (
     observe_module_calls,
     watch_replicas,
 )
-from profkit.capture.hooks.module_names import ModuleNames
-from profkit.capture.hooks.open_ranges import Call, NoCall, OpenOnThread, OpenRanges
+from profkit.capture.hooks.module_names import UNNAMED, ModuleNames
+from profkit.capture.hooks.open_ranges import OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
 from profkit.capture.patches import restore
@@ -276,13 +274,13 @@ class Hooks(RangeObserver):
         opened = self.on_thread.ranges
         around = opened.call
         if opened.note_call(self) is not None and self.is_recording:
-            self._outside.passes(arguments, around or self._no_call, around, opened.carrier)
+            opened.carrier.passes(arguments, around or self._no_call, around, next_number())
 
     @_harmless
     def returned(self, result: Any) -> None:
         opened = self.on_thread.ranges
         if self.is_recording:
-            self._outside.passes((result,), opened.call or self._no_call, opened.call, opened.carrier)
+            opened.carrier.passes((result,), opened.call or self._no_call, opened.call, next_number())
 
     def fail(self, error: Exception) -> None:
         self.is_over = True
@@ -328,13 +326,11 @@ class Hooks(RangeObserver):
                 return self._begin_outermost(opened, module, args, kwargs)
             if not self.is_recording:
                 return None
-            name = owner = None
-            part = self._parts.get(id(module))
-            if part is not None:
-                name, owner = part.range, part.owner
-                if not part.is_known:
-                    part.is_known = True
-                    self.autocast_dtypes |= autocast_dtypes()
+            part = self._parts.get(id(module), UNNAMED)
+            name = part.range
+            if not part.is_known:
+                part.is_known = True
+                self.autocast_dtypes |= autocast_dtypes()
             around = opened.call
             if around is None:
                 if is_computed_again():
@@ -342,11 +338,10 @@ class Hooks(RangeObserver):
                     around = opened.call
             elif name is None and not self._knows_owners:
                 return None
-            call = Call(name, around, self, owner, None if part is None else part.reference)
-            carrier = opened.carrier
-            if next_number() != carrier.passed:  # else all that is passed on was looked at where it was made
-                passed = (*args, kwargs) if kwargs else args
-                self._outside.passes(passed, around or self._no_call, around, carrier)
+            carrier, number = opened.carrier, next_number()
+            if number != carrier.passed:  # else all that is passed on was looked at where it was made
+                carrier.passes((*args, kwargs) if kwargs else args, around or self._no_call, around, number)
+            call = Call(name, around, self, part.owner, part.reference)
             opened.open(call, name, call)
             return call
         except Exception as error:
@@ -356,12 +351,15 @@ class Hooks(RangeObserver):
     def leave(self, opened: OpenRanges, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
         """Close what was opened around a call of ``module``, which has ended."""
         try:
-            if self.is_recording and next_number() != opened.carrier.passed:
-                self._outside.passes((output,), call, call, opened.carrier)
+            if self.is_recording:
+                carrier, number = opened.carrier, next_number()
+                if number != carrier.passed:
+                    carrier.passes((output,), call, call, number)
             opened.close(call)
-            if opened.root is None:
+            root = opened.root
+            if root is None:
                 opened.resume_backward(module)
-            elif opened.root is call:
+            elif root is call:
                 self._end_outermost(opened, call, module, kwargs)
         except Exception as error:
             self.fail(error)
@@ -371,7 +369,7 @@ class Hooks(RangeObserver):
         if isinstance(call, ReplicaCall):
             return
         if self.is_recording:
-            self._outside.call_ended()
+            opened.carrier.call_ended()
         self._end_phase(FORWARD)
         self._watcher.call_ends([kwargs])
         self._make_boundary(self.steps.call_ends(module))
@@ -401,8 +399,8 @@ class Hooks(RangeObserver):
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
         if self.is_recording:
-            self._outside.call_begins(opened.carrier)
-            mark_nodes((args, kwargs), call.around or self._no_call, opened.carrier)
+            opened.carrier.call_begins()
+            opened.carrier.mark_nodes((args, kwargs), call.around or self._no_call)
         opened.open(call, call.name, call)
         return call
 
@@ -467,7 +465,7 @@ class Hooks(RangeObserver):
             self.on_backward()
         opened = self.on_thread.ranges
         if self.is_recording:
-            self._outside.backward_begins(key, tensors, self._mark_here())
+            self._outside.backward_begins(key, tensors, opened.carrier, opened.call or self._no_call)
         # Within a backward pass it is mostly a checkpoint's: no phase of its own, but ranges that end with it.
         if running_graph() != -1:
             self._watcher.backward_begins(tensors)
@@ -484,7 +482,7 @@ class Hooks(RangeObserver):
         self._watcher.backward_begins(tensors)
         if self.is_recording and self._knows_owners:
             # What runs until a module's backward is entered is the loss's own.
-            mark_nodes(tensors, self._no_call, opened.carrier)
+            opened.carrier.mark_nodes(tensors, self._no_call)
 
     @_harmless
     def _backward_ends(self, key: object, gradients: Any) -> None:
@@ -499,15 +497,9 @@ class Hooks(RangeObserver):
                 self._unwatch_graph()
                 self._unwatch_graph = None
             self._end_phase(key)
-        self._outside.backward_ended(key, gradients, self._mark_here())
+        self._outside.backward_ended(key, gradients, opened.carrier, opened.call or self._no_call)
         if not is_within_another:
             self._make_boundary(self.steps.backward_ends())
-
-    def _mark_here(self) -> Callable[[Any, NodeHook | None], None]:
-        """Return what marks a node as made by a call; None: the one that runs on this thread, or none."""
-        opened = self.on_thread.ranges
-        here, carrier = opened.call or self._no_call, opened.carrier
-        return lambda node, call: mark_node(node, call or here, carrier)
 
     def enter_graph(self, opened: OpenRanges) -> None:
         opened.graph_task = running_graph()

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from profkit.annotation import Range
-from profkit.capture.hooks.open_ranges import Call, OpenRanges, RangeHooks
+from profkit.capture.hooks import Call, RangeHooks
+from profkit.capture.hooks.open_ranges import OpenRanges
 from profkit.capture.patches import call_first, patch
 from profkit.names import DECODE, PREFILL
 

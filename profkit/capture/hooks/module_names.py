@@ -59,7 +59,12 @@ class Part:
     __slots__ = ("is_known", "name", "owner", "path_range", "range", "reference")
 
     def __init__(
-        self, name: str, owner: str, range_: str | None, path_range: str | None, reference: ref[nn.Module]
+        self,
+        name: str,
+        owner: str | None,
+        range_: str | None,
+        path_range: str | None,
+        reference: ref[nn.Module] | None,
     ) -> None:
         self.name = name
         self.owner = owner
@@ -68,6 +73,11 @@ class Part:
         self.reference = reference
         self.is_known = False
         """Whether somebody has looked at the conditions of its calls."""
+
+
+UNNAMED = Part("", None, None, None, None)
+"""In the place of a module's part, where no known model has the module."""
+UNNAMED.is_known = True
 
 
 class ModuleNames:
@@ -128,7 +138,9 @@ class ModuleNames:
         names = (plain_name(path) for path, _ in model.named_modules())
         return frozenset(name for name in names if name.count(".") < depth)
 
-    def _register(self, module: nn.Module, name: str, owner: str, range_: str | None, path_range: str | None) -> Part:
+    def _register(
+        self, module: nn.Module, name: str, owner: str | None, range_: str | None, path_range: str | None
+    ) -> Part:
         key, parts = id(module), self.parts
         part = Part(name, owner, range_, path_range, ref(module, lambda _: parts.pop(key, None)))
         parts[key] = part

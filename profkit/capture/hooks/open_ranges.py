@@ -5,85 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from time import time_ns
-from typing import Any, Final, Protocol
-from weakref import ref
+from typing import Any, Final
 
-from torch import nn
 from torch.autograd import profiler
 
 from profkit.annotation import Range, RangeObserver, observers_but
-from profkit.capture.hooks.backward_nodes import Carrier, running_graph
-from profkit.capture.hooks.range_log import LiveLog
+from profkit.capture.hooks import Call, RangeHooks, change_between
+from profkit.capture.hooks.backward_nodes import Carrier
+from profkit.capture.hooks.range_log import BACKWARD_OF_CALLS, LiveLog
 from profkit.names import BACKWARD, PHASES, RECOMPUTE
-from profkit.run.range_log import LEFT
-
-
-class Call:
-    """One call of a module or of a function that the script annotated.
-
-    A call is itself the hook of the graph's nodes that it made: it is called before their backward work runs.
-
-    Args:
-        name: that of its range; None: it has none.
-        owner: what the memory of the called module is named.
-    """
-
-    __slots__ = ("around", "depth", "hooks", "module", "name", "owner")
-
-    def __init__(
-        self,
-        name: str | None,
-        around: Call | None,
-        hooks: RangeHooks,
-        owner: str | None = None,
-        module: ref[nn.Module] | None = None,
-    ) -> None:
-        self.name = name
-        self.around = around
-        self.depth: int = 0 if around is None else around.depth + 1
-        self.hooks = hooks
-        self.owner = owner
-        self.module = module
-
-    def __call__(self, _gradient: Any) -> None:
-        hooks = self.hooks
-        if not hooks.is_recording:
-            return
-        try:
-            opened = hooks.on_thread.ranges
-            if opened.graph_task != running_graph():
-                hooks.enter_graph(opened)
-            opened.enter_backward_of(self)
-        except Exception as error:
-            hooks.fail(error)
-
-
-class NoCall(Call):
-    """Stands for no call, as the hook of nodes that no call made."""
-
-    __slots__ = ()
-
-    def __init__(self, hooks: RangeHooks) -> None:
-        super().__init__(None, None, hooks)
-        self.depth = -1
-
-
-class RangeHooks(Protocol):
-    """What opens the ranges of this process."""
-
-    is_recording: bool
-    is_resting: bool
-    on_thread: OpenOnThread
-
-    def capture_runs(self, runs: bool) -> None:
-        """The capture of a CUDA graph has begun, during which ranges are wanted, or has ended."""
-
-    def enter_graph(self, opened: OpenRanges) -> None:
-        """A backward pass runs on this thread, of which nothing is known yet."""
-
-    def fail(self, error: Exception) -> None:
-        """A hook failed."""
-
 
 # Who opened it, its name, what closes its range (both None where there is none), and the call with the forward or
 # backward that it is. A plain tuple, because one is made for each call of a module.
@@ -93,7 +23,10 @@ _NAME: Final = 1
 _CALL: Final = 3
 
 _BACKWARD_OF_CALL = object()
-"""The key of the one entry that stands for the backward ranges of a call and of all calls around it."""
+"""The key of the one entry that stands for the backward ranges of a call and of all calls around it.
+
+The log notes the call alone, and which ranges close and open there is worked out once the recording has ended.
+"""
 _SCRIPTS = object()
 _LOGGED = object()
 """What closes a range that the log alone has."""
@@ -121,7 +54,6 @@ class OpenRanges:
         "_interrupted",
         "_log",
         "_logged",
-        "_number_of",
         "_purpose",
         "_runs_for",
         "_shown_to",
@@ -135,13 +67,13 @@ class OpenRanges:
     def __init__(self, opener: RangeObserver, runs_for: RunsFor | None = None, log: LiveLog | None = None) -> None:
         self._shown_to = observers_but(opener)
         self._log = log or LiveLog()
-        self._number_of = self._log.number_of
-        self._logged: list[int] | None = None
+        self._logged: list[Any] = []
+        """What this thread has logged."""
         self._runs_for = runs_for
         self._purpose: tuple[str | None, str | None] = None, None
         self._entries: list[_Entry] = []
         self._backward: list[Any] = []
-        """What closes the backward ranges of calls."""
+        """What closes the backward ranges of calls, where not the log alone has them."""
         # By the key of what interrupted it, the call whose backward work goes on where that closes.
         self._interrupted: dict[object, Call | None] = {}
         self.call: Call | None = None
@@ -167,12 +99,13 @@ class OpenRanges:
         """
         shown_to = self._shown_to
         if self._log.is_on:
-            for observer in shown_to:
-                observer.opening(name)
+            if shown_to:
+                for observer in shown_to:
+                    observer.opening(name)
             logged = self._logged
-            if logged is None:
+            if not logged:
                 logged = self._logged = self._log.begin_thread()
-            logged += (self._number_of[name], time_ns())
+            logged += (name, time_ns())
             return _LOGGED
         range_ = range_ or _ranges[name]
         if shown_to or profiler._is_profiler_enabled:
@@ -182,21 +115,24 @@ class OpenRanges:
 
     def end_range(self, token: Any) -> None:
         """Close this thread's innermost range; ``token`` is what `begin_range` returned."""
+        shown_to = self._shown_to
         if token is not _LOGGED:
             range_, record = token
-            range_.close(record, self._shown_to)
+            range_.close(record, shown_to)
             return
-        shown_to = self._shown_to
-        for observer in shown_to:
-            observer.closing()
-        self._leave()
-        for observer in shown_to:
-            observer.closed()
+        if shown_to:
+            for observer in shown_to:
+                observer.closing()
+        self._logged += (None, time_ns())
+        if shown_to:
+            for observer in shown_to:
+                observer.closed()
 
-    def _leave(self) -> None:
-        logged = self._logged
-        if logged is not None:
-            logged += (LEFT, time_ns())
+    def _enter_in_log(self, what: object) -> Any:
+        if not self._logged:
+            self._logged = self._log.begin_thread()
+        self._logged += (what, time_ns())
+        return _LOGGED
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
@@ -215,10 +151,7 @@ class OpenRanges:
         """
         token = None
         if logged_as is not None and self._log.is_on:
-            if self._logged is None:
-                self._logged = self._log.begin_thread()
-            self._logged += (self._number_of[logged_as], time_ns())
-            token = _LOGGED
+            token = self._enter_in_log(logged_as)
         self._entries.append((_SCRIPTS, name, token, None))
         self.scripts += 1
         if self._runs_for is not None:
@@ -230,7 +163,7 @@ class OpenRanges:
             if self._entries[index][_KEY] is _SCRIPTS:
                 _, name, token, call = self._entries.pop(index)
                 if token is _LOGGED:
-                    self._leave()
+                    self._logged += (None, time_ns())
                 self.scripts -= 1
                 if call is not None:
                     self.call = self._innermost_call()
@@ -292,15 +225,22 @@ class OpenRanges:
         """
         if call is not None and call.depth < 0:
             call = None
-        entries, last = self._entries, None
+        entries, last, token = self._entries, None, None
         if entries and entries[-1][_KEY] is _BACKWARD_OF_CALL:
-            last = entries.pop()[_CALL]
-        if last is not call:
+            _, _, token, last = entries[-1]
+            if last is call:
+                return
+            entries.pop()
+        elif call is not None and self._log.is_on and not self._shown_to:
+            token = self._enter_in_log(BACKWARD_OF_CALLS)
+        if token is _LOGGED:
+            self._logged += (call, time_ns())
+        else:
             self._change_backward(last, call)
         if call is None:
             self.call = self._innermost_call()
         else:
-            entries.append((_BACKWARD_OF_CALL, None, None, call))
+            entries.append((_BACKWARD_OF_CALL, None, token, call))
             self.call = None
         if self._runs_for is None:
             return
@@ -310,20 +250,10 @@ class OpenRanges:
             self._changed()
 
     def _change_backward(self, last: Call | None, call: Call | None) -> None:
-        """Close the backward ranges of ``last`` that ``call`` does not lie in, and open those that are missing."""
-        missing = []
-        while last is not call:
-            if call is None or (last is not None and last.depth >= call.depth):
-                assert last is not None
-                if last.name is not None:
-                    self.end_range(self._backward.pop())
-                last = last.around
-            else:
-                if call.name is not None:
-                    missing.append(call.name)
-                call = call.around
-        while missing:
-            self._backward.append(self.begin_range(missing.pop()))
+        closing, opening = change_between(last, call)
+        for _ in range(closing):
+            self.end_range(self._backward.pop())
+        self._backward += map(self.begin_range, opening)
 
     @property
     def backward_call(self) -> Call | None:
@@ -363,7 +293,7 @@ class OpenRanges:
         above = self._entries[index:]
         self._entries[index:] = [entry for entry in above if entry[_KEY] is _SCRIPTS]
         for key, _, token, call in reversed(above):
-            if key is _BACKWARD_OF_CALL:
+            if key is _BACKWARD_OF_CALL and token is None:
                 self._change_backward(call, None)
             elif token is not None and key is not _SCRIPTS:
                 self.end_range(token)

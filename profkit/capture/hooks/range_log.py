@@ -1,8 +1,9 @@
 """The ranges of this process that its hooks do not open, and the log of all of them.
 
-While torch.profiler records CUDA's activities alone, entering or leaving a range appends two numbers to a list that one
-thread alone writes to: no string is made, and no profiler is called. The launcher joins the log and the trace
-(`profkit.run.range_log`) once the program has ended.
+While torch.profiler records CUDA's activities alone, entering or leaving a range appends its name or None and the time
+to a list that one thread alone writes to: no string is made, and no profiler is called. Which ranges a backward pass
+enters and leaves from one call's work to the next one's is worked out after the recording. The launcher joins the log
+and the trace (`profkit.run.range_log`) once the program has ended.
 
 The script's own ranges are those of NVTX and of ``record_function``. A thread's ranges close in the opposite order of
 their opening, whoever opened them: what profkit opens in between would otherwise close in the place of the script's.
@@ -20,13 +21,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import sleep, time_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import nvtx
 import torch
 from torch.autograd.profiler import record_function
 
 from profkit.annotation import Range, own_kind
+from profkit.capture.hooks import Call, change_between
 from profkit.capture.patches import Function, call_between, call_first, patch
 from profkit.names import COLLECTING
 from profkit.run.range_log import LEFT, ClockReading, LoggedCollective, RangeLog, ThreadEntries
@@ -110,6 +112,10 @@ _PAUSES_S = (0.0, 0.0005, 0.001)
 """The pauses before the waits for the GPU at one moment: unequal, so that no other waits look like these."""
 
 
+BACKWARD_OF_CALLS = object()
+"""In the place of a range's name: the thread begins to run backward work of calls."""
+
+
 class LiveLog:
     """What the threads of this process enter and leave while the log ``is_on``."""
 
@@ -119,16 +125,19 @@ class LiveLog:
         """Whether the program had captured a CUDA graph when the recording ended."""
         self.collectives: list[LoggedCollective] = []
         """What was called of other ranks while it was recorded, if somebody knows."""
-        self.number_of = _Numbers()
-        self._threads: list[ThreadEntries] = []
+        self._threads: list[_Thread] = []
         self._readings: list[list[ClockReading]] = []
         self._most_entries = most_entries
 
-    def begin_thread(self) -> list[int]:
-        """Return the list that this thread appends to: a range's number, or `LEFT`, and the time."""
+    def begin_thread(self) -> list[Any]:
+        """Return the list that this thread appends to: what it enters, None where it leaves that, and the time.
+
+        It enters a range, of which it notes the name, or `BACKWARD_OF_CALLS`, within which it notes each call whose
+        backward begins or goes on.
+        """
         number = threading.get_native_id()
-        entries: list[int] = []
-        self._threads.append(ThreadEntries(threading.get_ident(), number, _name_of_thread(number), entries))
+        entries: list[Any] = []
+        self._threads.append(_Thread(threading.get_ident(), number, _name_of_thread(number), entries))
         return entries
 
     @property
@@ -154,8 +163,9 @@ class LiveLog:
         self._readings.append(readings)
 
     def content(self) -> RangeLog:
-        names, ended_ns = list(self.number_of), time_ns()
-        return RangeLog(os.getpid(), names, self._threads, self._readings, ended_ns, self.collectives)
+        ended_ns, numbers = time_ns(), _Numbers()
+        threads = [thread.content(numbers) for thread in self._threads]
+        return RangeLog(os.getpid(), list(numbers), threads, self._readings, ended_ns, self.collectives)
 
     @property
     def began_ns(self) -> int:
@@ -164,9 +174,43 @@ class LiveLog:
 
 
 class _Numbers(dict[str, int]):
+    """The number of each name, in the order in which they were asked for."""
+
     def __missing__(self, name: str) -> int:
         number = self[name] = len(self)
         return number
+
+
+class _Thread(NamedTuple):
+    handle: int
+    number: int
+    name: str
+    entries: list[Any]
+
+    def content(self, numbers: _Numbers) -> ThreadEntries:
+        """Return the entries with ranges alone, each with its number."""
+        logged, entries, last_ns = self.entries.copy(), list[int](), 0
+        entered: list[str | Call | None] = []
+        for what, noted_ns in zip(logged[::2], logged[1::2], strict=True):
+            closing, opening = 0, list[str]()
+            if what is BACKWARD_OF_CALLS:
+                entered.append(None)
+            elif isinstance(what, str):
+                entered.append(what)
+                opening = [what]
+            else:
+                last = entered.pop() if entered else None
+                if isinstance(last, str):
+                    closing, last = 1, None
+                others, opening = change_between(last, what)
+                closing += others
+                if what is not None:
+                    entered.append(what)
+            # Each a nanosecond after the one before, so that of two that open and close together one lies within.
+            for number in (*[LEFT] * closing, *(numbers[name] for name in opening)):
+                last_ns = max(last_ns + 1, noted_ns)
+                entries += (number, last_ns)
+        return ThreadEntries(self.handle, self.number, self.name, entries)
 
 
 def _name_of_thread(number: int) -> str:
@@ -188,7 +232,7 @@ def collections_as_ranges(log: LiveLog | None) -> Iterator[None]:
     The hooks are not shown it: a collection may begin in the middle of their work.
     """
     marker, opened = Range(COLLECTING, None), {}
-    entries: dict[int, list[int]] = {}
+    entries: dict[int, list[Any]] = {}
 
     def note(phase: str, collection: dict[str, Any]) -> None:
         if collection["generation"] < _FULL:
@@ -197,7 +241,7 @@ def collections_as_ranges(log: LiveLog | None) -> Iterator[None]:
         if log is not None:
             if thread not in entries:
                 entries[thread] = log.begin_thread()
-            entries[thread] += (log.number_of[COLLECTING] if phase == "start" else LEFT, time_ns())
+            entries[thread] += (COLLECTING if phase == "start" else None, time_ns())
         elif phase == "start":
             opened[thread] = marker.open(())
         elif thread in opened:
