@@ -15,7 +15,7 @@ import shutil
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ class Alignment:
 
 def write_range_log(path: Path, log: RangeLog) -> None:
     """Write the log."""
-    write_whole(path, json.dumps(asdict(log), separators=(",", ":")).encode())
+    # As `asdict` does, which would copy each of the entries while the program waits.
+    write_whole(path, json.dumps(log, default=vars, separators=(",", ":")).encode())
 
 
 def read_range_log(path: Path) -> RangeLog:
