@@ -136,7 +136,13 @@ class OpenRanges:
 
     def open(self, key: object, name: str | None, call: Call | None = None) -> None:
         """Open the range ``name`` (None: only remember ``key``)."""
-        self._entries.append((key, name, None if name is None else self.begin_range(name), call))
+        token: Any = None
+        if name is not None and self._logged and self._log.is_on and not self._shown_to:
+            self._logged += (name, time_ns())  # as `begin_range` does, but without a further call for each of a module
+            token = _LOGGED
+        elif name is not None:
+            token = self.begin_range(name)
+        self._entries.append((key, name, token, call))
         if call is not None:
             self.call = call
         if self._runs_for is not None:
@@ -196,7 +202,9 @@ class OpenRanges:
         entries = self._entries
         if entries and entries[-1][_KEY] is key:
             _, _, token, call = entries.pop()
-            if token is not None:
+            if token is _LOGGED and not self._shown_to:
+                self._logged += (None, time_ns())
+            elif token is not None:
                 self.end_range(token)
             if call is not None:
                 self.call = call.around if key is call else self._innermost_call()
