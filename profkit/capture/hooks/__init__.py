@@ -83,7 +83,7 @@ class RangeHooks(Protocol):
 
 
 def change_between(last: Call | None, call: Call | None) -> tuple[int, list[str]]:
-    """Return what changes where ``last`` is left for ``call``: how many ranges close, and which open, outermost first.
+    """Return what changes where ``last`` is left for ``call``: how many ranges close, and which open, outermost last.
 
     A call's range lies within those of the calls around it. None: outside of all calls.
     """
@@ -91,11 +91,11 @@ def change_between(last: Call | None, call: Call | None) -> tuple[int, list[str]
     while last is not call:
         if call is None or (last is not None and last.depth >= call.depth):
             assert last is not None
-            closing += last.name is not None
+            if last.name is not None:
+                closing += 1
             last = last.around
         else:
             if call.name is not None:
                 opening.append(call.name)
             call = call.around
-    opening.reverse()
     return closing, opening

@@ -259,9 +259,11 @@ class OpenRanges:
 
     def _change_backward(self, last: Call | None, call: Call | None) -> None:
         closing, opening = change_between(last, call)
-        for _ in range(closing):
+        while closing:
             self.end_range(self._backward.pop())
-        self._backward += map(self.begin_range, opening)
+            closing -= 1
+        while opening:
+            self._backward.append(self.begin_range(opening.pop()))
 
     @property
     def backward_call(self) -> Call | None:

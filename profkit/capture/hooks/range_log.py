@@ -207,7 +207,7 @@ class _Thread(NamedTuple):
                 if what is not None:
                     entered.append(what)
             # Each a nanosecond after the one before, so that of two that open and close together one lies within.
-            for number in (*[LEFT] * closing, *(numbers[name] for name in opening)):
+            for number in (*[LEFT] * closing, *(numbers[name] for name in reversed(opening))):
                 last_ns = max(last_ns + 1, noted_ns)
                 entries += (number, last_ns)
         return ThreadEntries(self.handle, self.number, self.name, entries)
