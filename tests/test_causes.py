@@ -163,6 +163,15 @@ def copy(duration: int) -> Action:
     return act
 
 
+def read(program: Program) -> None:
+    """Copy a number to pinned memory, and wait for it."""
+    program.now += 4_000
+    program.free = max(program.now + 6_000, program.free + 1_000) + 2_000
+    program.builder.copy(program.now, 2_000, kind=2, start=program.free - 2_000)
+    program.now += 4_000
+    wait(program)
+
+
 def allocate(duration: int) -> Action:
     def act(program: Program) -> None:
         program.builder.call(program.now + 2_000, duration=duration, name="cudaMalloc_v3020")
@@ -390,6 +399,9 @@ LATE = equal_steps(python(4 * MS), FORWARD)
 MADE_ON_CPU = equal_steps(python(4 * MS), copy(2 * MS), FORWARD)
 LONG = within("forward", launch(NVJET, 100_000, 100))
 MEAN = line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)
+NORMS = line(2 * MS, called="p.grad.norm().item", waits=40, waiting_ns=MS)
+ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
+FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
 WAITS = [launch(NVJET, 60_000, 5), wait, python(60_000)] * 8
 IN_TF32 = within("forward/model/head", launch(TF32, MS, 8))
 MEANWHILE = launch(NVJET, 5 * MS)
@@ -529,6 +541,8 @@ NAMED: dict[str, Case] = {
         for said, (cpus, cpu_ms) in WORKERS.items()
     },
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
+    "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
+    "numbers that are read far apart": ("waits", FAR_APART, {"lines": [NORMS]}),
     # Without the wait Python would pack while the GPU computes: either change saves as much.
     "Python for which a wait is long": ("python", PACKED, {"lines": [PACK, ITEM]}),
     "the same with a copy": ("python", COPIED, {"lines": [PACK, ITEM]}),
@@ -592,6 +606,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a tensor of Python's numbers, whose move waits": (20 * 201_000, 0.02),
     "the same after no work": (20 * 201_000, 0.02),
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
+    "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
     "products in fp32": (4 * MS / 7.4, None),
     "padded products as fast as their neighbour, at 500 TFLOP/s": (2 * MS + 800_000, 0.02),

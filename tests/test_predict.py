@@ -64,14 +64,14 @@ def recorded(program: Sequence[Doing], *, category: Kind = elementwise, unprofil
 def _record(program: tuple[Doing, ...], category: Kind, unprofiled: bool) -> StepReplay:
     """Return the replay of a program's recording, whose host was slower than unprofiled."""
     step = prepare(Machine(slow_host(program, SLOWED, pauses=False), CONSTANTS).run().columns(), CONSTANTS)
-    truth = Machine(list(program), CONSTANTS).run()
+    truth_ns = steady_step_ns(program, CONSTANTS) if unprofiled else None
     edge = len(program) - len(OPTIMIZER)
     middle, end = step.call_end_ns[edge - 1], step.recorded_ns
     phases = find_phases(step, {"forward": [(0, middle)], "optimizer": [(middle, end)]})
     fit: Fit | None = AS_RECORDED
-    if unprofiled:
+    if truth_ns is not None:
         # Both phases together take the whole step.
-        fit = fit_host(step, CONSTANTS, phases, {"forward": truth.step_ns, "optimizer": 0}, truth.step_ns // 200)
+        fit = fit_host(step, CONSTANTS, phases, {"forward": truth_ns, "optimizer": 0}, truth_ns // 200)
         assert fit is not None
     rows = range(len(step.row))
     names = {row: f"{category(row)}_kernel" for row in rows}
@@ -81,8 +81,7 @@ def _record(program: tuple[Doing, ...], category: Kind, unprofiled: bool) -> Ste
     gap_phases = [{name: max(gap, 0)} for name, gap in zip(phase, step.gap_ns, strict=True)]
     nowhere = [None] * len(program), [None] * len(step.row)
     kept = ReplayedStep(step, phases, proof, fit, names, categories, phase, gap_phases, *nowhere)
-    now_ns = steady_step_ns(program, CONSTANTS) if unprofiled else None
-    return StepReplay(CONSTANTS, (kept,), now_ns, 0, None, step.recorded_ns)
+    return StepReplay(CONSTANTS, (kept,), truth_ns, 0, None, step.recorded_ns)
 
 
 def predicted(program: Sequence[Doing] | StepReplay, *edits: str, facts: ProgramFacts | None = None, **how: Any) -> Any:

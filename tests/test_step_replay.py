@@ -35,7 +35,7 @@ from profkit.names import STEP
 from profkit.trace.columns import Syncs, Trace
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
-from tests.step_machine import Doing, Machine, programs
+from tests.step_machine import Doing, Machine, programs, steady_step_ns
 
 CONSTANTS = Constants(latency_ns=1_500, gap_ns=1_000, wake_ns=8_000, event_ns=700)
 
@@ -340,6 +340,21 @@ def test_the_time_that_the_host_was_in_phases_tells_its_factor_where_the_gpu_set
     assert wrong == fit_host(step, CONSTANTS, host_ends, wanted, spread_ns=20_000)
 
 
+def test_a_gpu_with_work_left_of_earlier_steps_is_not_taken_for_a_fast_host() -> None:
+    """A profiler's slow host leaves the GPU idle where, unprofiled, it still does the work of the step before."""
+    program = [Doing(20_000, 5_000, LAUNCH, durations_ns=(5_000,)) for _ in range(100)]
+    program += [Doing(2_000, 2_000, LAUNCH, durations_ns=(50_000,)) for _ in range(100)]
+    step, host_ns = recorded(slowed(program, 1.6)), sum(doing.gap_ns + doing.own_ns for doing in program)
+    phases = find_phases(step, {"forward": [(0, step.call_end_ns[-1])]})
+    truth_ns = steady_step_ns(program, CONSTANTS)
+    assert run(phases.scale_host(step, 1 / 1.6), CONSTANTS).step_ns > 1.3 * truth_ns
+    fit = fit_host(
+        step, CONSTANTS, phases, {"forward": truth_ns}, spread_ns=truth_ns // 200, on_host_ns={"forward": host_ns}
+    )
+    assert fit is not None
+    assert fit.middle == pytest.approx(1 / 1.6, rel=0.05)
+
+
 def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:
     program = [Doing(5_000, 5_000, LAUNCH, durations_ns=(1_000,)) for _ in range(20)]
     program[10] = replace(program[10], gap_ns=3_000_000)
@@ -354,11 +369,11 @@ def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:
     assert run(scaled, CONSTANTS).call_start_ns[5] == step.call_start_ns[5] - 1_000
 
 
-def test_a_gpu_that_tracing_slows_a_little_sets_the_pace() -> None:
+def test_a_gpu_that_is_a_little_faster_or_slower_when_traced_sets_the_pace() -> None:
     program = [Doing(2_000, 2_000, LAUNCH, durations_ns=(50_000,)) for _ in range(100)]
     step = recorded(slowed(program, 2.0))
     phases = find_phases(step, {"forward": [(0, step.recorded_ns)]})
-    for share, fits in ((0.98, True), (0.95, False)):
+    for share, fits in ((0.98, True), (0.95, False), (1.02, True), (1.05, False)):
         fit = fit_host(step, CONSTANTS, phases, {"forward": round(step.recorded_ns * share)}, spread_ns=1_000)
         assert (fit is not None) == fits
 

@@ -37,7 +37,7 @@ _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
-_LAST = ("autocast", "batch")
+CHANGES_TRAINING = ("autocast", "batch")
 """Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
 
 Row = Callable[[Evidence], Iterator[Cause]]
@@ -146,7 +146,7 @@ def add_trials(result: AdviceResult, trials: RunTrials) -> AdviceResult:
 
 
 def _is_last(advice: Advice) -> bool:
-    return advice.code in _LAST and advice.measured is None
+    return advice.code in CHANGES_TRAINING and advice.measured is None
 
 
 def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
@@ -158,7 +158,7 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     notes = tuple(note for find in NOTES for note in find(evidence))
     if not chosen:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
-    by_effect = sorted(chosen, key=lambda cause: (cause.code in _LAST, -_weight(evidence, cause)))
+    by_effect = sorted(chosen, key=lambda cause: (cause.code in CHANGES_TRAINING, -_weight(evidence, cause)))
     tries = tuple(_advise(evidence, cause) for cause in by_effect)
     timed = [cause for cause in chosen if cause.changes]
     together = _interval(evidence.predict(_changes_of(chosen))) if len(timed) > 1 else None
@@ -184,7 +184,7 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     explained = [cause for cause in causes if cause.code == "waits" and late and not _weight(evidence, cause, late)]
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
-        rank = [cause.code not in _LAST and cause not in explained for cause in left]
+        rank = [cause.code not in CHANGES_TRAINING and cause not in explained for cause in left]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break
@@ -250,20 +250,18 @@ def _memory_share(evidence: Evidence, cause: Cause) -> float:
 def _holds(evidence: Evidence, cause: Cause) -> bool:
     """Return whether the prediction itself, over all recorded steps and worlds, says what the screening said.
 
-    What may well save nothing is no advice. The interval, without what another process of the program may differ by in
-    any case, reaches beyond the step as it is by a small part of the expected saving at most; with that, by no more
-    than the saving. What the unprofiled steps differ by makes the step as it is longer, too.
+    What may well save nothing is no advice. The interval reaches beyond the step as it is by a small part of the
+    expected saving at most: where host and GPU are as fast as in this process, and in another one, where the step as
+    it is takes longer, too.
     """
     if not cause.changes or cause.ends_run or _memory_share(evidence, cause):
         return True
-    answer = evidence.predict(cause.changes)
-    now_ns = answer.now_ns
-    usual_ns, here_ns = answer.high_usual_ns, answer.high_here_ns
-    if answer.expected_ns is None or now_ns is None or usual_ns is None or here_ns is None:
+    now, then = (evidence.predict(changes) for changes in ((), cause.changes))
+    if now.expected_ns is None or then.expected_ns is None:
         return False
-    saved_ns = now_ns - answer.expected_ns
-    is_sure = here_ns - now_ns <= _SURE * saved_ns and usual_ns - now_ns <= saved_ns
-    return is_sure and saved_ns > max(cause.worth * now_ns, evidence.spread_ns)
+    saved_ns = now.expected_ns - then.expected_ns
+    beyond_ns = max((then.high_here_ns or 0) - now.expected_ns, (then.high_ns or 0) - (now.high_ns or 0))
+    return beyond_ns <= _SURE * saved_ns and saved_ns > max(cause.worth * now.expected_ns, evidence.spread_ns)
 
 
 def _interval(answer: TimeAnswer) -> Interval | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from profkit.analysis.step_replay import HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns
 from profkit.analysis.step_replay.edits import (
     Setting,
     World,
@@ -69,9 +69,16 @@ def _launching_only(columns: StepColumns, rows: Collection[int]) -> list[int]:
 
 
 def fuse(
-    name: str, runs: Callable[[ReplayedStep], Sequence[Sequence[int]]], size: Callable[[World, Sequence[int]], float]
+    name: str,
+    runs: Callable[[ReplayedStep], Sequence[Sequence[int]]],
+    size: Callable[[World, Sequence[int]], float],
+    *,
+    with_waits: bool = False,
 ) -> StepChange:
-    """Return the change that makes one kernel of each run of operations, in the time that ``size`` gives it."""
+    """Return the change that makes one kernel of each run of operations, in the time that ``size`` gives it.
+
+    ``with_waits``: the host waits for the last of them alone.
+    """
 
     find_runs = cache(runs)
 
@@ -82,18 +89,20 @@ def fuse(
             durations[run[0]] = round(size(setting.world, [columns.duration_ns[row] for row in run]))
             dropped += run[1:]
         columns = drop_operations(replace(columns, duration_ns=durations), dropped)
-        return drop_calls(columns, _between(columns, dropped))
+        between = _between(columns, dropped, {HOST, WAIT} if with_waits else {HOST})
+        waits = [call for call in between if columns.kind[call] in (COPY, WAIT)]
+        return drop_calls(stop_waiting(columns, waits, setting.constants), between)
 
     return StepChange(name, apply, "how long the fused kernel takes")
 
 
-def _between(columns: StepColumns, rows: Iterable[int]) -> list[int]:
-    """Return the launching calls of operations, and calls between two of them that launch nothing and do not wait."""
+def _between(columns: StepColumns, rows: Iterable[int], kinds: Collection[int]) -> list[int]:
+    """Return the launching calls of operations, and calls of these kinds between two of them that launch nothing."""
     calls = sorted({columns.launcher[row] for row in rows})
     chosen = set(calls)
     for call in calls:
         at = call - 1
-        while at >= 0 and at not in chosen and columns.kind[at] == HOST and columns.before[at] == at - 1:
+        while at >= 0 and at not in chosen and columns.kind[at] in kinds and columns.before[at] == at - 1:
             chosen.add(at)
             at -= 1
     return sorted(chosen)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, it is short."""
+WORTH_COMPILING = 0.04
+"""For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 COMPARE = "profkit compare RUN NEW"
 
 

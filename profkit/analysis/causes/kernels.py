@@ -8,13 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, Place, SourceLine, edits, source_line
+from profkit.analysis.causes.evidence import (
+    WORTH_COMPILING,
+    Cause,
+    Evidence,
+    Operation,
+    Place,
+    SourceLine,
+    edits,
+    source_line,
+)
 from profkit.analysis.kernels import product_dtype
 from profkit.analysis.step_replay.edits import World
 from profkit.analysis.step_replay.kernel_edits import is_convolution, is_recurrent
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.analysis.summary import SMALL
+from profkit.analysis.summary import SMALL, WORTH
 from profkit.names import BACKWARD, LOSS, OPTIMIZER
 
 _ALIGNED: By = {"least": 0.15, "expected": 0.45, "most": 0.8}
@@ -295,6 +304,7 @@ def _describe_chain(
         module=module,
         change=change,
         changes=[fuse(code, choose, size)],
+        worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )
 

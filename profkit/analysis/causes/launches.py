@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import PurePath
 from statistics import median
 
-from profkit.analysis.causes.changes import By, drop_some_launches, remove_operations, stop_chosen_waits
-from profkit.analysis.causes.evidence import Cause, Evidence, Operation, SourceLine, edits, name_times, source_line
+from profkit.analysis.causes.changes import By, drop_some_launches, fuse, remove_operations, stop_chosen_waits
+from profkit.analysis.causes.evidence import (
+    WORTH_COMPILING,
+    Cause,
+    Evidence,
+    Operation,
+    SourceLine,
+    edits,
+    name_times,
+    source_line,
+)
 from profkit.analysis.lines import find_lines
 from profkit.analysis.ranks.comparison import RankSummary
 from profkit.analysis.ranks.culprit import Culprit
 from profkit.analysis.ranks.own_time import BEFORE
 from profkit.analysis.ranks.own_time import Cause as WhyLate
-from profkit.analysis.step_replay.edits import find_zeroed_gradients
+from profkit.analysis.step_replay.edits import World, find_zeroed_gradients
 from profkit.analysis.step_replay.kernel_edits import COMPILED_PHASES, find_fusable, has_recurrent_layers
-from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LimitPart
+from profkit.analysis.step_replay.predict import StepChange
 from profkit.analysis.step_replay.ranks_together import ON_TIME
-from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
+from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
+from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import can_all_be_fused, used_optimizers
@@ -30,13 +42,15 @@ _TORCHS_FILLS: By = {"least": 1.0, "expected": 0.95, "most": 0.6}
 """Which share of fills is torch's own, in a program that lets it fill what it allocates."""
 _FILLS_PYTHON: By = {"least": 1.0, "expected": 0.5, "most": 0.0}
 """Which share of Python before the launch of a fill goes with it; the rest is that of the operation that allocates."""
-_WORTH_COMPILING = 0.04
-"""For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 _READING = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "any", "all", "equal", "allclose")
 _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
 """Methods and functions that wait for a value themselves; others call what waits, in code that may not be one's own."""
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
+_MANY_READS, _BETWEEN_READS = 8, 6
+"""So many values are read in a loop, if the loop launches no more than this from one to the next."""
+_READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
+"""The GPU's time for the values of a loop that are computed together, as a share of its time for each by itself."""
 
 
 def _waits(evidence: Evidence) -> Iterator[Cause]:
@@ -53,17 +67,52 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         edit = f"no-wait:{line.file}:{line.line}"
+        is_loop = _reads_in_loop(evidence, line)
         yield Cause(
             code="waits",
             # x.sum().item, whose name is ….item, is written .item().
             cause=f"{'a call' if line.called is None else line.called.removeprefix('…') + '()'} waits for the GPU",
-            detail=f", {name_times(count)}",
+            detail=f", {name_times(count)}" + (" in a loop" if is_loop else ""),
             line=source_line(line),
-            change="keep the value on the GPU, and read it every 50 steps or so",
-            changes=edits(edit),
-            edit=edit,
+            change="compute the values together (torch.stack, torch._foreach_norm), and read them once"
+            if is_loop
+            else "keep the value on the GPU, and read it every 50 steps or so",
+            changes=[_read_at_once(evidence, line)] if is_loop else edits(edit),
+            edit=None if is_loop else edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
+
+
+def _reads_in_loop(evidence: Evidence, line: LineTime) -> bool:
+    """Return whether most waits of a line are those of values that a loop reads one by one."""
+    loops = [] if evidence.step is None else _find_reading_loops(evidence, evidence.step, line.phase or OUTSIDE)
+    return 2 * sum(sum(map(_is_copy, loop)) for loop in loops) > line.waits >= _MANY_READS
+
+
+def _read_at_once(evidence: Evidence, line: LineTime) -> StepChange:
+    """Return the change that computes a loop's values with one kernel, and waits for all of them at its last copy."""
+
+    def choose(step: ReplayedStep) -> list[list[int]]:
+        return [[one.at for one in loop[:-1]] for loop in _find_reading_loops(evidence, step, line.phase or OUTSIDE)]
+
+    def size(world: World, durations: Sequence[int]) -> float:
+        return _READ_AT_ONCE[world] * sum(durations)
+
+    return fuse(f"read-at-once:{line.file}:{line.line}", choose, size, with_waits=True)
+
+
+def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> list[tuple[Operation, ...]]:
+    """Return the operations of a phase that copy one value after another for which the host waits, and compute them."""
+    columns, operations = step.columns, [one for one in evidence.operations(step) if one.phase == phase]
+    waits = {*columns.waits_among(range(len(columns.kind)))}
+    reads = [at for at, one in enumerate(operations) if _is_copy(one) and {one.call, one.call + 1} & waits]
+    starts = [at for at in range(len(reads)) if not at or reads[at] - reads[at - 1] > _BETWEEN_READS]
+    loops = [reads[start:end] for start, end in pairwise([*starts, len(reads)]) if end - start >= _MANY_READS]
+    return [tuple(operations[max(0, loop[0] - (loop[1] - loop[0]) + 1) : loop[-1] + 1]) for loop in loops]
+
+
+def _is_copy(one: Operation) -> bool:
+    return one.category == "copy" and one.name != FROM_HOST
 
 
 def _optimizer(evidence: Evidence) -> Iterator[Cause]:
@@ -147,8 +196,9 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         return
     if summary.head.is_compiled or summary.recomputes:
         return
-    preparing = [] if limits is None else limits.parts_of(Limit.PREPARING)
-    preparing_ns = sum(part.time_ns for part in preparing if part.phase in COMPILED_PHASES)
+    of_phases = [] if limits is None else limits.parts_of(Limit.PREPARING)
+    preparing = [part for part in of_phases if part.phase in COMPILED_PHASES]
+    preparing_ns = sum(part.time_ns for part in preparing)
     is_late = limits is not None and preparing_ns > _LATE * limits.step_ns and _can_be_captured(evidence)
     operations = [one for one in evidence.kernels if one.phase in COMPILED_PHASES]
     fusable = set(find_fusable(step))
@@ -168,6 +218,7 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
         if is_late
         else f" between products, {len(small):,} a step",
         line=None if waiting is None else source_line(waiting),
+        module=_find_module(preparing) if is_late and waiting is None else None,
         change=(
             f"no wait at {PurePath(waiting.file or '').name}:{waiting.line}, which graphs forbid; then "
             if waiting
@@ -182,8 +233,17 @@ def _compile(evidence: Evidence) -> Iterator[Cause]:
             "small_ns": sum(one.duration_ns for one in small),
             "preparing_ns": preparing_ns,
         },
-        worth=_WORTH_COMPILING,
+        worth=WORTH_COMPILING,
     )
+
+
+def _find_module(preparing: Sequence[LimitPart]) -> str | None:
+    """Return the module for whose kernels the GPU waits most of that time, if there is one."""
+    times: Counter[str | None] = Counter()
+    for part in preparing:
+        times[part.module and kind_of(part.module)] += part.time_ns
+    module = max(times, key=lambda module: times[module], default=None)
+    return module if 2 * times[module] > times.total() else None
 
 
 def _can_be_captured(evidence: Evidence) -> bool:

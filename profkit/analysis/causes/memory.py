@@ -160,8 +160,7 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
     if factor > 1 and (fewer_passes or passes == 1):
         yield Cause(
             code="batch",
-            cause=f"{1 - held / capacity:.0%} of the GPU's memory is free",
-            detail=", and it waits for Python",
+            cause=f"the GPU waits for Python, and {1 - held / capacity:.0%} of its memory is free",
             change=f"passes of {factor} times the samples, and {factor} times fewer of them"
             if fewer_passes
             else f"as many samples in batches of {factor} times the size",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from profkit.analysis.step_replay import HOST, LAUNCH, NONE, StepColumns
-from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, run, run_steadily
+from profkit.analysis.step_replay.replay import STEADY, Constants, Proof, Replayed, run_steadily
 from profkit.trace.columns import Bools, Ints
 
 PAUSE_NS = 1_000_000
@@ -264,8 +264,8 @@ def fit_host(
 
     @cache
     def replayed(factor: float) -> tuple[StepColumns, Replayed]:
-        scaled = phases.scale_host(step, factor)
-        return scaled, run(scaled, constants)
+        steady = run_steadily(phases.scale_host(step, factor), constants)
+        return steady.begun, steady.found
 
     known = [name for name in unprofiled_ns if name in phases.marks]
     wanted_ns = sum(unprofiled_ns[name] for name in known)
@@ -273,13 +273,14 @@ def fit_host(
     def excess_ns(factor: float) -> int:
         return phases.time_ns(*replayed(factor), factor, known) - wanted_ns
 
-    # What tracing adds differs from step to step: a step that is too long by less than that still is the GPU's.
-    too_slow_ns = excess_ns(FASTEST) if known else 0
-    if spread_ns < too_slow_ns <= SLOWER_GPU * wanted_ns:
-        spread_ns += too_slow_ns
+    # What tracing adds differs from step to step: a step that is off by less than that still is the GPU's.
+    off_ns = abs(excess_ns(FASTEST)) if known else 0
+    if spread_ns < off_ns <= SLOWER_GPU * wanted_ns:
+        spread_ns += off_ns
     fit = _fit(excess_ns, spread_ns) if known else None
     on_host = [name for name in on_host_ns or () if name in phases.marks]
-    if fit is None or fit.is_identified:
+    # Where even the fastest host fits, the GPU sets the pace, which says nothing of the host but that it is in time.
+    if fit is None or (fit.is_identified and fit.least > FASTEST):
         return fit
     if on_host_ns is None or not on_host:
         return fit.as_usual()
@@ -300,12 +301,11 @@ def measure_tracing(
 
     None where the host sets the pace, or where another reason makes a phase longer than tracing can.
     """
-    fastest = phases.scale_host(step, FASTEST)
-    found = run(fastest, constants)
+    steady = run_steadily(phases.scale_host(step, FASTEST), constants)
     whole_ns = sum(unprofiled_ns.values())
     excess_ns, operations = 0, 0
     for name, time_ns in unprofiled_ns.items():
-        late_ns = phases.time_ns(fastest, found, FASTEST, [name]) - time_ns
+        late_ns = phases.time_ns(steady.begun, steady.found, FASTEST, [name]) - time_ns
         if name in phases.marks and time_ns > _LARGE_PHASE * whole_ns and 0 < late_ns <= SLOWER_GPU * time_ns:
             excess_ns += late_ns
             operations += sum(

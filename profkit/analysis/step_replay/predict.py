@@ -117,8 +117,7 @@ CHANGES = {
 @dataclass(frozen=True)
 class TimeAnswer:
     """The step after some edits, in nanoseconds: ``low_ns``, ``expected_ns``, ``high_ns``; None where unknown.
-    ``high_usual_ns`` is the most without what unprofiled steps differ by, which makes ``now_ns`` longer, too;
-    ``high_here_ns`` also without what processes differ by: where host and GPU are as fast as in this one.
+    ``high_here_ns`` is the most where host and GPU are as fast as in this process, and steps differ no more.
 
     ``now_ns`` is the measured step: unprofiled, or as recorded where ``unprofiled_ns`` is None. ``limited_by`` is what
     limits the step after, by cause; it sums up to ``expected_ns``. ``widths_ns`` is by how much each assumption moves
@@ -134,7 +133,6 @@ class TimeAnswer:
     low_ns: int | None = None
     expected_ns: int | None = None
     high_ns: int | None = None
-    high_usual_ns: int | None = None
     high_here_ns: int | None = None
     limited_by: Mapping[str, int] | None = None
     assumptions: tuple[str, ...] = ()
@@ -283,10 +281,7 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
     }
     corner = _Reach.around(expected_ns, [*after_ns.values()])
     reach = _reach_of_all(reaches, corner)
-    usual, here = (
-        _reach_of_all({name: each for name, each in reaches.items() if name not in left_out}, corner)
-        for left_out in ((_STEPS,), (_STEPS, _PROCESSES))
-    )
+    here = _reach_of_all({name: each for name, each in reaches.items() if name not in (_STEPS, _PROCESSES)}, corner)
     bounds = [change.bound for change in changes if change.bound]
     parts = typical.find_parts(changed, replay.run(changed), max(0, expected_ns))
     widths_ns = {name: round(each.below + each.above) for name, each in reaches.items()}
@@ -299,7 +294,6 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         low_ns=max(0, round(expected_ns - reach.below)),
         expected_ns=None if bounds else expected_ns,
         high_ns=round(expected_ns + reach.above),
-        high_usual_ns=round(expected_ns + usual.above),
         high_here_ns=round(expected_ns + here.above),
         limited_by=None if bounds else sum_parts(parts, "cause"),
         assumptions=(*bounds, *_assumptions(replay, changes)),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profkit.analysis.causes.advice import Advice, AdviceResult, find_advice
+from profkit.analysis.causes.advice import CHANGES_TRAINING, Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
@@ -84,7 +84,7 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     best = next(iter(advice.tries), None)
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
-    if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns:
+    if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and best.code not in CHANGES_TRAINING:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
         return f"{step}; {lost}. Without that: {describe_after(best)}."
     if summary.tree is not None:
@@ -99,7 +99,8 @@ def _describe_cause(advice: Advice) -> str:
 
 def _describe_best(advice: Advice) -> str:
     cause, after = _describe_cause(advice), describe_after(advice)
-    return f"{cause[:1].upper()}{cause[1:]}" + (f"; without that: {after}." if after else ".")
+    then = "with a larger batch" if advice.code == "batch" else "without that"
+    return f"{cause[:1].upper()}{cause[1:]}" + (f"; {then}: {after}." if after else ".")
 
 
 def describe_after(advice: Advice) -> str:
