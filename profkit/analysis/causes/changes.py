@@ -74,10 +74,12 @@ def fuse(
     size: Callable[[World, Sequence[int]], float],
     *,
     with_waits: bool = False,
+    compiled: bool = False,
 ) -> StepChange:
     """Return the change that makes one kernel of each run of operations, in the time that ``size`` gives it.
 
-    ``with_waits``: the host waits for the last of them alone.
+    ``with_waits``: the host waits for the last of them alone. ``compiled``: what calls the compiled code and checks
+    its guards takes Python as long as the launches do that go.
     """
 
     find_runs = cache(runs)
@@ -89,6 +91,8 @@ def fuse(
             durations[run[0]] = round(size(setting.world, [columns.duration_ns[row] for row in run]))
             dropped += run[1:]
         columns = drop_operations(replace(columns, duration_ns=durations), dropped)
+        if compiled and setting.world != "least":
+            return columns
         between = _between(columns, dropped, {HOST, WAIT} if with_waits else {HOST})
         waits = [call for call in between if columns.kind[call] in (COPY, WAIT)]
         return drop_calls(stop_waiting(columns, waits, setting.constants), between)

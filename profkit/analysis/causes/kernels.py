@@ -303,7 +303,7 @@ def _describe_chain(
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,
-        changes=[fuse(code, choose, size)],
+        changes=[fuse(code, choose, size, compiled=code == "chain")],
         worth=WORTH_COMPILING if code == "chain" else WORTH,
         evidence={"kernels": sum(map(len, runs)), "time_ns": sum(one.duration_ns for run in runs for one in run)},
     )

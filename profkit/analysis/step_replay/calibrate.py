@@ -3,6 +3,7 @@
 - One factor on the host's time within phases, so that their sum on the GPU's clock is what it was unprofiled. Pauses
   of over `PAUSE_NS` between two calls stay: no profiler makes them. Where the GPU sets the pace, many factors fit; all
   that fit are kept.
+- Of phases in which Python runs, each takes as much of that as unprofiled: hooks slow down the forward pass most.
 - Another one on the host's time outside of the phases, so that the whole step is as long as unprofiled.
 - Waits for data are as long as unprofiled: in recorded steps a loader is further ahead, or behind.
 - Tracing adds a little between two operations: what phases last even on the fastest host, and did not unprofiled.
@@ -52,6 +53,12 @@ _HOST_SPREAD = 0.03
 _APART = 0.1
 """What the host's time says of its factor may lie so far from all factors that fit; then the nearest one stands."""
 
+_PYTHONS = 0.8
+"""A phase is Python's if it takes this share of the host's time there."""
+
+_MOST_UNEVEN = 2.0
+"""By no more than this is the host slower or faster in one phase than in all together."""
+
 _ROUNDS = 15
 _HALVED = 2
 _NEAR_ENOUGH, _FINE = 0.05, 0.003
@@ -70,21 +77,22 @@ class Mark:
 
     call: int
     after_ns: int
-    parts_ns: tuple[int, int, int]
+    parts_ns: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Phases:
     """The phases of a step, on the host, by name; they do not overlap.
 
-    ``parts_ns`` are, by call, the parts of the gap before it that lie within phases, in waits for data, and elsewhere;
-    the first is 0 in pauses. The host's factor scales the first; ``waiting`` and ``outside`` scale the others.
+    ``parts_ns`` are, by call, the parts of the gap before it that lie in each phase, in waits for data, and elsewhere;
+    those of phases are 0 in pauses. The host's factor, times what is ``uneven`` of each phase, scales them; ``waiting``
+    and ``outside`` scale the others. ``phase`` is that of each call by its place in ``marks``, `NONE` outside.
     """
 
     marks: Mapping[str, Sequence[tuple[Mark, Mark]]]
     parts_ns: Ints
-    is_inside: Bools
-    """Whether each call lies within a phase."""
+    phase: Ints
+    uneven: tuple[float, ...]
     waiting: float = 1.0
     outside: float = 1.0
 
@@ -107,14 +115,22 @@ class Phases:
         scaled_ns = sum(part * (by - 1) for part, by in zip(mark.parts_ns, self._factors(factor), strict=True))
         return ended_ns + mark.after_ns + round(scaled_ns)
 
-    def _factors(self, factor: float) -> tuple[float, float, float]:
-        return factor, self.waiting, self.outside
+    def python_ns(self, step: StepColumns, factor: float) -> list[float]:
+        """Return how long Python and launches take in each phase, without pauses and waits."""
+        runs = (np.array(step.kind) == HOST) | (np.array(step.kind) == LAUNCH)
+        own = np.where(runs, step.own_ns, 0)
+        times = [int(self.parts_ns[at].sum() + own[self.phase == at].sum()) for at in range(len(self.marks))]
+        return [time_ns * by for time_ns, by in zip(times, self._factors(factor), strict=False)]
+
+    def _factors(self, factor: float) -> tuple[float, ...]:
+        return *(factor * by for by in self.uneven), self.waiting, self.outside
 
     def scale_host(self, step: StepColumns, factor: float) -> StepColumns:
         """Return the step with the host's time scaled; waits and copies keep their own times."""
         kind, own, gap = np.array(step.kind), np.array(step.own_ns), np.array(step.gap_ns)
-        changes = (np.array(self._factors(factor)) - 1) @ self.parts_ns
-        scaled = np.rint(own * np.where(self.is_inside, factor, self.outside)).astype(np.int64)
+        factors = np.array(self._factors(factor))
+        changes = (factors - 1) @ self.parts_ns
+        scaled = np.rint(own * factors[self.phase]).astype(np.int64)  # the last factor is that of what is in no phase
         return replace(
             step,
             gap_ns=(gap + np.rint(changes).astype(np.int64)).tolist(),
@@ -124,14 +140,14 @@ class Phases:
     def outside_ns(self, step: StepColumns) -> int:
         """Return the host's recorded time outside of phases and of waits for data."""
         kind, own = np.array(step.kind), np.array(step.own_ns)
-        is_outside = ~self.is_inside & ((kind == HOST) | (kind == LAUNCH))
+        is_outside = (self.phase == NONE) & ((kind == HOST) | (kind == LAUNCH))
         return int(self.parts_ns[_OUTSIDE].sum() + own[is_outside].sum())
 
     def wait_ns(self) -> int:
         return int(self.parts_ns[_WAITING].sum())
 
 
-_WAITING, _OUTSIDE = 1, 2
+_WAITING, _OUTSIDE = -2, -1
 
 
 def find_phases(
@@ -142,14 +158,14 @@ def find_phases(
     Args:
         waits: when the host waited for data; what lies within a phase counts as the phase.
     """
-    within = _Covered([interval for some in intervals.values() for interval in some])
-    waiting = _Covered(waits)
+    within, waiting = [_Covered(some) for some in intervals.values()], _Covered(waits)
     ends = _latest_ends(step)
 
     def split(start_ns: Ints, end_ns: Ints, is_pause: Bools) -> Ints:
-        all_ns, in_phases = end_ns - start_ns, within.between(start_ns, end_ns)
-        for_data = np.minimum(waiting.between(start_ns, end_ns), all_ns - in_phases)
-        return np.array([np.where(is_pause, 0, in_phases), for_data, all_ns - in_phases - for_data])
+        in_phases = [phase.between(start_ns, end_ns) for phase in within]
+        rest_ns = end_ns - start_ns - sum(in_phases)
+        for_data = np.minimum(waiting.between(start_ns, end_ns), rest_ns)
+        return np.array([*(np.where(is_pause, 0, own_ns) for own_ns in in_phases), for_data, rest_ns - for_data])
 
     def mark(time_ns: int) -> Mark:
         call = bisect_right(ends, time_ns) - 1
@@ -157,14 +173,17 @@ def find_phases(
         after = max(0, time_ns - ended)
         following = step.call_start_ns[call + 1] if call + 1 < len(ends) else time_ns
         edges = np.array([[ended], [ended + after]], dtype=np.int64)
-        first, second, third = split(edges[0], edges[1], np.array([following - ended > PAUSE_NS]))[:, 0].tolist()
-        return Mark(call, after, (first, second, third))
+        parts = split(edges[0], edges[1], np.array([following - ended > PAUSE_NS]))[:, 0].tolist()
+        return Mark(call, after, tuple(parts))
 
     starts, gaps = (np.array(column, dtype=np.int64) for column in (step.call_start_ns, step.gap_ns))
     gaps = np.maximum(gaps, 0)
     marks = {name: [(mark(start), mark(end)) for start, end in some] for name, some in intervals.items()}
     parts = split(starts - gaps, starts, gaps > PAUSE_NS)
-    return Phases(marks, parts, within.between(starts, starts + 1) > 0)
+    phase = np.full(len(starts), NONE)
+    for at, covered in enumerate(within):
+        phase[covered.between(starts, starts + 1) > 0] = at
+    return Phases(marks, parts, phase, (1.0,) * len(marks))
 
 
 class _Covered:
@@ -292,6 +311,25 @@ def fit_host(
         return fit.as_usual()
     least, most = min(max(fit.least, found.least), fit.most), max(min(fit.most, found.most), fit.least)
     return Fit(least, (least + most) / 2, most).as_usual()
+
+
+def level_phases(
+    step: StepColumns, constants: Constants, phases: Phases, factor: float, on_host_ns: Mapping[str, int]
+) -> Phases:
+    """Return the phases with the host's time in each as uneven as it is unprofiled: hooks slow the forward pass most.
+
+    Phases in which the host waits, or stands still, for more than a part of the time keep the common factor, and all of
+    them together take as long as with it.
+    """
+    found = run_steadily(phases.scale_host(step, factor), constants).found
+    python_ns = phases.python_ns(step, factor)
+    uneven = dict.fromkeys(phases.marks, 1.0)
+    for name, own_ns in zip(phases.marks, python_ns, strict=True):
+        host_ns, wanted_ns = phases.host_ns(found, factor, [name]), on_host_ns.get(name, 0)
+        if wanted_ns and own_ns > _PYTHONS * host_ns:
+            uneven[name] = min(max((wanted_ns - host_ns + own_ns) / own_ns, 1 / _MOST_UNEVEN), _MOST_UNEVEN)
+    whole_ns = sum(own_ns * by for own_ns, by in zip(python_ns, uneven.values(), strict=True))
+    return replace(phases, uneven=tuple(by * sum(python_ns) / (whole_ns or 1) for by in uneven.values()))
 
 
 def measure_tracing(

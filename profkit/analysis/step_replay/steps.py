@@ -24,6 +24,7 @@ from profkit.analysis.step_replay.calibrate import (
     find_phases,
     fit_host,
     fit_outside,
+    level_phases,
     measure_tracing,
     without_tracing,
 )
@@ -379,7 +380,8 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
         if fit is None:
             calibrated.append(step)
             continue
-        phases = fit_outside(columns, constants, step.phases, fit.middle, round(step_ns))
+        phases = level_phases(columns, constants, step.phases, fit.middle, on_host)
+        phases = fit_outside(columns, constants, phases, fit.middle, round(step_ns))
         by_phase = {DATA: phases.waiting, OUTSIDE: phases.outside}
         gap_phases = [
             gap
