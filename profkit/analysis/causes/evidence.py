@@ -242,7 +242,7 @@ class Evidence:
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:
         """The file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
         phases: dict[tuple[str | None, int], set[str | None]] = {}
-        for line in self.lines:
+        for line in (*self.lines, *self.facts.callers):
             phases.setdefault(line.place, set()).add(line.phase)
         return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
 

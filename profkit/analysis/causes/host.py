@@ -154,7 +154,8 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     pauses = _pauses(evidence)
     # What moving a worker's batch takes is that of its memory, which is not pinned: a row of its own.
     moves_pageable = bool(evidence.facts.workers and evidence.step and find_pageable_copies(evidence.step))
-    trainers = {line.place for line in evidence.lines if line.phase in (BACKWARD, OPTIMIZER)}
+    known = (*evidence.lines, *evidence.facts.callers)
+    trainers = {line.place for line in known if line.phase in (BACKWARD, OPTIMIZER)}
     groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
     for line in evidence.lines:
         phase = line.phase or OUTSIDE

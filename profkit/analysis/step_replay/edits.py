@@ -349,8 +349,8 @@ def _lines_at(setting: Setting) -> list[LineTime]:
         known = f"; most of {PurePath(file).name}'s time is in line {others}" if others else ""
         old = "" if facts.callers else ", and the recording does not say which lines call others"
         raise CannotPredictError(f"no time or wait of this line is known{old}{known}")
-    if {line.phase for line in calling} >= {BACKWARD, OPTIMIZER}:
-        raise CannotPredictError("this line calls what trains: all that a step does lies in it")
+    if {line.phase for line in calling} & {BACKWARD, OPTIMIZER}:
+        raise CannotPredictError("this line calls what trains: passes of the step lie in it")
     phases = {line.phase: [one for one in lines if one.phase == line.phase] for line in lines}
     return [
         replace(
