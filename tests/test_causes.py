@@ -27,7 +27,7 @@ from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
 from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineSteps, LineTime, RunLines, write_lines
+from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from profkit.run.manifest import Manifest
 from tests.allocator_reference import MIB, Block
 from tests.captures import capture
@@ -97,7 +97,7 @@ class Program:
         if lines or loader:
             write_lines(
                 folder / "lines.jsonl",
-                RunLines(LineSteps(MS, steps, **(loader or {})), tuple(lines)),  # type: ignore[arg-type]
+                split_lines(LineSteps(MS, steps, **(loader or {})), lines),  # type: ignore[arg-type]
             )
         if records:
             append_records(folder / "compiled.jsonl", records)
@@ -414,6 +414,7 @@ WRITTEN_OUT = [(NVJET, 100_000), (ADD, 100_000), (SOFTMAX, 100_000), (NVJET, 100
 CHAINS = {
     "activation": [(ADD, 100_000)] * 6 + [(TANH, 100_000)],
     "loop": [(ADD, 3_000)] * 12,
+    "long loop": [(ADD, 100_000)] * 48,
     "norm": [(SUM, 100_000), *[(ADD, 100_000)] * 3, (SQRT, 9_000)],
 }
 NO_CHAINS = [(TANH, 100_000)], [(ADD, 3_000)] * 3, [(LAYER_NORM, 100_000)]
@@ -443,6 +444,8 @@ NEARLY: list[Case] = [
     # The line calls a trainer, the GPU hides it.
     ("python", equal_steps(python(4 * MS), within("backward", launch(NVJET, 100_000, 20), wait)), TRAINER),
     ("python", equal_steps(within("forward", launch(NVJET, 300_000, 20)), python(4 * MS), wait), BATCH),
+    # The line calls a function that trains.
+    ("python", LATE, {"lines": [*BATCH["lines"], line(MS, "backward", "learn", is_caller=True)]}),
     ("python", made_in_python(), python_numbers("make_batch")),
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
@@ -556,7 +559,16 @@ NAMED: dict[str, Case] = {
     **{f"padded products {said}": ("sizes", *counted_products(*how)) for said, how in PADDED.items()},
     "attention that is written out": ("attention", blocks("attn", *WRITTEN_OUT), {}),
     "two long steps of ten hide no cause": ("zero-grad", *zeroed([1.0] * 8 + [1.6, 3.0])),
-    **{f"a chain in a module: {code}": (code, blocks("act", *kernels), {}) for code, kernels in CHAINS.items()},
+    **{
+        f"a chain in a module: {kind}": (kind.split()[-1], blocks("act", *kernels), {})
+        for kind, kernels in CHAINS.items()
+    },
+    # A generator stands at the line of the function that sums it up; the pause is the smaller part of both.
+    "a loop in a generator": (
+        "loop",
+        equal_steps(within("forward", python(MS), launch(NVJET, 100_000), *[python(30_000), launch(ADD, 3_000)] * 60)),
+        {"lines": [line(MS, "forward", "sum"), line(3 * MS // 2, "forward", "x.pow", function="main.<genexpr>")]},
+    ),
     "a chain outside of modules": ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "x.add")]}),
     "the same, beside a line that waits": (
         "chain",

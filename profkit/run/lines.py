@@ -7,8 +7,9 @@ The first object is a `LineSteps`: in how many steps, and how long, the lines we
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,6 +108,27 @@ class RunLines:
     steps: LineSteps
     lines: tuple[LineTime, ...]
     callers: tuple[LineTime, ...] = ()
+
+
+def join_at_places(lines: Iterable[LineTime]) -> tuple[LineTime, ...]:
+    """Return one line for each place, phase and thread, where a function and a generator written in it may share one.
+
+    It is called as the longest of them.
+    """
+    together: dict[tuple[object, ...], list[LineTime]] = {}
+    for line in lines:
+        together.setdefault((line.place, line.phase, line.thread), []).append(line)
+    return tuple(
+        replace(
+            max(own, key=lambda line: line.time_ns),
+            samples=sum(line.samples for line in own),
+            time_ns=sum(line.time_ns for line in own),
+            error_ns=round(math.hypot(*(line.error_ns for line in own))),
+            waits=sum(line.waits for line in own),
+            waiting_ns=sum(line.waiting_ns for line in own),
+        )
+        for own in together.values()
+    )
 
 
 def write_lines(path: Path, lines: RunLines) -> None:

@@ -29,7 +29,7 @@ from profkit.analysis.summary import WORTH, Summary
 from profkit.analysis.tree.modules import read_place
 from profkit.names import BACKWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, join_at_places
 from profkit.run.manifest import Manifest, find_condition
 
 if TYPE_CHECKING:
@@ -233,10 +233,10 @@ class Evidence:
             memory.capacity_bytes is not None and memory.reserved_peak_bytes > _TIGHT * memory.capacity_bytes
         )
 
-    @property
+    @cached_property
     def lines(self) -> Sequence[LineTime]:
-        """The lines of source, scaled to unprofiled steps; empty where none are known."""
-        return self.facts.lines or ()
+        """The lines of source, each once a phase, scaled to unprofiled steps; empty where none are known."""
+        return join_at_places(self.facts.lines or ())
 
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:

@@ -40,12 +40,16 @@ _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
-_FEW, _MANY = 4, 12
-"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop."""
+_FEW, _MANY, _VERY_MANY = 4, 12, 48
+"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop; so many
+are a loop whatever they take.
+"""
 _CHAIN = (*SMALL, "optimizer", "fill")
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
 _MOST_CHAINS = 4
+_SHORT_NS = 10_000
+"""Kernels that are launched about as fast as they run."""
 _LAUNCH_NS = 3_000
 """About what a launch takes: chains are looked at by what they cost the host and the GPU."""
 _TRAINING = ("backward", "step", "zero_grad", "item")
@@ -295,11 +299,11 @@ def _describe_chain(
 
     backward = " with backward" if any(run[0].phase == BACKWARD for run in runs) else ""
     is_reducing = any(one.category == "reduction" for one in longest)
-    size = _size_of_loop if code == "loop" else _size_of_fused(is_reducing=is_reducing)
+    size = _size_of_loop if code == "loop" and _are_short(longest) else _size_of_fused(is_reducing=is_reducing)
     return Cause(
         code=code,
         cause=what,
-        detail=f": {len(longest)} small kernels a call, {sum(map(len, runs)):,} a step{backward}",
+        detail=f": {len(longest)} kernels a call, {sum(map(len, runs)):,} a step{backward}",
         line=_find_line(evidence, phase) if module is None else None,
         module=module,
         change=change,
@@ -328,8 +332,12 @@ def _kind_of_chain(run: Run) -> tuple[str, str, str]:
     """Return the code of a chain, what it is, and what takes its place."""
     names = " ".join(one.name.lower() for one in run)
     reduces = any(one.category == "reduction" for one in run)
-    if len(run) >= _MANY and median(one.duration_ns for one in run) < 10_000:
-        return "loop", "a loop of small kernels", "one operation on the whole tensor, or torch.compile of this function"
+    if len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
+        return (
+            "loop",
+            f"a loop of {'small ' * _are_short(run)}kernels",
+            "one operation on the whole tensor, or torch.compile of this function",
+        )
     if run[0].phase == LOSS or ("exp" in names and "log" in names):
         return "cross-entropy", "the loss is written out", "F.cross_entropy"
     if reduces and ("rsqrt" in names or "sqrt" in names or "pow" in names or "mean" in names):
@@ -337,6 +345,10 @@ def _kind_of_chain(run: Run) -> tuple[str, str, str]:
     if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
         return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
     return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
+
+
+def _are_short(run: Run) -> bool:
+    return median(one.duration_ns for one in run) < _SHORT_NS
 
 
 def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], float]:

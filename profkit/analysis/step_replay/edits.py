@@ -26,7 +26,7 @@ from profkit.analysis.step_replay.replay import Constants, run_steadily
 from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER
 from profkit.run.edits import read_factor
-from profkit.run.lines import LineTime
+from profkit.run.lines import LineTime, join_at_places
 
 World = Literal["least", "expected", "most"]
 WORLDS: tuple[World, ...] = ("least", "expected", "most")
@@ -331,7 +331,7 @@ def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
-    """Return what is known of a line, by phase: what it takes itself, and in lines that it calls."""
+    """Return what is known of a line, by phase and thread: what it takes itself, and in lines that it calls."""
     facts = setting.facts
     if facts.lines is None:
         raise CannotPredictError("the run holds no lines of source; `profkit run` of a script records them")
@@ -351,17 +351,7 @@ def _lines_at(setting: Setting) -> list[LineTime]:
         raise CannotPredictError(f"no time or wait of this line is known{old}{known}")
     if {line.phase for line in calling} & {BACKWARD, OPTIMIZER}:
         raise CannotPredictError("this line calls what trains: passes of the step lie in it")
-    phases = {line.phase: [one for one in lines if one.phase == line.phase] for line in lines}
-    return [
-        replace(
-            of_phase[0],
-            time_ns=sum(line.time_ns for line in of_phase),
-            error_ns=round(math.hypot(*(line.error_ns for line in of_phase))),
-            waits=sum(line.waits for line in of_phase),
-            waiting_ns=sum(line.waiting_ns for line in of_phase),
-        )
-        for of_phase in phases.values()
-    ]
+    return list(join_at_places(lines))
 
 
 def drop_waits_of_line(columns: StepColumns, setting: Setting) -> StepColumns:
