@@ -216,7 +216,6 @@ def test_memory_and_a_trace_are_two_passes(place: Path, run: Run, recorder: str)
     _assert_exact(_open(place)[1])
     kernels = run("-m", "profkit", "kernels", "run", "--range", "backward", "--format", "json")
     assert json.loads(kernels.stdout)["measure"] == "gpu-kernel"
-    assert "recording the allocator changed the step time" in " ".join(done.stdout.split())
 
 
 def test_out_of_memory_in_the_third_step(place: Path, run: Run) -> None:

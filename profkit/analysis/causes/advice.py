@@ -1,9 +1,9 @@
 """What to try: at most three causes with the largest expected effects, and what their removal buys together.
 
 A cause stands only if its removal is expected to save more than 2 % of the step (`Cause.worth`) and more than the
-steps' own spread, and if its interval is hardly one of steps longer than now; or if it saves 2 % of the peak. Each
-further one must save as much on top of those before it, which make the spread smaller with the step, so that no waste
-is sold twice.
+steps' own spread, and if its interval is hardly one of steps longer than now, on a host of the same speed; or if it
+saves 2 % of the peak. Each further one must save as much on top of those before it, which make the spread smaller with
+the step, so that no waste is sold twice.
 Effects on time are replayed. A capture that failed its self-check, or cannot be replayed, gets none.
 """
 
