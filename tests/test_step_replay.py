@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from profkit import read_trace
 from profkit.analysis.step_replay import COPY, LAUNCH, NONE, WAIT, ProcessCalls, StepColumns
-from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host
+from profkit.analysis.step_replay.calibrate import USUAL_HOST, Fit, Phases, find_phases, fit_host, level_phases
 from profkit.analysis.step_replay.edits import slow_host
 from profkit.analysis.step_replay.limits import Cause, find_limits
 from profkit.analysis.step_replay.replay import (
@@ -353,6 +353,32 @@ def test_a_gpu_with_work_left_of_earlier_steps_is_not_taken_for_a_fast_host() ->
     )
     assert fit is not None
     assert fit.middle == pytest.approx(1 / 1.6, rel=0.05)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_each_phase_has_its_own_time_on_the_host_unless_it_waits_there(*, waits: bool) -> None:
+    """Hooks slow the forward pass more than the backward pass."""
+    forward = [Doing(20_000, 5_000, LAUNCH, durations_ns=(5_000,)) for _ in range(100)]
+    backward = [Doing(10_000, 5_000, LAUNCH, durations_ns=(5_000,)) for _ in range(100)]
+    waiting = [Doing(1_000, 2_000, WAIT, waits_for=(100,))] if waits else []
+    long = [Doing(2_000, 2_000, LAUNCH, durations_ns=(8_000_000,))] if waits else []
+    program = [*forward, *long, *waiting, *backward]
+    step = recorded([*slowed([*forward, *long], 2.0), *waiting, *slowed(backward, 1.2)])
+    middle = step.call_end_ns[len(program) - len(backward) - 1]
+    phases = find_phases(step, {"forward": [(0, middle)], "backward": [(middle, step.call_end_ns[-1])]})
+    truth = Machine(program, CONSTANTS).run()
+    ended = truth.call_end_ns[len(program) - len(backward) - 1]
+    on_host = {"forward": ended, "backward": truth.call_end_ns[-1] - ended}
+    leveled = level_phases(step, CONSTANTS, phases, 0.6, on_host)
+    found = run(leveled.scale_host(step, 0.6), CONSTANTS)
+    if waits:
+        assert leveled.uneven == pytest.approx((1.0, 1.0))
+    else:
+        by_phase = {name: leveled.host_ns(found, 0.6, [name]) for name in on_host}
+        ratio = on_host["forward"] / on_host["backward"]
+        assert by_phase["forward"] / by_phase["backward"] == pytest.approx(ratio, rel=0.01)
+        whole_ns = run(phases.scale_host(step, 0.6), CONSTANTS).host_ns
+        assert found.host_ns == pytest.approx(whole_ns, rel=0.01), "all together take as long as with one factor"
 
 
 def test_pauses_and_time_outside_of_phases_are_not_scaled() -> None:

@@ -318,18 +318,19 @@ def level_phases(
 ) -> Phases:
     """Return the phases with the host's time in each as uneven as it is unprofiled: hooks slow the forward pass most.
 
-    Phases in which the host waits, or stands still, for more than a part of the time keep the common factor, and all of
-    them together take as long as with it.
+    Phases in which the host waits, or stands still, for more than a part of the time keep the common factor, and the
+    others together take as long as with it.
     """
     found = run_steadily(phases.scale_host(step, factor), constants).found
-    python_ns = phases.python_ns(step, factor)
-    uneven = dict.fromkeys(phases.marks, 1.0)
-    for name, own_ns in zip(phases.marks, python_ns, strict=True):
+    python_ns = dict(zip(phases.marks, phases.python_ns(step, factor), strict=True))
+    uneven = {}
+    for name, own_ns in python_ns.items():
         host_ns, wanted_ns = phases.host_ns(found, factor, [name]), on_host_ns.get(name, 0)
         if wanted_ns and own_ns > _PYTHONS * host_ns:
             uneven[name] = min(max((wanted_ns - host_ns + own_ns) / own_ns, 1 / _MOST_UNEVEN), _MOST_UNEVEN)
-    whole_ns = sum(own_ns * by for own_ns, by in zip(python_ns, uneven.values(), strict=True))
-    return replace(phases, uneven=tuple(by * sum(python_ns) / (whole_ns or 1) for by in uneven.values()))
+    whole_ns = sum(python_ns[name] * by for name, by in uneven.items())
+    level = sum(python_ns[name] for name in uneven) / (whole_ns or 1)
+    return replace(phases, uneven=tuple(uneven[name] * level if name in uneven else 1.0 for name in phases.marks))
 
 
 def measure_tracing(
