@@ -287,10 +287,14 @@ def test_a_change_that_saves_much_is_the_answer_and_a_smaller_one_stands_behind_
         "A step takes 10.00 ms; 5.000 ms of it is lost: loss.item waits for the GPU (train.py:30 main). "
         "Without that: about 5.1 ms (4.9 to 5.4)."
     )
+    batch = AdviceResult((replace(large.tries[0], code="batch", cause="the GPU waits for Python", line=None),))
+    assert describe_answer(SUMMARY, batch).endswith(
+        "Python keeps the GPU waiting. The GPU waits for Python (h.*); with a larger batch: about 5.1 ms (4.9 to 5.4)."
+    ), "a change of training is no loss"
     small = _advise(Interval(9 * MS, 9 * MS, 9 * MS), MS)
     assert describe_answer(SUMMARY, small) == (
         "A step takes 10.00 ms: for 6.000 ms Python keeps the GPU waiting. "
-        "Loss.item waits for the GPU (h.*); without that: about 9.000 ms."
+        "loss.item waits for the GPU (h.*); without that: about 9.000 ms."
     )
 
 
@@ -320,7 +324,7 @@ def test_what_was_measured_of_a_change_is_said_in_place_of_what_was_predicted() 
     )
     in_vain = replace(trial, step_ns=10.6 * MS, change_ns=0.1 * MS, change_low_ns=None, change_high_ns=None)
     assert describe_answer(SUMMARY, AdviceResult((replace(advice, measured=in_vain),))).endswith(
-        "Loss.item waits for the GPU (h.*); without that: 10.60 ms (measured; 10.50 ms with it)."
+        "loss.item waits for the GPU (h.*); without that: 10.60 ms (measured; 10.50 ms with it)."
     )
 
 

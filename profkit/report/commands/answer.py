@@ -100,7 +100,8 @@ def _describe_cause(advice: Advice) -> str:
 def _describe_best(advice: Advice) -> str:
     cause, after = _describe_cause(advice), describe_after(advice)
     then = "with a larger batch" if advice.code == "batch" else "without that"
-    return f"{cause[:1].upper()}{cause[1:]}" + (f"; {then}: {after}." if after else ".")
+    is_code = "." in cause.split()[0]
+    return (cause if is_code else f"{cause[:1].upper()}{cause[1:]}") + (f"; {then}: {after}." if after else ".")
 
 
 def describe_after(advice: Advice) -> str:
