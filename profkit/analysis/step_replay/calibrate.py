@@ -117,8 +117,7 @@ class Phases:
 
     def python_ns(self, step: StepColumns, factor: float) -> list[float]:
         """Return how long Python and launches take in each phase, without pauses and waits."""
-        runs = (np.array(step.kind) == HOST) | (np.array(step.kind) == LAUNCH)
-        own = np.where(runs, step.own_ns, 0)
+        own = np.where(_do_not_wait(step), step.own_ns, 0)
         times = [int(self.parts_ns[at].sum() + own[self.phase == at].sum()) for at in range(len(self.marks))]
         return [time_ns * by for time_ns, by in zip(times, self._factors(factor), strict=False)]
 
@@ -127,27 +126,33 @@ class Phases:
 
     def scale_host(self, step: StepColumns, factor: float) -> StepColumns:
         """Return the step with the host's time scaled; waits and copies keep their own times."""
-        kind, own, gap = np.array(step.kind), np.array(step.own_ns), np.array(step.gap_ns)
+        own, gap = np.array(step.own_ns), np.array(step.gap_ns)
         factors = np.array(self._factors(factor))
         changes = (factors - 1) @ self.parts_ns
         scaled = np.rint(own * factors[self.phase]).astype(np.int64)  # the last factor is that of what is in no phase
         return replace(
             step,
             gap_ns=(gap + np.rint(changes).astype(np.int64)).tolist(),
-            own_ns=np.where((kind == HOST) | (kind == LAUNCH), scaled, own).tolist(),
+            own_ns=np.where(_do_not_wait(step), scaled, own).tolist(),
         )
 
     def outside_ns(self, step: StepColumns) -> int:
         """Return the host's recorded time outside of phases and of waits for data."""
-        kind, own = np.array(step.kind), np.array(step.own_ns)
-        is_outside = (self.phase == NONE) & ((kind == HOST) | (kind == LAUNCH))
-        return int(self.parts_ns[_OUTSIDE].sum() + own[is_outside].sum())
+        is_outside = (self.phase == NONE) & _do_not_wait(step)
+        return int(self.parts_ns[_OUTSIDE].sum() + np.array(step.own_ns)[is_outside].sum())
 
     def wait_ns(self) -> int:
         return int(self.parts_ns[_WAITING].sum())
 
 
 _WAITING, _OUTSIDE = -2, -1
+
+
+def _do_not_wait(step: StepColumns) -> Bools:
+    """Return which calls take the host's own time: those that neither wait nor copy."""
+    kind = np.array(step.kind)
+    found: Bools = (kind == HOST) | (kind == LAUNCH)
+    return found
 
 
 def find_phases(
