@@ -220,8 +220,8 @@ def test_a_shorter_loop_yields_what_it_has_and_says_so(
             run.kernels()
     else:
         assert run.kernels("optimizer").instances == steps - 4 if steps < 6 else 2
-        said = " ".join(str(run.summary()).split())
-        assert lacks is None or lacks.removesuffix(" ones") in said, "its end may be left to --all"
+        # Not from what is printed: a screen has room for one warning, and which one depends on how even the steps were.
+        assert lacks is None or lacks in {finding.message for finding in run.summary().document.findings}
     assert (run.step_times() is None) == (steps == 0)
     assert ("A step takes " in str(run.summary())) == (steps != 0)
 
