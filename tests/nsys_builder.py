@@ -191,6 +191,8 @@ class NsysBuilder:
 
     def write(self, path: Path, *, drop_columns: dict[str, set[str]] | None = None) -> Path:
         connection = sqlite3.connect(path)
+        # Each table would wait for the disk, and nobody restores a capture of a test after a power cut.
+        connection.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
         self.rows["StringIds"] = [{"id": number, "value": value} for value, number in self.strings.items()]
         for table, declaration in _TABLES.items():
             if not self.rows[table] and table != "StringIds":

@@ -188,8 +188,7 @@ def test_an_interval_of_means_holds_the_true_difference(name: str, sizes: tuple[
     assert 0.92 <= coverage_of_means(DISTRIBUTIONS[name], sizes, 1500) <= 0.99
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("size", [5, 10])
+@pytest.mark.parametrize(("name", "size"), [("normal", 10), ("lognormal", 5), ("spikes", 5)])
 def test_an_interval_of_step_times_holds_the_true_difference(name: str, size: int) -> None:
     assert 0.9 <= coverage_of_step_times(DISTRIBUTIONS[name], size, 300) <= 1
 

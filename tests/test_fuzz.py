@@ -30,7 +30,8 @@ from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES
 from tests.nsys_builder import NsysBuilder
 
-SEEDS = 12
+SEEDS = 4
+"""Of each class; `.ci/run` reads more than a thousand others."""
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +66,14 @@ def test_a_mutant_that_once_failed_is_read_or_refused(kind: str, seed: int, scra
     assert not verdict.is_failure, verdict
 
 
-def test_the_judge_sees_what_must_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_sees_what_must_not_happen(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by hand")
 
-    assert not judge("export names", 0, tmp_path).is_failure
+    assert not judge("export names", 0, scratch).is_failure
     monkeypatch.setattr("profkit.reading.open_trace", broken)
     monkeypatch.setattr("profkit.cli.kernels.open_trace", broken, raising=False)
-    assert judge("export names", 0, tmp_path).outcome == "internal error"
+    assert judge("export names", 0, scratch).outcome == "internal error"
 
 
 COUNT = 150

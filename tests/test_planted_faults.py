@@ -42,7 +42,7 @@ def test_every_variant_of_a_plain_program_runs_and_its_steps_are_timed(
     done = forks.run([sys.executable, str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout.splitlines()[-1])
-    assert [len(each) for each in times] == [4] * len(variants)
+    assert [len(each) for each in times] == [2] * len(variants)
     assert all(min(each) > 0 for each in times)
 
 
@@ -52,10 +52,19 @@ def test_a_job_of_several_ranks_measures_its_own_steps(monkeypatch: pytest.Monke
     assert min(record_faults.measure_parallel(["late-python"], tiny=True)) > 0
 
 
-def test_variants_are_measured_in_turns_and_one_that_fails_has_no_times() -> None:
+def test_variants_are_measured_in_turns_and_one_that_fails_has_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "measure.py"
+    program.write_text(
+        f"import sys\nvariant = sys.argv[4]\nopen({str(tmp_path / 'turns')!r}, 'a').write(f'{{variant}};')\n"
+        "print([1.5])\nsys.exit(variant == 'fault')\n"
+    )
+    monkeypatch.setattr(record_faults, "__file__", str(program))
     until = time.monotonic() + 600
-    times = record_faults.measure_apart("nothing", [(), ("fault",)], until, tiny=True)
-    assert times == {"": [], "fault": []}
+    times = record_faults.measure_apart("plain", [(), ("fault",)], until, tiny=True)
+    assert times == {"": [1.5, 1.5], "fault": []}
+    assert (tmp_path / "turns").read_text() == ";fault;" * 2
 
 
 def _row(**advice: Any) -> dict[str, Any]:

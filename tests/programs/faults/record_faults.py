@@ -270,9 +270,9 @@ def measure_plain(program: str, faults: Sequence[str], *, tiny: bool) -> list[fl
     settings = Settings(frozenset(faults), tiny)
     step = module.make_step(settings)
     ready = module.count_ready_batches(settings) if hasattr(module, "count_ready_batches") else 0
-    for _ in range(2 if tiny else ready + 10):
+    for _ in range(1 if tiny else ready + 10):
         step()
-    return time_steps(step, 4 if tiny else 30)
+    return time_steps(step, 2 if tiny else 30)
 
 
 def time_steps(step: Callable[[], None], count: int) -> list[float]:
