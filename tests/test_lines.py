@@ -169,12 +169,15 @@ def test_samples_are_weighed_by_the_time_since_the_last_one() -> None:
     assert sorted(sampler.samples.values()) == [1, 2]
 
 
-def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it() -> None:
+def test_a_sample_that_waited_for_pythons_lock_counts_for_the_line_that_held_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0005)
     phases = ["held", "released", "released"]
     sampler = StackSampler(lambda: phases.pop(0))
     sampler.watch(threading.get_ident(), "main")
-    for is_late in (False, True, False):
-        sampler._look(10, is_late=is_late)
+    for late_ns in (0, 400_000, 0):
+        sampler._look(10, late_ns)
     sampler.step_ended()
     assert {phase: sum(times) for (_, phase, _), times in sampler.times.items()} == {"held": 20, "released": 10}
 
@@ -430,6 +433,30 @@ def test_a_line_that_calls_a_library_waits_where_the_library_does() -> None:
     assert found is not None
     (row,) = found.lines
     assert (row.time_ns, row.waits, row.waiting_ns) == (900, 1.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("late_ns", "waiting_ns"), [(400_000, 9_000_000), (900_000, 9_000_000), (8_000_000, 1_000_000)]
+)
+def test_a_call_that_holds_pythons_lock_does_not_wait_meanwhile(
+    late_ns: int, waiting_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``torch.tensor`` on a GPU, which reads thousands of Python's numbers, and then waits for the copy."""
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.0005)
+    recorder, main = LineRecorder(lambda: "forward"), threading.get_ident()
+    recorder._sampler.watch(main, "main")
+
+    def make_tensor() -> None:
+        recorder._sampler._add({main: sys._getframe(1)}, "forward", 9_000_000, late_ns)
+        recorder._waits.note(sys._getframe(1))
+
+    for _ in range(2):
+        make_tensor()
+        recorder.step_ended({"step_ns": 10_000_000})
+    found = recorder.stop()
+    assert found is not None
+    (row,) = found.lines
+    assert (row.time_ns, row.waits, row.waiting_ns) == (9_000_000, 1.0, waiting_ns)
 
 
 def test_a_line_that_calls_others_takes_what_they_take_and_waits_as_they_do() -> None:

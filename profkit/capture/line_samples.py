@@ -164,6 +164,10 @@ _SWITCH_INTERVAL_S = 0.0005
 _PROMPT_NS = 100_000
 """A sampler that waited for nothing looks at most this late: the system's timer is no better."""
 
+_LOCKED = 2
+"""A thread that runs Python lets the lock go after one switch interval: a sampler that is kept from it for more than
+so many waits for a call."""
+
 Key = tuple[Stack, str | None, Thread]
 
 Spot = tuple[int, int]
@@ -178,7 +182,9 @@ class StackSampler:
     """Adds up, by stack, phase and thread, the time between samples, each step for itself.
 
     Of a sample that came late, but before Python's switch interval was over, the time belongs to the stack of the
-    sample before: the thread held Python's lock until now, and let it go for the call in which it is seen.
+    sample before: the thread held Python's lock until now, and let it go for the call in which it is seen. For as long
+    as one that came later was kept from the lock, the thread did not wait for the GPU: whoever waits lets the lock go,
+    and ``torch.tensor`` on a GPU reads Python's numbers before it does.
 
     Args:
         phase: what phase of the step runs now.
@@ -189,8 +195,8 @@ class StackSampler:
         self.times: dict[Key, list[int]] = {}
         """Nanoseconds of each step, in order."""
         self.samples: defaultdict[Key, int] = defaultdict(int)
-        self.times_at: defaultdict[tuple[Key, Spot], int] = defaultdict(int)
-        """Nanoseconds of all steps by where the thread stood in them."""
+        self.unlocked_at: defaultdict[tuple[Key, Spot], int] = defaultdict(int)
+        """Nanoseconds of all steps by where the thread stood and may have waited: no one call held Python's lock."""
         self._phase = phase
         self._outermost = outermost
         self._watched: dict[int, Thread] = {}
@@ -219,7 +225,7 @@ class StackSampler:
             step, self._step = self._step, {}
             step_at, self._step_at = self._step_at, {}
         for at, time_ns in step_at.items():
-            self.times_at[at] += time_ns
+            self.unlocked_at[at] += time_ns
         for key, time_ns in step.items():
             times = self.times.setdefault(key, [])
             times += [0] * (self._steps - len(times))
@@ -247,16 +253,17 @@ class StackSampler:
             sleeps_ns = perf_counter_ns()
             sleep(PERIOD_NS / 1e9)
             now_ns = perf_counter_ns()
-            late_ns = now_ns - sleeps_ns - PERIOD_NS
-            self._look(now_ns - before_ns, is_late=_PROMPT_NS < late_ns < sys.getswitchinterval() * 1e9)
+            self._look(now_ns - before_ns, now_ns - sleeps_ns - PERIOD_NS)
             before_ns = now_ns
 
-    def _look(self, time_ns: int, *, is_late: bool = False) -> None:
+    def _look(self, time_ns: int, late_ns: int = 0) -> None:
         phase = self._phase()
         with self._lock, _no_collection():
-            self._add(sys._current_frames(), phase, time_ns, is_late=is_late)
+            self._add(sys._current_frames(), phase, time_ns, late_ns)
 
-    def _add(self, frames: dict[int, FrameType], phase: str | None, time_ns: int, *, is_late: bool = False) -> None:
+    def _add(self, frames: dict[int, FrameType], phase: str | None, time_ns: int, late_ns: int = 0) -> None:
+        switch_ns = sys.getswitchinterval() * 1e9
+        locked_ns = late_ns if late_ns > _LOCKED * switch_ns else 0
         for thread, kind in list(self._watched.items()):
             frame = frames.get(thread)
             working = _find(frame, self._outermost) if self._outermost else None
@@ -265,10 +272,10 @@ class StackSampler:
             key: Key = find_stack(frame, working), None if kind == "backward" else phase, kind
             at = key, _spot_of(frame)
             before, self._last[thread] = self._last.get(thread, at), at
-            if is_late:
+            if _PROMPT_NS < late_ns < switch_ns:
                 key, _ = at = before
             self._step[key] = self._step.get(key, 0) + time_ns
-            self._step_at[at] = self._step_at.get(at, 0) + time_ns
+            self._step_at[at] = self._step_at.get(at, 0) + time_ns - locked_ns
             self.samples[key] += 1
 
 

@@ -114,7 +114,7 @@ class _Total:
 def _merge(sampler: StackSampler, waits: Waits, steps: int) -> list[LineTime]:
     totals: defaultdict[_Row, _Total] = defaultdict(lambda: _Total([0] * steps))
     waiting: Counter[Key] = Counter()
-    for (key, spot), time_ns in sampler.times_at.items():
+    for (key, spot), time_ns in sampler.unlocked_at.items():
         waiting[key] += time_ns if spot in waits.spots else 0
     for key, times in sampler.times.items():
         for row, called in _rows_of(*key):
