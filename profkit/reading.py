@@ -159,6 +159,13 @@ def held_parts(path: Path) -> set[Part]:
     return {"snapshot"} if path.is_file() and _is_pickle(path) else {"trace"}
 
 
+def is_time_alone(path: Path) -> bool:
+    """Return whether a trace file, or a run without any snapshot."""
+    if path.is_dir():
+        return find_run(path) is not None and held_parts(path) == {"trace"}
+    return path.suffix == _REPORT or kind_of(path) in ("export", "chrome")
+
+
 def _place_of_trace(path: Path, run: Run | None) -> Path:
     """Return the run instead of the one trace that it holds, which is read with what the run knows of it."""
     is_the_runs = run is not None and path.is_file() and run.find_trace() == path and not run.rank_traces
@@ -244,8 +251,8 @@ def _read_columns(path: Path) -> Trace:
     if not path.stat().st_size:
         raise TraceError(f"{path}: the file is empty")
     raise TraceError(
-        f"{path}: neither an nsys SQLite export nor a torch.profiler trace (not SQLite, gzip or JSON); make an export"
-        " with `nsys export --type sqlite`"
+        f"{path}: no capture: neither SQLite (an nsys export), JSON or gzip (a torch.profiler trace), nor a pickle (a"
+        " memory snapshot)"
     )
 
 

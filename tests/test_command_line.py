@@ -54,6 +54,7 @@ def test_output_to_a_device_writes_to_it_and_does_not_replace_it(profkit: Run, t
     ("arguments", "code", "says"),
     [
         (("--range", "forwrad"), 2, "nearest: 'forward'"),
+        (("--range", "forward/elsewhere"), 2, "no range 'forward/elsewhere'; there are 'backward', "),
         (("--instance", "1"), 2, "one instance needs a range"),
         (("--range", "forward", "--instance", "9"), 2, "2 instances"),
         (("--per-instance",), 2, "one line per instance needs a range"),

@@ -556,6 +556,7 @@ def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
     assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
     assert sum(data["time"]["limited_by"].values()) == after["expected"]
     assert "cpu:" in run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "csv").stdout
+    assert "holds no memory snapshot; to predict a step's time, name a change" in run_command("whatif", SMALL).stderr
 
 
 def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:

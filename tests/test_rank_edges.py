@@ -13,7 +13,7 @@ import pytest
 
 from profkit.errors import UsageError
 from profkit.joining import read_ranks
-from profkit.report.commands.ranks import describe_ranks
+from profkit.report.commands.ranks import describe_ranks, describe_verdict, verdict_beside
 from profkit.report.units import format_gigabytes
 from profkit.run.directory import NSYS_EXPORT, Run, name_of_rank
 from profkit.run.light_columns import read_light
@@ -169,8 +169,13 @@ def test_what_is_said_of_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_calls_no_collective_is_no_late_rank(tmp_path: Path) -> None:
     lines = simulate(4, 6, [Delay(1, "data", 20 * MS), Delay(3, "data", 60 * MS)])
     lines[3] = _without(simulate(1, 6, [Delay(0, "data", 60 * MS)]), collectives=True)[0]
-    culprit = late_rank(read_ranks(write_kineto_run(tmp_path / "run", lines)))
+    result = read_ranks(write_kineto_run(tmp_path / "run", lines))
+    culprit = late_rank(result)
     assert (culprit.rank, culprit.cause) == (1, "data")
+    # What the answer to the run says already is not said again beside it.
+    verdict = describe_verdict(result)[0]
+    assert verdict_beside("A step takes 9 ms.", result) == [verdict]
+    assert verdict_beside(f"A step takes 9 ms: r{verdict[1:]}.", result) == []
 
 
 def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_waits_are_the_mean_ranks() -> None:

@@ -158,7 +158,11 @@ def _write(path: Path, content: str) -> Path:
     ("place", "kind", "said"),
     [
         (lambda folder: folder / "nothing.sqlite", TraceError, "no such file"),
-        (lambda folder: _write(folder / "notes.txt", "hello"), TraceError, "neither an nsys SQLite export nor"),
+        (
+            lambda folder: _write(folder / "notes.txt", "hello"),
+            TraceError,
+            "no capture: neither SQLite .* nor a pickle",
+        ),
         (lambda folder: _write(folder / "empty", ""), TraceError, "the file is empty"),
         (lambda folder: folder, RunError, "a directory, but no profkit run"),
     ],

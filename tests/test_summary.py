@@ -156,7 +156,7 @@ def test_a_run_with_long_tries_fits_its_screen(
         advice,
         cause="Python in PreparedBatches.__getitem__ keeps the GPU waiting, and nobody knows why",
         detail=", and nobody knows why",
-        change="do it in a DataLoader's worker, on the GPU, or once before the loop",
+        change="do it in a DataLoader's worker or on the GPU, or once before the loop",
         costs="objects that refer to each other are kept, and host memory",
         proof="profkit try RUN --edit no-host:prepare_the_batches.py:1042",
     )

@@ -314,7 +314,9 @@ def test_idle_time_without_a_profiler_decides_verdicts(tmp_path: Path) -> None:
     bare = rows_by_path(recorded)
     assert bare["step */forward"].verdict == "launch-bound"
     assert bare["step */forward"].clean_idle_share is None
-    estimated = ["Idle is scaled to the unprofiled step (estimate)" in notes_of(one) for one in (result, recorded)]
+    estimated = [
+        "Idle of ranges is scaled to the unprofiled step (estimate)" in notes_of(one) for one in (result, recorded)
+    ]
     assert estimated == [True, False]
     (one, step) = result.inflation
     assert (one.phase, one.clean_ns, one.profiled_ns, one.cost) == ("forward", 200, 400, 1.0)

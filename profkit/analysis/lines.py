@@ -29,9 +29,10 @@ class LinesResult(NotebookResult):
     """The lines of one rank, the longest first: times are scaled to an unprofiled step.
 
     ``callers`` are those of their lines that had called others: their times are the others', and no part of the sum.
-    ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one. ``step_ns``
-    is the unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None
-    without workers.
+    ``unnamed_ns`` is the time a step with no line of the user's own, or with too few samples to name one, ``ahead_ns``
+    that in which Python was done and the GPU was not: profkit waited for it at the step's end. ``step_ns`` is the
+    unprofiled step, ``batch_ns`` what a worker takes for a batch and ``batch_cpu_ns`` what its CPUs do, None without
+    workers.
     """
 
     run: str
@@ -42,6 +43,7 @@ class LinesResult(NotebookResult):
     lines: tuple[LineTime, ...]
     callers: tuple[LineTime, ...]
     unnamed_ns: int
+    ahead_ns: int
     batches: int
     batch_ns: int | None
     batch_cpu_ns: int | None
@@ -79,7 +81,8 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
     named = [line for line in found.lines if line.file is not None and _is_known(line)]
     rows = [_row(line, scale) for line in named]
     callers = [_row(line, scale) for line in found.callers if _is_known(line)]
-    rest = [line for line in found.lines if line not in named and line.thread != "worker"]
+    own = [line for line in found.lines if line.thread != "worker"]
+    ahead_ns = max(looked.get(STEP, 0) - sum(line.time_ns for line in own), 0)
     step_ns = unprofiled.get(STEP, looked.get(STEP, 0))
     return LinesResult(
         run=str(run.path),
@@ -89,7 +92,8 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
         is_scaled=bool(scale),
         lines=tuple(sorted(rows, key=lambda row: (row.thread == "worker", -row.time_ns, -row.waits))),
         callers=tuple(callers),
-        unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in rest),
+        unnamed_ns=sum(_scaled(line.time_ns, line, scale) for line in own if line not in named),
+        ahead_ns=round(ahead_ns * scale.get(STEP, 1.0)),
         batches=found.steps.batches,
         batch_ns=found.steps.batch_ns if found.steps.batches else None,
         batch_cpu_ns=found.steps.batch_cpu_ns,

@@ -22,7 +22,7 @@ from profkit.files import collector_off
 from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
 from profkit.launch.passes import Pass, Target, command_name, target_kind
 from profkit.launch.trials import TrialOptions, TrialRunner
-from profkit.reading import open_capture, open_snapshot, open_trace
+from profkit.reading import is_time_alone, open_capture, open_snapshot, open_trace
 from profkit.report.commands.trials import build_held_document, build_trials_document
 from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Document
@@ -91,6 +91,10 @@ def whatif(
     refuse_overwriting([capture], [output.path, plot])
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture, rank=rank) if edits else None
+        if opened is None and is_time_alone(capture):
+            raise UsageError(
+                f"{capture}: holds no memory snapshot; to predict a step's time, name a change with --edit"
+            )
         snapshot = open_snapshot(capture, rank=rank) if opened is None else None
     with shown_after_a_second("replaying the step, simulating the allocator"):
         if opened is not None:

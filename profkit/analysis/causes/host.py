@@ -101,7 +101,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             line=source_line(line),
             change=f'{line.called}(…, device="cuda")'
             if line.method in _FACTORIES
-            else "do it in a DataLoader's worker, on the GPU, or once before the loop",
+            else "do it in a DataLoader's worker or on the GPU, or once before the loop",
             changes=changes,
             edit=f"no-host:{line.file}:{line.line}",
             evidence={

@@ -382,5 +382,5 @@ def _judge_ranks(budgets: Budgets, ranks: RanksResult | str) -> Iterator[BudgetL
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)
         else:
             share = ranks.verdict.most_ns / max(ranks.step_ns, 1)
-            detail = f"what rank {ranks.verdict.most_rank}, the latest, costs the median rank in a step"
+            detail = f"rank {ranks.verdict.most_rank} costs the others most in the median step"
             yield BudgetLine(budget, None, share, limit, "share", share <= limit, detail)

@@ -126,7 +126,7 @@ def find_near_names(name: str, known: Sequence[str]) -> list[str]:
     """Return up to three of ``known`` that are spelled much as ``name``, or else hold it."""
     import difflib  # few names are unknown
 
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return near + [other for other in known if name.lower() in other.lower() and other not in near][: 3 - len(near)]
 
 

@@ -25,7 +25,7 @@ from profkit.analysis.time_account.step_times import name_statistic
 from profkit.names import SHARED, is_shared, sharing_modules
 from profkit.report import simplify_name
 from profkit.report.commands.memory import TOP_PARTS, memory_parts, memory_table
-from profkit.report.commands.ranks import describe_verdict
+from profkit.report.commands.ranks import verdict_beside
 from profkit.report.document import UNKNOWN, Column, Document, Lines, Row, Table
 from profkit.report.units import (
     BYTES,
@@ -394,7 +394,7 @@ def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, a
         f"{budget_label(line)}: {'' if line.judged else 'NOT JUDGED (counts as failed): '}{line.detail}"
         for line in check.lines
     ]
-    late = [] if ranks is None else describe_verdict(ranks)[:1]
+    late = [] if ranks is None else verdict_beside(answer, ranks)
     return Document(
         "check",
         {**check.to_dict(), **({"answer": answer} if answer else {})},

@@ -80,16 +80,17 @@ def build_efficiency_document(
     if any(step.communication_ns for step in result.steps):
         parts.append(_step_table(result))
     if compared is not None:
-        from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
+        from profkit.report.commands.ranks import verdict_beside  # few captures are of several ranks
 
-        parts.append(Lines(describe_verdict(compared)[:1]))
+        verdict = verdict_beside(answer, compared)
+        parts += [Lines(verdict)] if verdict else []
     data = result.to_dict()
     if answer:
         data = {"answer": answer, **data}
     if limits is not None:
         parts += limit_parts(limits)
         data["step_limits"] = limits.to_dict()
-    parts.append(Lines(_notes(result, steps, words)))
+    parts.append(Lines(_notes(result, steps, words, replayed=limits is not None)))
     return Document("efficiency", data, parts, ranges, result.warnings, self_check)
 
 
@@ -204,11 +205,14 @@ def _count_steps(result: EfficiencyResult) -> str:
     return format_count(steps, "step") + (f" on {format_count(gpus, 'GPU')}" if gpus > 1 else "")
 
 
-def _notes(result: EfficiencyResult, steps: int | None, limited_by: Mapping[str, str | None]) -> Iterator[str]:
+def _notes(
+    result: EfficiencyResult, steps: int | None, limited_by: Mapping[str, str | None], *, replayed: bool
+) -> Iterator[str]:
     average = "sums over the recording" if steps is None else f"averages over {format_count(steps, 'step')}"
     yield f"Times and counts are {average}. Idle: share of the range's time on the GPU."
     if any(row.clean_idle_share is not None for row in result.ranges):
-        yield "Idle is scaled to the unprofiled step (estimate); other times are as recorded."
+        scaled = "Idle of ranges, and what limits the step, are" if replayed else "Idle of ranges is"
+        yield f"{scaled} scaled to the unprofiled step (estimate); other times are as recorded."
     if result.work_source is None:
         yield f"FLOPs and % of peak are unknown: {result.uncounted}."
     else:

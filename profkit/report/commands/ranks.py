@@ -347,6 +347,12 @@ def describe_ranks(result: RanksResult) -> list[str]:
     return [f"{step}; waiting in collectives: {waiting}", *describe_verdict(result), *[clocks] * result.by_clocks]
 
 
+def verdict_beside(answer: str, result: RanksResult) -> list[str]:
+    """Return the verdict in one sentence, or nothing where the answer to the run says so already."""
+    verdict = describe_verdict(result)[0]
+    return [] if verdict[1:] in answer else [verdict]
+
+
 def describe_verdict(result: RanksResult) -> list[str]:
     """Return who is late, why and what it costs; else the figure that shows that nobody is."""
     verdict = result.verdict

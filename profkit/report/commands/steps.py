@@ -102,6 +102,8 @@ def _time_notes(times: StepTimes) -> list[str]:
 
 _WAITS = Unit(lambda value: f"{value:.3g}" if value else UNKNOWN)
 _TIME = Unit(lambda value: NS.show(value) if value else UNKNOWN)
+_WORTH = 0.05
+"""The share of a step from which the time in which Python was done is worth a sentence."""
 
 
 def build_lines_document(result: LinesResult) -> Document:
@@ -137,6 +139,8 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield "times are as sampled: no unprofiled step is near enough to scale them to; ± is the standard error"
     if result.unnamed_ns:
         yield f"{NS.show(result.unnamed_ns)} a step with no line of your own, or too few samples to name one"
+    if result.ahead_ns >= _WORTH * result.step_ns:
+        yield f"{NS.show(result.ahead_ns)} a step Python was done, and waited at the step's end for the GPU"
     if result.batch_ns is not None:
         yield f"workers of data loaders: per batch, of which one takes {NS.show(result.batch_ns)}"
     if result.no_waits is not None:
