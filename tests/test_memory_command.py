@@ -260,7 +260,7 @@ TRAININGS = st.one_of(
 
 
 @given(TRAININGS, TRAININGS, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_comparison_in_the_other_direction_is_the_opposite(
     before: Training, after: Training, has_ledger: bool
 ) -> None:

@@ -33,7 +33,7 @@ from tests.forked_scripts import Forks  # noqa: E402
 from tests.in_process import manifest_of, run_command  # noqa: E402
 from tests.nsys_builder import NsysBuilder  # noqa: E402
 
-# The recorder takes as long to start as the workers need to fill their queue.
+# Each batch is made when it is asked for, and as many as the queue holds while the recorder starts.
 SLOW_START = """
 import sys
 import time
@@ -43,19 +43,24 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader, Dataset
 
 
-class Slow(Dataset):
+class Asked(Dataset):
+    count = torch.multiprocessing.Value("i")
+
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
-        time.sleep(0.08)
+        while index >= self.count.value:
+            time.sleep(0.001)
         return torch.full((8,), float(index)), torch.ones(1)
 
 
 class Batches:
     def __iter__(self):
-        self.own = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
-        return self.own
+        self.own = iter(DataLoader(Asked(), batch_size=1, num_workers=2))
+        while True:
+            Asked.count.value += 1
+            yield next(self.own)
 
 
 batches = Batches()
@@ -64,6 +69,7 @@ start = profile.start_trace
 
 def start_slowly(self):
     start(self)
+    Asked.count.value += 4
     deadline = time.monotonic() + 60
     while ready() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -80,6 +86,7 @@ model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
 for number, (inputs, targets) in enumerate(batches):
     if number == int(sys.argv[1]):
+        Asked.count.value = 40  # the workers end when they have made theirs
         break
     optimizer.zero_grad()
     nn.functional.mse_loss(model(inputs), targets).backward()

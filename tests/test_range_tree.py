@@ -125,7 +125,7 @@ def traces(draw: st.DrawFn) -> NsysBuilder:
     return builder
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(builder=traces())
 def test_each_path_of_the_tree_selects_the_work_it_shows(builder: NsysBuilder) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -291,8 +291,9 @@ def test_a_delay_in_a_forward_is_named_with_its_module_and_by_light_records_alon
     found, light = late_rank(result), late_rank(read_ranks(tmp_path))
     assert (found.rank, found.cause, found.phase) == (2, "python", "forward") == (light.rank, light.cause, light.phase)
     assert found.module.endswith("1")
-    assert found.extra_ns == pytest.approx(DELAY_MS * MS, rel=0.35)
-    assert [one.rank for one in result.ranks if one.waiting_ns < DELAY_MS * MS / 2] == [2]
+    # How much exactly, and how long the others wait, depends on what else the machine does.
+    assert found.extra_ns > DELAY_MS * MS / 2
+    assert min(result.ranks, key=lambda one: one.waiting_ns).rank == 2
     assert "rank 2 is late" in said("summary", recorded)
 
 

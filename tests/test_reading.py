@@ -96,6 +96,10 @@ def test_the_summary_is_what_the_command_prints(path: Path) -> None:
     assert f"{summary}\n" == run_command("summary", path).stdout
     assert repr(summary) == str(summary)
     assert set(summary.to_pandas().columns) == {"figure", "value"}
+
+
+@pytest.mark.parametrize("path", [SNAPSHOT, RUN], ids=lambda path: path.name)
+def test_a_capture_shows_itself_as_its_page(path: Path) -> None:
     html = profkit.open(path)._repr_html_()
     assert html.startswith("<iframe srcdoc=")
     assert html.count("<") == html.count(">") == 2, "all of the page is escaped"
