@@ -183,7 +183,6 @@ class Capture:
         max_wait: float | None = None,
         max_skew: float | None = None,
         baseline: str | PathLike[str] | None = None,
-        max_slowdown: float = 0.0,
         force: bool = False,
     ) -> BudgetCheck:
         """Return whether it keeps its budgets (``.held``), as ``profkit check`` does; shares are fractions from 0 to 1.
@@ -197,7 +196,6 @@ class Capture:
             max_wait: the largest share of a step that ranks wait for each other.
             max_skew: the largest share of a step that the latest rank costs the others.
             baseline: an earlier run, than which this one must be neither slower nor larger.
-            max_slowdown: how much slower it may be.
             force: accept a baseline of other origin.
         """
         from profkit.analysis.compare.budgets import Budgets, check_budgets
@@ -207,7 +205,7 @@ class Capture:
         budgets = Budgets(step_ns, max_peak_bytes, max_idle, min_mfu, shares, max_wait, max_skew)
         before = None if baseline is None else open_capture(Path(baseline))
         compared: dict[str, Any] = {"ranks": self.ranks()} if budgets.of_ranks else {}
-        return check_budgets(self._opened, budgets, before, allowed_slowdown=max_slowdown, force=force, **compared)
+        return check_budgets(self._opened, budgets, before, force=force, **compared)
 
     @property
     def _run(self) -> Run:

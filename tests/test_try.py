@@ -261,7 +261,6 @@ def test_a_proof_that_fails_is_a_reason_and_nothing_else_is_lost() -> None:
         (["--edit", "gpu:×2", "script.py"], "profkit does not make this edit"),
         (["--edit", "nothing", "script.py"], "no edit 'nothing'"),
         (["--report", "."], "no profkit run"),
-        (["--alone", "--together", "script.py"], "give one of them"),
         (["script.py", "--edit", "compile"], "write profkit try --edit … script.py"),
     ],
 )

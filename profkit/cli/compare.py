@@ -137,13 +137,11 @@ def open_shown(path: Path) -> OpenedCapture:
     metavar="RUN0",
     help="Allow no measurable slowdown against this run, and no higher peak of requested memory.",
 )
-@click.option("--max-slowdown", type=PERCENT, help="Allow this much slowdown against the baseline  [default: 0%]")
 @click.option("--force", is_flag=True, help="Accept a baseline of different origin (GPU, driver, precision, …).")
 @output_options
 def check(
     run: Path,
     baseline: Path | None,
-    max_slowdown: float | None,
     force: bool,
     output: Output,
     **limits: Any,
@@ -153,8 +151,8 @@ def check(
     RUN is a run directory; fewer budgets can be judged with a trace or a snapshot alone. A budget that cannot be judged
     counts as failed, and the reason is printed.
     """
-    if baseline is None and (force or max_slowdown is not None):
-        raise UsageError(f"{'--force' if force else '--max-slowdown'} needs a baseline: give --baseline RUN0")
+    if baseline is None and force:
+        raise UsageError("--force needs a baseline: give --baseline RUN0")
     refuse_overwriting([run, baseline], [output.path])
     budgets = Budgets(**limits)
     if budgets == Budgets() and baseline is None:
@@ -165,7 +163,7 @@ def check(
     earlier = None if baseline is None else open_shown(baseline)
     with shown_after_a_second("judging"):
         ranks = _compare_ranks_of(run) if budgets.of_ranks else ""
-        result = check_budgets(opened, budgets, earlier, allowed_slowdown=max_slowdown or 0.0, force=force, ranks=ranks)
+        result = check_budgets(opened, budgets, earlier, force=force, ranks=ranks)
         answer = answer_capture(opened)
     output.print(build_check_document(result, None if isinstance(ranks, str) else ranks, answer))
     failed = [budget_label(line) for line in result.lines if not line.held]

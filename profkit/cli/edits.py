@@ -166,7 +166,6 @@ class TryCommand(RunCommand):
     metavar="EDIT",
     help=f"Try this; given several times, each alone and then those that help together: {', '.join(_MEASURED)}.",
 )
-@click.option("--together", is_flag=True, help="Try all edits together only, not each alone.")
 @click.option("--alone", is_flag=True, help="Try each edit alone only, not those together that help.")
 @click.option("--processes", type=POSITIVE, default=3, show_default=True, help="Processes of each that are measured.")
 @click.option("--anyway", is_flag=True, help="Also try a script that writes files where it runs.")
@@ -181,7 +180,6 @@ class TryCommand(RunCommand):
 def try_(
     target: tuple[str, ...],
     edits: tuple[str, ...],
-    together: bool,
     alone: bool,
     processes: int,
     anyway: bool,
@@ -196,8 +194,6 @@ def try_(
     Each edit gets processes of its own, in turns with the program as it is, which are stopped after some timed steps.
     Nothing is recorded meanwhile. An edit that was not made, or that took no effect, is shown with the reason.
     """
-    if together and alone:
-        raise UsageError("--together tries all edits in one process, --alone each in its own; give one of them")
     if report:
         output.print(_report(list(map(Path, target))))
         return 0
@@ -210,10 +206,9 @@ def try_(
         raise UsageError(
             f"the summary of {run} proposes nothing that can be tried; --edit takes {', '.join(_MEASURED)}"
         )
-    parsed = parse_each(wanted)
-    variants = [tuple(edit.text for edit in parse_edits(parsed))] if together else [(text,) for text in parsed]
+    variants = [(text,) for text in parse_each(wanted)]
     step_on = step_on or (Run(run).manifest.workload.step_on if run is not None else None)
-    options = TrialOptions(processes, step_on, combines=not (together or alone), may_write=anyway)
+    options = TrialOptions(processes, step_on, combines=not alone, may_write=anyway)
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
         document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)

@@ -100,14 +100,13 @@ def check_budgets(
     budgets: Budgets,
     baseline: OpenedCapture | None = None,
     *,
-    allowed_slowdown: float = 0.0,
     force: bool = False,
     ranks: RanksResult | str = "the ranks were not read",
 ) -> BudgetCheck:
     """Return whether a run keeps its budgets; fewer can be judged of a single trace or snapshot.
 
-    It must be neither measurably slower than the ``baseline``, by more than this fraction of its time, nor need more
-    memory; ``force`` accepts one of other provenance. ``ranks`` are compared, or the reason why they are not.
+    It must be neither measurably slower than the ``baseline`` nor need more memory; ``force`` accepts one of other
+    provenance. ``ranks`` are compared, or the reason why they are not.
 
     Raises:
         UsageError: there is no budget, or a share's name can mean two things, or nothing.
@@ -123,7 +122,7 @@ def check_budgets(
     if budgets.of_ranks:
         lines += _judge_ranks(budgets, ranks)
     if baseline is not None:
-        lines += _judge_against(run, baseline, allowed_slowdown=allowed_slowdown, force=force)
+        lines += _judge_against(run, baseline, force=force)
     return BudgetCheck(str(run.path), tuple(lines))
 
 
@@ -284,14 +283,12 @@ def _explain_no_share(attribution: Attribution, name: str, bare: str, asked: tup
     return f"--max-share {name}: no {' and no '.join(asked)} is named {bare!r}; {hint} (`profkit ranges` lists ranges)"
 
 
-def _judge_against(
-    run: OpenedCapture, baseline: OpenedCapture, *, allowed_slowdown: float = 0.0, force: bool = False
-) -> Iterator[BudgetLine]:
+def _judge_against(run: OpenedCapture, baseline: OpenedCapture, *, force: bool = False) -> Iterator[BudgetLine]:
     """Yield whether a run is as fast as its baseline and needs no more memory, for what at least one of them recorded.
 
     Time is that of the unprofiled steps if both runs have them, else the kernel time per step. A run is slower if the
-    whole interval of the change lies above ``allowed_slowdown`` of the baseline's time. Memory is the peak of
-    requested bytes; if a replay is not exact, the bounds of the allocated peak.
+    whole interval of the change lies above 0. Memory is the peak of requested bytes; if a replay is not exact, the
+    bounds of the allocated peak.
     """
     try:
         compared = compare_captures(reduce_capture(baseline), reduce_capture(run), force=force)
@@ -299,7 +296,7 @@ def _judge_against(
         yield not_judged(BASELINE, "ns", None, str(error))
         return
     if compared.clean is not None or run.trace is not None or baseline.trace is not None:
-        yield from _judge_time_against(compared, allowed_slowdown)
+        yield from _judge_time_against(compared)
     if run.snapshot is not None and baseline.snapshot is not None:
         yield _judge_peak_against(run.snapshot, baseline.snapshot)
     elif (run.snapshot is None) != (baseline.snapshot is None):
@@ -313,35 +310,29 @@ def _peak_bounds(snapshot: OpenedSnapshot) -> tuple[int, int | None]:
     return max(low for low, _ in bounds), max(highs) if len(highs) == len(bounds) else None
 
 
-def _judge_time_against(compared: CaptureComparison, allowed: float) -> Iterator[BudgetLine]:
+def _judge_time_against(compared: CaptureComparison) -> Iterator[BudgetLine]:
     if compared.clean is not None and compared.clean.changes:
         for change in compared.clean.changes:
             if change.is_whole_step:
                 counts = compared.clean.describe_samples(change)
                 times = change.before_ns, change.after_ns
-                yield _judge_change(change.name, times, change, counts, allowed)
+                yield _judge_change(change.name, times, change, counts)
     elif compared.time is not None and compared.time.unit == "step":
         whole, samples = compared.time.kernel_time, compared.time.samples
         counts = f"means of {samples[0]} and {samples[1]} profiled steps"
         times = whole.before_per_sample_ns, whole.after_per_sample_ns
-        yield _judge_change("kernel time", times, whole, counts, allowed)
+        yield _judge_change("kernel time", times, whole, counts)
     else:
         yield not_judged(BASELINE, "ns", None, "the two runs have no steps in common, unprofiled or profiled")
 
 
-def _judge_change(
-    name: str, times_ns: tuple[int, int], change: Change | CleanChange, counts: str, allowed: float
-) -> BudgetLine:
-    (before, after), verdict, low = times_ns, change.verdict, change.low_ns
-    limit = round((1 + allowed) * before)
+def _judge_change(name: str, times_ns: tuple[int, int], change: Change | CleanChange, counts: str) -> BudgetLine:
+    (before, after), verdict = times_ns, change.verdict
     if verdict == "unknown":
-        return not_judged(BASELINE, "ns", limit, f"{counts}: an interval needs {FEWEST} on each side", name)
-    slower = verdict == "more" and low is not None and low > allowed * before
+        return not_judged(BASELINE, "ns", before, f"{counts}: an interval needs {FEWEST} on each side", name)
     words = {"more": "measurably slower", "less": "measurably faster"}.get(verdict, verdict)
     detail = f"{words} by {abs(change.change_ns):,} ns" if verdict in ("more", "less") else words
-    if allowed:
-        detail += f"; {allowed:.1%} over {before:,} ns is allowed"
-    return BudgetLine(BASELINE, name, after, limit, "ns", not slower, f"{detail}; {counts}")
+    return BudgetLine(BASELINE, name, after, before, "ns", verdict != "more", f"{detail}; {counts}")
 
 
 def _judge_peak_against(run: OpenedSnapshot, baseline: OpenedSnapshot) -> BudgetLine:
