@@ -92,7 +92,8 @@ def count_idle_slowly(opened: OpenedTrace) -> tuple[int, int, Fraction, Fraction
         return recorded, idle, Fraction(0), Fraction(0)
     # A GPU that is busy for longer than its unprofiled steps take is never idle, and another one no less for it.
     left = [max(Fraction(unprofiled) * len(steps) - sum(steps), Fraction(0)) for steps in busy_of.values()]
-    return recorded, idle, sum(map(sum, busy_of.values())) + sum(left, Fraction(0)), sum(left, Fraction(0))
+    span = Fraction(unprofiled) * sum(map(len, busy_of.values()))
+    return recorded, idle, span, sum(left, Fraction(0))
 
 
 def _find_steps_slowly(opened: OpenedTrace) -> list[int]:
@@ -182,11 +183,16 @@ def test_a_recorded_step_takes_what_the_host_timed_else_its_time_on_the_gpus(
 
 
 def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(tmp_path: Path) -> None:
-    """Unprofiled steps of 60 ms: one GPU is busy for 44 ms of them, the other for 76 as recorded."""
-    opened = read_trace(_write_ranks(tmp_path, (4 * MS, 36 * MS), attached=_steps(60 * MS)))
+    """Unprofiled steps of 60 ms: one GPU is busy for 44 ms of them, the other for 76 as recorded, with waits."""
+    run = _write_ranks(tmp_path, (4 * MS, 36 * MS), attached=_steps(60 * MS))
+    opened = read_trace(run)
     idle = opened.account.idle_time()
-    assert (idle.span_ns, idle.idle_ns) == (2 * (60 + 76) * MS, 2 * 16 * MS)
+    assert (idle.span_ns, idle.idle_ns) == (2 * (60 + 60) * MS, 2 * 16 * MS)
     assert count_idle_slowly(opened)[2:] == (idle.span_ns, idle.idle_ns)
+    assert rows_by_path(opened.efficiency())["step *"].clean_idle_share == idle.share
+    # The parts of a GPU's time are those of the step that is named: 66.7 % of it computing.
+    assert "GPU busy 86.7% · idle 13.3% = 8.000 ms a step, " in _screen(run)
+    assert "communication not hidden 20.0%" in _screen(run)
 
 
 def test_things_are_counted_per_step_of_the_program_not_of_a_gpu(tmp_path: Path) -> None:

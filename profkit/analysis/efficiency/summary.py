@@ -246,9 +246,10 @@ def measure_efficiency(
     summed_of = build_rows(attribution, nodes, members)
     holders = {nodes.parent[node] for node, summed in summed_of.items() if summed.busy_ns}
     for node, summed in summed_of.items():
-        mine, change_ns = members[ranges_of[node]], None
+        mine, change_ns, part = members[ranges_of[node]], None, 1.0
         if is_step(summed.name):
-            change_ns = account.data_change_ns(context_of(split_path(summed.path)))
+            context = context_of(split_path(summed.path))
+            change_ns, part = account.data_change_ns(context), account.unprofiled_part(context)
         amount = works.total(mine)
         if (amount.flops or 0) > sum(product_flops.values()):
             product_flops = amount.flops_by_dtype
@@ -260,6 +261,7 @@ def measure_efficiency(
             facts.peaks,
             idle_factor=factors[node],
             data_change_ns=change_ns,
+            unprofiled_part=part,
             holds_others=node in holders,
         )
         if is_step(row.name):
@@ -399,6 +401,7 @@ def _build_row(
     *,
     idle_factor: float | None,
     data_change_ns: float | None,
+    unprofiled_part: float,
     holds_others: bool,
 ) -> EfficiencyRow:
     busy_ns = summed.busy_ns
@@ -409,7 +412,7 @@ def _build_row(
     change_ns = None if data_change_ns is None else round(data_change_ns * int(columns.window_count[node]))
     idle = None if parts is None else recorded_idle(parts, data)
     if parts is not None and idle_factor is not None:
-        idle = unprofiled_idle(parts, data, round(parts.idle_ns * idle_factor), change_ns)
+        idle = unprofiled_idle(parts, data, round(parts.idle_ns * idle_factor), change_ns, part=unprofiled_part)
     verdict = judge(
         parts,
         idle,

@@ -63,7 +63,11 @@ class IdleCauses:
 
 @dataclass(frozen=True)
 class IdleTime:
-    """The time of GPUs and the idle part of it: without a profiler where ``is_unprofiled``, else as recorded."""
+    """The time of GPUs and the idle part of it: without a profiler where ``is_unprofiled``, else as recorded.
+
+    GPUs whose kernels wait for other ranks may be busy for longer, as recorded, than an unprofiled step takes: the
+    hosts that they wait for are slower with a profiler. Their time is the step, and none of it is idle.
+    """
 
     span_ns: int
     idle_ns: int
@@ -161,6 +165,13 @@ class TimeAccount:
             sum(part.span_ns for part in parts), sum(part.idle_ns for part in parts), causes, is_unprofiled=True
         )
 
+    def unprofiled_part(self, context: int | None) -> float:
+        """Return the unprofiled time of the GPUs over the sum of their busy and their idle time; see `IdleTime`."""
+        rows = self.context == _number(context)
+        idle = self.idle_time(rows)
+        whole_ns = self.sum_parts(rows)[0].busy_ns + idle.idle_ns
+        return idle.span_ns / whole_ns if whole_ns else 1.0
+
     def data_change_ns(self, context: int | None) -> float | None:
         """Return how much longer an unprofiled step waits for data than a recorded one; None if that is unknown."""
         waits = self._times(DATA, context)
@@ -182,9 +193,11 @@ class TimeAccount:
         mine = rows & (self.context == _number(context))
         parts, data = self.sum_parts(mine)
         count = int(mine.sum())
-        idle_ns = max(round((self.step_ns(context) or 0) * count) - parts.busy_ns, 0)
+        span_ns = round((self.step_ns(context) or 0) * count)
+        idle_ns = max(span_ns - parts.busy_ns, 0)
         change_ns = self.data_change_ns(context)
-        return unprofiled_idle(parts, data, idle_ns, None if change_ns is None else round(change_ns * count))
+        causes = divide_idle(parts, data, idle_ns, None if change_ns is None else round(change_ns * count))
+        return IdleTime(span_ns, idle_ns, causes, is_unprofiled=True)
 
 
 def recorded_idle(parts: GpuParts, data: DataWait) -> IdleTime:
@@ -192,10 +205,15 @@ def recorded_idle(parts: GpuParts, data: DataWait) -> IdleTime:
     return IdleTime(parts.span_ns, parts.idle_ns, divide_idle(parts, data, parts.idle_ns), is_unprofiled=False)
 
 
-def unprofiled_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: int | None = None) -> IdleTime:
-    """Return the time of GPUs that are as busy as recorded and idle for ``idle_ns``; see `divide_idle`."""
+def unprofiled_idle(
+    parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: int | None = None, *, part: float = 1.0
+) -> IdleTime:
+    """Return the time of GPUs that are as busy as recorded and idle for ``idle_ns``, and this part of that together.
+
+    See `divide_idle` and `TimeAccount.unprofiled_part`.
+    """
     causes = divide_idle(parts, data, idle_ns, data_change_ns)
-    return IdleTime(parts.busy_ns + idle_ns, idle_ns, causes, is_unprofiled=True)
+    return IdleTime(round((parts.busy_ns + idle_ns) * part), idle_ns, causes, is_unprofiled=True)
 
 
 def divide_idle(parts: GpuParts, data: DataWait, idle_ns: int, data_change_ns: int | None = None) -> IdleCauses:

@@ -295,8 +295,9 @@ def _describe_gpu(summary: Summary) -> str:
         data_ns = why[_CAUSES["data_ns"]]
         if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
             text += f", {format_ns(data_ns)} {_CAUSES['data_ns']}"
-    exposed = parts.exposed_communication_ns
-    if exposed:
+    if parts.exposed_communication_ns:
+        # What GPUs are busy beyond the unprofiled step, they only wait for other ranks.
+        exposed = max(parts.exposed_communication_ns - (parts.busy_ns + idle.idle_ns - idle.span_ns), 0)
         text += f"{SEPARATOR}communication not hidden {format_share(exposed / idle.span_ns)}"
     elif not parts.overlapped_communication_ns:
         text += f"{SEPARATOR}no communication"
