@@ -444,6 +444,14 @@ def _also_idle(result: EfficiencyResult) -> list[str]:
     return [line.removeprefix(start) for line in notes.lines if line.startswith(start)]
 
 
+def test_operators_without_a_formula_are_named_where_flops_are_and_no_care_of_the_summary(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    work = json.loads((run / "work.json").read_text())
+    (run / "work.json").write_text(json.dumps(work | {"missing": ["aten::leaky_relu"]}))
+    assert "counted as no work: aten::leaky_relu" in run_command("efficiency", run).stderr
+    assert "leaky_relu" not in run_command("summary", run, "--all").stdout
+
+
 def test_where_no_step_was_counted_the_table_and_the_summary_say_why(tmp_path: Path) -> None:
     run = make_small_run(tmp_path)
     for name in ("work.json", "trace.sqlite"):

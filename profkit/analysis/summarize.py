@@ -50,6 +50,8 @@ _MUCH = 0.05
 """Matrix products of a type that take a smaller share of all products' time at the peaks are not named."""
 _MOST_SIMULATED = 400_000
 """Events; `profkit whatif` simulates longer histories, at 25 µs an event."""
+_SAID_ELSEWHERE = ("no-clean-twin", "uncounted")
+"""The line of the step time says if the unprofiled one is unknown; the summary names no FLOPs that may lack some."""
 _TF32 = ("high", "medium", True, "tf32")
 """What torch's settings of fp32 products are where they allow TF32."""
 
@@ -76,11 +78,10 @@ def summarize_capture(capture: OpenedCapture) -> Summary:
     if capture.run is not None and capture.run.lines() is not None:
         summary = replace(summary, lines=choose_lines(find_lines(capture.run)))
     summary = replace(summary, compilations=read_run_compilations(capture.run), missing=tuple(_missing(capture)))
-    # That the unprofiled time is unknown stands in the line of the step time.
     kept = {
         finding.message: finding
         for finding in findings
-        if finding.verdict != "note" and finding.code != "no-clean-twin"
+        if finding.verdict != "note" and finding.code not in _SAID_ELSEWHERE
     }
     summary = replace(summary, findings=tuple(kept.values()))
     # Steps of several contexts have no step in common.
