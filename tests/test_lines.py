@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from profkit.analysis.lines import find_lines
+from profkit.analysis.lines import choose_lines, find_lines
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.capture import line_samples, lines
 from profkit.capture.hooks.hooks import Hooks
@@ -642,6 +643,19 @@ def test_the_step_of_lines_is_that_of_the_summary_where_batches_come_in_bursts(t
     step = times.find("step", None)
     assert step is not None
     assert result.step_ns == step.clean_ns == 10_000_000
+
+
+def test_a_line_that_runs_a_trainer_is_none_of_the_summarys(run_with_lines: Path) -> None:
+    path = run_with_lines / "lines.jsonl"
+    found = read_run_lines(path)
+    fit = [
+        LineTime("/me/train.py", 40, "main", "trainer.fit", phase, "main", 40, time_ns, 9_000, 1.0)
+        for phase, time_ns in ((None, 400_000), ("backward", 300_000))
+    ]
+    write_lines(path, replace(found, lines=(*found.lines, *fit)))
+    result = find_lines(Run(run_with_lines))
+    assert sum(line.line == 40 for line in result.lines) == 2
+    assert [line.line for line in choose_lines(result)] == [14]
 
 
 def test_what_is_said_of_lines(run_with_lines: Path, tmp_path: Path) -> None:

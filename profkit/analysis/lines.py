@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
-from profkit.names import STEP
+from profkit.names import BACKWARD, OPTIMIZER, STEP
 from profkit.run.directory import Run
 from profkit.run.lines import FEWEST_SAMPLES, LineTime, calls_backward
 from profkit.run.manifest import Samples
@@ -102,10 +102,23 @@ def find_lines(run: Run, rank: int = 0) -> LinesResult:
 
 
 def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
-    """Return the two lines whose own time is at least `_PART` of a step, then those that wait for the GPU."""
-    own = [line for line in result.lines if line.thread != "worker" and not calls_backward(line.called)]
+    """Return the two lines whose own time is at least `_PART` of a step, then those that wait for the GPU.
+
+    One that runs a trainer says nothing of where in it the time goes, and would come once for each of its phases.
+    """
+    trainers = lines_of_trainers((*result.lines, *result.callers))
+    main = [line for line in result.lines if line.thread != "worker" and not calls_backward(line.called)]
+    own = [line for line in main if line.place not in trainers]
     longest = [line for line in own if line.own_ns >= _PART * result.step_ns][:_MOST_NAMED]
     return (*longest, *[line for line in own if line.waits >= 1 and line not in longest][:_MOST_NAMED])
+
+
+def lines_of_trainers(lines: Iterable[LineTime]) -> frozenset[tuple[str | None, int]]:
+    """Return the file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
+    phases: dict[tuple[str | None, int], set[str | None]] = {}
+    for line in lines:
+        phases.setdefault(line.place, set()).add(line.phase)
+    return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
 
 
 def _is_known(line: LineTime) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from profkit.analysis.intervals import unite
+from profkit.analysis.lines import lines_of_trainers
 from profkit.analysis.step_replay.edits import ProgramFacts
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
 from profkit.analysis.step_replay.predict import (
@@ -27,7 +28,7 @@ from profkit.analysis.step_replay.ranks_together import MOST_RANKS
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
 from profkit.analysis.summary import WORTH, Summary
 from profkit.analysis.tree.modules import read_place
-from profkit.names import BACKWARD, OPTIMIZER, kind_of
+from profkit.names import kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime, join_at_places
 from profkit.run.manifest import Manifest, find_condition
@@ -240,11 +241,7 @@ class Evidence:
 
     @cached_property
     def trainer_lines(self) -> frozenset[tuple[str | None, int]]:
-        """The file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
-        phases: dict[tuple[str | None, int], set[str | None]] = {}
-        for line in (*self.lines, *self.facts.callers):
-            phases.setdefault(line.place, set()).add(line.phase)
-        return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
+        return lines_of_trainers((*self.lines, *self.facts.callers))
 
     @property
     def is_debugged(self) -> bool:
