@@ -348,7 +348,7 @@ def test_without_a_gpu_the_parts_are_phases_with_their_lines(tmp_path: Path) -> 
     builder.write(tmp_path / "trace.sqlite")
     account = open_capture(tmp_path).trace.account  # type: ignore[union-attr]
     line = LineTime("/me/train.py", 30, "main", "torch.randn", None, "main", 90, 150, 0, 0.0)
-    tree = divide_step(account, None, (line, replace(line, phase="backward", called="….backward")), 1_000)
+    tree = divide_step(account, None, (line,), 1_000)
     assert [(*part.phases, part.time_ns, part.line and part.line.line) for part in tree.parts] == [
         ("backward", 500, None),
         ("forward", 300, None),

@@ -19,7 +19,7 @@ from profkit.analysis.causes.advice import AdviceResult
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.summarize import summarize_capture
-from profkit.analysis.summary import Summary, WorkUse
+from profkit.analysis.summary import Summary, WorkUse, divide_step
 from profkit.analysis.time_account.account import IdleCauses, divide_idle
 from profkit.analysis.time_account.gpu_time import DataWait, GpuParts
 from profkit.analysis.time_account.steps import is_step
@@ -191,6 +191,12 @@ def test_a_gpu_that_is_busy_beyond_the_unprofiled_step_makes_no_other_less_idle(
     assert count_idle_slowly(opened)[2:] == (idle.span_ns, idle.idle_ns)
     assert rows_by_path(opened.efficiency())["step *"].clean_idle_share == idle.share
     # The parts of a GPU's time are those of the step that is named: 66.7 % of it computing.
+    tree = divide_step(opened.account, None, (), 60 * MS)
+    assert tree is not None
+    assert {part.kind: part.time_ns for part in tree.parts if part.kind in ("computing", "communicating")} == {
+        "computing": 40 * MS,
+        "communicating": 12 * MS,
+    }
     assert "GPU busy 86.7% · idle 13.3% = 8.000 ms a step, " in _screen(run)
     assert "communication not hidden 20.0%" in _screen(run)
 

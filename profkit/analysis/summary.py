@@ -23,7 +23,7 @@ from profkit.analysis.time_account.gpu_time import GpuParts
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.errors import Finding
 from profkit.names import DATA, STEP
-from profkit.run.lines import LineTime, calls_backward
+from profkit.run.lines import LineTime
 
 if TYPE_CHECKING:
     from profkit.analysis.ranks.comparison import RanksResult
@@ -104,14 +104,14 @@ def _join(parts: Iterable[StepPart]) -> Iterator[StepPart]:
 
 
 def _by_gpu_time(account: TimeAccount) -> Iterator[tuple[Kind, int]]:
-    parts, idle = account.sum_parts()[0], account.idle_time().causes
+    parts, idle = account.sum_parts()[0], account.idle_time()
     yield Limit.COMPUTING, parts.computing_ns
-    yield Limit.COMMUNICATING, parts.exposed_communication_ns
+    yield Limit.COMMUNICATING, idle.exposed_communication_ns(parts)
     yield Limit.COPYING, parts.exposed_copy_ns
-    yield "data", idle.data_ns
-    yield Limit.PREPARING, idle.launching_ns
-    yield Limit.WAITING, idle.synchronising_ns
-    yield Limit.PYTHON, idle.outside_cuda_ns
+    yield "data", idle.causes.data_ns
+    yield Limit.PREPARING, idle.causes.launching_ns
+    yield Limit.WAITING, idle.causes.synchronising_ns
+    yield Limit.PYTHON, idle.causes.outside_cuda_ns
 
 
 def _by_phases(account: TimeAccount, lines: Sequence[LineTime], step_ns: int) -> Iterator[StepPart]:
@@ -131,9 +131,7 @@ def _by_phases(account: TimeAccount, lines: Sequence[LineTime], step_ns: int) ->
 
 
 def _longest(lines: Sequence[LineTime], phase: str | None) -> LineLimit | None:
-    own = (
-        line for line in lines if line.phase == phase and line.thread != "worker" and not calls_backward(line.called)
-    )
+    own = (line for line in lines if line.phase == phase)
     line = max(own, key=lambda line: line.time_ns, default=None)
     if line is None or line.file is None:
         return None

@@ -78,6 +78,11 @@ class IdleTime:
     def share(self) -> float:
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
+    def exposed_communication_ns(self, parts: GpuParts) -> int:
+        """Return what this time has of the recorded communication that nothing hides: all but the waits beyond it."""
+        beyond_ns = parts.busy_ns + self.idle_ns - self.span_ns
+        return max(parts.exposed_communication_ns - beyond_ns, 0)
+
 
 @dataclass(frozen=True, eq=False)
 class TimeAccount:

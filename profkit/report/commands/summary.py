@@ -296,9 +296,8 @@ def _describe_gpu(summary: Summary) -> str:
         if data_ns > _PART * summary.idle_ns and cause != _CAUSES["data_ns"]:
             text += f", {format_ns(data_ns)} {_CAUSES['data_ns']}"
     if parts.exposed_communication_ns:
-        # What GPUs are busy beyond the unprofiled step, they only wait for other ranks.
-        exposed = max(parts.exposed_communication_ns - (parts.busy_ns + idle.idle_ns - idle.span_ns), 0)
-        text += f"{SEPARATOR}communication not hidden {format_share(exposed / idle.span_ns)}"
+        share = idle.exposed_communication_ns(parts) / idle.span_ns
+        text += f"{SEPARATOR}communication not hidden {format_share(share)}"
     elif not parts.overlapped_communication_ns:
         text += f"{SEPARATOR}no communication"
     if parts.exposed_copy_ns > _PART * idle.span_ns:
