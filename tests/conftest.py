@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 from profkit import annotation, reading
+from profkit.analysis.causes import advice
 from profkit.cli import main
 from profkit.snapshot import reader
 from tests.browser import start_browser
@@ -27,6 +28,10 @@ from tests.nsys_builder import NsysBuilder
 from tests.observed_ranges import NvtxEvent
 
 if TYPE_CHECKING:
+    from profkit.analysis.causes.advice import AdviceResult
+    from profkit.analysis.opened import OpenedCapture
+    from profkit.analysis.summary import Summary
+    from profkit.run.directory import Run
     from tests.forked_scripts import Forks
 
 ROOT = Path(__file__).parent.parent
@@ -142,10 +147,13 @@ ANALYZERS = (
 
 @pytest.fixture(scope="module")
 def read_once() -> Iterator[None]:
-    """Whoever opens a capture again gets the columns that were read first, which nothing changes."""
+    """Whoever opens a capture again gets what was read and found of it first, which nothing changes."""
     with (
-        mock.patch("profkit.reading.read_trace_file", _remember(reading.read_trace_file)),
-        mock.patch("profkit.snapshot.reader.read_snapshot", _remember(reader.read_snapshot)),
+        mock.patch("profkit.reading.read_trace_file", _READ["trace"]),
+        mock.patch("profkit.snapshot.reader.read_snapshot", _READ["snapshot"]),
+        mock.patch("profkit.reading._open_trace", _OPENED["trace"]),
+        mock.patch("profkit.reading._open_snapshot", _OPENED["snapshot"]),
+        mock.patch("profkit.analysis.causes.advice._find_tries", _found_tries),
     ):
         yield
 
@@ -162,6 +170,41 @@ def _remember(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
         return replace(read_file(path.resolve(), state.st_mtime_ns, state.st_size), path=str(path))
 
     return read_or_remember
+
+
+def _reopen(open_anew: Callable[..., Any]) -> Callable[..., Any]:
+    opened: dict[Any, Any] = {}
+
+    def open_or_remember(path: Path, run: Run | None, **how: Any) -> Any:
+        files = [path, *([] if run is None else run.path.iterdir())]
+        if not all(map(os.path.exists, files)) or path.suffix == ".nsys-rep":
+            return open_anew(path, run, **how)
+        state = frozenset((file.resolve(), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        return _look_up(opened, (str(path), state, str(how)), lambda: open_anew(path, run, **how))
+
+    return open_or_remember
+
+
+def _look_up(known: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
+    if key not in known:
+        found = find()
+        if len(known) >= 8:
+            del known[next(iter(known))]
+        known[key] = found
+    return known[key]
+
+
+_READ = {"trace": _remember(reading.read_trace_file), "snapshot": _remember(reader.read_snapshot)}
+_OPENED = {"trace": _reopen(reading._open_trace), "snapshot": _reopen(reading._open_snapshot)}
+_TRIES: dict[Any, Any] = {}
+_find_tries = advice._find_tries
+
+
+def _found_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
+    # What was opened is kept with them, so that no other object gets its number.
+    key = (str(capture.path), id(capture.trace), id(capture.snapshot))
+    known, _, found = _look_up(_TRIES, key, lambda: (summary, capture, _find_tries(capture, summary)))
+    return found if known == summary else _find_tries(capture, summary)  # type: ignore[no-any-return]
 
 
 @pytest.fixture

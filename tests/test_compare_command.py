@@ -14,7 +14,7 @@ from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.placing.attribution import Attribution
 from profkit.errors import UsageError
-from profkit.reading import open_capture
+from profkit.reading import _open_trace, open_capture
 from profkit.report.commands.compare import VIEWS, describe_difference, describe_differences
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.conftest import ROOT
@@ -143,8 +143,9 @@ def test_no_two_traces_are_in_memory_at_once(runs: tuple[Path, Path], monkeypatc
         opened.append(weakref.ref(capture.trace.attribution))
         return capture
 
+    monkeypatch.setattr("profkit.reading._open_trace", _open_trace)  # which remembers none
+    monkeypatch.setattr("profkit.cli.compare.open_capture", open_alone)  # first, as it takes what the reader has now
     monkeypatch.setattr("profkit.reading.open_capture", open_alone)
-    monkeypatch.setattr("profkit.cli.compare.open_capture", open_alone)
     compare(*runs, force=True)
     assert run_command("compare", *runs, "--force").returncode == 0
     assert len(opened) == 4

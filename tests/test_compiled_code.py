@@ -109,7 +109,7 @@ def test_the_range_around_a_replay_leads_to_the_graph_that_was_captured() -> Non
 def test_a_command_reads_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    trace = Path(__file__).parent.parent / "traces" / "small-train.kineto.json.gz"
+    trace = Path(__file__).parent.parent / "traces" / "tiny-train-cpu.kineto.json.gz"
     (folder / "trace.json.gz").write_bytes(trace.read_bytes())
     write_manifest(folder / "manifest.json", Manifest(status="complete"))
     append_records(folder / "compiled.jsonl", [GRAPH])

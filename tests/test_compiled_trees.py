@@ -22,6 +22,8 @@ from tests.forked_scripts import Forks
 from tests.in_process import check_profkit, run_command
 from tests.test_compiled_ranges import rows_of, tree_launch_by_launch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 import torch

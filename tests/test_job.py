@@ -255,6 +255,7 @@ def test_of_runs_that_begin_at_once_in_one_directory_one_has_it(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
+@pytest.mark.slow
 def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -> None:
     runs = runs_of_job(two_machines)
     assert [path.name for path in runs] == ["node0", "node1"]
@@ -263,6 +264,7 @@ def test_two_launchers_leave_one_directory_with_a_run_each(two_machines: Path) -
     assert {path.name for run in runs for path in run.glob("light*")} == {"light.jsonl", "light.rank1.jsonl"}
 
 
+@pytest.mark.slow
 def test_of_the_runs_of_a_job_the_first_alone_says_what_to_read_next(two_machines: Path) -> None:
     printed = json.loads((two_machines.parent / "printed.json").read_text())
     assert sorted("The run is shared/node0. Next:" in one for one in printed) == [False, True]
@@ -291,6 +293,7 @@ def test_one_nsys_around_srun_is_said_to_record_one_machine(
     assert ("Failed to connect to Agent" in done.stderr) == is_said
 
 
+@pytest.mark.slow
 def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
     check_command("kernels", two_machines, "--rank", "1", "--format", "json")
     refused = run_command("kernels", two_machines)
@@ -298,6 +301,7 @@ def test_a_command_reads_one_rank_of_a_job(two_machines: Path) -> None:
     assert "holds the runs of 2 machines: profkit ranks" in refused.stderr
 
 
+@pytest.mark.slow
 def test_runs_from_several_disks_are_put_in_the_order_of_their_ranks(two_machines: Path, tmp_path: Path) -> None:
     # On disks of their own both machines would have called theirs node0.
     for host, run in zip("ab", reversed(runs_of_job(two_machines)), strict=True):
@@ -336,6 +340,7 @@ def test_runs_that_are_not_of_one_job_are_not_gathered(tmp_path: Path) -> None:
         gather([one], one)
 
 
+@pytest.mark.slow
 def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Path) -> None:
     check_command("scrub", two_machines / "node0", "-o", tmp_path / "copy")
     assert "localhost" not in (tmp_path / "copy" / "manifest.json").read_text()
@@ -343,6 +348,7 @@ def test_a_scrubbed_run_of_a_job_names_no_host(two_machines: Path, tmp_path: Pat
     assert (tmp_path / "copy" / light.name).read_text() == light.read_text()
 
 
+@pytest.mark.slow
 def test_the_ranks_of_all_machines_are_compared(two_machines: Path) -> None:
     done = check_command("ranks", two_machines, "--format", "json")
     found = json.loads(done.stdout)

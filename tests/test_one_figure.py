@@ -199,7 +199,9 @@ def test_the_two_profilers_agree_on_a_share_of_one_workload(name: str) -> None:
 
 
 def _run_json(*words: str | Path) -> dict[str, Any]:
-    return dict(json.loads(run_command(*words, "--format", "json").stdout))
+    done = run_command(*words, "--format", "json")
+    assert done.stdout, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def _check_steps_and_idle_time(path: Path) -> None:
@@ -228,12 +230,13 @@ def _check_steps_and_idle_time(path: Path) -> None:
     assert capture.trace.account.steps.tolist() == measured_ranges(capture.trace.attribution)["step"].tolist()
 
 
+TIMED = ("small-train.nsys", "small.kineto", "checkpointed", "two_gpus")
 STEPPED = [path for path in TRACES if path.name.startswith(("small", "checkpointed", "ddp", "hooks", "two", "graph"))]
 
 
 @pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.name)
 def test_steps_and_idle_time_are_one_figure_everywhere_and_equal_a_slow_account(path: Path, tmp_path: Path) -> None:
-    """As recorded, and in runs whose unprofiled steps were shorter and longer than the recorded ones."""
+    """As recorded, and of some in runs whose unprofiled steps were shorter and longer than the recorded ones."""
     opened = read_trace(path)
     if not len(opened.account):
         pytest.skip("no steps on a GPU")
@@ -241,7 +244,7 @@ def test_steps_and_idle_time_are_one_figure_everywhere_and_equal_a_slow_account(
     assert count_idle_slowly(opened)[:2] == (parts.span_ns, parts.idle_ns)
     _check_steps_and_idle_time(path)
     recorded_ns = round(opened.account.recorded_step_ns() or 0)
-    for number, factor in enumerate((0.9, 2.5)):
+    for number, factor in enumerate((0.9, 2.5) if path.name.startswith(TIMED) else ()):
         run = tmp_path / f"{number}"
         run.mkdir()
         (run / ("trace.sqlite" if path.suffix == ".sqlite" else "trace.json.gz")).symlink_to(path)

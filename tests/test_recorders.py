@@ -369,6 +369,7 @@ def _recorded_steps(place: Path) -> int:
     return len(manifest_of(place / "run")["profiled"]["steps"])
 
 
+@pytest.mark.slow
 def test_lines_of_the_scripts_own_profiler_are_printed_as_without_profkit(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nprint('KINETO_LOG_LEVEL' in os.environ)\n" + SCRIPT)
     words = [sys.executable, "train.py", "9", "1", "0"]

@@ -203,12 +203,12 @@ def test_no_nsys_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp_path: Path) -> None:
+def test_a_targets_own_failure_is_the_runs_status_and_stands_in_the_manifest(tmp_path: Path, forks: Forks) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = _profkit("model.tiny", "--device", "cuda", "-o", "run", cwd=tmp_path)
+    done = forks.run_profkit("run", "model.tiny", "--device", "cuda", "-o", "run", cwd=tmp_path)
     assert done.returncode == 2
     assert "sees no CUDA GPU" in done.stderr
     assert "failed with exit status 2; nothing was recorded; see run" in done.stderr

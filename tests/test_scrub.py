@@ -118,7 +118,8 @@ def test_the_copy_of_a_capture_gives_the_same_figures(path: Path, tmp_path: Path
     """Of some captures all commands are asked, of the others which kernels lie under which range."""
     share(path, tmp_path / path.name)
     time = TIME if path.name.startswith(("small-train.nsys", "ddp", "tiny")) else PLACED
-    assert assert_same_figures(path, tmp_path / path.name, MEMORY if ".pickle" in path.name else time)
+    memory = MEMORY[:1] if path.name.startswith("nanogpt-") else MEMORY  # one program under other settings
+    assert assert_same_figures(path, tmp_path / path.name, memory if ".pickle" in path.name else time)
 
 
 @pytest.mark.parametrize("path", _runs(), ids=lambda path: path.name)
