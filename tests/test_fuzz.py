@@ -31,7 +31,7 @@ from tests.fuzz.mutants import CLASSES
 from tests.nsys_builder import NsysBuilder
 
 SEEDS = 4
-"""Of each class; `.ci/run` reads more than a thousand others."""
+"""Of each class; `.ci/run` reads a thousand others."""
 
 
 @pytest.fixture(scope="module")

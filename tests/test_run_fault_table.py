@@ -52,7 +52,12 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("row", STREAMS)
+IN_SHORT = ("output on a full disk", "all three closed", "a status of its own, and errors that nobody reads")
+
+
+@pytest.mark.parametrize(
+    "row", [row if row in IN_SHORT else pytest.param(row, marks=pytest.mark.slow) for row in STREAMS]
+)
 def test_a_stream_that_cannot_be_used_changes_no_status(tmp_path: Path, row: str) -> None:
     shell, script, status, kept, said = STREAMS[row]
     (tmp_path / "train.py").write_text(script)
@@ -117,6 +122,7 @@ def end_of_fork():
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_script_ends_with_its_own_status_while_it_is_recorded_and_after(tmp_path: Path) -> None:
     """C++'s end of such a process waits for Kineto's threads, which are not in it: also without profkit."""
     at_step = "number in (2, 9) and end_of_fork()"
