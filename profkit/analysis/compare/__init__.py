@@ -63,6 +63,7 @@ class StepSamples:
     """False if processes made different numbers of steps: then some samples hold fewer processes than others."""
     has_contexts: bool = False
     """True if steps of several contexts are taken together."""
+    gpu_count: int = 1
 
     @property
     def size(self) -> int:
@@ -168,6 +169,7 @@ def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSa
         left_out_ns=int(work.duration_ns.sum()) - int(work.duration_ns[rows].sum()),
         even=numbering.even,
         has_contexts=numbering.has_contexts,
+        gpu_count=len(distinct_values(work.device[rows])),
     )
 
 

@@ -120,6 +120,7 @@ class TimeComparison:
     by_category: tuple[Line, ...]
     parts: tuple[Part, ...]
     left_out_ns: tuple[int, int]
+    gpu_counts: tuple[int, int]
     warnings: tuple[Finding, ...]
 
     @property
@@ -148,6 +149,7 @@ def compare_times(before: StepSamples, after: StepSamples) -> TimeComparison:
         by_category=_group(before, after, lambda key: key.category),
         parts=tuple(parts),
         left_out_ns=(before.left_out_ns, after.left_out_ns),
+        gpu_counts=(before.gpu_count, after.gpu_count),
         warnings=tuple(_warnings(before, after)),
     )
 

@@ -158,7 +158,11 @@ def _sums(time: TimeComparison) -> Iterator[str]:
     noun = _noun(time)
     within = "" if time.range is None else f" under {time.range!r}"
     counts = [_per_sample(count, size) for count, size in zip(time.kernel_count, time.samples, strict=True)]
-    yield f"times are per {unit}: {format_count(time.samples[0], unit)} before, {time.samples[1]:,} after"
+    together = ""
+    if max(time.gpu_counts) > 1:
+        gpus = " and ".join(f"{count:,}" for count in dict.fromkeys(time.gpu_counts))
+        together = f"; those of {noun}s are sums over {gpus} GPUs"
+    yield f"times are per {unit}: {format_count(time.samples[0], unit)} before, {time.samples[1]:,} after{together}"
     yield f"{noun}s per {unit}: {counts[0]:,} before, {counts[1]:,} after"
     yield f"totals{within}: {whole.before_ns:,} and {whole.after_ns:,} ns; sum of the changes: {whole.change_ns:,} ns"
     left_before, left_after = time.left_out_ns
