@@ -520,7 +520,8 @@ def test_a_rank_that_computes_more_is_named_by_steps_without_the_profiler_that_h
     assert culprit.steps == 18
     assert culprit.unrecorded_ns == pytest.approx(35 * MS, rel=0.05)
     assert describe_ranks(result)[-1] == (
-        "These times are of steps without a profiler: with it, hosts are too slow to show this"
+        "These times are of steps without a profiler; figures below are of those with one, whose hosts are too slow to"
+        " show this"
     )
 
 

@@ -73,6 +73,10 @@ _UNTIMED = (
     "how long ranks wait in collectives within a phase is known only with TORCH_NCCL_ENABLE_TIMING=1, or where all "
     "ranks are recorded in full"
 )
+_UNRECORDED = (
+    "These times are of steps without a profiler; figures below are of those with one, whose hosts are too slow to show"
+    " this"
+)
 
 
 def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MOST_RANKS_SHOWN) -> Document:
@@ -419,7 +423,7 @@ def _accuse(culprit: Culprit, result: RanksResult) -> list[str]:
         f"Its extra time: {format_ns(culprit.extra_ns)} a step more {compared}{passing * may_pass}",
         f"Without it a step would take about {format_ns(without)} instead of {format_ns(step_ns)}"
         " (estimate: each collective starts when the median rank is there)",
-        *["These times are of steps without a profiler: with it, hosts are too slow to show this"] * is_unrecorded,
+        *[_UNRECORDED] * is_unrecorded,
     ]
 
 
