@@ -827,6 +827,7 @@ def test_of_a_late_rank_that_computes_more_it_is_said_how_many_times_as_much(
     [
         (ROOT / "tests" / "light_records" / "ddp-data", "Nothing is predicted: no trace was recorded."),
         (ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite", "Nothing is predicted: no work of a GPU was recorded."),
+        (ROOT / "traces" / "tiny-train-cpu.kineto.json.gz", "Nothing is predicted: no unprofiled step was recorded."),
         (
             ROOT / "traces" / "nanogpt-default.snapshot.pickle.gz",
             "Nothing found that would save more than 2 % of the peak.",

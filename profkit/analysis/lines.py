@@ -54,6 +54,10 @@ class LinesResult(NotebookResult):
         """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
         return self.batch_cpu_ns / self.batch_ns if self.batch_ns and self.batch_cpu_ns is not None else None
 
+    @property
+    def knows_waits(self) -> bool:
+        return self.no_waits is None or any(line.waits or line.waiting_ns for line in self.lines)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -19,7 +19,8 @@ from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.step_replay.limits import Limit, StepLimits
+from profkit.analysis.causes.on_cpu import CPU
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
@@ -42,7 +43,7 @@ CHANGES_TRAINING = ("autocast", "batch")
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS)
+ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, *CPU)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 
@@ -160,9 +161,16 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
     by_effect = sorted(chosen, key=lambda cause: (cause.code in CHANGES_TRAINING, -_weight(evidence, cause)))
     tries = tuple(_advise(evidence, cause) for cause in by_effect)
-    timed = [cause for cause in chosen if cause.changes]
-    together = _interval(evidence.predict(_changes_of(chosen))) if len(timed) > 1 else None
-    return AdviceResult(tries, together, notes=notes)
+    return AdviceResult(tries, _predict_together(evidence, chosen), notes=notes)
+
+
+def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
+    if len([cause for cause in causes if cause.changes]) > 1:
+        return _interval(evidence.predict(_changes_of(causes)))
+    answers = [cause.answer for cause in causes if cause.answer is not None]
+    if evidence.cpu_step is not None and len(answers) > 1:
+        return _interval(evidence.cpu_step.without_all(answers))
+    return None
 
 
 def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
@@ -308,7 +316,9 @@ def _say_nothing(evidence: Evidence) -> str:
     if limits is None:
         if evidence.summary.memory is not None and not evidence.summary.has_trace:
             return "Nothing found that would save more than 2 % of the peak."
-        what = "work of a GPU" if evidence.summary.has_trace else "trace"
+        what = _name_missing(evidence)
+        if what is None:
+            return f"Nothing found that would save more than 2 %: the step is {_name_phases(evidence.summary)}."
         return f"Nothing is predicted: no {what} was recorded."
     if limits.refusal is not None and evidence.replay is not None:
         return "Nothing found that would save more than 2 %."
@@ -318,6 +328,26 @@ def _say_nothing(evidence: Evidence) -> str:
     if limits.unprofiled_ns is None:
         parts += ", as recorded; without a profiler, of which no step was timed, Python is faster"
     return f"Nothing found that would save more than {WORTH:.0%}: the step is {parts}.".replace("2%", "2 %")
+
+
+def _name_missing(evidence: Evidence) -> str | None:
+    """Return what a prediction needs that was not recorded, None if nothing is missing of a step on the CPU."""
+    trace = evidence.trace
+    if trace is None:
+        return "trace"
+    if trace.trace.measure != "cpu-operator":
+        return "work of a GPU"
+    if evidence.cpu_step is None:
+        return "unprofiled step"
+    return "line of source" if evidence.facts.lines is None else None
+
+
+def _name_phases(summary: Summary) -> str:
+    """Return the phases of a step on the CPU that are a large part of it."""
+    parts = () if summary.tree is None else summary.tree.parts
+    shares = {"outside of phases" if phase == OUTSIDE else phase: part for part in parts for phase in part.phases}
+    named = [(phase, summary.tree.share(part.time_ns)) for phase, part in shares.items() if summary.tree is not None]
+    return " and ".join(f"{share:.0%}".replace("%", f" % {phase}") for phase, share in named if share >= _LEAST_NAMED)
 
 
 def _compose(summary: Summary, limits: StepLimits) -> Iterator[str]:

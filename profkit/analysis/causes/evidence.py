@@ -16,6 +16,7 @@ from profkit.analysis.intervals import unite
 from profkit.analysis.lines import lines_of_trainers
 from profkit.analysis.step_replay.edits import ProgramFacts
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
+from profkit.analysis.step_replay.on_cpu import CpuStep, find_cpu_step
 from profkit.analysis.step_replay.predict import (
     StepChange,
     TimeAnswer,
@@ -68,8 +69,8 @@ class Cause:
     """What a row found: the fields of `Advice`, and the changes of a step that remove it, from which effects follow.
 
     ``detail`` is what the sentence of the cause goes on with where there is room. ``answer`` is the step without it
-    where several ranks' steps say that. ``ends_run``: the run will fail of it. ``worth`` is the share of the step that
-    it must save: more than usual where the change takes more than a line.
+    where several ranks' steps say that, or one on the CPU. ``ends_run``: the run will fail of it. ``worth`` is the
+    share of the step that it must save: more than usual where the change takes more than a line.
     """
 
     code: str
@@ -153,6 +154,12 @@ class Evidence:
             return None
         return trace.step_replay if trace.step_replay.refusal is None else None
 
+    @cached_property
+    def cpu_step(self) -> CpuStep | None:
+        """The step of a program that computes on the CPU, in one process; None of others."""
+        trace = self.trace
+        return None if trace is None or len(trace.ranks.members) > 1 else find_cpu_step(trace.account)
+
     @property
     def limits(self) -> StepLimits | None:
         """What limits the step; None where that is unknown, and of several ranks: rows change the steps of one."""
@@ -219,11 +226,13 @@ class Evidence:
     @property
     def now_ns(self) -> int:
         """The step now, 0 where it is unknown."""
-        return 0 if self.replay is None else self.replay.now_ns or 0
+        now = self.replay or self.cpu_step
+        return 0 if now is None else now.now_ns or 0
 
     @property
     def spread_ns(self) -> int:
-        return 0 if self.replay is None else self.replay.spread_ns
+        now = self.replay or self.cpu_step
+        return 0 if now is None else now.spread_ns
 
     @property
     def is_tight(self) -> bool:

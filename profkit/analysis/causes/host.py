@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from profkit.analysis.causes.changes import (
@@ -50,30 +51,44 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if step is None:
         return
     waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases)
-    batch_ns = facts.batch_in_worker(waited_ns, "expected")
+    # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
+    pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
+    workers = choose_workers(evidence, waited_ns, pace_ns)
+    if workers is not None:
+        cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
+        yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
+
+
+def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | None:
+    """Return with how many workers a loader keeps up with a pace; None if more would not help, or nobody knows."""
+    facts = evidence.facts
+    batch_ns, room = facts.batch_in_worker(waited_ns, "expected"), facts.room or _MANY_WORKERS
     has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
     if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
-        return
+        return None
+    workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
+    return workers if workers > facts.workers else None
+
+
+def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: str = "") -> Cause:
+    """Return the cause that a loader is too slow, without what so many workers do to the step."""
+    facts = evidence.facts
     main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
     lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
     line = _costliest_below_loop(evidence, [line for line in lines if line.file])
-    room = facts.room or _MANY_WORKERS
-    # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
-    pace_ns = evidence.expect_after(edits(f"workers:{room}")) or evidence.now_ns
-    workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
-    if workers <= facts.workers:
-        return
     have = f"with {facts.workers} worker{'s' * (facts.workers > 1)} is too slow" if facts.workers else "has no workers"
-    yield Cause(
+    return Cause(
         code="loader",
         cause=f"the DataLoader {have}",
-        detail=", and the GPU waits for it",
         line=None if line is None else source_line(line),
-        change=f"DataLoader(…, num_workers={workers}, pin_memory=True, persistent_workers=True)",
-        changes=edits(f"workers:{workers}"),
+        change=f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)",
         edit=f"workers:{workers}",
         costs="CPU cores and host memory",
-        evidence={"waited_ns": waited_ns, "workers": facts.workers, "batch_ns": batch_ns},
+        evidence={
+            "waited_ns": waited_ns,
+            "workers": facts.workers,
+            "batch_ns": facts.batch_in_worker(waited_ns, "expected") or 0,
+        },
     )
 
 
@@ -156,16 +171,15 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     moves_pageable = bool(evidence.facts.workers and evidence.step and find_pageable_copies(evidence.step))
     known = (*evidence.lines, *evidence.facts.callers)
     trainers = {line.place for line in known if line.phase in (BACKWARD, OPTIMIZER)}
-    groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
+    limiting_lines = []
     for line in evidence.lines:
         phase = line.phase or OUTSIDE
         paused_ns = min(limiting.get((line.file or "", line.line, phase), 0), pauses.get(phase, 0))
         is_long = line.own_ns >= _LEAST_SHARE * evidence.now_ns and paused_ns >= _COVERED * line.own_ns
         is_plain = line.place not in trainers and not _launches(line) and not (line.is_move and moves_pageable)
         if line.thread == "main" and phase != DATA and is_long and is_plain:
-            groups[line.file or "", line.function, line.phase].append(line)
-    for lines in groups.values():
-        yield from _split(sorted(lines, key=lambda line: line.line))
+            limiting_lines.append(line)
+    yield from group_nearby(limiting_lines)
 
 
 def _pauses(evidence: Evidence) -> dict[str, int]:
@@ -194,9 +208,15 @@ def _launches(line: LineTime) -> bool:
     return is_operation or line.method in ("backward", "step", "zero_grad", "synchronize", "item", "join")
 
 
-def _split(lines: Sequence[LineTime]) -> Iterator[Sequence[LineTime]]:
-    starts = [at for at, line in enumerate(lines) if not at or line.line - lines[at - 1].line > _NEAR]
-    yield from (lines[start:end] for start, end in pairwise([*starts, len(lines)]))
+def group_nearby(lines: Iterable[LineTime]) -> Iterator[Sequence[LineTime]]:
+    """Yield the lines of one phase and function, with what is written within it, that stand together."""
+    groups: defaultdict[tuple[str, str, str | None], list[LineTime]] = defaultdict(list)
+    for line in lines:
+        groups[line.file or "", line.function.partition(".<")[0], line.phase].append(line)
+    for group in groups.values():
+        ordered = sorted(group, key=lambda line: line.line)
+        starts = [at for at, line in enumerate(ordered) if not at or line.line - ordered[at - 1].line > _NEAR]
+        yield from (ordered[start:end] for start, end in pairwise([*starts, len(ordered)]))
 
 
 def _copies(evidence: Evidence) -> Iterator[Cause]:
@@ -369,8 +389,11 @@ def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
 
 
 def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
-    """Workers of data loaders compute with several threads each, more in all than there are CPUs."""
+    """There are more threads that compute than CPUs: the program's, or those of workers of data loaders."""
     workers, cpus, busy = evidence.facts.workers, evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
+    threads = evidence.condition("cpu_threads")
+    if evidence.cpu_step is not None and isinstance(cpus, int) and isinstance(threads, int) and threads > cpus:
+        yield f"torch computes with {threads} threads on {cpus} CPUs: torch.set_num_threads({cpus})"
     if busy is not None and isinstance(cpus, int) and busy > _SEVERAL and busy * workers > cpus:
         yield (
             f"each of {workers} loader workers keeps {busy:.1f} of {cpus} CPUs busy while it makes a batch: "

@@ -44,7 +44,7 @@ _GRAPH_NODE_NS = {"least": 0, "expected": 300, "most": 1_000}
 """What the launch of a CUDA graph takes for each of its kernels."""
 _NODE_GAP_NS = {"least": 60, "expected": 150, "most": 1_000}
 """What passes between two kernels of a CUDA graph; on an H200 it was 0.1 µs (median; mean 0.4)."""
-_FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
+FETCH_NS = {"least": 50_000, "expected": 250_000, "most": 900_000}
 """What a batch takes to come from a worker that has it ready."""
 _CROWDED = {"least": 1.0, "expected": 1.1, "most": 1.5}
 """How many times longer a worker takes for a batch than one process that has the machine's CPU to itself."""
@@ -442,7 +442,7 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
     ready = slow_host(ready, max(1.0, after / before))
     uneven = _UNEVEN[setting.world] if facts.workers else 1.0
     every_ns = round(uneven * batch_ns / facts.batches_at_once(workers, setting.world))
-    first, fetch_ns = next(iter(waits)), min(whole_ns, _FETCH_NS[setting.world])
+    first, fetch_ns = next(iter(waits)), min(whole_ns, FETCH_NS[setting.world])
     return _wait_for_batches(_lengthen_gap(ready, first, fetch_ns), first, every_ns, whole_ns - fetch_ns, setting)
 
 

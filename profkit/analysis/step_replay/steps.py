@@ -287,7 +287,7 @@ def replay_steps(account: TimeAccount, *, failed_check: bool = False) -> StepRep
         None if time_ns is None else round(time_ns) for time_ns in (account.step_ns(), account.recorded_step_ns())
     )
     unprofiled, spread_ns = _unprofiled_phases(account)
-    found = StepReplay(constants, tuple(steps), unprofiled_ns, spread_ns, None, recorded_ns, _variation(account))
+    found = StepReplay(constants, tuple(steps), unprofiled_ns, spread_ns, None, recorded_ns, find_variation(account))
     return replace(found, refusal=_why_doubtful(found, has_times=bool(unprofiled)))
 
 
@@ -402,12 +402,16 @@ def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
         for times in account.timed.phases
         if times.clock == "cuda-events" and times.phase not in (STEP, DATA)
     }
-    step = account.timed.find(STEP, None)
-    spread = 0.0 if step is None else max(step.clean.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns)
-    return phases, round(spread)
+    return phases, find_spread(account)
 
 
-def _variation(account: TimeAccount) -> float:
+def find_spread(account: TimeAccount) -> int:
+    """Return by how much the unprofiled steps differ, 0 where none was timed."""
+    step = None if account.timed is None else account.timed.find(STEP, None)
+    return 0 if step is None else round(max(step.clean.median_absolute_deviation, _LEAST_SPREAD * step.clean_ns))
+
+
+def find_variation(account: TimeAccount) -> float:
     """Return the error of the typical unprofiled step as a share of it, without waits for data.
 
     The 10th and the 90th percentile lie 1.28 standard deviations from the middle. Of ten steps that do not depend on

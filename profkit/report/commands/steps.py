@@ -118,16 +118,16 @@ def build_lines_document(result: LinesResult) -> Document:
         for row in result.lines
     ]
     head = f"Lines of source in {format_count(result.steps, 'step')} of {NS.show(result.step_ns)}"
-    columns = (
+    columns: tuple[Column, ...] = (
         Column("place", "line", TEXT, flexible=True),
         Column("function", "function", TEXT, flexible=True),
         Column("called", "calls", TEXT, flexible=True),
         Column("where", "phase", TEXT),
         Column("time_ns", "per step", _TIME),
         Column("error_ns", "±", _TIME),
-        Column("waiting_ns", "waiting", _TIME),
-        Column("waits", "waits", _WAITS),
     )
+    if result.knows_waits:
+        columns += (Column("waiting_ns", "waiting", _TIME), Column("waits", "waits", _WAITS))
     table = Table(columns, rows, exact=tuple(LineTime.__dataclass_fields__))
     return Document("lines", result.to_dict(), (Lines([head], "head"), table, Lines(_notes(result))), table)
 
@@ -147,7 +147,8 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield f"calls that wait for the GPU are not known: {result.no_waits}"
     else:
         yield "waits: calls that wait for the GPU, per step; torch does not see torch.cuda.synchronize() and NCCL"
-    yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
+    if result.knows_waits:
+        yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
 
 
 def describe_line(line: LineTime) -> str:

@@ -1,0 +1,242 @@
+"""Rows of causes of programs that compute on the CPU.
+
+What a step is without them follows from unprofiled times alone (`CpuStep`): of sampled lines, and of operators by
+their share of a phase's recorded ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from profkit.analysis.causes.evidence import Cause, Evidence, source_line
+from profkit.analysis.causes.host import choose_workers, describe_loader, group_nearby
+from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
+from profkit.analysis.step_replay.on_cpu import CpuStep
+from profkit.analysis.time_account.steps import mark_work_of_steps
+from profkit.analysis.tree.modules import Place, places_of_ranges
+from profkit.names import BACKWARD, DATA, FORWARD, LOSS
+from profkit.run.lines import LineTime, calls_backward
+from profkit.trace.columns import Ints, distinct_values, empty_ints
+
+_LEAST_SHARE = 0.01
+_BUSY_THREADS: Mapping[World, float] = {"least": 0.0, "expected": 0.5, "most": 1.0}
+"""How many of torch's threads keep a CPU busy, as a power of their number: one, or all."""
+_SMALL_NS = 20_000
+"""An operator that takes less is mostly what calling it takes."""
+_MANY = 300
+"""One call of a module calls fewer small operators; a loop over the elements of a batch more."""
+_NODE = "autograd::engine::evaluate_function: "
+_ACCUMULATES = "AccumulateGrad"
+_NAN_CHECKS = ("aten::isnan", "aten::ne", "aten::any", "aten::is_nonzero")
+_KEEPING_STACK_NS: Mapping[World, int] = {"least": 1_000_000, "expected": 450_000, "most": 150_000}
+"""What keeping an operation's stack takes: 0.15 ms of Python in a function of a script, 0.5 ms within modules."""
+_IN_SINGLE: Mapping[World, float] = {"least": 0.35, "expected": 0.5, "most": 0.75}
+"""What operators take of their time in double precision: vector registers hold twice as many numbers, memory moves as
+many."""
+
+
+class _Operators:
+    """The recorded steps' operators: which of them lie in which phase and module, and which compute something again."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        assert evidence.trace is not None
+        attribution = evidence.trace.attribution
+        trace, places = attribution.trace, [*places_of_ranges(attribution), Place(None)]
+        self.names, self.steps = trace.names, max(1, evidence.summary.program_steps)
+        self.name, self.time_ns = trace.work.name, trace.work.duration_ns
+        self.rows: dict[str | None, dict[str | None, list[int]]] = {}
+        self.again: list[int] = []
+        self.innermost = innermost = attribution.work.innermost
+        for row in np.flatnonzero(mark_work_of_steps(attribution)).tolist():
+            place = places[innermost[row]]
+            self.rows.setdefault(place.phase, {}).setdefault(next(reversed(place.modules), None), []).append(row)
+            if place.is_again:
+                self.again.append(row)
+
+    def of_phase(self, phase: str) -> list[int]:
+        return [row for rows in self.rows.get(phase, {}).values() for row in rows]
+
+    def count(self, rows: Sequence[int], holds: Callable[[str], bool]) -> float:
+        return sum(holds(self.names[name]) for name in self.name[rows].tolist()) / self.steps
+
+    def small(self, rows: Sequence[int]) -> Ints:
+        """Return those that take little, of places each call of which has many of them; else none."""
+        chosen = np.array(rows, dtype=np.int64)
+        small = chosen[self.time_ns[chosen] < _SMALL_NS]
+        calls = len(distinct_values(self.innermost[small]))
+        return small if len(small) >= _MANY * calls else empty_ints()
+
+    def share(self, rows: Sequence[int] | Ints, of: Sequence[int]) -> float:
+        """Return the share of some operators in the time of others."""
+        return float(self.time_ns[rows].sum() / max(1, self.time_ns[of].sum())) if len(rows) else 0.0
+
+
+def _loader(evidence: Evidence) -> Iterator[Cause]:
+    """The program makes its batches itself, or its workers are too slow; they share its CPUs."""
+    step, facts = evidence.cpu_step, evidence.facts
+    waited_ns = 0 if step is None else step.phases.get(DATA, 0)
+    workers = None if step is None else choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
+    if step is None or workers is None:
+        return
+    saved: dict[World, float] = {}
+    for world in WORLDS:
+        rest_ns, batch_ns = step.now_ns - waited_ns, facts.batch_in_worker(waited_ns, world) or 0
+        at_work = min(workers, batch_ns / max(rest_ns, 1))
+        slower = facts.slower_beside(at_work, world) / facts.slower_beside(facts.workers, world)
+        ready_ns = rest_ns * max(1.0, slower) + FETCH_NS[world]
+        cpus, busy = facts.cpus or workers, facts.threads ** _BUSY_THREADS[world]
+        shared_ns = (rest_ns * min(busy, cpus) + batch_ns * facts.worker_cpus) / cpus
+        saved[world] = step.now_ns - max(ready_ns, shared_ns, batch_ns / facts.batches_at_once(workers, world))
+    if saved["expected"] > step.spread_ns:
+        cause = describe_loader(evidence, waited_ns, workers)
+        yield _answered(cause, step, saved)
+
+
+def _python_lines(evidence: Evidence) -> Iterator[Cause]:
+    """Lines that run outside of the passes and the optimizer: batches, masks, averages and logs made by hand."""
+    step = evidence.cpu_step
+    if step is None or FORWARD not in step.phases:
+        return
+    outside = [line for line in _own_lines(evidence, step) if line.phase is None and not _is_of_loss(evidence, line)]
+    for lines in group_nearby(outside):
+        line, time_ns, error_ns = _sum(lines)
+        cause = Cause(
+            code="python",
+            cause=f"Python in {line.function}{f' ({line.called})' if line.called else ''} runs in each step",
+            detail=", outside of the passes and the optimizer",
+            line=source_line(line),
+            change="do it for all elements at once, less often, or in a DataLoader's worker",
+            evidence={"time_ns": time_ns, "lines": ", ".join(str(one.line) for one in lines)},
+        )
+        if time_ns > step.spread_ns:
+            yield _answered(cause, step, dict.fromkeys(WORLDS, time_ns), error_ns)
+
+
+def _loops(evidence: Evidence) -> Iterator[Cause]:
+    """Lines of the forward pass or the loss that call many small operators, which cost what calling them takes."""
+    step = evidence.cpu_step
+    own = [] if step is None else [line for line in _own_lines(evidence, step) if line.phase in (FORWARD, LOSS)]
+    if step is None or not own:
+        return
+    operators = _Operators(evidence)
+    for phase in (FORWARD, LOSS):
+        small = {module: operators.small(rows) for module, rows in operators.rows.get(phase, {}).items()}
+        module = max(small, key=lambda module: len(small[module]), default=None)
+        count = len(small.get(module, ())) / operators.steps
+        groups = [_sum(group) for group in group_nearby(line for line in own if line.phase == phase)]
+        groups = [group for group in groups if group[1] < _SMALL_NS * count]
+        if not groups:
+            continue
+        line, time_ns, error_ns = max(groups, key=lambda group: group[1])
+        backward = operators.rows.get(BACKWARD, {}).get(module, [])
+        share = operators.share(operators.small(backward), operators.of_phase(BACKWARD))
+        backward_ns = share * step.phases.get(BACKWARD, 0)
+        cause = Cause(
+            code="loop",
+            cause=f"a Python loop calls {count:,.0f} small operators a step",
+            line=source_line(line),
+            module=module,
+            change="compute all elements at once; what does not change, once before the loop",
+            evidence={"operators": count, "time_ns": time_ns, "backward_ns": backward_ns},
+        )
+        if time_ns + backward_ns > step.spread_ns:
+            saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns + backward_ns)
+            yield _answered(cause, step, saved | {"most": time_ns}, error_ns)
+
+
+def _anomaly(evidence: Evidence) -> Iterator[Cause]:
+    """Anomaly detection: every gradient is searched for NaN, and every operation keeps its stack."""
+    step = evidence.cpu_step
+    if step is None or evidence.condition("anomaly_detection") is not True:
+        return
+    operators = _Operators(evidence)
+    backward = operators.of_phase(BACKWARD)
+    checks = [row for row in backward if operators.names[operators.name[row]] in _NAN_CHECKS]
+    checked_ns = operators.share(checks, backward) * step.phases.get(BACKWARD, 0)
+    nodes = operators.count(backward, lambda name: name.startswith(_NODE) and not name.endswith(_ACCUMULATES))
+    cause = Cause(
+        code="anomaly",
+        cause="anomaly detection is on: every gradient is searched for NaN, and every operation keeps its stack",
+        change="torch.autograd.set_detect_anomaly(False)",
+        edit="no-anomaly",
+        evidence={"checked_ns": checked_ns, "operations": nodes},
+    )
+    yield _answered(cause, step, {world: checked_ns + nodes * _KEEPING_STACK_NS[world] for world in WORLDS})
+
+
+def _double_precision(evidence: Evidence) -> Iterator[Cause]:
+    """The counted products are in double precision, as NumPy's numbers are unless told otherwise."""
+    step, run = evidence.cpu_step, evidence.capture.run
+    if step is None or run is None or run.work is None or run.work.dtype != "float64":
+        return
+    passes_ns = sum(step.phases.get(phase, 0) for phase in (FORWARD, LOSS, BACKWARD))
+    cause = Cause(
+        code="float64",
+        cause="the model computes in double precision",
+        change="model.float(), and inputs in torch.float32",
+        costs="digits: 7 rather than 16",
+        evidence={"passes_ns": passes_ns},
+    )
+    yield _answered(cause, step, {world: (1 - _IN_SINGLE[world]) * passes_ns for world in WORLDS})
+
+
+def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
+    """Checkpointed modules are computed again in the backward pass."""
+    step = evidence.cpu_step
+    if step is None or not evidence.summary.recomputes:
+        return
+    operators = _Operators(evidence)
+    time_ns = operators.share(operators.again, operators.of_phase(BACKWARD)) * step.phases.get(BACKWARD, 0)
+    cause = Cause(
+        code="recompute",
+        cause="checkpointed modules are computed again in backward",
+        change="no torch.utils.checkpoint where memory holds the activations",
+        costs="the memory of their activations",
+        evidence={"time_ns": time_ns},
+    )
+    yield _answered(cause, step, dict.fromkeys(WORLDS, time_ns))
+
+
+CPU = (_loader, _python_lines, _loops, _anomaly, _double_precision, _needless_checkpoints)
+
+
+def _own_lines(evidence: Evidence, step: CpuStep) -> Iterator[LineTime]:
+    """Yield the lines of the thread that trains, without those that call a trainer, a module or a pass."""
+    for line in evidence.lines:
+        trains = line.place in evidence.trainer_lines or line.method in ("backward", "step", "zero_grad")
+        is_module = line.phase is not None and (line.called or "").startswith(("self.", "F."))
+        is_long = line.time_ns >= _LEAST_SHARE * step.now_ns
+        if line.file and line.thread == "main" and is_long and not trains and not is_module:
+            yield line
+
+
+def _is_of_loss(evidence: Evidence, line: LineTime) -> bool:
+    """Return whether a line outside of the passes computes the loss: it stands between them, or is called there."""
+    known = [one for one in (*evidence.lines, *evidence.facts.callers) if one.thread == "main"]
+    ends = {(one.file, one.function): one.line for one in known if calls_backward(one.called)}
+    begins: dict[tuple[str | None, str], int] = {}
+    for one in known:
+        if one.phase == FORWARD:
+            key = one.file, one.function
+            begins[key] = min(one.line, begins.get(key, one.line))
+
+    def is_between(one: LineTime) -> bool:
+        key = one.file, one.function
+        return one.phase is None and key in begins and begins[key] <= one.line <= ends.get(key, one.line)
+
+    calls = {one.method or one.called for one in evidence.facts.callers if is_between(one)}
+    return is_between(line) or line.function.partition(".<")[0].rpartition(".")[2] in calls
+
+
+def _sum(lines: Sequence[LineTime]) -> tuple[LineTime, int, float]:
+    """Return the longest of some lines, and the time of all with its error."""
+    longest = max(lines, key=lambda line: line.time_ns)
+    return longest, sum(line.time_ns for line in lines), math.hypot(*(line.error_ns for line in lines))
+
+
+def _answered(cause: Cause, step: CpuStep, saved_ns: Mapping[World, float], error_ns: float = 0.0) -> Cause:
+    return replace(cause, answer=step.without(cause.code, saved_ns, error_ns))

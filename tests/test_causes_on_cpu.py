@@ -1,0 +1,222 @@
+"""Causes of steps on the CPU: what has one is advised with the step without it, what nearly has it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profkit.analysis.causes.advice import AdviceResult, find_advice
+from profkit.analysis.summarize import summarize_capture
+from profkit.reading import open_capture
+from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
+from tests.kineto_builder import row, written
+
+MS = 1_000_000
+NODE = "autograd::engine::evaluate_function: "
+PHASES = {"forward": 30, "backward": 40, "optimizer": 10}
+"""Of a step of 100 ms, in ms; 20 ms lie outside of them."""
+
+Operators = Sequence[tuple[str, float]]
+"""Their names, and how long they take in µs."""
+
+
+def line(number: int, time_ms: float, phase: str | None = None, called: str | None = None, **more: Any) -> LineTime:
+    fields: dict[str, Any] = {"file": "train.py", "function": "prepare", "thread": "main", "samples": 50, "waits": 0.0}
+    time_ns = round(time_ms * MS)
+    return LineTime(
+        **{**fields, "line": number, "called": called, "phase": phase, "time_ns": time_ns, "error_ns": MS // 5, **more}
+    )
+
+
+def advise(
+    folder: Path,
+    *lines: LineTime,
+    phases: dict[str, float] | None = None,
+    operators: dict[str, Operators] | None = None,
+    steps_ms: Sequence[float] = (100.0,) * 5,
+    conditions: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    loader: dict[str, Any] | None = None,
+    **facts: Any,
+) -> AdviceResult:
+    """Write a run of two recorded steps, and return what is advised; ``operators`` are those of a path of ranges."""
+    events, phases = [], PHASES if phases is None else phases
+    for step in range(2):
+        now = 1_000 + 110_000 * step
+        events.append(row("user_annotation", f"step {step}", now, 100_000))
+        for phase, time_ms in phases.items():
+            events.append(row("user_annotation", phase, now, time_ms * 1_000))
+            within = now
+            for path, called in (operators or {phase: [("aten::mm", 900 * time_ms)]}).items():
+                if path.split("/")[0] != phase:
+                    continue
+                whole = sum(time_us + 0.1 for _, time_us in called)
+                for name in path.split("/")[1:]:
+                    events.append(row("user_annotation", name, within, whole))
+                for name, time_us in called:
+                    events.append(row("cpu_op", name, within, time_us))
+                    within += time_us + 0.1
+            now += time_ms * 1_000
+    folder.mkdir(exist_ok=True)
+    written(folder, events, "trace.json.gz")
+    of_phases = {f"{phase}_ns": round(time_ms * MS) for phase, time_ms in phases.items()}
+    steps = tuple({**of_phases, "step_ns": round(time_ms * MS)} for time_ms in steps_ms)
+    all_conditions = {"cpu_count": 4, "cpu_threads": 1, **(conditions or {})}
+    manifest = {"status": "complete", "device": "cpu", "attached": {"steps": steps}, "conditions": all_conditions}
+    (folder / "manifest.json").write_text(json.dumps(manifest | facts))
+    write_lines(folder / "lines.jsonl", split_lines(LineSteps(MS, steps, **(loader or {})), lines))
+    if dtype is not None:
+        work = {"version": 1, "source": "counted", "dtype": dtype, "model_flops": 10, "missing": [], "ranges": []}
+        (folder / "work.json").write_text(json.dumps(work))
+    opened = open_capture(folder)
+    return find_advice(opened, summarize_capture(opened))
+
+
+def codes(result: AdviceResult) -> list[str]:
+    return [advice.code for advice in result.tries]
+
+
+def expected_ms(result: AdviceResult) -> float:
+    (advice,) = result.tries
+    assert advice.after_ns is not None
+    assert advice.after_ns.low < advice.after_ns.expected < advice.after_ns.high
+    return advice.after_ns.expected / MS
+
+
+NOTHING = "Nothing found that would save more than 2 %: the step is 40 % backward and 30 % forward and "
+FORWARD, BACKWARD = ("forward/net/net.attention", "backward/net/net.attention")
+LOOP: dict[str, Operators] = {FORWARD: [("aten::copy_", 5.0)] * 2_000, "backward": [("aten::mm", 36_000)]}
+
+
+def test_lines_outside_of_the_passes_are_one_cause_with_what_is_written_in_their_function(tmp_path: Path) -> None:
+    result = advise(tmp_path, line(10, 8), line(11, 4, function="prepare.<listcomp>", called="df.iloc"))
+    (advice,) = result.tries
+    assert (advice.code, advice.line and advice.line.line, advice.evidence["lines"]) == ("python", 10, "10, 11")
+    assert expected_ms(result) == 88
+
+
+def test_of_several_causes_it_is_said_what_they_buy_together(tmp_path: Path) -> None:
+    result = advise(tmp_path, line(10, 8), line(70, 6, function="log"), conditions={"anomaly_detection": True})
+    assert codes(result) == ["python", "python"]
+    assert result.together_ns is not None
+    assert result.together_ns.expected == 86 * MS
+
+
+@pytest.mark.parametrize(
+    ("lines", "given"),
+    [
+        ([line(10, 1.5)], {}),
+        ([line(10, 15)], {"steps_ms": (80, 90, 100, 120, 130)}),
+        ([line(10, 8, called="opt.step")], {}),
+        ([line(10, 8), line(10, 30, "backward"), line(10, 10, "optimizer")], {}),
+        (
+            [
+                line(7, 30, "forward", "model"),
+                line(8, 8, called="F.cross_entropy"),
+                line(9, 40, "backward", "x.backward"),
+            ],
+            {},
+        ),
+        (
+            [
+                line(7, 30, "forward", "model", function="train"),
+                line(8, 8, function="train", called="prepare", is_caller=True),
+                line(9, 40, "backward", "loss.backward", function="train"),
+                line(40, 8),
+            ],
+            {},
+        ),
+        ([line(10, 8, thread="worker")], {}),
+    ],
+    ids=["short", "uneven steps", "optimizer", "calls a trainer", "the loss", "called for the loss", "a worker"],
+)
+def test_a_line_that_is_short_or_trains_is_no_cause(
+    tmp_path: Path, lines: Sequence[LineTime], given: dict[str, Any]
+) -> None:
+    result = advise(tmp_path, *lines, **given)
+    assert not result.tries
+    assert result.nothing == f"{NOTHING}20 % outside of phases and 10 % optimizer."
+
+
+def test_without_a_forward_pass_lines_outside_of_phases_may_be_the_training_itself(tmp_path: Path) -> None:
+    assert not advise(tmp_path, line(10, 30), phases={"optimizer": 10}).tries
+
+
+def test_a_loop_of_small_operators_is_named_with_its_module_and_backward_pass(tmp_path: Path) -> None:
+    result = advise(tmp_path / "mask", line(10, 20, "forward"), operators=LOOP)
+    (advice,) = result.tries
+    assert (advice.code, advice.module, advice.line and advice.line.line) == ("loop", "net.attention", 10)
+    assert expected_ms(result) == 80
+    of_backward: Operators = [("aten::copy_", 5.0)] * 2_000 + [("aten::mm", 10_000)]
+    result = advise(
+        tmp_path / "sums", line(10, 20, "forward"), operators=LOOP | {BACKWARD: of_backward, "backward": []}
+    )
+    assert expected_ms(result) == pytest.approx(60)
+    (advice,) = result.tries
+    assert advice.after_ns is not None
+    assert advice.after_ns.high > 80 * MS
+
+
+@pytest.mark.parametrize(
+    ("which", "operators"),
+    [
+        (line(10, 20, "forward"), {FORWARD: [("aten::copy_", 5.0)] * 200}),
+        (line(10, 20, "forward"), {FORWARD: [("aten::mm", 50.0)] * 400}),
+        (line(10, 20, "forward"), {f"forward/net.{at}": [("aten::copy_", 5.0)] * 200 for at in range(9)}),
+        (line(10, 20, "forward", "self.mlp"), LOOP),
+        (line(10, 20, "backward"), LOOP),
+    ],
+    ids=["few", "large", "in many modules", "a module", "backward"],
+)
+def test_operators_that_are_few_or_large_are_no_loop(
+    tmp_path: Path, which: LineTime, operators: dict[str, Operators]
+) -> None:
+    assert not advise(tmp_path, which, operators={"backward": [("aten::mm", 36_000)], **operators}).tries
+
+
+@pytest.mark.parametrize(("cpus", "after_ms"), [(8, 70.25), (1, None)])
+def test_a_loader_without_workers_waits_less_with_some_where_there_are_cpus(
+    tmp_path: Path, cpus: int, after_ms: float | None
+) -> None:
+    phases = {"data": 30, "forward": 30, "backward": 40}
+    result = advise(tmp_path, line(10, 30, "data"), phases=phases, conditions={"cpu_count": cpus})
+    assert codes(result) == (["loader"] if after_ms else [])
+    if after_ms:
+        assert result.tries[0].edit == "workers:2"
+        assert "pin_memory" not in result.tries[0].change
+        assert expected_ms(result) == pytest.approx(after_ms, rel=0.06)
+
+
+def test_anomaly_detection_costs_its_checks_and_a_stack_for_each_operation(tmp_path: Path) -> None:
+    of_backward = [(f"{NODE}MulBackward0", 100.0)] * 4 + [(f"{NODE}torch::autograd::AccumulateGrad", 100.0)] * 4
+    of_backward += [("aten::mm", 9_200.0), ("aten::ne", 6_000.0), ("aten::any", 4_000.0)]
+    operators: dict[str, Operators] = {"forward": [("aten::mm", 20_000)], "backward": of_backward}
+    result = advise(tmp_path / "on", operators=operators, conditions={"anomaly_detection": True})
+    assert codes(result) == ["anomaly"]
+    assert expected_ms(result) == 100 - 20 - 4 * 0.45
+    assert not advise(tmp_path / "off", operators=operators, conditions={"anomaly_detection": False}).tries
+
+
+def test_double_precision_is_named_where_products_were_counted_in_it(tmp_path: Path) -> None:
+    result = advise(tmp_path / "double", dtype="float64")
+    assert codes(result) == ["float64"]
+    assert expected_ms(result) == 65
+    assert not advise(tmp_path / "single", dtype="fp32").tries
+
+
+def test_what_is_computed_again_is_saved_without_checkpoints(tmp_path: Path) -> None:
+    block: Operators = [("aten::mm", 9_000)]
+    operators = {"backward/net/recompute": block, "backward": [("aten::mm", 27_000.0)]}
+    result = advise(tmp_path, operators=operators)
+    assert codes(result) == ["recompute"]
+    assert expected_ms(result) == 90
+
+
+def test_more_threads_than_cpus_are_a_note(tmp_path: Path) -> None:
+    crowded = advise(tmp_path / "crowded", conditions={"cpu_count": 2, "cpu_threads": 8})
+    assert crowded.notes == ("torch computes with 8 threads on 2 CPUs: torch.set_num_threads(2)",)
+    assert not advise(tmp_path / "fitting", conditions={"cpu_count": 2, "cpu_threads": 2}).notes
