@@ -23,12 +23,14 @@ from profkit.run.lines import LineTime, calls_backward
 from profkit.trace.columns import Ints, distinct_values, empty_ints
 
 _LEAST_SHARE = 0.01
+_LARGEST_ERROR = 0.25
+"""What takes a time known less well does not run in each step, as a rollout before several steps of an optimizer."""
 _BUSY_THREADS: Mapping[World, float] = {"least": 0.0, "expected": 0.5, "most": 1.0}
 """How many of torch's threads keep a CPU busy, as a power of their number: one, or all."""
 _SMALL_NS = 20_000
 """An operator that takes less is mostly what calling it takes."""
 _MANY = 300
-"""One call of a module calls fewer small operators; a loop over the elements of a batch more."""
+"""A call of a module calls fewer operators; a loop over the elements of a batch more."""
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "AccumulateGrad"
 _NAN_CHECKS = ("aten::isnan", "aten::ne", "aten::any", "aten::is_nonzero")
@@ -63,12 +65,14 @@ class _Operators:
     def count(self, rows: Sequence[int], holds: Callable[[str], bool]) -> float:
         return sum(holds(self.names[name]) for name in self.name[rows].tolist()) / self.steps
 
-    def small(self, rows: Sequence[int]) -> Ints:
-        """Return those that take little, of places each call of which has many of them; else none."""
+    def of_loop(self, rows: Sequence[int]) -> Ints:
+        """Return those of a place each call of which has as many as only a loop calls; else none."""
         chosen = np.array(rows, dtype=np.int64)
-        small = chosen[self.time_ns[chosen] < _SMALL_NS]
-        calls = len(distinct_values(self.innermost[small]))
-        return small if len(small) >= _MANY * calls else empty_ints()
+        calls = len(distinct_values(self.innermost[chosen]))
+        return chosen if len(chosen) >= _MANY * calls else empty_ints()
+
+    def small(self, rows: Ints) -> Ints:
+        return rows[self.time_ns[rows] < _SMALL_NS]
 
     def share(self, rows: Sequence[int] | Ints, of: Sequence[int]) -> float:
         """Return the share of some operators in the time of others."""
@@ -112,7 +116,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             change="do it for all elements at once, less often, or in a DataLoader's worker",
             evidence={"time_ns": time_ns, "lines": ", ".join(str(one.line) for one in lines)},
         )
-        if time_ns > step.spread_ns:
+        if time_ns > step.spread_ns and error_ns < _LARGEST_ERROR * time_ns:
             yield _answered(cause, step, dict.fromkeys(WORLDS, time_ns), error_ns)
 
 
@@ -124,7 +128,8 @@ def _loops(evidence: Evidence) -> Iterator[Cause]:
         return
     operators = _Operators(evidence)
     for phase in (FORWARD, LOSS):
-        small = {module: operators.small(rows) for module, rows in operators.rows.get(phase, {}).items()}
+        places = operators.rows.get(phase, {})
+        small = {module: operators.small(operators.of_loop(rows)) for module, rows in places.items()}
         module = max(small, key=lambda module: len(small[module]), default=None)
         count = len(small.get(module, ())) / operators.steps
         groups = [_sum(group) for group in group_nearby(line for line in own if line.phase == phase)]
@@ -132,9 +137,9 @@ def _loops(evidence: Evidence) -> Iterator[Cause]:
         if not groups:
             continue
         line, time_ns, error_ns = max(groups, key=lambda group: group[1])
-        backward = operators.rows.get(BACKWARD, {}).get(module, [])
-        share = operators.share(operators.small(backward), operators.of_phase(BACKWARD))
-        backward_ns = share * step.phases.get(BACKWARD, 0)
+        again = operators.of_loop(operators.rows.get(BACKWARD, {}).get(module, []))
+        per_share, whole = step.phases.get(BACKWARD, 0), operators.of_phase(BACKWARD)
+        backward_ns, small_ns = (per_share * operators.share(rows, whole) for rows in (again, operators.small(again)))
         cause = Cause(
             code="loop",
             cause=f"a Python loop calls {count:,.0f} small operators a step",
@@ -145,7 +150,7 @@ def _loops(evidence: Evidence) -> Iterator[Cause]:
         )
         if time_ns + backward_ns > step.spread_ns:
             saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns + backward_ns)
-            yield _answered(cause, step, saved | {"most": time_ns}, error_ns)
+            yield _answered(cause, step, saved | {"most": time_ns + small_ns}, error_ns)
 
 
 def _anomaly(evidence: Evidence) -> Iterator[Cause]:
