@@ -35,6 +35,9 @@ from tests.conftest import ROOT
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
+
 def _cell(**changed: Any) -> dict[str, Any]:
     case = {"what": "model", "d_model": 128, "size": "tiny", "length": 16, "passes": "train", "dtype": "fp32"}
     return {**case, "mode": EAGER, "batch": 2, "steps": 3, **changed}

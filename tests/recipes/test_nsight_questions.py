@@ -241,7 +241,7 @@ def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _run(tmp_path / "out", "--context", "8,16")
     assert [(row["context"], row["passes"], row["status"]) for row in first] == [
         (context, passes, "ok") for context in ("8", "16") for passes in ("train", "forward")
@@ -259,11 +259,9 @@ def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path) -> N
     assert f"| tiny | 8 | {first[0]['top_kernel']} |" in text
     captures = names_in(tmp_path / "out" / "captures")
     assert captures == ["tiny-forward-kineto-2x8-16-2steps", "tiny-train-kineto-2x8-16-2steps"]
-    again = _run(tmp_path / "out", "--context", "8,12,16")
-    assert [row for row in again if row["context"] != "12"] == first
-    assert len(list((tmp_path / "out" / "captures").iterdir())) == 4
+    monkeypatch.setattr(measure, "record", lambda *_: pytest.fail("recorded again"))
+    assert _run(tmp_path / "out", "--context", "8,16") == first
     raw = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
-    assert {row["forward"]["range"] for row in raw if row["context"] == 12} == {"step */forward"}
     assert {row["forward"]["range"] for row in raw if row["context"] == 8} == {"context 8/step */forward"}
     assert {row["softmax_instances"] for row in raw} == {2 * 2}  # layers and steps of its own context
 
