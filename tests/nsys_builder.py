@@ -162,16 +162,25 @@ class NsysBuilder:
         return correlation
 
     def copy(
-        self, launch: int, duration: int, *, kind: int = 1, tid: int = 100, pid: int = 100, device: int = 0, start: int
+        self,
+        launch: int,
+        duration: int,
+        *,
+        kind: int = 1,
+        tid: int = 100,
+        pid: int = 100,
+        device: int = 0,
+        start: int,
+        call_ns: int = 1,
     ) -> None:
-        """Add a memory copy (kind 1: from the host, 2: to it) and the call that launched it."""
+        """Add a memory copy (kind 1: from the host, 2: to it) and the call that launched it, which took ``call_ns``."""
         self.add(
             "CUPTI_ACTIVITY_KIND_MEMCPY",
             start=start,
             end=start + duration,
             deviceId=device,
             streamId=7,
-            correlationId=self.call(launch, tid=tid, pid=pid, name="cudaMemcpyAsync_v3020"),
+            correlationId=self.call(launch, tid=tid, pid=pid, name="cudaMemcpyAsync_v3020", duration=call_ns),
             globalPid=process_of(pid),
             bytes=1,
             copyKind=kind,

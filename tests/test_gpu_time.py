@@ -249,6 +249,15 @@ def test_calls_that_wait_for_the_gpu_synchronise(tmp_path: Path) -> None:
         assert _pairs(host.synchronising if name in waiting.split() else host.launching) == [(10, 40)], name
 
 
+def test_a_call_that_goes_on_after_its_copy_waits_for_the_gpu(tmp_path: Path) -> None:
+    builder = NsysBuilder()
+    builder.copy(10, 5, start=20, call_ns=30)
+    builder.copy(2 * PAUSE, 50, start=2 * PAUSE + 5, call_ns=20)
+    host = build_host_times(read_trace(builder.write(tmp_path / "t.sqlite")).trace)[0]
+    assert _pairs(host.synchronising) == [(25, 40)]
+    assert _pairs(host.launching) == [(10, 25), (2 * PAUSE, 2 * PAUSE + 20)]
+
+
 def test_a_window_excludes_earlier_work_and_includes_idle_time_before_its_first_kernel(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("a", 0, 100)

@@ -8,8 +8,9 @@
          + idle                 nothing runs: the host launches, synchronises or is outside CUDA
 
 While a GPU is idle, the threads that launch its work decide what the host was doing: *synchronising* during a call that
-waits for the GPU; *launching* during any other CUDA call, and between two that lie at most `LONGEST_PAUSE_NS` apart; at
-all other times *outside CUDA*. Of several threads launching goes first, then synchronising.
+waits for the GPU, and from the end of a copy to that of its call, since calls that copy pageable memory wait for it;
+*launching* during any other CUDA call, and between two that lie at most `LONGEST_PAUSE_NS` apart; at all other times
+*outside CUDA*. Of several threads launching goes first, then synchronising.
 
 The *window* of a range on a GPU begins when the range opens, or when the GPU has ended earlier work, but never after
 the range's own first kernel or copy. It ends when the range closes or its last kernel ends, whichever is later; a GPU
@@ -252,7 +253,7 @@ def build_host_times(trace: Trace) -> dict[int, HostTime]:
     waits = synchronising_calls(trace)
     rows_of = rows_by_value(calls.thread)
     by_thread = {
-        thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows])
+        thread: _one_thread(calls.start_ns[rows], calls.end_ns[rows], waits[rows], _find_wakings(trace, thread, rows))
         for thread, rows in rows_of.items()
         if thread in wanted
     }
@@ -275,9 +276,19 @@ def calls_named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
     return matching[trace.calls.name]
 
 
-def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools) -> HostTime:
+def _find_wakings(trace: Trace, thread: int, rows: Ints) -> Stretches:
+    """Return when calls of a thread go on though the copy that they began has ended; ``rows`` are its calls."""
+    calls, mine = trace.calls, trace.copies.launch_thread == thread
+    launched_ns, ended_ns = trace.copies.launch_ns[mine], trace.copies.end_ns[mine]
+    at = np.searchsorted(calls.start_ns[rows], launched_ns).clip(max=len(rows) - 1)
+    returned_ns = calls.end_ns[rows][at]
+    waits = (calls.start_ns[rows][at] == launched_ns) & (launched_ns < ended_ns) & (ended_ns < returned_ns)
+    return unite(ended_ns[waits], returned_ns[waits]) if waits.any() else NOTHING
+
+
+def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools, wakings: Stretches) -> HostTime:
     """Return what one thread was doing; its calls are sorted by start."""
-    synchronising = unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING
+    synchronising = unite_all([unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING, wakings])
     calls = unite(start_ns, end_ns)
     pauses = gaps(calls)
     short = pauses.end_ns - pauses.start_ns <= LONGEST_PAUSE_NS
