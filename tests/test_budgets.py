@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from profkit.analysis.compare import budgets as budgets_module
-from profkit.analysis.compare.budgets import BudgetLine, Budgets, check_budgets
+from profkit.analysis.compare.budgets import MAX_STEP, BudgetLine, Budgets, check_budgets
 from profkit.analysis.efficiency.summary import EfficiencyResult
 from profkit.errors import UsageError
 from profkit.reading import open_capture
+from profkit.report.commands.compare import budget_label
 from profkit.run.directory import NSYS_EXPORT, SNAPSHOT
 from tests.allocator_reference import MIB, ReferenceAllocator
 from tests.conftest import ROOT
@@ -244,6 +245,16 @@ def test_a_lossy_capture_fails_every_budget(captures: Path, name: str) -> None:
     found = lines(captures / f"{name}.sqlite", asked)
     assert [one.held for one in found] == [False] * 3
     assert all(not one.judged and one.detail.startswith("the capture failed its self-check: ") for one in found)
+
+
+def test_the_step_is_named_where_several_contexts_have_one_each(tmp_path: Path) -> None:
+    shown = run_command(
+        "check", make_timed_run(tmp_path, clean_ns=800), "--max-step-ms", "1", "--max-idle", "99%"
+    ).stdout
+    assert [row.split()[1] for row in shown.splitlines()[2:4]] == ["max-step-ms", "max-idle"]
+    assert "max-step-ms: median of" in shown
+    contexts = BudgetLine(MAX_STEP, "context 128, step", 1, 2, "ns", True, "")
+    assert budget_label(contexts) == "max-step-ms context 128, step"
 
 
 def test_each_way_of_asking_prints_what_it_did(tmp_path: Path) -> None:

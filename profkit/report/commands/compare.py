@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from pathlib import PurePath
 from typing import Any, Literal
 
-from profkit.analysis.compare.budgets import BASELINE, MIN_MFU, BudgetCheck, BudgetLine
+from profkit.analysis.compare.budgets import BASELINE, MAX_STEP, MIN_MFU, BudgetCheck, BudgetLine
 from profkit.analysis.compare.comparison import CaptureComparison, CleanChange, CleanComparison, Headline
 from profkit.analysis.compare.kernel_changes import (
     Change,
@@ -22,7 +22,7 @@ from profkit.analysis.compare.provenance import Difference
 from profkit.analysis.ranks.comparison import RanksResult
 from profkit.analysis.statistics import LEVEL
 from profkit.analysis.time_account.step_times import name_statistic
-from profkit.names import SHARED, is_shared, sharing_modules
+from profkit.names import SHARED, STEP, is_shared, sharing_modules
 from profkit.report import simplify_name
 from profkit.report.commands.memory import TOP_PARTS, memory_parts, memory_table
 from profkit.report.commands.ranks import verdict_beside
@@ -408,7 +408,8 @@ def build_check_document(check: BudgetCheck, ranks: RanksResult | None = None, a
 
 
 def budget_label(line: BudgetLine) -> str:
-    return line.budget if line.subject is None else f"{line.budget} {line.subject}"
+    is_said = line.subject is None or (line.budget, line.subject) == (MAX_STEP, STEP)
+    return line.budget if is_said else f"{line.budget} {line.subject}"
 
 
 def _budget_row(line: BudgetLine) -> dict[str, Any]:
