@@ -38,6 +38,7 @@ def advise(
     phases: dict[str, float] | None = None,
     operators: dict[str, Operators] | None = None,
     steps_ms: Sequence[float] = (100.0,) * 5,
+    outside: Operators = (),
     conditions: dict[str, Any] | None = None,
     dtype: str | None = None,
     loader: dict[str, Any] | None = None,
@@ -48,6 +49,9 @@ def advise(
     for step in range(2):
         now = 1_000 + 110_000 * step
         events.append(row("user_annotation", f"step {step}", now, 100_000))
+        for name, time_us in outside:
+            events.append(row("cpu_op", name, now, time_us))
+            now += time_us
         for phase, time_ms in phases.items():
             events.append(row("user_annotation", phase, now, time_ms * 1_000))
             within = now
@@ -97,6 +101,17 @@ def test_lines_outside_of_the_passes_are_one_cause_with_what_is_written_in_their
     (advice,) = result.tries
     assert (advice.code, advice.line and advice.line.line, advice.evidence["lines"]) == ("python", 10, "10, 11")
     assert expected_ms(result) == 88
+
+
+def test_what_large_operators_compute_outside_of_the_passes_may_have_to_stay(tmp_path: Path) -> None:
+    highs = []
+    for name, outside in {"large": [("aten::histogram", 5_000.0)] * 2, "small": [("aten::copy_", 10.0)] * 900}.items():
+        result = advise(tmp_path / name, line(10, 12), outside=outside)
+        assert expected_ms(result) == 88
+        (advice,) = result.tries
+        assert advice.after_ns is not None
+        highs.append(advice.after_ns.high / MS)
+    assert highs[0] > 94 + 4 > highs[1]
 
 
 def test_of_several_causes_it_is_said_what_they_buy_together(tmp_path: Path) -> None:

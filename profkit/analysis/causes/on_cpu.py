@@ -59,7 +59,7 @@ class _Operators:
             if place.is_again:
                 self.again.append(row)
 
-    def of_phase(self, phase: str) -> list[int]:
+    def of_phase(self, phase: str | None) -> list[int]:
         return [row for rows in self.rows.get(phase, {}).values() for row in rows]
 
     def count(self, rows: Sequence[int], holds: Callable[[str], bool]) -> float:
@@ -73,6 +73,11 @@ class _Operators:
 
     def small(self, rows: Ints) -> Ints:
         return rows[self.time_ns[rows] < _SMALL_NS]
+
+    def large_ns(self, rows: Sequence[int]) -> float:
+        """Return the time a step of those that are not small."""
+        times = self.time_ns[rows]
+        return float(times[times >= _SMALL_NS].sum()) / self.steps
 
     def share(self, rows: Sequence[int] | Ints, of: Sequence[int]) -> float:
         """Return the share of some operators in the time of others."""
@@ -101,13 +106,22 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
-    """Lines that run outside of the passes and the optimizer: batches, masks, averages and logs made by hand."""
+    """Lines that run outside of the passes and the optimizer: batches, masks, averages and logs made by hand.
+
+    What large operators compute there may have to be computed in any case, or can be left out of most steps.
+    """
     step = evidence.cpu_step
     if step is None or FORWARD not in step.phases:
         return
     outside = [line for line in _own_lines(evidence, step) if line.phase is None and not _is_of_loss(evidence, line)]
+    if not outside:
+        return
+    operators, outside_ns = _Operators(evidence), max(1, step.now_ns - sum(step.phases.values()))
+    large_ns = operators.large_ns(operators.of_phase(None))
     for lines in group_nearby(outside):
         line, time_ns, error_ns = _sum(lines)
+        saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns)
+        saved["most"] *= 1 - min(1.0, large_ns / outside_ns)
         cause = Cause(
             code="python",
             cause=f"Python in {line.function}{f' ({line.called})' if line.called else ''} runs in each step",
@@ -117,7 +131,7 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             evidence={"time_ns": time_ns, "lines": ", ".join(str(one.line) for one in lines)},
         )
         if time_ns > step.spread_ns and error_ns < _LARGEST_ERROR * time_ns:
-            yield _answered(cause, step, dict.fromkeys(WORLDS, time_ns), error_ns)
+            yield _answered(cause, step, saved, error_ns)
 
 
 def _loops(evidence: Evidence) -> Iterator[Cause]:
@@ -233,7 +247,7 @@ def _is_of_loss(evidence: Evidence, line: LineTime) -> bool:
         key = one.file, one.function
         return one.phase is None and key in begins and begins[key] <= one.line <= ends.get(key, one.line)
 
-    calls = {one.method or one.called for one in evidence.facts.callers if is_between(one)}
+    calls = {one.method for one in evidence.facts.callers if is_between(one)}
     return is_between(line) or line.function.partition(".<")[0].rpartition(".")[2] in calls
 
 
