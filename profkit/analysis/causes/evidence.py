@@ -14,7 +14,7 @@ import numpy as np
 
 from profkit.analysis.intervals import unite
 from profkit.analysis.lines import lines_of_trainers
-from profkit.analysis.step_replay.edits import ProgramFacts
+from profkit.analysis.step_replay.edits import ProgramFacts, find_pageable_copies
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
 from profkit.analysis.step_replay.on_cpu import CpuStep, find_cpu_step
 from profkit.analysis.step_replay.predict import (
@@ -217,6 +217,11 @@ class Evidence:
     def step(self) -> ReplayedStep | None:
         """The typical recorded step."""
         return None if self.replay is None else self.replay.typical
+
+    @cached_property
+    def pageable_copies(self) -> list[int]:
+        """The calls of the typical step that copy to the GPU from memory that is not pinned."""
+        return [] if self.step is None else find_pageable_copies(self.step)
 
     @property
     def kernels(self) -> tuple[Operation, ...]:

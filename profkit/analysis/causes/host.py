@@ -168,7 +168,7 @@ def _group_lines(evidence: Evidence) -> Iterator[Sequence[LineTime]]:
     limiting = {(line.file, line.line, line.phase): line.time_ns for line in python}
     pauses = _pauses(evidence)
     # What moving a worker's batch takes is that of its memory, which is not pinned: a row of its own.
-    moves_pageable = bool(evidence.facts.workers and evidence.step and find_pageable_copies(evidence.step))
+    moves_pageable = bool(evidence.facts.workers and evidence.pageable_copies)
     known = (*evidence.lines, *evidence.facts.callers)
     trainers = {line.place for line in known if line.phase in (BACKWARD, OPTIMIZER)}
     limiting_lines = []
@@ -228,7 +228,7 @@ def _copies(evidence: Evidence) -> Iterator[Cause]:
     if step is None or not evidence.facts.workers:
         return
     columns = step.columns
-    calls = find_pageable_copies(step)
+    calls = evidence.pageable_copies
     held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
     if held_ns < _LEAST_SHARE * evidence.now_ns:
         return
