@@ -69,7 +69,7 @@ def read_ranks(path: str | Path, *, workers: int | None = None) -> RanksResult:
         raise CaptureError(lost[0][1])
     twice = sorted(rank for rank, count in Counter(record.rank for record, _ in found).items() if count > 1)
     if twice:
-        holders = dict.fromkeys(source.folder for record, source in found if record.rank == twice[0])
+        holders = list(dict.fromkeys(source.folder for record, source in found if record.rank == twice[0]))[:2]
         raise UsageError(
             f"{path}: {' and '.join(folder.name for folder in holders)} both hold rank {twice[0]}. If they are two"
             f" jobs: profkit compare {' '.join(map(str, holders))}. If they are nodes of one job: record each with"

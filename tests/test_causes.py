@@ -26,6 +26,7 @@ from profkit.analysis.tree.modules import ModuleTime
 from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
 from profkit.run.compiled_code import Compilation, append_records
+from profkit.run.directory import Run
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineSteps, LineTime, split_lines, write_lines
 from profkit.run.manifest import Manifest
@@ -910,7 +911,7 @@ def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_t
         assert reason in result.nothing
 
 
-def test_an_edit_that_can_be_tried_in_a_run_with_its_command_is_proven_by_trying_it() -> None:
+def test_an_edit_that_can_be_tried_in_a_run_with_its_command_is_proven_by_trying_it(tmp_path: Path) -> None:
     summary = Summary("run")
     evidence = Evidence(OpenedCapture(Path("run"), None, None, None), summary)
     fused = Cause("optimizer", "AdamW steps one by one", "fused=True", edit="optimizer:fused")
@@ -918,4 +919,8 @@ def test_an_edit_that_can_be_tried_in_a_run_with_its_command_is_proven_by_trying
     evidence.manifest = Manifest(argv=("python", "train.py"))
     assert _prove(evidence, fused) == "profkit try RUN --edit optimizer:fused"
     assert _prove(evidence, replace(fused, edit="no-wait:train.py:30")) == "profkit compare RUN NEW"
+    (tmp_path / "manifest.json").write_text("{}")
+    evidence.capture = OpenedCapture(tmp_path / "trace.json.gz", Run(tmp_path), None, None)
+    assert _prove(evidence, fused) == "profkit compare RUN NEW"
+    evidence.capture = replace(evidence.capture, path=tmp_path)
     assert _prove(evidence, replace(fused, proof="profkit memory RUN --leaks")) == "profkit memory RUN --leaks"

@@ -538,11 +538,18 @@ def test_what_an_edit_does_to_numbers_is_said() -> None:
 
 
 def test_edits_are_read_in_the_tables_order() -> None:
-    texts = [form.replace("×F", "×2").partition("|")[0].partition("[")[0] for form in FORMS if "optimizer" not in form]
+    texts = [
+        form.replace("×F", "×2").replace(":N", ":4").partition("|")[0].partition("[")[0]
+        for form in FORMS
+        if "optimizer" not in form
+    ]
     assert [edit.text for edit in parse_edits(reversed(texts))] == [edit.text for edit in parse_edits(texts)]
     assert {edit.spec for edit in parse_edits(texts)} == {spec for spec in EDITS if spec.name != "optimizer"}
     for wrong in ("gpu", "graphs:all", "autocast:fp8", "optimizer", "speed:×2", ""):
         with pytest.raises(UsageError, match=r"no edit|no autocast 'fp8'; it is one of bf16"):
+            parse_edits([wrong])
+    for wrong in ("workers:0", "threads:some"):
+        with pytest.raises(UsageError, match="write a whole number, such as "):
             parse_edits([wrong])
     for wrong in ("twice", "×0", "-1"):
         with pytest.raises(UsageError, match=r"write ×2, x2 or 0\.5"):
@@ -556,7 +563,7 @@ def test_the_command_predicts_the_time_from_a_trace_alone() -> None:
     assert after["low"] < after["expected"] < after["high"] < data["time"]["step_ns"]
     assert sum(data["time"]["limited_by"].values()) == after["expected"]
     assert "cpu:" in run_command("whatif", SMALL, "--edit", "cpu:×2", "--format", "csv").stdout
-    assert "holds no memory snapshot; to predict a step's time, name a change" in run_command("whatif", SMALL).stderr
+    assert "a step's time is predicted with --edit" in run_command("whatif", SMALL).stderr
 
 
 def test_a_snapshot_alone_gets_memory_and_unchanged_is_said() -> None:

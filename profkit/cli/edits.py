@@ -93,7 +93,8 @@ def whatif(
         opened = open_capture(capture, rank=rank) if edits else None
         if opened is None and is_time_alone(capture):
             raise UsageError(
-                f"{capture}: holds no memory snapshot; to predict a step's time, name a change with --edit"
+                f"{capture}: holds no memory snapshot (`profkit run --memory` records one); a step's time is predicted"
+                " with --edit"
             )
         snapshot = open_snapshot(capture, rank=rank) if opened is None else None
     with shown_after_a_second("replaying the step, simulating the allocator"):

@@ -305,7 +305,9 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
 
 def _prove(evidence: Evidence, cause: Cause) -> str:
     """Return the command that proves a change: one that makes it and measures, where `profkit try` can."""
-    can_be_run = bool(evidence.manifest.argv) and cause.proof == COMPARE
+    capture = evidence.capture
+    is_file_of_run = capture.run is not None and capture.run.path != capture.path
+    can_be_run = bool(evidence.manifest.argv) and not is_file_of_run and cause.proof == COMPARE
     if cause.edit is not None and can_be_run and can_be_tried(cause.edit):
         return f"profkit try RUN --edit {shlex.quote(cause.edit)}"
     return cause.proof
