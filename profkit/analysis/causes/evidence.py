@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -14,9 +15,9 @@ import numpy as np
 
 from profkit.analysis.intervals import unite
 from profkit.analysis.lines import lines_of_trainers
-from profkit.analysis.step_replay.edits import ProgramFacts, find_pageable_copies
+from profkit.analysis.step_replay.calibrate import AS_RECORDED
+from profkit.analysis.step_replay.edits import ProgramFacts, World, find_pageable_copies
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
-from profkit.analysis.step_replay.on_cpu import CpuStep, find_cpu_step
 from profkit.analysis.step_replay.predict import (
     StepChange,
     TimeAnswer,
@@ -26,10 +27,11 @@ from profkit.analysis.step_replay.predict import (
     share_saved_on_fast_host,
 )
 from profkit.analysis.step_replay.ranks_together import MOST_RANKS
-from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
+from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, find_spread, find_variation
 from profkit.analysis.summary import WORTH, Summary
+from profkit.analysis.time_account.account import TimeAccount
 from profkit.analysis.tree.modules import read_place
-from profkit.names import kind_of
+from profkit.names import STEP, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime, join_at_places
 from profkit.run.manifest import Manifest, find_condition
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
 _LINE_NUMBER = re.compile(r":(\d{1,9}) ")
 _TIGHT = 0.8
 """With more than this share of the GPU's memory reserved, it is short."""
+_OTHER_PROCESS = 0.1
+"""By so much the steps of two processes of one program differ, on a machine that is used for other things, too."""
+_LIKELY = 1.28
+"""Standard errors: within so many lie four of five."""
 WORTH_COMPILING = 0.04
 """For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 COMPARE = "profkit compare RUN NEW"
@@ -122,6 +128,55 @@ class PlaceWork:
 
     def least_ns(self, flops_per_s: float, bytes_per_s: float) -> float:
         return 1e9 * max(self.flops / flops_per_s, self.least_bytes / bytes_per_s)
+
+
+@dataclass(frozen=True)
+class CpuStep:
+    """The unprofiled step of a program that computes on the CPU, and its phases, in nanoseconds.
+
+    There one thread does one thing after another, and nothing runs beside it but workers of data loaders: without a
+    part of it the step is shorter by what that part takes while no profiler runs. Nothing is replayed. ``spread_ns``
+    and ``variation`` are as of `StepReplay`.
+    """
+
+    now_ns: int
+    phases: Mapping[str, int]
+    spread_ns: int
+    variation: float
+
+    def without(self, name: str, saved_ns: Mapping[World, float], error_ns: float = 0.0) -> TimeAnswer:
+        """Return the step without what takes so long, to which a standard error may be known."""
+        after_ns = {world: max(0.0, self.now_ns - saved) for world, saved in saved_ns.items()}
+        expected_ns = after_ns["expected"]
+        errors = (_LIKELY * error_ns, self.variation * expected_ns, _OTHER_PROCESS * expected_ns)
+        return TimeAnswer(
+            (name,),
+            self.now_ns,
+            self.now_ns,
+            None,
+            AS_RECORDED,
+            low_ns=max(0, round(expected_ns - math.hypot(expected_ns - min(after_ns.values()), *errors))),
+            expected_ns=round(expected_ns),
+            high_ns=round(expected_ns + math.hypot(max(after_ns.values()) - expected_ns, *errors)),
+        )
+
+    def without_all(self, answers: Iterable[TimeAnswer]) -> TimeAnswer:
+        """Return the step without all that several answers lack, of which none is in another's part of it."""
+        saved: dict[World, float] = {"least": 0.0, "expected": 0.0, "most": 0.0}
+        for answer in answers:
+            after: dict[World, int | None]
+            after = {"least": answer.low_ns, "expected": answer.expected_ns, "most": answer.high_ns}
+            saved = {world: saved[world] + self.now_ns - (after[world] or 0) for world in saved}
+        return self.without("together", saved)
+
+
+def find_cpu_step(account: TimeAccount) -> CpuStep | None:
+    """Return the step of a program that computes on the CPU; None of others, and where no step was timed."""
+    timed, step_ns = account.timed, account.step_ns()
+    if account.attribution.trace.measure != "cpu-operator" or timed is None or not step_ns or len(timed.contexts) != 1:
+        return None
+    phases = {times.phase: round(times.clean_ns) for times in timed.phases if times.phase != STEP}
+    return CpuStep(round(step_ns), phases, find_spread(account), find_variation(account))
 
 
 class Evidence:

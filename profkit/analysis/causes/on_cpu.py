@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.analysis.causes.evidence import Cause, Evidence, source_line
+from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
 from profkit.analysis.causes.host import choose_workers, describe_loader, group_nearby
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
-from profkit.analysis.step_replay.on_cpu import CpuStep
 from profkit.analysis.time_account.steps import mark_work_of_steps
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import BACKWARD, DATA, FORWARD, LOSS
