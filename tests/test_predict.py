@@ -212,6 +212,7 @@ def test_workers_that_are_too_few_keep_the_step_waiting() -> None:
     for facts in known:
         assert holds(data_waits(program, 60_000_000, **facts), truth)
     assert "is not known" in data_waits(program, 60_000_000, workers=1).refusal
+    assert "`profkit try` measures it" in data_waits(program, 60_000_000, edit="workers:0", workers=1).refusal
 
 
 @pytest.mark.parametrize(
@@ -548,7 +549,7 @@ def test_edits_are_read_in_the_tables_order() -> None:
     for wrong in ("gpu", "graphs:all", "autocast:fp8", "optimizer", "speed:×2", ""):
         with pytest.raises(UsageError, match=r"no edit|no autocast 'fp8'; it is one of bf16"):
             parse_edits([wrong])
-    for wrong in ("workers:0", "threads:some"):
+    for wrong in ("workers:many", "threads:some"):
         with pytest.raises(UsageError, match="write a whole number, such as "):
             parse_edits([wrong])
     for wrong in ("twice", "×0", "-1"):

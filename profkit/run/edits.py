@@ -227,7 +227,7 @@ def _parse(text: str) -> Edit:
         is_complete = spec.form.startswith(f"{name}[:") or bool(spec.form) == bool(argument)
         is_known = not argument or not spec.choices or argument in spec.choices
         if spec.name == name and is_complete and is_known:
-            if spec.form.endswith(":N") and not (argument.isdecimal() and int(argument)):
+            if spec.form.endswith(":N") and not argument.isdecimal():
                 raise UsageError(f"{text}: write a whole number, such as {name}:4")
             return Edit(text, argument, spec)
     choices = [choice for spec in EDITS if spec.name == name for choice in spec.choices]

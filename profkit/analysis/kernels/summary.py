@@ -408,7 +408,7 @@ def _launching_operator(trace: Trace) -> Ints:
         return trace.work.name
     if trace.work.operator is None:
         raise UsageError(
-            f"{trace.path}: does not say which operators launched its kernels; record CPU operators too "
-            "(`profkit run --operators`), or group by kernel, category or range"
+            f"{trace.path}: does not say which operators launched its kernels; record CPU operators too, "
+            "or group by kernel, category or range"
         )
     return trace.work.operator

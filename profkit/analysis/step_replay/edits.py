@@ -420,7 +420,9 @@ def _drop_time(columns: StepColumns, setting: Setting, lines: Sequence[LineTime]
 
 def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
     """Batches are ready in time, or as soon as so many workers can make them; the step no longer makes them itself."""
-    facts, gap = setting.facts, list(columns.gap_ns)
+    facts, gap, workers = setting.facts, list(columns.gap_ns), int(setting.argument)
+    if not workers:
+        raise CannotPredictError("what the program takes itself for a batch is not known; `profkit try` measures it")
     waits = {
         call: min(phases[DATA], gap[call])
         for call, phases in enumerate(setting.step.gap_phases)
@@ -436,7 +438,6 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
     for call, wait_ns in waits.items():
         gap[call] -= wait_ns
     ready = replace(columns, gap_ns=gap)
-    workers = int(setting.argument)
     at_work = min(workers, batch_ns / max(run_steadily(ready, setting.constants).step_ns, 1))
     before, after = (facts.slower_beside(count, setting.world) for count in (facts.workers, at_work))
     ready = slow_host(ready, max(1.0, after / before))
