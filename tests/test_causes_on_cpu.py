@@ -244,3 +244,33 @@ def test_more_threads_than_cpus_are_a_note(tmp_path: Path) -> None:
     crowded = advise(tmp_path / "crowded", conditions={"cpu_count": 2, "cpu_threads": 8})
     assert crowded.notes == ("torch computes with 8 threads on 2 CPUs: torch.set_num_threads(2)",)
     assert not advise(tmp_path / "fitting", conditions={"cpu_count": 2, "cpu_threads": 2}).notes
+
+
+@pytest.mark.parametrize(
+    ("called", "passed", "phase", "note"),
+    [
+        (("model", "model"), ("model",), "forward", "model is called with gradients 2 times a step, and backward"),
+        (("model", "model"), ("model", "model"), "forward", None),
+        (("model", "model"), ("model",), "inference", None),
+        (("model", "teacher"), ("model",), "forward", None),
+        (("model/identity", "model/identity"), ("model", "model"), "forward", None),
+    ],
+)
+def test_a_model_that_is_evaluated_with_gradients_keeps_graphs_that_nobody_reads(
+    called: Sequence[str], passed: Sequence[str], phase: str, note: str | None, tmp_path: Path
+) -> None:
+    """``phase`` is that of the calls after the first. A frozen teacher has no graph, an identity none of its own."""
+    events = []
+    for step in range(3):
+        now = 1_000.0 + 10_000 * step
+        events.append(row("user_annotation", f"step {step}", now, 9_000))
+        phases = ["forward", *[phase] * (len(called) - 1), *["backward"] * len(passed)]
+        for around, path in zip(phases, (*called, *passed), strict=True):
+            for name in (around, *path.split("/")):
+                events.append(row("user_annotation", name, now, 500))
+            events.append(row("cpu_op", "aten::mm", now + 1, 400))
+            now += 1_000
+    written(tmp_path, events, "trace.json.gz")
+    opened = open_capture(tmp_path / "trace.json.gz")
+    notes = find_advice(opened, summarize_capture(opened)).notes
+    assert [text.startswith(note or "") for text in notes] == ([] if note is None else [True])
