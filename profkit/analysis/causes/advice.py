@@ -19,7 +19,7 @@ from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
 from profkit.analysis.causes.memory import MEMORY
-from profkit.analysis.causes.on_cpu import CPU
+from profkit.analysis.causes.on_cpu import find_causes_on_cpu
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
@@ -43,7 +43,7 @@ CHANGES_TRAINING = ("autocast", "batch")
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, *CPU)
+ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, find_causes_on_cpu)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
 from profkit.analysis.causes.host import choose_workers, describe_loader, group_nearby
+from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
 from profkit.analysis.time_account.steps import mark_work_of_steps
 from profkit.analysis.tree.modules import Place, places_of_ranges
@@ -43,11 +44,9 @@ many."""
 class _Operators:
     """The recorded steps' operators: which of them lie in which phase and module, and which compute something again."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        assert evidence.trace is not None
-        attribution = evidence.trace.attribution
+    def __init__(self, attribution: Attribution, steps: int) -> None:
         trace, places = attribution.trace, [*places_of_ranges(attribution), Place(None)]
-        self.names, self.steps = trace.names, max(1, evidence.summary.program_steps)
+        self.names, self.steps = trace.names, max(1, steps)
         self.name, self.time_ns = trace.work.name, trace.work.duration_ns
         self.rows: dict[str | None, dict[str | None, list[int]]] = {}
         self.again: list[int] = []
@@ -83,12 +82,11 @@ class _Operators:
         return float(self.time_ns[rows].sum() / max(1, self.time_ns[of].sum())) if len(rows) else 0.0
 
 
-def _loader(evidence: Evidence) -> Iterator[Cause]:
+def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     """The program makes its batches itself, or its workers are too slow; they share its CPUs."""
-    step, facts = evidence.cpu_step, evidence.facts
-    waited_ns = 0 if step is None else step.phases.get(DATA, 0)
-    workers = None if step is None else choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
-    if step is None or workers is None:
+    facts, waited_ns = evidence.facts, step.phases.get(DATA, 0)
+    workers = choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
+    if workers is None:
         return
     saved: dict[World, float] = {}
     for world in WORLDS:
@@ -104,18 +102,15 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
         yield _answered(cause, step, saved)
 
 
-def _python_lines(evidence: Evidence) -> Iterator[Cause]:
+def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Lines that run outside of the passes and the optimizer: batches, masks, averages and logs made by hand.
 
     What large operators compute there may have to be computed in any case, or can be left out of most steps.
     """
-    step = evidence.cpu_step
-    if step is None or FORWARD not in step.phases:
+    if FORWARD not in step.phases:
         return
     outside = [line for line in _own_lines(evidence, step) if line.phase is None and not _is_of_loss(evidence, line)]
-    if not outside:
-        return
-    operators, outside_ns = _Operators(evidence), max(1, step.now_ns - sum(step.phases.values()))
+    outside_ns = max(1, step.now_ns - sum(step.phases.values()))
     large_ns = operators.large_ns(operators.of_phase(None))
     for lines in group_nearby(outside):
         line, time_ns, error_ns = _sum(lines)
@@ -133,13 +128,9 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
             yield _answered(cause, step, saved, error_ns)
 
 
-def _loops(evidence: Evidence) -> Iterator[Cause]:
+def _loops(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Lines of the forward pass or the loss that call many small operators, which cost what calling them takes."""
-    step = evidence.cpu_step
-    own = [] if step is None else [line for line in _own_lines(evidence, step) if line.phase in (FORWARD, LOSS)]
-    if step is None or not own:
-        return
-    operators = _Operators(evidence)
+    own = list(_own_lines(evidence, step))
     for phase in (FORWARD, LOSS):
         places = operators.rows.get(phase, {})
         small = {module: operators.small(operators.of_loop(rows)) for module, rows in places.items()}
@@ -166,12 +157,10 @@ def _loops(evidence: Evidence) -> Iterator[Cause]:
             yield _answered(cause, step, saved | {"most": time_ns + small_ns}, error_ns)
 
 
-def _anomaly(evidence: Evidence) -> Iterator[Cause]:
+def _anomaly(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Anomaly detection: every gradient is searched for NaN, and every operation keeps its stack."""
-    step = evidence.cpu_step
-    if step is None or evidence.condition("anomaly_detection") is not True:
+    if evidence.condition("anomaly_detection") is not True:
         return
-    operators = _Operators(evidence)
     backward = operators.of_phase(BACKWARD)
     checks = [row for row in backward if operators.names[operators.name[row]] in _NAN_CHECKS]
     checked_ns = operators.share(checks, backward) * step.phases.get(BACKWARD, 0)
@@ -186,10 +175,10 @@ def _anomaly(evidence: Evidence) -> Iterator[Cause]:
     yield _answered(cause, step, {world: checked_ns + nodes * _KEEPING_STACK_NS[world] for world in WORLDS})
 
 
-def _double_precision(evidence: Evidence) -> Iterator[Cause]:
+def _double_precision(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     """The counted products are in double precision, as NumPy's numbers are unless told otherwise."""
-    step, run = evidence.cpu_step, evidence.capture.run
-    if step is None or run is None or run.work is None or run.work.dtype != "float64":
+    run = evidence.capture.run
+    if run is None or run.work is None or run.work.dtype != "float64":
         return
     passes_ns = sum(step.phases.get(phase, 0) for phase in (FORWARD, LOSS, BACKWARD))
     cause = Cause(
@@ -202,12 +191,10 @@ def _double_precision(evidence: Evidence) -> Iterator[Cause]:
     yield _answered(cause, step, {world: (1 - _IN_SINGLE[world]) * passes_ns for world in WORLDS})
 
 
-def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
+def _needless_checkpoints(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Checkpointed modules are computed again in the backward pass."""
-    step = evidence.cpu_step
-    if step is None or not evidence.summary.recomputes:
+    if not evidence.summary.recomputes:
         return
-    operators = _Operators(evidence)
     time_ns = operators.share(operators.again, operators.of_phase(BACKWARD)) * step.phases.get(BACKWARD, 0)
     cause = Cause(
         code="recompute",
@@ -219,7 +206,16 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
     yield _answered(cause, step, dict.fromkeys(WORLDS, time_ns))
 
 
-CPU = (_loader, _python_lines, _loops, _anomaly, _double_precision, _needless_checkpoints)
+def find_causes_on_cpu(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what the rows of this file find, which ask of the same operators; nothing of programs on a GPU."""
+    step = evidence.cpu_step
+    if step is None or evidence.trace is None:
+        return
+    yield from _loader(evidence, step)
+    yield from _double_precision(evidence, step)
+    operators = _Operators(evidence.trace.attribution, evidence.summary.program_steps)
+    for row in (_python_lines, _loops, _anomaly, _needless_checkpoints):
+        yield from row(evidence, step, operators)
 
 
 def _own_lines(evidence: Evidence, step: CpuStep) -> Iterator[LineTime]:
