@@ -163,7 +163,7 @@ def is_time_alone(path: Path) -> bool:
     """Return whether a trace file, or a run without any snapshot."""
     if path.is_dir():
         return find_run(path) is not None and held_parts(path) == {"trace"}
-    return path.suffix == _REPORT or kind_of(path) in ("export", "chrome")
+    return path.suffix == _REPORT or _is_trace(path)
 
 
 def _place_of_trace(path: Path, run: Run | None) -> Path:
