@@ -209,6 +209,5 @@ def _copy_files(source: Path, place: Path) -> list[str]:
 
 
 def _ranks_of(run: Run) -> tuple[int, ...]:
-    """Return the ranks of a run by its manifest, else by its light records."""
     noted = {process.rank for process in run.manifest.processes if process.rank is not None}
     return tuple(sorted(noted or {read_light_columns(path).record.rank for path in run.light_records.values()}))

@@ -307,7 +307,6 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _unzipped_head(path: Path, length: int) -> bytes:
-    """Return the first bytes of a file, unzipped if it is zipped; none if that fails, which its reader will explain."""
     try:
         with path.open("rb") as file:
             head = file.read(length if length > 1 else 2)

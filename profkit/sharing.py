@@ -89,7 +89,6 @@ class _SnapshotCopy:
         self._lists: dict[int, list[dict[str, Any]]] = {}
 
     def take(self, declared: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the declared entries of a record, each by its kind."""
         copy = {}
         for key, kind in declared.items():
             value = record.get(key)
@@ -168,7 +167,6 @@ def _metadata(copy: _SnapshotCopy, value: object) -> str | dict[str, str] | None
 
 
 def _truth(_: _SnapshotCopy, value: object) -> bool:
-    """Return what the reader takes a value for, whatever it is."""
     return bool(value)
 
 
@@ -322,8 +320,6 @@ def _only_export(run: Run) -> Path:
 
 
 class _Writer:
-    """Writes the files of one copy, and notes which."""
-
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.files: list[str] = []

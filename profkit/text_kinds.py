@@ -220,7 +220,6 @@ class Keeper:
 
 
 def base_name(path: str) -> str:
-    """Return the last part of a path of any system."""
     name = re.split(_SEPARATORS, path)[-1]
     return name if _FILE.fullmatch(name) else LEFT_OUT
 

@@ -385,7 +385,6 @@ class RecordedHeap:
         return 0
 
     def _reveal_around(self, address: int) -> bool:
-        """Split off the rest that must be free because ``address`` lies in it; False if there is none."""
         for begin, owner in self._padded.items() if self._may_search(self._padded) else ():
             row = self.live.get(owner, -1)
             if row >= 0 and begin <= address < owner + self.size_bytes[row]:
@@ -415,14 +414,12 @@ class RecordedHeap:
         return want
 
     def _may_search(self, blocks: Sized) -> bool:
-        """Return whether these blocks may be searched one by one. A complete history seldom needs that."""
         self._looks_left -= len(blocks)
         if self._looks_left < 0:
             self.contradictions["blocks not searched for, after too many searches"] += 1
         return self._looks_left >= 0
 
     def _carve(self, begin: int, size: int) -> bool:
-        """Take ``size`` bytes at ``begin`` out of the free block around them; False if there is none."""
         low, extent = begin, self.free.get(begin, 0)
         if extent < size:
             for low, extent in self.free.items() if self._may_search(self.free) else ():

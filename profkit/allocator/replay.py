@@ -356,7 +356,6 @@ def _curve(replay: Replay, end: Ints, weight: Ints) -> Ints:
 
 
 def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> dict[str, int]:
-    """Return what speaks against the replay, and how often; empty when its figures are proven."""
     odd_segments = 0 if settings.is_recorded else _count_odd_segments(device, settings)
     found = {
         "blocks at the dump that the history does not lead to": _count_differences(device, replay),

@@ -110,7 +110,6 @@ class Requests:
 
     @property
     def is_recorded(self) -> Bools:
-        """Whether a request is a recorded allocation, not one that an edit added."""
         return np.not_equal(self.row, ADDED)
 
     def keep(self, kept: Bools) -> Requests:
@@ -149,7 +148,6 @@ class Requests:
         return replace(self.keep(self.born < event), event_count=event + 1, releases=releases, failures=())
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that were requested at a time."""
         return self.highest_sum(self.requested_bytes, self.completed)
 
     def highest_sum(self, sizes: Ints, ends: Floats) -> int:
@@ -264,7 +262,6 @@ def _is_small(history: History, begin: int, end: int) -> bool:
 
 
 def _around(ranges: list[tuple[int, int]], address: int) -> tuple[int, int]:
-    """Return the range that an address lies in; the address alone if there is none."""
     at = bisect_right(ranges, (address, _FAR)) - 1
     return ranges[at] if at >= 0 and address < ranges[at][1] else (address, address)
 

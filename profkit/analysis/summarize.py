@@ -138,7 +138,6 @@ def _head(capture: OpenedCapture, manifest: Manifest) -> Head:
 
 
 def _precision(manifest: Manifest, counted: str | None) -> str | None:
-    """Return the precision in words: what was counted, else what the run was set to."""
     autocast = find_condition(manifest, "autocast_dtypes")
     if isinstance(autocast, tuple) and autocast:
         return f"{', '.join(autocast)} autocast".replace("bfloat16", "bf16").replace("float16", "fp16")
@@ -205,7 +204,6 @@ def _by_kind(attribution: Attribution, module: ModuleTime | None) -> dict[str, i
 
 
 def _steps(timed: StepTimes | None, recorded: TimeAccount | None = None) -> Iterator[StepUse]:
-    """Yield the step's times, of each context for itself; a program that ended early has timed steps alone."""
     steps = [] if timed is None else [times for times in timed.phases if times.phase == STEP]
     recorded_ns = None if recorded is None else recorded.recorded_step_ns()
     if not steps and recorded_ns is not None:
@@ -262,7 +260,6 @@ def _work(
 
 
 def _dtypes_at_peak(result: EfficiencyResult) -> Iterator[str]:
-    """Yield the types of matrix products that would take much of all products' time at their peaks."""
     if result.peaks is None:
         return
     times = {dtype: result.product_flops[dtype] / result.peaks.flops_per_s[dtype] for dtype in result.dtypes}

@@ -139,7 +139,6 @@ def _longest(lines: Sequence[LineTime], phase: str | None) -> LineLimit | None:
 
 
 def _with_rest(parts: Sequence[StepPart], step_ns: int) -> Iterator[StepPart]:
-    """Yield the parts, the longest first, and small ones together as the rest."""
     large = [part for part in parts if part.time_ns >= SMALLEST_PART * step_ns]
     yield from sorted(large, key=lambda part: -part.time_ns)
     rest_ns = step_ns - sum(part.time_ns for part in large)
@@ -363,7 +362,6 @@ class Summary:
         return any(finding.verdict == "failed" for finding in self.findings)
 
     def per_step(self, time_ns: float) -> float:
-        """Return a sum as the average of a step on one GPU."""
         return time_ns / self.step_count
 
     @property

@@ -198,7 +198,6 @@ def _summarize(
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean, and half of its interval (95 %): unknown of a single value."""
     if len(values) < 2:
         return (values[0], None) if values else (None, None)
     return fmean(values), value_exceeded(_CHANCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))

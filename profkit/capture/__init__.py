@@ -26,7 +26,6 @@ def describe_error(error: Exception) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether a failed allocation is the exception, or led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.cuda.OutOfMemoryError):

@@ -204,7 +204,6 @@ _called = attrgetter("called_ns")
 
 
 def _dumps() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the flight recorders that this torch has: of NCCL's collectives, then of gloo's."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         dump = getattr(c10d, name, None)

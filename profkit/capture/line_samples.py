@@ -300,7 +300,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _find(frame: FrameType | None, codes: Sequence[CodeType]) -> CodeType | None:
-    """Return which of these functions is on a stack, the innermost one."""
     while frame is not None:
         for code in codes:
             if frame.f_code is code:

@@ -233,7 +233,6 @@ def _map(flag: Path, protection: int) -> mmap.mmap:
 
 
 def _join(contents: list[dict[str, Any]]) -> OfWorkers:
-    """Return all workers' lines as those of a mean batch."""
     batches = sum(content["batches"] for content in contents)
     if not batches:
         return OfWorkers()

@@ -278,7 +278,6 @@ def _partial(path: Path) -> Path:
 
 
 def _inputs(value: Any, name: str, nesting: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a call's arguments that no recorded operation made, with their names."""
     if isinstance(value, Tensor):
         if value.grad_fn is None and not isinstance(value, nn.Parameter):
             yield name, value

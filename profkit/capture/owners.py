@@ -139,7 +139,6 @@ class _Walk:
                     self._read_content(given)
 
     def _note_tensors(self, value: Any, nesting: int = _NESTING) -> bool:
-        """Note the tensors in a value, and return whether there are any."""
         if isinstance(value, Tensor):
             if not isinstance(_base(value), nn.Parameter):
                 self._note(value)
@@ -326,7 +325,6 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and the bytes of a tensor's storage; None where it has none of its own or no bytes."""
     try:
         storage = tensor.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
@@ -335,7 +333,6 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _span_bytes(tensor: Tensor) -> int:
-    """Return how many bytes of its storage a tensor spans, from its first element to its last."""
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

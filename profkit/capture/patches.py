@@ -197,7 +197,6 @@ def outside_dynamo(function: Callable[..., Result], *args: Any, **kwargs: Any) -
 
 
 def _owner_of(target: str) -> tuple[Any, str]:
-    """Return the module or class that holds ``target``, and its name there; None for one that is not there."""
     parts = target.split(".")
     length = next((length for length in range(len(parts) - 1, 0, -1) if ".".join(parts[:length]) in sys.modules), 0)
     owner = sys.modules.get(".".join(parts[:length]))

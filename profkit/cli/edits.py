@@ -236,7 +236,6 @@ def parse_each(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_target(target: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the run that is named, if one is, and the command to start."""
     first = Path(target[0]) if target else find_newest_run(Path())
     if first is None:
         raise UsageError("name a run, or a script: profkit try --edit compile train.py")
@@ -281,7 +280,6 @@ def _find_tries(run: Path) -> tuple[str, ...]:
 
 
 def _predict(run: Path, variants: Sequence[tuple[str, ...]]) -> tuple[TrialPrediction, ...]:
-    """Return what the step replay says of the edits; nothing where the run has no trace that can be replayed."""
     try:
         with shown_after_a_second("replaying the step"), collector_off():
             trace = open_capture(run).trace

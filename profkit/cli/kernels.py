@@ -123,7 +123,6 @@ def _compare_ranks(opened: OpenedTrace) -> RanksResult | None:
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
-    """Return the phases; in a run of several contexts, each context's."""
     contexts = () if opened.run is None else opened.run.manifest.workload.contexts
     within = {context_range(context): f"{context_range(context)}/{STEP} */" for context in contexts} or {"": ""}
     phases = {title: opened.phases(path) for title, path in within.items()}

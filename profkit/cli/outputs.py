@@ -232,7 +232,6 @@ def _write_error(line: str) -> None:
 
 
 def _how_cut_off(capture: Path) -> str | None:
-    """Return one line on a capture whose `profkit run` never wrote how it ended, None for others."""
     try:
         run = find_run(capture)
         if run is None or run.manifest.status != "incomplete":

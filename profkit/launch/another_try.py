@@ -91,7 +91,6 @@ def _better_order(order: Order, first: Process) -> AnotherTry | None:
 
 
 def _steps_made(process: Process) -> tuple[str | None, int]:
-    """Return what the process's steps are and how many it made; its strongest kind if none was counted."""
     if process.step is not None:
         return None, process.steps_seen or 0
     strength = {seen: max(k for k in StepKind if k.word == StepChoice.parse(seen).word) for seen in process.seen}
@@ -156,7 +155,6 @@ def _folders(words: Sequence[str]) -> list[Path]:
 
 
 def _entries_of(folder: str, passed_over: set[tuple[int, int]]) -> list[tuple[str, os.stat_result]]:
-    """Return what lies in a folder, with its status; nothing of one that cannot be read."""
     entries = []
     with suppress(OSError):
         for entry in os.scandir(folder):

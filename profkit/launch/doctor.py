@@ -73,7 +73,6 @@ def installed_package(name: str) -> Package | None:
 
 
 def output_of(argv: Sequence[str]) -> str | None:
-    """Return what a program prints, or None if it is not there or fails."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -104,7 +104,6 @@ class _Device:
 
 
 def used_gpus(state: GpuState, uuids: Iterable[str | None]) -> tuple[Gpu, ...]:
-    """Return the GPUs whose UUIDs the processes of a run reported; all where none did."""
     reported = set(uuids) - {None}
     return tuple(gpu for gpu in state.gpus if not reported or gpu.uuid in reported)
 

@@ -193,7 +193,6 @@ def may_use_cuda(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 
 
 def _input_position() -> int | None:
-    """Return how far our standard input has been read if it can be read again, None of a pipe or a terminal."""
     try:
         return os.lseek(_STDIN, 0, os.SEEK_CUR)
     except OSError:
@@ -367,7 +366,6 @@ class _Recording:
             os.truncate(path, self._compiled_before.get(path, 0))
 
     def _uses_cuda(self) -> bool:
-        """Return whether the target will use CUDA: an earlier pass has shown it, else what is on this machine."""
         shown = [outcome.processes[0].device for outcome in self._done if outcome.processes]
         return shown[0] == "cuda" if shown else may_use_cuda(os.environ)
 

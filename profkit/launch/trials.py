@@ -182,7 +182,6 @@ def _first_words(failure: Failure) -> str:
 
 
 def _why_not_measured(measured: Sequence[Measured], wanted: int) -> str | None:
-    """Return why a process is of no use, None if it measured its steps with all edits made."""
     if not measured:
         return "no process that imports torch made a training step"
     first = measured[0]
@@ -194,7 +193,6 @@ def _why_not_measured(measured: Sequence[Measured], wanted: int) -> str | None:
 
 
 def _choose_rank(measured: Sequence[Measured]) -> Measured | None:
-    """Return the rank whose steps took longest, for which the others waited; the first if none was timed."""
     return max(measured, key=lambda process: process.step_ns or 0.0, default=None)
 
 

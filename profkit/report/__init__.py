@@ -134,7 +134,6 @@ def _with_last_parts(text: str, width: int) -> str:
 
 
 def _last_part(module: str) -> str:
-    """Return the end of a module's dotted name, with what stands before a number."""
     above, _, last = module.rpartition(".")
     return f"{above.rpartition('.')[2]}.{last}" if above and (last == "*" or last.isdecimal()) else last
 

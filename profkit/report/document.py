@@ -309,7 +309,6 @@ def _cell(column: Column, value: Any) -> str:
 
 
 def _rest_cells(rest: Row, columns: Sequence[Column]) -> list[str]:
-    """Return the cells of the lines that are not shown; what cannot be added up is empty."""
     return [_cell(column, rest[column.key]) if column.key in rest else "" for column in columns]
 
 

@@ -228,7 +228,6 @@ class _Rows:
             yield from self._flow(calls[row], where[row], start)
 
     def _tracks(self, rows: Work | Copies, stream: Ints, title: str) -> tuple[list[str], list[str]]:
-        """Return each row's track, and the rows that name the tracks: one for a process, GPU, stream and lane."""
         lanes = np.zeros(len(rows), dtype=np.int64)
         places = np.stack([rows.process, rows.device, stream])
         _, place_of_row = np.unique(places, axis=1, return_inverse=True)
@@ -297,7 +296,6 @@ _VIEWERS = "ui.perfetto.dev, chrome://tracing"
 
 
 def build_export_document(capture: Path, output: Path, opened: OpenedTrace, check: SelfCheck) -> Document:
-    """Return which file was written, what opens it, and what stands in it."""
     rows = [{"file": str(output), "bytes": output.stat().st_size, "open_with": _VIEWERS}]
     table, counted = Table(_COLUMNS, rows), _count(opened)
     what = "kernel" if opened.recorded.measure == "gpu-kernel" else "CPU operator"

@@ -160,7 +160,6 @@ class CapturedGraph:
 
     @staticmethod
     def of(runs: Sequence[NodeRun], *, is_chain: bool = False) -> CapturedGraph:
-        """Return the record of a graph with these nodes."""
         content = json.dumps([is_chain, *((run.count, run.kind, run.ranges) for run in runs)])
         return CapturedGraph(sha256(content.encode()).hexdigest()[:10], tuple(runs), is_chain)
 

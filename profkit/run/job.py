@@ -142,7 +142,6 @@ def local_rank_number(environment: Mapping[str, str]) -> int | None:
 
 
 def _names_torch_launcher(words: Sequence[str]) -> bool:
-    """Return whether a command starts a launcher of torch's, which starts ranks and is none."""
     before_script = itertools.takewhile(lambda word: not word.endswith(".py"), words[:6])
     return any(Path(word).name in _TORCH for word in before_script)
 
@@ -223,7 +222,6 @@ def claim(shared: Path, job: Job) -> Path:
 
 
 def is_of_job(path: Path) -> bool:
-    """Return whether a path is named as one of the runs of a job."""
     return re.fullmatch(r"(node|rank)\d+", path.name) is not None
 
 
@@ -273,7 +271,6 @@ class RankChoice:
         return cls(spans)
 
     def includes(self, rank: int | None, local_rank: int | None) -> bool:
-        """Return whether a rank is one of them; a process without ranks always is."""
         if rank is None:
             return True
         return any(first <= rank <= last for first, last in self.spans) if self.spans else not local_rank

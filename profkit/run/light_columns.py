@@ -192,7 +192,6 @@ def read_light_columns(path: Path) -> LightColumns:
 
 
 def read_light(path: Path) -> LightRecord:
-    """Return the record of a rank with an object for each step."""
     columns = read_light_columns(path)
     return replace(columns.record, steps=tuple(_unpack(columns)))
 
@@ -304,7 +303,6 @@ def _numbers(what: str, tables: Sequence[Columns], counts: Sequence[int], lackin
 
 
 def _sum_lines(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return how many rows each line holds, if each of its steps holds so many."""
     before = np.cumsum([0, *counts])
     sums: list[int] = np.diff(before[np.cumsum([0, *sizes])]).tolist()
     return sums
@@ -359,7 +357,6 @@ def _build_calls(
 
 
 def _number_calls(calls: Mapping[str, Any], names: dict[tuple[str, str | None], int]) -> Ints:
-    """Return group, position in ``names`` and bytes of the collectives of a step; new names are added."""
     count = len(calls.get("group") or ())
     columns = {name: [None] * count if calls.get(name) is None else calls[name] for name in COMMON}
     types: dict[str, set[type]] = {"group": {int}, "kind": {str}, "dtype": {str, NoneType}, "bytes": {int, NoneType}}
@@ -376,7 +373,6 @@ def _number_calls(calls: Mapping[str, Any], names: dict[tuple[str, str | None], 
 
 
 def _unpack(columns: LightColumns) -> Iterator[StepRecord]:
-    """Yield each step as it was written, its times since its start."""
     steps, calls, base_ns = columns.steps, columns.calls, columns.record.clock_base_ns
     fields: dict[str, Sequence[Any]] = {name: _known(getattr(steps, name)) for name in OF_STEPS}
     fields |= {"name": steps.names, "throttle": steps.throttle}

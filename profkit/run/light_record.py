@@ -115,8 +115,6 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LightRecord:
-    """All that one rank left."""
-
     rank: int
     world_size: int
     node: int = 0
@@ -128,7 +126,6 @@ class LightRecord:
 
 
 def header_line(record: LightRecord) -> str:
-    """Return the first line of a record, with its end."""
     keys = ("rank", "world_size", "node", "device", "source", "clock_base_ns")
     return _line("header", {"version": VERSION, **{key: getattr(record, key) for key in keys}})
 

@@ -93,7 +93,6 @@ class LineTime:
 
     @property
     def is_move(self) -> bool:
-        """Whether it moves tensors to a GPU."""
         return self.method in ("to", "cuda")
 
     @property

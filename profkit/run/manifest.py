@@ -378,7 +378,6 @@ class Manifest:
 
     @property
     def loading(self) -> Loading | None:
-        """Return the data loaders of the first process that has some."""
         return next((process.loading for process in self.processes if process.loading is not None), None)
 
     @property

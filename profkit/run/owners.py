@@ -93,8 +93,6 @@ START = "start"
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the workload on the host's clock."""
-
     name: RangeName
     start_us: int
     end_us: int
@@ -102,8 +100,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Owners:
-    """All that the recorder wrote down."""
-
     owned: tuple[Owned, ...] = ()
     figures: tuple[Figures, ...] = ()
     steps: tuple[Step, ...] = ()
@@ -143,7 +139,6 @@ def read_owners(path: Path) -> Owners:
 
 
 def write_owners(path: Path, owners: Owners) -> None:
-    """Write a whole file of owners."""
     lines: list[dict[str, Any]] = [{"kind": "header", "version": VERSION}]
     lines += [{"kind": "step", **asdict(step)} for step in owners.steps]
     for owned in owners.owned:

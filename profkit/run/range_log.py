@@ -110,7 +110,6 @@ class Alignment:
     described: int = 0
 
     def __str__(self) -> str:
-        """The alignment as the run's log says it."""
         shift = f"{self.start_ns / 1000:+.1f} µs at the start and {self.end_ns / 1000:+.1f} µs at the end"
         return (
             f"ranges: the trace's clock is {shift} from the log's, ± {self.error_ns / 1000:.1f} µs; "
@@ -124,7 +123,6 @@ class Alignment:
 
 
 def write_range_log(path: Path, log: RangeLog) -> None:
-    """Write the log."""
     # As `asdict` does, which would copy each of the entries while the program waits.
     write_whole(path, json.dumps(log, default=vars, separators=(",", ":")).encode())
 
@@ -270,7 +268,6 @@ def _shift(reading: ClockReading, wait: tuple[int, int]) -> tuple[int, int]:
 def _narrow(
     shift: tuple[int, int], readings: list[ClockReading], waits: list[tuple[int, int]]
 ) -> tuple[int, int] | None:
-    """Return what is left of a range of shifts if each of the readings must have a wait within it too."""
     for reading in readings:
         both = [(max(shift[0], one[0]), min(shift[1], one[1])) for one in (_shift(reading, wait) for wait in waits)]
         shift = max(both, key=lambda one: one[1] - one[0])
@@ -293,7 +290,6 @@ class _Clock:
 
 
 def _ranges_by_handle(log: RangeLog) -> dict[int, list[tuple[str, int, int]]]:
-    """Return name, start and end of each thread's ranges; one that was never left ends with the log."""
     found: defaultdict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for thread in log.threads:
         found[thread.handle] += _ranges_of(thread, log)

@@ -86,11 +86,9 @@ class StepChoice:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole program is one step."""
         return self.word == StepKind.WHOLE.word
 
     def allows(self, kind: StepKind, names: tuple[str | None, ...]) -> bool:
-        """Return whether something of this kind, known by these names, is a step."""
         return kind.word == self.word and (self.name is None or self.name in names)
 
 
@@ -224,7 +222,6 @@ class Failure:
 
 
 def leave_attached(run: Path, pid: int) -> None:
-    """Leave word that profkit is in the process ``pid``."""
     (run / _ATTACHED.format(pid)).touch()
 
 
@@ -285,7 +282,6 @@ def take_attached(run: Path) -> Attached:
 
 
 def has_recorded(run: Path) -> bool:
-    """Return whether the recording began in any process, by what they left."""
     return any(read_record(Process, path).state != NOT_REACHED for path in run.glob(_PROCESS.format("*")))
 
 
@@ -327,7 +323,6 @@ def take_failures(run: Path) -> tuple[Failure, ...]:
 
 
 def leave_measured(folder: Path, pid: int, measured: Measured) -> None:
-    """Leave in ``folder`` what the process ``pid`` measured, for the launcher."""
     write_record(folder / _MEASURED.format(pid), measured)
 
 

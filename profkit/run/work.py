@@ -141,8 +141,6 @@ class Copy:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The content of ``ceilings.json``."""
-
     version: int
     device: MeasuredDevice
     torch: Version

@@ -406,14 +406,11 @@ def rows_by_value(values: Ints) -> dict[int, Ints]:
 
 
 class NamesWithNew:
-    """The names of a trace, with those added that it did not have."""
-
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings = list(strings)
         self._index = {name: at for at, name in enumerate(strings)}
 
     def intern(self, name: str) -> int:
-        """Return the index of a name, which is added if it is new."""
         at = self._index.setdefault(name, len(self.strings))
         if at == len(self.strings):
             self.strings.append(name)

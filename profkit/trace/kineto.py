@@ -99,7 +99,6 @@ def read_kineto(path: Path) -> Trace:
 
 
 def _read_ranges(reading: Reading, rows: HostRows, others: tuple[HostRows, ...]) -> Ranges:
-    """Return the ranges; one in which the profiler stopped ends with the capture."""
     last = max(int(table.end_ns.max(initial=0)) for table in (rows, *others))
     return Ranges(
         name=rows.name,
@@ -205,7 +204,6 @@ def _thread_names(events: list[Event], reading: Reading) -> dict[int, str]:
 
 
 def _ranks(header: dict[str, Any], reading: Reading) -> dict[int, int]:
-    """Return the rank of the process, as torch.profiler writes it once torch.distributed is set up."""
     rank, processes = parse_integer(job_of(header).get("rank")), reading.processes()
     return {processes[0]: rank} if rank is not None and len(processes) == 1 else {}
 
@@ -277,7 +275,6 @@ class OperatorForest:
             np.add.at(self.self_ns, operator, to_ns - from_ns)
 
     def innermost_at(self, moment_ns: Ints, thread: Ints) -> Ints:
-        """Return the innermost operator open at each moment on its thread, or -1."""
         operator = np.full(len(moment_ns), NO_RANGE, dtype=np.int64)
         for number, rows in rows_by_value(thread).items():
             if number in self._timelines:

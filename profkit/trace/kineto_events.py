@@ -188,8 +188,6 @@ class HostRows:
 
 @dataclass
 class Reading:
-    """What is collected while one file is read."""
-
     _names: NamesWithNew = field(default_factory=lambda: NamesWithNew(()))
     threads: dict[tuple[int, int | str], int] = field(default_factory=dict)
     """(pid, tid) → the trace's own number of the thread, counted from 0."""
@@ -290,7 +288,6 @@ def job_of(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def objects_in(value: object) -> list[dict[str, Any]]:
-    """Return the objects in a list; none of anything else."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -329,7 +326,6 @@ def parse_integer(value: object) -> int | None:
 
 
 def parse_argument(event: Event, name: str) -> int | None:
-    """Return an integer from the event's ``args``, else ``None``."""
     return parse_integer(event.get("args", {}).get(name))
 
 

@@ -77,7 +77,6 @@ class CollectiveArguments:
 
 
 def _ranks(text: object) -> tuple[int, ...]:
-    """Return the ranks of ``[0, 1]``; none if the list was cut short."""
     if not isinstance(text, str) or not (text.startswith("[") and text.endswith("]")):
         return ()
     parts = [part.strip() for part in text[1:-1].split(",")]
@@ -128,7 +127,6 @@ class GpuReader:
         )
 
     def copies(self, copies: list[Event], sets: list[Event]) -> Copies:
-        """Return memory copies, then memory sets."""
         copies, *copy_times = self._timed(copies, "memory copies")
         sets, *set_times = self._timed(sets, "memory sets")
         rows = copies + sets

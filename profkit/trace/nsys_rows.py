@@ -96,7 +96,6 @@ def has_invisible_ranges(file: SqliteFile, tables: dict[str, frozenset[str]]) ->
 
 
 def _range_names(file: SqliteFile, columns: frozenset[str], names: Names, text_id: Ints, where: str) -> Ints:
-    """Return the index of each range's name; ``text``, where there is one, wins over ``textId``."""
     result = names.indices(text_id, {-1: _UNNAMED})
     if "text" not in columns or not (text_id == -1).any():
         return result
@@ -242,7 +241,6 @@ class LaunchIndex:
         return launch_ns, launch_thread
 
     def first_calls(self, process: Ints, correlation: Ints) -> Ints:
-        """Return the row of the first call that has each correlation id in its process, -1 where there is none."""
         call = np.full(len(process), -1, dtype=np.int64)
         for number, rows in rows_by_value(process).items():
             if number in self._processes:
@@ -327,7 +325,6 @@ def _read(
 
 
 def _find_last(recorded: Ints, record_call: Ints, wanted: Ints, call: Ints) -> Ints:
-    """Return the row of the last recording of each wanted event before each call, -1 if there is none."""
     _, key = np.unique(np.concatenate([recorded, wanted]), axis=0, return_inverse=True)
     record_key, key = np.split(key.reshape(-1), [len(recorded)])
     rows = np.flatnonzero(record_call >= 0)

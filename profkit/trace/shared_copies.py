@@ -246,7 +246,6 @@ class _ExportCopy:
         self._numbers: dict[tuple[Kind, int], int] = {}
 
     def write(self) -> None:
-        """Write all tables, StringIds last."""
         for table, declared in TABLES.items():
             columns = {name: kind for name, kind in declared.items() if name in self._tables.get(table, ())}
             if columns:

@@ -82,7 +82,6 @@ class ColumnRequest:
 
     @property
     def where(self) -> str:
-        """The condition on the rows as SQL has it."""
         return "" if self.only is None else f" WHERE {self.only[0]} IN ({','.join(map(str, self.only[1]))})"
 
 
@@ -342,7 +341,6 @@ class PageReader:
         return children
 
     def _pages(self, numbers: Ints) -> Bytes:
-        """Return the pages, one a row, neighbours in the file read at once."""
         size = self._page_bytes
         buffer = np.empty(len(numbers) * size + _SLACK, dtype=np.uint8)
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1

@@ -204,7 +204,6 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 
 
 def _is_same_waste(cause: Cause, other: Cause) -> bool:
-    """Return whether two causes stand at one line, or compiling removes both."""
     at_one_line = cause.line is not None and cause.line == other.line
     return at_one_line or (cause.code in _COMPILING and other.code in _COMPILING)
 
@@ -304,7 +303,6 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
 
 
 def _prove(evidence: Evidence, cause: Cause) -> str:
-    """Return the command that proves a change: one that makes it and measures, where `profkit try` can."""
     capture = evidence.capture
     is_file_of_run = capture.run is not None and capture.run.path != capture.path
     can_be_run = bool(evidence.manifest.argv) and not is_file_of_run and cause.proof == COMPARE
@@ -345,7 +343,6 @@ def _name_missing(evidence: Evidence) -> str | None:
 
 
 def _name_phases(summary: Summary) -> str:
-    """Return the phases of a step on the CPU that are a large part of it."""
     parts = () if summary.tree is None else summary.tree.parts
     shares = {"outside of phases" if phase == OUTSIDE else phase: part for part in parts for phase in part.phases}
     named = [(phase, summary.tree.share(part.time_ns)) for phase, part in shares.items() if summary.tree is not None]

@@ -63,7 +63,6 @@ def remove_operations(name: str, choose: Choose, kept: By, assumption: str) -> S
 
 
 def _launching_only(columns: StepColumns, rows: Collection[int]) -> list[int]:
-    """Return the calls that launch these operations and no others."""
     calls = {columns.launcher[row] for row in rows}
     return [call for call in calls if all(row in rows for row in range(*columns.launches[call]))]
 

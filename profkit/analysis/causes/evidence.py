@@ -270,7 +270,6 @@ class Evidence:
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The typical recorded step."""
         return None if self.replay is None else self.replay.typical
 
     @cached_property
@@ -414,7 +413,6 @@ def source_line(line: LineTime) -> SourceLine:
 
 
 def find_line(text: str) -> SourceLine | None:
-    """Return the line that ``file:line function`` names."""
     match = _LINE_NUMBER.search(text)
     return None if match is None else SourceLine(text[: match.start()], int(match[1]), text[match.end() :])
 

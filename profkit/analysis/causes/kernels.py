@@ -269,12 +269,10 @@ def _is_link(operation: Operation, skipped: frozenset[str]) -> bool:
 
 
 def _place_of(run: Run) -> tuple[str | None, str]:
-    """Return the module of a chain, and the phase of one outside of all modules."""
     return run[0].module, "" if run[0].module else run[0].phase
 
 
 def _is_link_of(run: Run, place: tuple[str | None, str]) -> bool:
-    """Return whether a chain is at a place, or is the backward pass of one there."""
     if run[0].phase == BACKWARD:
         return run[0].module == place[0] and len(run) > 2
     return _place_of(run) == place and _is_written_out(run)
@@ -329,7 +327,6 @@ def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
 
 
 def _kind_of_chain(run: Run) -> tuple[str, str, str]:
-    """Return the code of a chain, what it is, and what takes its place."""
     names = " ".join(one.name.lower() for one in run)
     reduces = any(one.category == "reduction" for one in run)
     if len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
@@ -367,14 +364,12 @@ def _size_of_fused(*, is_reducing: bool) -> Callable[[World, Sequence[int]], flo
 
 
 def _size_of_loop(world: World, durations: Sequence[int]) -> float:
-    """Return how long one kernel in place of a loop takes: what the loop's kernels take beyond the smallest of them."""
     smallest_ns, sum_ns = min(durations), sum(durations)
     work_ns = max(smallest_ns, sum_ns - smallest_ns * len(durations))
     return {"least": smallest_ns, "expected": work_ns, "most": (work_ns + sum_ns) / 2}[world]
 
 
 def _busiest(operations: Sequence[Operation]) -> str | None:
-    """Return the module in which these operations take most of their time."""
     times: defaultdict[str | None, int] = defaultdict(int)
     for one in operations:
         times[one.module] += one.duration_ns

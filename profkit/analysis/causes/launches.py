@@ -262,7 +262,6 @@ def _can_be_captured(evidence: Evidence) -> bool:
 
 
 def _find_waits(step: ReplayedStep) -> list[int]:
-    """Return the calls within what would be captured in which the host waits for the GPU."""
     return step.columns.waits_among(step.calls_in(COMPILED_PHASES))
 
 
@@ -306,7 +305,6 @@ def _late_rank(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _say_what_it_does(culprit: Culprit, ranks: Sequence[RankSummary]) -> str:
-    """Return what a late rank does longer; of one that computes more, how much beside the median one of the others."""
     does = _WHY_LATE[culprit.cause][0]
     kernels_ns = {rank.rank: rank.parts.get("kernels", 0) for rank in ranks if rank.exposed_ns is not None}
     own_ns = kernels_ns.pop(culprit.rank, 0)

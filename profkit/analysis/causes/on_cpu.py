@@ -78,7 +78,6 @@ class _Operators:
         return float(times[times >= _SMALL_NS].sum()) / self.steps
 
     def share(self, rows: Sequence[int] | Ints, of: Sequence[int]) -> float:
-        """Return the share of some operators in the time of others."""
         return float(self.time_ns[rows].sum() / max(1, self.time_ns[of].sum())) if len(rows) else 0.0
 
 
@@ -247,7 +246,6 @@ def _is_of_loss(evidence: Evidence, line: LineTime) -> bool:
 
 
 def _sum(lines: Sequence[LineTime]) -> tuple[LineTime, int, float]:
-    """Return the longest of some lines, and the time of all with its error."""
     longest = max(lines, key=lambda line: line.time_ns)
     return longest, sum(line.time_ns for line in lines), math.hypot(*(line.error_ns for line in lines))
 

@@ -147,7 +147,6 @@ def sample_steps(attribution: Attribution, range: str | None = None, *, by_step:
 
 
 def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSamples:
-    """Return the samples of a capture; ``nodes`` is its tree of ranges with siblings of one kind joined."""
     work = reduced.work
     numbering = reduced.steps if by_step and reduced.steps is not None else reduced.whole
     rows = np.flatnonzero(numbering.sample >= 0)
@@ -202,7 +201,6 @@ def _number_steps(attribution: Attribution, members: Ints) -> _Numbering:
 
 
 def _number_whole(attribution: Attribution) -> _Numbering:
-    """Return all work outside the warm-up as one sample."""
     warmup = find_warmup(attribution.trace)
     sample = np.zeros(len(attribution.trace.work), dtype=np.int64)
     if warmup is not None:

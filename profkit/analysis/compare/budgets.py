@@ -151,7 +151,6 @@ def _judge_peak(run: OpenedCapture, limit_bytes: int) -> BudgetLine:
 
 
 def _judge_trace(trace: OpenedTrace | None, budgets: Budgets) -> Iterator[BudgetLine]:
-    """Yield the budgets that need the trace; none holds if the trace cannot be trusted."""
     of_steps = [(MAX_IDLE, budgets.max_idle), (MIN_MFU, budgets.min_mfu)]
     asked = [(budget, None, limit) for budget, limit in of_steps if limit is not None]
     failed = [] if trace is None else trace.self_check.of("failed")

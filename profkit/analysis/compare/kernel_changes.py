@@ -285,7 +285,6 @@ def _match_unmatched(path: RangePath, categories: dict[str, Sides], fused: set[s
 
 
 def has_generated(samples: StepSamples, columns: Iterable[int]) -> bool:
-    """Return whether Inductor generated any of a side's kernels."""
     return any(is_generated(samples.keys[column].kernel) for column in columns)
 
 

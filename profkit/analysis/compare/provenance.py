@@ -154,7 +154,6 @@ def _state_trace(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def _program(run: Manifest) -> str:
-    """Return what was run, without its arguments: a built-in model's name, else a script or module."""
     words = list(run.argv)
     if not words or run.target != " ".join(words):
         return run.target
@@ -175,5 +174,4 @@ def _judge_self_checks(before: Origin, after: Origin) -> list[Difference]:
 
 
 def _list_unknown(origin: Origin) -> list[str]:
-    """Return the expected facts that a capture lacks; those of GPUs only if it has a GPU."""
     return [fact for fact in _EXPECTED if fact not in origin.facts and not (origin.on_cpu and fact in _OF_GPUS)]

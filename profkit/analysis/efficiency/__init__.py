@@ -152,7 +152,6 @@ def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
 
 
 def _dtype_of(manifest: Manifest) -> str | None:
-    """Return the type of a run's matrix products: autocast's, else tf32 or fp32 as the run was set."""
     asked = manifest.workload.dtype
     if asked is None or manifest.device == "cpu":
         return None

@@ -166,7 +166,6 @@ def _describe(known: RunCompilations) -> Iterator[Finding]:
 
 
 def _why_again(compilations: Sequence[Compilation]) -> str:
-    """Return what was compiled again and why: what one change of the inputs caused is said once."""
     reasons = list(dict.fromkeys(item.reason for item in compilations if item.reason is not None))
     because = f" ({_some(reasons)})" if reasons else ""
     is_size = any(mark in reason for reason in reasons for mark in _SIZES)

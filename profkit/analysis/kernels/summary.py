@@ -216,7 +216,6 @@ def summarize_kernels(
 
 
 def _find_shared(attribution: Attribution, wanted: KernelFilter, chosen: Chosen) -> SharedKernels | None:
-    """Return what the range's modules share with others; None of one instance, for which that is unknown."""
     if wanted.range is None or chosen.instances is None or wanted.instance is not None:
         return None
     if attribution.trace.work.compiled_launch is None:
@@ -276,7 +275,6 @@ def _total_copies(copies: Copies, rows: Bools) -> CopyTotals:
 def _instance_rows(
     attribution: Attribution, rows: Bools, instances: Instances, ranks: Ranks
 ) -> tuple[InstanceRow, ...]:
-    """Return one line per instance that counts; nested instances of one name report under the one around them."""
     trace, work = attribution.trace, attribution.trace.work
     chosen = np.flatnonzero(rows)
     position = instances.of_row[chosen]
@@ -304,7 +302,6 @@ def _instance_rows(
 def _build_rows(
     attribution: Attribution, rows: Bools, by: Grouping, instances: int | None, ranks: Ranks
 ) -> tuple[KernelRow, ...]:
-    """Return the lines of the table, the largest total first, equal totals by name."""
     work = attribution.trace.work
     chosen = np.flatnonzero(rows)
     labels, key = _group_keys(attribution, chosen, by)
@@ -357,7 +354,6 @@ def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | 
 
 
 def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:
-    """Return the time of each group of rows (groups, ranks); ``first`` are the groups' first rows."""
     group = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(process))))
     index = ranks.index_of(process)
     each = np.zeros((len(first), len(ranks.members)), dtype=np.int64)
@@ -366,7 +362,6 @@ def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> In
 
 
 def _group_keys(attribution: Attribution, chosen: Ints, by: Grouping) -> tuple[Callable[[int], tuple[str, str]], Ints]:
-    """Return each chosen row's group, and what gives a group its name and category."""
     trace = attribution.trace
     name = trace.work.name[chosen]
     if by in ("range", "module"):

@@ -339,13 +339,11 @@ def check_with_allocator(recorded: Owners | None, history: History, unmatched_en
 
 
 def _highest(figures: Sequence[Figures]) -> list[int] | None:
-    """Return the highest peaks of allocated, reserved and requested bytes; None if there are no figures."""
     if not figures:
         return None
     return [max(getattr(entry, f"{kind}_peak_bytes") for entry in figures) for kind in _KINDS]
 
 
 def find_capacity(recorded: Owners | None, device: int) -> int | None:
-    """Return the device's memory in bytes, if the run recorded it."""
     figures = recorded.figures if recorded else ()
     return next((entry.capacity_bytes for entry in figures if entry.device == device and entry.capacity_bytes), None)

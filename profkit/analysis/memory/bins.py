@@ -156,7 +156,6 @@ class _Grouping:
         return self._largest(groups, OTHER_MODULES) if is_known else ()
 
     def _module_of(self, row: int) -> str:
-        """Return the module of an allocation, numbers in its name as ``*``; of several that share it, a word."""
         modules = [module for module, _ in self._memory.place_of(row).modules]
         if len(modules) > 1:
             return SEVERAL_MODULES
@@ -165,7 +164,6 @@ class _Grouping:
         return kind_of(modules[0]) or OUTSIDE_MODULES
 
     def _largest(self, groups: list[str], others: str) -> tuple[Series, ...]:
-        """Return a series for each of the `STACK_COUNT` names that hold most over all samples, then the others'."""
         held = Counter[str]()
         sample_counts = (self._end - self._first)[self._rows].tolist()
         for name, size, sample_count in zip(groups, self._sizes[self._rows].tolist(), sample_counts, strict=True):

@@ -73,7 +73,6 @@ class Classifier:
         self._by_stack: dict[int, str | None] = {}
 
     def claim_of(self, row: int) -> Claim:
-        """Return what an allocation (a row of the replay) is for."""
         owner = self._memory.owners.get(row)
         text = read_metadata(self._stacks.raw_of(row))
         if owner is not None and owner.role in ROLES:
@@ -147,7 +146,6 @@ class Classifier:
         return _category_by(_LIKELY_SIGNS, stack)
 
     def _category_of_backward(self, birth: int, freed: int, *, stays: bool) -> str | None:
-        """Return the category of memory allocated in the backward pass; ``stays``: it outlives the pass."""
         never = self._replay.event_count
         again = self._timeline.recomputation_at(birth)
         if again is not None and freed >= self._timeline.moment_at(again.end_us):

@@ -246,7 +246,6 @@ def _judge(side: _Side, rows: list[int], other: _Side, kinds: tuple[str, str]) -
 
 
 def _corresponding(side: _Side, other: _Side) -> int:
-    """Return the moment of the other run that corresponds to this side's peak, in the step of the other's peak."""
     peak_step = other.memory.timeline.step_at(other.peak - 1)
     for row in sorted(side.live, key=lambda row: -int(side.replay.birth[row])):
         for match in other.matches_of(side, row):

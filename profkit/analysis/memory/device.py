@@ -116,7 +116,6 @@ class DeviceMemory(ReplayedDevice):
         return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
 
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
-        """Return each phase's peak, in the order in which they first occur."""
         moments: dict[str, list[int]] = {}
         allocated = self.history.curves.allocated
         for phase in self.timeline.phases:
@@ -155,8 +154,6 @@ class StackRow:
 
 @dataclass(frozen=True)
 class LargeRow:
-    """One allocation."""
-
     bytes: int
     requested_bytes: int
     category: str
@@ -273,14 +270,12 @@ def _by_stack(memory: DeviceMemory, moment: int, rows: list[int], total: int) ->
 
 
 def piece_of(memory: DeviceMemory, row: int, moment: int) -> Piece:
-    """Return an allocation (a row of the replay) with its category, its phase and its module at a moment."""
     claim = memory.classifier.claim_of(row)
     size, place = int(memory.history.replay.size_bytes[row]), memory.place_of(row, moment)
     return Piece(size, claim.category, place, _phase_of(memory, row), claim.evidence)
 
 
 def _phase_of(memory: DeviceMemory, row: int) -> str:
-    """Return the phase in which an allocation was made, or in brackets what is known where there was none."""
     birth = int(memory.history.replay.birth[row])
     if birth < 0:
         return BEFORE_RECORDING

@@ -38,8 +38,6 @@ _RISES = 3
 
 @dataclass(frozen=True)
 class LeakRow:
-    """What one stack left behind in one step."""
-
     bytes: int
     count: int
     stack: tuple[str, ...]
@@ -202,7 +200,6 @@ class OomVerdict:
 
 
 def last_failure(memory: DeviceMemory) -> int | None:
-    """Return the event of the last allocation that failed; None if none did."""
     where = np.flatnonzero(memory.device.events.action == OOM)
     return int(where[-1]) if len(where) else None
 
@@ -307,7 +304,6 @@ def _cause(wanted: int, short: int, *, room: int, loose: int, outside: int | Non
 
 
 def _candidates(memory: DeviceMemory, blocks: list[FreeBlock], wanted: int, stream: int) -> tuple[Candidate, ...]:
-    """Return the largest free block of each pool and stream, the request's own first."""
     largest: dict[tuple[bool, int], FreeBlock] = {}
     for block in blocks:
         largest.setdefault((block.is_large, block.stream), block)
@@ -411,7 +407,6 @@ def _nearest(segment: Segment, at: int) -> tuple[int, ...]:
 
 
 def _streams(history: History) -> tuple[list[int], list[int]]:
-    """Return, sorted by address, where segments and mapped pages began, and on which stream."""
     events, segments = history.device.events, history.device.segments
     where = (events.action >= SEGMENT_ALLOC) & (events.action <= SEGMENT_UNMAP)
     known = dict(zip(events.address[where].tolist(), events.stream[where].tolist(), strict=True))

@@ -186,7 +186,6 @@ class GeneratedMemory:
         return taken if len(taken) == len(now) and len(allocations) == 1 else [*tenants, *taken]
 
     def _takers(self, code: _Code, number: int, name: str) -> list[tuple[_Code, int, Allocation]]:
-        """Return where backward passes reuse what a graph returns under a name."""
         if (id(code), number) not in self._taken:
             by_output: dict[str, list[tuple[_Code, int, Allocation]]] = {}
             for other in self._codes.values():
@@ -197,7 +196,6 @@ class GeneratedMemory:
         return self._taken[id(code), number].get(name, [])
 
     def _next_call(self, code: _Code, row: int) -> int | None:
-        """Return the first allocation that some code made for the same module after another allocation."""
         call = self._calls[row]
         key = id(call), id(code)
         if key not in self._next_calls:
@@ -218,7 +216,6 @@ class GeneratedMemory:
         return None if text is None else text.module
 
     def same_call(self, row: int) -> list[int]:
-        """Return the allocations of the call of generated code that made this one."""
         site = self._site(row)
         return [] if site is None else self._call(site[0], row).rows
 
@@ -234,7 +231,6 @@ class GeneratedMemory:
         return self._sites[number]
 
     def _window(self, code: _Code, row: int, moment: int) -> tuple[int, int]:
-        """Return the first and the last place at which the call that made an allocation may stand at a moment."""
         replay, call = self._replay, self._call(code, row)
         before, latest, after = 0, -1, _END
         for event, place in call.events:
@@ -261,7 +257,6 @@ class GeneratedMemory:
                 yield int(self._replay.completed[row]), code.position(freed)
 
     def _call(self, code: _Code, row: int) -> _Call:
-        """Return the call that made an allocation: those before and after it that its lines allow."""
         if row not in self._calls:
             first = row
             while self._follows(code, first - 1, first):
@@ -275,7 +270,6 @@ class GeneratedMemory:
         return self._calls[row]
 
     def _follows(self, code: _Code, row: int, later: int) -> bool:
-        """Return whether an allocation and the one after it belong to one call of generated code."""
         if row < self._replay.start_count or later >= len(self._replay):
             return False
         sites = self._site(row), self._site(later)

@@ -156,20 +156,17 @@ def _place_in_code(held: Held, compiled: str) -> Place:
 
 
 def common_start(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the names with which all paths begin."""
     same = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
     return tuple(names[0] for names in same)
 
 
 def _below(compiled: str, module: str) -> str:
-    """Return the name of a module that is known by its name within the one that was compiled."""
     if not module or compiled in (OUTSIDE, MODEL):
         return module or compiled
     return compiled + module if compiled.endswith("/") else f"{compiled}.{module}"
 
 
 def _modules_of(parts: tuple[Part, ...], own_parts: int) -> tuple[tuple[str, int | None], ...]:
-    """Return the modules of a storage's tensors, each with the bytes that are its own if none overlap."""
     sizes: dict[str, int] = {}
     extents = []
     for part in parts:
@@ -229,8 +226,6 @@ class PartRow:
 
 @dataclass(frozen=True)
 class Piece:
-    """One allocation, and where it belongs."""
-
     bytes: int
     category: str
     place: Place

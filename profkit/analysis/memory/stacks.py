@@ -146,7 +146,6 @@ class StackBook:
         self.facts: list[StackFacts] = [StackFacts(())]
 
     def number_of(self, row: int) -> int:
-        """Return the number of the stack that asked for an allocation."""
         raw = self.raw_of(row)
         frames = raw.get("frames") or raw.get("forward_frames")  # the latter from anomaly mode
         if not frames or not isinstance(frames, list):
@@ -163,7 +162,6 @@ class StackBook:
         return number
 
     def facts_of(self, row: int) -> StackFacts:
-        """Return the stack that asked for an allocation."""
         return self.facts[self.number_of(row)]
 
     def birth_of(self, row: int) -> int:

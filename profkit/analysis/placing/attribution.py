@@ -313,7 +313,6 @@ def _place(
     adopted: dict[int, ThreadTimeline],
     waiting: WaitingThreads | None,
 ) -> tuple[Ints, Hosts]:
-    """Return each row's innermost range on its launching thread, and on the thread that waited for that one."""
     own = innermost_at_launch(rows, timelines)
     host, host_thread = (np.full(len(rows), NO_RANGE, dtype=np.int64) for _ in range(2))
     for thread, members in rows_by_value(rows.launch_thread).items():

@@ -345,7 +345,6 @@ def _nodes(rows: Work | Copies) -> Ints:
 
 
 def _replay_of(rows: Work | Copies, wanted: Bools, ranges: Ranges, replays: Ints) -> Ints:
-    """Return which of the replays launched each of the wanted rows, -1 for none."""
     replay_of_row = np.full(len(rows), -1, dtype=np.int64)
     replays_of = rows_by_value(ranges.thread[replays])
     for thread, mine in rows_by_value(np.where(wanted, rows.launch_thread, -1)).items():
@@ -382,7 +381,6 @@ def _which_fit(trace: Trace, replays: Ints, layout: _Layout, replay_of: tuple[In
 
 
 def _opened(ranges: Ranges, replays: Ints, layout: _Layout, names: NamesWithNew) -> Ranges:
-    """Return the ranges of a capture as often as it was replayed."""
     count = len(layout.name)
     copied = take_rows(ranges, np.repeat(replays, count))
     begin_ns = np.repeat(ranges.start_ns[replays], count)

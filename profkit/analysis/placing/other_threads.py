@@ -101,7 +101,6 @@ class WaitingThreads:
         return self._find_hosts(helper, process, time_ns)[0]
 
     def _find_hosts(self, helper: int, process: int, time_ns: Ints) -> tuple[Hosts, Bools]:
-        """Return the hosts, and at which times any candidate had a range open at all."""
         host_range = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
         host_thread = np.full(len(time_ns), NO_RANGE, dtype=np.int64)
         count = np.zeros(len(time_ns), dtype=np.int64)
@@ -254,7 +253,6 @@ class _ThreadCalls:
 
 
 def _span_of_calls(calls: _ThreadCalls, begin: Ints, end: Ints, time_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the starts of the first and last call from begin to end, widened to include ``time_ns``."""
     low = _search(calls.start_ns, begin, "left")
     high = _search(calls.start_ns, end, "left") - 1
     some = high >= low
@@ -358,7 +356,6 @@ class _Builder:
         return base if models else NO_RANGE
 
     def _choose(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, list[int | None]]:
-        """Return the range to put mirrors under, and the forward ranges to mirror, outermost first."""
         in_forward, in_backward = set(forward), set(backward)
         below = [index for index in forward if index not in in_backward]
         own = [index for index in backward if index not in in_forward]

@@ -112,7 +112,6 @@ class RanksResult(NotebookResult):
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that the others wait for, if one is late."""
         return None if self.verdict.culprit is None else self.verdict.culprit.rank
 
     @property

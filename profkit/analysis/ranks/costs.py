@@ -309,7 +309,6 @@ def late_steps(late_ns: Floats, cost: Cost, rank: int, cause: Cause | None) -> B
 
 
 def _count_stalls(is_late: Bools) -> int:
-    """Return how many times a rank began to be late: steps in a row count as one stall."""
     return int((is_late & ~np.pad(is_late, (1, 0))[:-1]).sum())
 
 

@@ -284,7 +284,6 @@ class _Court:
         return self._doubt_chance() if steps is None else self._describe(late, cause, late_ns, steps)
 
     def _doubt_level(self, rank: int) -> Doubt:
-        """Return why a rank of unknown cause that costs much is not named: that too may be chance."""
         is_rule = late_steps(self.cost.saved_ns[rank], self.cost, rank, None) is not None
         return "unexplained" if is_rule else self._doubt_chance()
 

@@ -308,7 +308,6 @@ class _Phase:
 
 
 def _tabulate_phases(ranks: Sequence[StepColumns], count: int, step_ns: float) -> dict[str, _Phase]:
-    """Return the phases that hosts and GPUs know, in so many measured steps of each rank."""
     found = {}
     for name in sorted({name for steps in ranks for name in {*steps.phases.names} & {*steps.gpu_phases.names}}):
         rows = []
@@ -412,7 +411,6 @@ def host_factor(light: Sequence[StepColumns], recorded: Set[str | None]) -> floa
 
 
 def _phases_in(steps: StepColumns, names: Set[str | None]) -> dict[str, _Phase]:
-    """Return the phases of a rank's steps of these names; none where it knows none of them."""
     chosen = steps.only([at for at, name in enumerate(steps.names) if name in names])
     times_ns = chosen.end_ns - chosen.start_ns
     return _tabulate_phases([chosen], len(chosen), float(np.median(times_ns))) if len(chosen) else {}

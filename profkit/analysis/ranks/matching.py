@@ -299,7 +299,6 @@ def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
 
 
 def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
-    """Return the kernels of one name as ``(devices, collectives)``, or None if they do not match."""
     work = trace.work
     each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
     if len({len(some) for some in each}) > 1:
@@ -310,7 +309,6 @@ def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | Non
 
 
 def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
-    """Return the rank that launches work on each device; a device of several ranks is left out."""
     by_device: dict[int, set[int]] = {}
     for number, process in ranks.members:
         for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():

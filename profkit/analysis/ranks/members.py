@@ -43,11 +43,9 @@ class Ranks:
         raise UsageError(explain_no_rank(number, self.numbers))
 
     def only(self, number: int) -> Ranks:
-        """Return one rank of them, known by the same evidence."""
         return Ranks(tuple(member for member in self.members if member[0] == number), self.evidence)
 
     def index_of(self, process: Ints) -> Ints:
-        """Return the position in ``members`` of each process, or -1."""
         index = np.full(len(process), -1, dtype=np.int64)
         for position, (_, own) in enumerate(self.members):
             index[process == own] = position
@@ -55,7 +53,6 @@ class Ranks:
 
 
 def explain_no_rank(number: int, there: tuple[int, ...]) -> str:
-    """Return why a rank cannot be shown, in one line."""
     if not there:
         return f"no rank {number}: this trace holds one process, and it does not say that there were several ranks"
     return f"no rank {number}: this trace holds rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"

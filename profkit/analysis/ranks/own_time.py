@@ -168,7 +168,6 @@ def _busy_time(attribution: Attribution) -> tuple[GpuTime, Ints]:
 
 
 def _pieces_within(table: Work | Copies, rows: Ints, when: Stretches) -> tuple[Ints, Ints, Ints]:
-    """Return the pieces of rows that lie in the stretches, none of which overlap, and the row of each."""
     rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
     none = np.zeros(len(rows), dtype=np.int64)
     _, start_ns, end_ns = disjoint_pieces(none, table.start_ns[rows], table.end_ns[rows])
@@ -316,7 +315,6 @@ class _HostPlaces:
         return ranges.start_ns[rows], np.array([*numbers, 0], dtype=np.int64)
 
     def cut(self, when: Stretches) -> tuple[Ints, Ints]:
-        """Return the stretches cut wherever the host's place may change."""
         start_ns, end_ns, _ = _cut_at(self._edges, when.start_ns, when.end_ns)
         return start_ns, end_ns
 

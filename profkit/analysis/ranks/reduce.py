@@ -215,7 +215,6 @@ def _facts_of(attribution: Attribution, row: int) -> CollectiveCall:
 
 
 def _number_sequences(group: Ints, facts: Sequence[CollectiveCall], step: Ints) -> Ints:
-    """Return the sequence numbers; where the trace has none, counted from the first of a measured step."""
     numbers = np.zeros(len(facts), dtype=np.int64)
     for each in distinct_values(group).tolist():
         rows = np.flatnonzero(group == each)
@@ -369,7 +368,6 @@ _OF_SENDS = ("all_to_all", "gather", "scatter")
 def _take_over(
     calls: CallColumns, theirs: CallColumns, pairs: tuple[Ints, Ints], unnamed: Bools, number_of: Mapping[int, int]
 ) -> CallColumns:
-    """Return collectives with the waits of those that they are paired with, and in ``unnamed`` groups with all else."""
     rows, other = pairs
     taken, from_theirs = rows[unnamed[rows]], other[unnamed[rows]]
     group, what, exposed_ns = calls.group.copy(), calls.what.copy(), calls.exposed_ns.copy()

@@ -361,7 +361,6 @@ def _awaited(step: StepColumns, row: int, latest: Mapping[int, int]) -> list[int
 
 
 def _last_ended(step: StepColumns, row: int, time_ns: int) -> int:
-    """Return the last operation of a stream, from ``row`` back, that had ended at a time; `NONE` if there is none."""
     while row != NONE and step.end_ns[row] > time_ns:
         row = step.previous[row]
     return row
@@ -377,7 +376,6 @@ def _ended_before(step: StepColumns, call: int, last: Mapping[int, int]) -> list
 
 
 def _gaps(starts: list[int], ends: list[int], threads: list[int]) -> tuple[list[int], list[int]]:
-    """Return for each call the one before it, and the time from that one's end to its start."""
     before, gaps = [], []
     latest = NONE
     own: dict[int, int] = {}

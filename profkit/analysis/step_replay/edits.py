@@ -145,7 +145,6 @@ class ProgramFacts:
         return round(waited_ns * (1 + self._torchs_share() * (slower - 1)))
 
     def _torchs_share(self) -> float:
-        """Return which part of the time that the program takes for batches its lines spend in torch's operations."""
         loading = [line for line in self.lines or () if line.phase == DATA and line.thread == "main"]
         in_torch = [line for line in loading if (line.called or "").startswith(_TORCHS)]
         return sum(line.time_ns for line in in_torch) / max(1, sum(line.time_ns for line in loading))
@@ -281,7 +280,6 @@ def _fused_time(setting: Setting) -> int:
 
 
 def _foreach_time(durations: Sequence[int], world: World) -> int:
-    """Return the time of the same work in few kernels: without what even the smallest kernel takes, or all of it."""
     smallest = min(durations)
     work_ns = sum(durations) - smallest * len(durations)
     return {"least": work_ns, "expected": (work_ns + sum(durations)) // 2, "most": sum(durations)}[world]
@@ -331,7 +329,6 @@ def drop_zeroed_gradients(columns: StepColumns, setting: Setting) -> StepColumns
 
 
 def _lines_at(setting: Setting) -> list[LineTime]:
-    """Return what is known of a line, by phase and thread: what it takes itself, and in lines that it calls."""
     facts = setting.facts
     if facts.lines is None:
         raise CannotPredictError("the run holds no lines of source; `profkit run` of a script records them")

@@ -98,7 +98,6 @@ def _scale(columns: StepColumns, rows: Collection[int], factor: float) -> StepCo
 
 
 def _speed_up(columns: StepColumns, rows: Collection[int], speeds: _Speeds, world: World) -> StepColumns:
-    """Return the step with some operations in the time of another type, none of them slower than by its share."""
     share, fixed_ns = speeds[world]
     return change_durations(columns, rows, lambda time_ns: min(time_ns * max(share, 1.0), time_ns * share + fixed_ns))
 

@@ -155,7 +155,6 @@ class StepLimits:
         return [part for part in self.parts if part.limit == limit]
 
     def lines_of(self, limit: Limit) -> list[LineLimit]:
-        """Return the lines behind a limit, the longest first."""
         mine = [line for line in self.lines if line.limit == limit and not calls_backward(line.called)]
         return sorted(mine, key=lambda line: -line.time_ns)
 
@@ -177,7 +176,6 @@ class StepLimits:
 
 
 def sum_parts(parts: Iterable[LimitPart], key: Literal["limit", "cause", "phase", "module"]) -> dict[Any, int]:
-    """Return nanoseconds by limit, cause, phase or module, the longest first."""
     return _sum((getattr(part, key), part.time_ns) for part in parts)
 
 
@@ -233,7 +231,6 @@ def place_lines(pieces: Sequence[LimitPart], lines: Sequence[LineTime]) -> tuple
 
 
 def _by_pool(pieces: Iterable[LimitPart], lines: Iterable[LineTime]) -> dict[str, list[LimitPart]]:
-    """Return the pieces by phase; where lines know no wait for data, it lies outside of all phases."""
     has_data = any(line.phase == DATA for line in lines)
     pools: dict[str, list[LimitPart]] = {}
     for piece in pieces:

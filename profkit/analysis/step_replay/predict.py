@@ -302,7 +302,6 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
 
 
 def _reach_of_processes(replay: StepReplay, changed: StepColumns, expected_ns: int) -> _Reach:
-    """Return the reach of a step in another process, on whose host it takes longer or shorter, and on whose GPU."""
     usual_ns = max(replay.run(changed).step_ns, 1)
     others_ns = [expected_ns * replay.run(slow_host(changed, by)).step_ns / usual_ns for by in OTHER_HOST]
     gpus_ns = [expected_ns * by for by in OTHER_GPU]
@@ -337,7 +336,6 @@ def _run_all(
 
 
 def _medians(runs: Sequence[_Run], scale: float) -> dict[tuple[int, World], float]:
-    """Return the step after the edits at each speed of the host in each world: the median of the recorded steps."""
     after: dict[tuple[int, World], list[int]] = {}
     for run in runs:
         after.setdefault((run.speed, run.world), []).append(run.after_ns)
@@ -345,7 +343,6 @@ def _medians(runs: Sequence[_Run], scale: float) -> dict[tuple[int, World], floa
 
 
 def _error_of_steps(runs: Sequence[_Run]) -> float:
-    """Return the error of a median over the recorded steps, by their range."""
     changes = [run.after_ns - run.before_ns for run in runs if run.speed == 1 and run.world == "expected"]
     return (max(changes) - min(changes)) / 2 / math.sqrt(len(changes))
 

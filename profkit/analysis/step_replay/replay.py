@@ -306,7 +306,6 @@ def _still_busy(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, i
 
 
 def _still_queued(step: StepColumns, found: Replayed, host_ns: int) -> dict[int, list[int]]:
-    """Return when the operations that have not begun when the host ends the step begin, by stream."""
     begins: defaultdict[int, list[int]] = defaultdict(list)
     for stream, earlier in step.backlog_ns.items():
         begins[stream].extend(earlier)
@@ -360,7 +359,6 @@ def _graph_shares(step: StepColumns) -> dict[int, float]:
 
 
 def _find_wakes(step: StepColumns) -> dict[int, int]:
-    """Return of waits that did wait how long after the last target's end they ended."""
     wakes = {}
     for call, targets in enumerate(step.targets):
         ended_ns = max((step.end_ns[row] for row in targets), default=0)

@@ -394,7 +394,6 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
 
 
 def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
-    """Return how long each phase takes unprofiled by the GPU's clock, and how much the unprofiled steps differ."""
     if account.timed is None:
         return {}, 0
     phases = {
@@ -425,7 +424,6 @@ def find_variation(account: TimeAccount) -> float:
 
 
 def _names(trace: Trace, step: StepColumns) -> tuple[dict[int, str], dict[int, str]]:
-    """Return by row the names of operations and their categories: of kernels' names, else ``copy`` and ``fill``."""
     count = len(trace.work)
     names, categories = {}, {}
     for row in step.row.tolist():
@@ -446,7 +444,6 @@ def _copied_bytes(trace: Trace, step: StepColumns) -> dict[int, int]:
 def _phases_of_calls(
     step: StepColumns, intervals: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[list[str], list[dict[str, int]]]:
-    """Return the phase of each call, and how much of the gap before it lies in which phase."""
     spans = sorted((start, end, label) for label, some in intervals.items() for start, end in some)
     edges = [NONE, *(edge for start, end, _ in spans for edge in (start, end))]
     labels = [OUTSIDE, *(label for span in spans for label in (span[2], OUTSIDE))]

@@ -367,7 +367,6 @@ def _scale_phases(account: TimeAccount, context: int | None) -> Iterator[tuple[s
 
 
 def _outermost_phases(attribution: Attribution) -> dict[str, Ints]:
-    """Return the measured phases by label, without those in other phases, which count as the outer one."""
     phases = {label: members for label, members in measured_ranges(attribution).items() if label != STEP}
     if not phases:
         return {}

@@ -277,7 +277,6 @@ def calls_named(trace: Trace, pattern: re.Pattern[str]) -> Bools:
 
 
 def _find_wakings(trace: Trace, thread: int, rows: Ints) -> Stretches:
-    """Return when calls of a thread go on though the copy that they began has ended; ``rows`` are its calls."""
     calls, mine = trace.calls, trace.copies.launch_thread == thread
     launched_ns, ended_ns = trace.copies.launch_ns[mine], trace.copies.end_ns[mine]
     at = np.searchsorted(calls.start_ns[rows], launched_ns).clip(max=len(rows) - 1)
@@ -287,7 +286,6 @@ def _find_wakings(trace: Trace, thread: int, rows: Ints) -> Stretches:
 
 
 def _one_thread(start_ns: Ints, end_ns: Ints, waits: Bools, wakings: Stretches) -> HostTime:
-    """Return what one thread was doing; its calls are sorted by start."""
     synchronising = unite_all([unite(start_ns[waits], end_ns[waits]) if waits.any() else NOTHING, wakings])
     calls = unite(start_ns, end_ns)
     pauses = gaps(calls)
@@ -399,6 +397,5 @@ def _input_copies(trace: Trace, waits: Bools) -> Bools:
 
 
 def _between(time_ns: Ints, begins: Ints, ends: Ints) -> tuple[Ints, Bools]:
-    """Return for each time how many phases had begun or ended by then, and whether it lies in none of them."""
     begun, ended = (np.searchsorted(edges, time_ns, side="right") for edges in (begins, ends))
     return begun + ended, begun == ended

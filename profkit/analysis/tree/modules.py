@@ -273,7 +273,6 @@ def _measured_nodes(nodes: RangeNodes) -> list[int]:
 
 
 def _innermost_nodes(attribution: Attribution, nodes: RangeNodes) -> tuple[Ints, Ints]:
-    """Return the innermost node of each row of the steps' work that lies in any range, and these rows."""
     innermost = attribution.work.innermost
     rows = np.flatnonzero((innermost >= 0) & mark_work_of_steps(attribution))
     return nodes.of_range[innermost[rows]], rows

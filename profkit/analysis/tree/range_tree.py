@@ -136,14 +136,12 @@ def join_kinds(*trees: RangeNodes) -> list[RangeNodes]:
 
 
 def kind_paths(attribution: Attribution) -> list[str]:
-    """Return each range's path in the tree of kinds."""
     nodes = build_nodes(attribution, numbered=False)
     path = dict(nodes.depth_first())
     return [path[index] for index in nodes.of_range.tolist()]
 
 
 def _join_siblings(parents: list[int], labels: list[tuple[str, str]]) -> tuple[Ints, list[int], list[tuple[str, str]]]:
-    """Return the new node of each node, and the new nodes' parents and labels."""
     children = _children(parents)
     joined = np.full(len(parents), NO_RANGE, dtype=np.int64)
     new_parents: list[int] = []
@@ -272,7 +270,6 @@ def _count_steps(attribution: Attribution) -> int | None:
 
 
 def _sum_work(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return kernel time, busy time and kernel count per node, of the work under its ranges of ``members``."""
     work = attribution.trace.work
     kernel_time, busy, count = (np.zeros(len(nodes), dtype=np.int64) for _ in range(3))
     times = BusyTime(work)

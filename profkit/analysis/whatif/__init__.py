@@ -182,7 +182,6 @@ def _make_8bit(program: Program, requests: Requests, where: Ints, gone: Bools) -
 
 
 def _replace(requests: Requests, gone: Bools, of: Ints, sizes: Ints, born: Floats) -> Requests:
-    """Return the requests without some, and with copies of others that live as long as these."""
     edited = requests.add_copies(of, sizes, born, requests.freed[of])
     return edited.keep(~np.append(gone, np.zeros(len(of), dtype=np.bool_)))
 
@@ -282,7 +281,6 @@ def _halve(program: Program, requests: Requests, where: Bools, what: str | None 
 
 
 def _find_tensors(program: Program, requests: Requests, role: str) -> Bools:
-    """Return which requests are tensors of a role; raise if the run recorded none on the GPU."""
     where = program.is_role(role)[requests.source]
     if where.any():
         return where
@@ -292,7 +290,6 @@ def _find_tensors(program: Program, requests: Requests, role: str) -> Bools:
 
 
 def _element_bytes(program: Program, rows: Ints) -> Ints:
-    """Return the size of an element of each tensor, 4 bytes where that is not known."""
     known = program.element_bytes[rows]
     return np.where(known > 0, known, _WHOLE)
 

@@ -136,7 +136,6 @@ def _by_category(program: Program, rows: Iterable[tuple[int, int]]) -> dict[str,
 
 
 def _by_module(program: Program, rows: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return the bytes of each module, those that differ in a number as one."""
     memory = program.memory
     pieces = [
         Piece(size, program.claims[row].category, memory.place_of(row), program.phases[row] or "") for row, size in rows
@@ -258,7 +257,6 @@ _Known = dict[tuple[str, ...], Requests]
 
 
 def _edited(program: Program, edits: tuple[str, ...], known: _Known) -> Requests | None:
-    """Return the program after some edits; None if one of them changes nothing or cannot be modelled."""
     if edits not in known:
         before = _edited(program, edits[:-1], known)
         if before is None:

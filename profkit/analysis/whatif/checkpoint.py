@@ -149,7 +149,6 @@ def _outermost_ranges(program: Program, glob: str) -> list[tuple[str, int, int]]
 
 
 def _ranges(program: Program) -> Iterator[tuple[str, int, int]]:
-    """Yield the ranges of the forward passes by their beginning, the outer before the inner ones, in microseconds."""
     timeline = program.memory.timeline
     others = [phase for phase in timeline.phases if phase.name in _NO_FORWARD] + list(timeline.recomputations)
     others.sort(key=lambda span: span.start_us)
@@ -283,7 +282,6 @@ def _shared_workspaces(program: Program, rows: Ints, sizes: Ints, freed: Floats)
 
 
 def _is_made_in(program: Program, row: int, module: str) -> bool:
-    """Return whether an allocation was made in a module's own backward pass, as far as the snapshot says."""
     names = (name.removeprefix(f"{MODEL}/") for name, _ in program.memory.running_place_of(row).modules)
     return any(name == module or name.startswith(f"{module}.") for name in names)
 

@@ -357,7 +357,6 @@ class _Walker(ast.NodeVisitor):
                 held.freed = statement.lineno
 
     def _held_by(self, name: str) -> str:
-        """Return the name that holds the memory which a name is or views; "" if it is none."""
         held = self._by_name.get(name)
         if held is None:
             return ""
@@ -382,7 +381,6 @@ def _find_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 
 
 def _partition_of(called: ast.expr) -> str | None:
-    """Return the function that ``self.partitions[N]`` calls; None for another expression."""
     if isinstance(called, ast.Subscript) and _dotted(called.value) == "self.partitions":
         index = called.slice
         return f"partition_{index.value!r}" if isinstance(index, ast.Constant) else None

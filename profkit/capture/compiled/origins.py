@@ -283,14 +283,12 @@ def _without_constants(operators: list[Any]) -> list[Any]:
 
 
 def _computed(ir_node: Any) -> Iterable[Any]:
-    """Return the operators that a node of a fused kernel computes: its own, and those drawn into it."""
     origins = [node for node in getattr(ir_node, "origins", ()) if node.op == "call_function" and not _is_view(node)]
     owner = _owner(ir_node)
     return origins or ([] if owner is None else [owner])
 
 
 def _owner(ir_node: Any) -> Any | None:
-    """Return the operator whose result a node is; else the last of those that it computes."""
     owner = getattr(ir_node, "origin_node", None)
     if owner is not None:
         return owner

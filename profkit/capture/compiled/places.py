@@ -261,7 +261,6 @@ def _names_around(call: Call | None, hooks: Hooks) -> tuple[str, ...]:
 
 
 def _called_modules(call: Call | None) -> Iterator[nn.Module]:
-    """Yield the modules that are being called, the innermost first, each followed by what it wraps."""
     while call is not None:
         module = None if call.module is None else call.module()
         if module is not None:
@@ -414,7 +413,6 @@ def _given_before(inputs: Sequence[Any]) -> ref[nn.Module] | None:
 
 
 def _outermost(traced: TracedGraph, given_with: ref[nn.Module] | None) -> list[nn.Module]:
-    """Return the modules that a graph calls within no other, in order."""
     given = None if given_with is None else given_with()
     sources = dict.fromkeys(modules[0] for modules, _ in traced.operators if modules)
     called = (traced.modules.get(source) for source in sources)

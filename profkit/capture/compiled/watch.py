@@ -138,7 +138,6 @@ class CompiledCode:
         traced: TracedGraph | None,
         matched: list[tuple[LaunchSite, Record | None]],
     ) -> CompiledGraph:
-        """Return the graph with the memory that its code holds; where that fails, its launches are kept without."""
         buffers = (buffer for _, record in matched if record is not None for buffer in record.buffers.items())
         try:
             owners = {

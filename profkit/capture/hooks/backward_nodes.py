@@ -282,7 +282,6 @@ def _made_between_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[Any]
 
 
 def _made_by_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[tuple[Any, NodeHook]]:
-    """Yield of ``nodes`` those that calls made and passed on to nobody."""
     own = list(carrier.own)
     ends = [end for _, end, _ in own]
     for node in nodes:
@@ -293,7 +292,6 @@ def _made_by_calls(nodes: Iterable[Any], carrier: Carrier) -> Iterator[tuple[Any
 
 
 def _nodes_of(value: Any) -> list[Any]:
-    """Return the nodes that made a tensor, or a sequence of them."""
     tensors = value if isinstance(value, list | tuple) else [value]
     return [one.grad_fn for one in tensors if isinstance(one, Tensor)]
 

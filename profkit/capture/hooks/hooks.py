@@ -349,7 +349,6 @@ class Hooks(RangeObserver):
             return None
 
     def leave(self, opened: OpenRanges, call: Call, module: nn.Module, output: Any, kwargs: dict[str, Any]) -> None:
-        """Close what was opened around a call of ``module``, which has ended."""
         try:
             if self.is_recording:
                 carrier, number = opened.carrier, next_number()
@@ -377,7 +376,6 @@ class Hooks(RangeObserver):
     def _begin_outermost(
         self, opened: OpenRanges, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
-        """Open the phase and the range of an outermost call, after a step's boundary if there is one."""
         if torch.compiler._is_compiling_flag or self.steps.is_compilers(module):
             return None
         if id(module) in self._replicas:

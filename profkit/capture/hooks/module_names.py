@@ -222,7 +222,6 @@ def plain_name(name: str) -> str:
 
 
 def _levels(modules: dict[str, nn.Module]) -> dict[str, int]:
-    """Return how many modules are called on the way from the model to each one, itself included."""
     levels = {"": 0}
     for path, module in modules.items():
         levels[path] = levels[_parent(path)] + _is_called(module)

@@ -80,7 +80,6 @@ def _watch_made_before(listener: OptimizerListener) -> None:
 
 
 def _watch_own_step(optimizer: Any, listener: OptimizerListener) -> Callable[[], None]:
-    """Watch an optimizer's own step, and return what ends that."""
     before = optimizer.step
     watched = MethodType(_around(_without_self(before), listener), optimizer)
     optimizer.step = watched

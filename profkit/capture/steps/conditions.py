@@ -101,7 +101,6 @@ def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    """Return a tensor's bytes in this process: of a DTensor those of its shard."""
     local = getattr(tensor, "_local_tensor", tensor)
     return int(local.numel() * local.element_size())
 

@@ -73,7 +73,6 @@ def tell_apart(thing: Any, things: Sequence[Any], variable: Callable[[Any], str 
 
 
 def _frames_around() -> Iterator[FrameType]:
-    """Yield the running functions that are not profkit's, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
@@ -130,7 +129,6 @@ def call_at(code: CodeType, instruction: int) -> tuple[int, ast.Call | None]:
 
 
 def _last_name(expression: ast.expr) -> str | None:
-    """Return ``opt`` of ``opt`` and of ``self.opt``."""
     if isinstance(expression, ast.Attribute):
         return expression.attr
     return expression.id if isinstance(expression, ast.Name) else None

@@ -242,7 +242,6 @@ class WorkCounter(OperatorMode, RangeObserver):
             self.failure = f"counting {base_name(func)} failed ({describe_error(error)})"
 
     def _innermost(self) -> Instance:
-        """Return the innermost open range: of this thread, else of the one whose backward pass this thread runs."""
         stack = self._open.get(threading.get_ident()) or self._open.get(self._main)
         return stack[-1] if stack else self._account.step
 

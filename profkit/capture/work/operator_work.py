@@ -158,13 +158,11 @@ class _Operator:
         return tuple(filter(None, reads)), tuple(filter(None, writes))
 
     def _unread(self) -> set[str]:
-        """Return the names of the arguments with values that do not matter."""
         # Results that are given to be filled are called out by their overload.
         fills = self.name in OVERWRITING or "out" in str(getattr(self.func, "_overloadname", ""))
         return {*UNREAD.get(self.name, ()), *(self.written if fills else ())}
 
     def _limit_of(self, name: str) -> int | None:
-        """Return how many bytes of an argument are read at most, None if it is all of them."""
         source, by = LOOKED_UP.get(self.name, ("", None))
         if name != source or not self.results:
             return None
@@ -173,7 +171,6 @@ class _Operator:
 
 
 def _storage(tensor: Tensor, buffers: Buffers) -> Hashable:
-    """Return what tells a tensor's memory from all others that ``buffers`` knows."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor)
     storage = StorageWeakRef(tensor.untyped_storage())

@@ -157,7 +157,6 @@ def describe_try(number: int, advice: Advice, room: int | None, *, is_cut: bool 
 
 
 def join_parts(*parts: str) -> str:
-    """Return the parts of a line that are not empty as one text."""
     return SEPARATOR.join(filter(None, parts))
 
 
@@ -257,7 +256,6 @@ def draw_tree(tree: StepTree, least_share: float = 0.0) -> Iterator[str]:
 
 
 def name_part(tree: StepTree, part: StepPart) -> str:
-    """Return what a part of a step is, in few words."""
     if part.kind == "phase":
         return next(iter(part.phases))
     return _OUTSIDE_PHASES if part.kind == Limit.PYTHON and tree.basis == "phases" else NAMES[part.kind]

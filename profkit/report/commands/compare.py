@@ -60,7 +60,6 @@ _EXACT_PART = ("range", "category", "kind", "before_kernels", "after_kernels")
 
 
 def _or_empty(unit: Unit) -> Unit:
-    """Return the unit for a column in which some rows have nothing to say."""
     return Unit(lambda value: "" if value == "" else unit.show(value), unit.right)
 
 
@@ -324,7 +323,6 @@ def _interval(change: Change | CleanChange) -> str | tuple[int, int]:
 
 
 def _is_unchanged(time: TimeComparison) -> bool:
-    """Return whether both captures have the same kernels, and each took equally long in both, to the nanosecond."""
     return bool(time.parts) and all((part.kind, part.change.verdict) == ("same", "unchanged") for part in time.parts)
 
 

@@ -308,7 +308,6 @@ def build_ranges_document(
 
 
 def _tree_name(row: Row) -> str:
-    """Return a range's name as a tree shows it: indented by its depth, followed by its domain."""
     depth = str(row["path"]).replace("\\/", "").count("/")
     return f"{' ' * depth}{row['name']}" + (f" [{row['domain']}]" if row["domain"] else "")
 

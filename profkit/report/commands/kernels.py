@@ -248,7 +248,6 @@ def _sum_rows(result: KernelsResult, rows: Sequence[KernelRow]) -> KernelRow:
 
 
 def _instance_table(result: KernelsResult) -> Table:
-    """Return one line per instance of the range; people read its start from the first thing recorded on."""
     columns = [
         Column("instance", "instance"),
         Column("start_ns", "start", Unit(lambda value: format_ns(value - result.first_ns))),
@@ -313,7 +312,6 @@ def _some(texts: Sequence[str], most: int) -> str:
 
 
 def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, totals: bool) -> Table:
-    """Return one line per phase; per step if all phases ran in the same number of steps."""
     counts = {result.steps for result in phases}
     steps = counts.pop() if len(counts) == 1 and not totals else None
     unit = "sums over the capture" if steps is None else f"per step ({format_count(steps, 'step')})"
@@ -384,7 +382,6 @@ def _sum_ranks(result: KernelsResult) -> list[str]:
 
 
 def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
-    """Return the columns of the table of kernels that compare ranks; ``late`` is the rank that is, if one is."""
     unit = ns_over(steps)
     if len(result.ranks) <= _MOST_RANK_COLUMNS:
         return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]

@@ -341,7 +341,6 @@ def _exact_parts(at: Composition, by: str | None) -> Table:
 
 
 def _cross_table(name: Column, shown: Sequence[PartRow], top: Iterable[PartRow], title: str) -> Table:
-    """Return rows with a column for each use that occurs; ``top`` are the rows that add up to all."""
     rows = [{**vars(row), **_uses(row)} for row in shown]
     whole: Counter[str] = Counter()
     for row in top:

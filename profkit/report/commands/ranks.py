@@ -80,7 +80,6 @@ _UNRECORDED = (
 
 
 def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MOST_RANKS_SHOWN) -> Document:
-    """Return the document; ``top`` limits the ranks that people see."""
     ranks = _rank_table(result, top)
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),

@@ -63,7 +63,6 @@ def _time_row(times: PhaseTimes) -> dict[str, Any]:
 
 
 def _spread(phases: list[PhaseTimes]) -> str:
-    """Return the mean and the standard deviation of the whole step, or of the last phase where it was not timed."""
     step = next((phase for phase in phases if phase.phase == STEP), phases[-1])
     text = f"{step.phase}: mean {format_ns(step.clean.mean)}"
     if step.clean.standard_deviation is not None and step.clean.relative_deviation is not None:
@@ -152,7 +151,6 @@ def _notes(result: LinesResult) -> Iterator[str]:
 
 
 def describe_line(line: LineTime) -> str:
-    """Return one line of source and what it takes, in a few words."""
     place = f"{Path(line.file or '').name}:{line.line} {line.function}"
     what = f"{place}: {line.called}" if line.called else place
     waits = f", of it {NS.show(line.waiting_ns)} waiting for the GPU" if line.waiting_ns else ""

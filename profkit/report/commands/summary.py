@@ -181,7 +181,6 @@ def _cut(parts: Iterable[str]) -> str:
 
 
 def _fit(parts: Iterable[str]) -> str:
-    """Return as many parts as a line has room for, and at least the first."""
     text = ""
     for part in parts:
         longer = f"{text}{SEPARATOR}{part}" if text else part
@@ -333,7 +332,6 @@ def _describe_work(summary: Summary) -> Iterator[str]:
 
 
 def _of_each(head: Head) -> str:
-    """Return whose the average of a step is, where several GPUs or ranks make one."""
     if head.gpu_count > 1:
         return " per GPU"
     return " per rank" if head.rank_count > 1 else ""
@@ -359,7 +357,6 @@ def _describe_modules(summary: Summary) -> Iterator[str]:
 
 
 def _module_path(module: ModuleTime) -> str:
-    """Return a module's name, after that of the one around it unless its own begins with that."""
     is_whole = module.parent is None or module.module.startswith(f"{module.parent}.") or module.parent == MODEL
     return shorten(module.module if is_whole else f"{module.parent}/{module.module}", _NAME_WIDTH)
 
@@ -426,7 +423,6 @@ def _holders(modules: Sequence[PartRow]) -> list[str]:
 
 
 def _describe_late_rank(summary: Summary, answer: str) -> str:
-    """Return who is late, unless the answer says so."""
     verdict = describe_ranks(summary)
     return "" if verdict[1:] in answer else verdict
 

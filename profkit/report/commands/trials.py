@@ -236,7 +236,6 @@ def write_change(place: str, edit: Edit) -> tuple[str, str] | None:
 
 
 def write_code(text: str) -> str:
-    """Return what a person writes to make an edit; empty if the table of edits does not say."""
     (edit,) = parse_edits([text])
     quoted = f', mode="{edit.argument}"' if edit.spec.name == "compile" and edit.argument else edit.argument
     return edit.spec.code.replace("{}", quoted)

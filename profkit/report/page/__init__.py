@@ -146,7 +146,6 @@ _EMPTY = {"text": "", "value": ""}
 
 
 def _cell(column: Column, value: Any) -> dict[str, str]:
-    """Return a cell; ``value`` is what JSON holds, ``title`` a text that the cell shortens."""
     text = UNKNOWN if value is None else make_visible(column.unit.show(value))
     whole = make_visible(str(value)) if isinstance(value, str) else ""
     return {"text": text, "value": _plain(value), "title": whole if whole != text else ""}

@@ -45,7 +45,6 @@ _PHASES = (FORWARD, BACKWARD)
 
 
 def build_modules(run: Results) -> dict[str, Any]:
-    """Return the tree of modules, depth first."""
     steps, rows = run.steps, list(module_rows(run))
     table = view_table(Table(_columns(steps), rows))
     count = run.summary.head.gpu_count
@@ -63,7 +62,6 @@ def build_modules(run: Results) -> dict[str, Any]:
 
 
 def module_rows(run: Results) -> Iterator[dict[str, Any]]:
-    """Yield a row for each module that has time; what is unknown is absent or None."""
     ranges = () if run.efficiency is None else run.efficiency.ranges
     limits = None if run.capture.trace is None else run.capture.trace.step_limits
     parts = () if run.memory is None else run.memory.composition.by_module
@@ -96,7 +94,6 @@ def _depth_first(modules: Sequence[ModuleTime]) -> Iterator[tuple[int, ModuleTim
 
 
 def _by_module(ranges: Sequence[EfficiencyRow]) -> dict[str, dict[str, EfficiencyRow]]:
-    """Return module → pass → its range; of several paths the one with the most time."""
     by_module: dict[str, dict[str, EfficiencyRow]] = {}
     for row in ranges:
         phase = next((phase for part in split_path(row.path) if (phase := phase_of(part)) in _PHASES), None)
@@ -107,7 +104,6 @@ def _by_module(ranges: Sequence[EfficiencyRow]) -> dict[str, dict[str, Efficienc
 
 
 def _limits(words: Mapping[str, str | None]) -> str | None:
-    """Return what limits a module, each pass by itself where they differ."""
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
     return "; ".join(f"{phase}: {text}" for phase, text in words.items() if text is not None) or None
@@ -121,7 +117,6 @@ def _categories_by_kind(parts: Iterable[PartRow]) -> dict[str, Counter[str]]:
 
 
 def _columns(steps: int | None) -> list[Column]:
-    """Return all columns that some program has; `view_table` leaves out those that nothing is known of."""
     flops = Unit(lambda value: format_flops(value / (steps or 1)).removesuffix("FLOP").rstrip())
     times = [Column(name, name.removesuffix("_ns"), ns_over(steps)) for name in PASSES]
     return [
@@ -137,7 +132,6 @@ def _columns(steps: int | None) -> list[Column]:
 
 
 def _pack_kernels(run: Results) -> Markup:
-    """Return, for each module, its kernels as rows: full name, name, category, the four times, count."""
     opened, texts = run.capture.trace, Interned()
     assert opened is not None
     measure = opened.trace.measure
@@ -227,7 +221,6 @@ def _table_by(result: MemoryResult, by: By) -> Table:
 
 
 def build_data(bins: Bins, memory: DeviceMemory) -> dict[str, Any]:
-    """Return what the page's script reads."""
     texts = Interned()
     groups = {"category": bins.by_category, "module": bins.by_module, "stack": bins.by_stack}
     columns = [bins.allocated, bins.lowest, bins.reserved]
@@ -281,7 +274,6 @@ def _shapes(shapes: tuple[Shape, ...], texts: Interned, frames: dict[tuple[str, 
 
 
 def _phases(memory: DeviceMemory, texts: Interned) -> list[dict[str, int]]:
-    """Return the phases by time and by moment; if there are very many, only the longest."""
     timeline = memory.timeline
     longest = sorted(timeline.phases, key=lambda phase: phase.start_us - phase.end_us)[:_MAX_PHASES]
     spans = []

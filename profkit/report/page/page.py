@@ -329,7 +329,6 @@ def _rank_words(capture: OpenedCapture, result: MemoryResult) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return the templates' environment: every text is escaped and loses the folders of this machine."""
     environment = Environment(
         loader=FunctionLoader(_read),
         autoescape=True,

@@ -180,7 +180,6 @@ def _gpu_lanes(attribution: Attribution, kernels: Ints, copies: Ints) -> Iterato
 
 
 def _lane(name: str, kind: Kind, rows: Ints, table: Ranges | Calls | Work | Copies, depth: int = 0) -> Lane:
-    """Return the rows in order of their start, short ones that lie close together as one."""
     rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
     start, end = table.start_ns[rows], table.end_ns[rows]
     first, shortest = np.arange(len(rows)), 256
