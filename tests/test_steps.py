@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from profkit.capture.steps.boundaries import Boundaries
-
 pytest.importorskip("torch")
 
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 
 from profkit.capture.steps import policy as steps_module
 from profkit.capture.steps import variable_names
-from profkit.capture.steps.policy import StepPolicy
+from profkit.capture.steps.policy import Boundaries, StepPolicy
 
 
 class Graph:

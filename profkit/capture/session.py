@@ -30,9 +30,9 @@ from profkit.capture.memory_history import MemoryRecording
 from profkit.capture.patches import restore_all
 from profkit.capture.recorder import StepsRecorder
 from profkit.capture.steps.after import StepsAfter
-from profkit.capture.steps.boundaries import OwnSteps
 from profkit.capture.steps.conditions import read_conditions
 from profkit.capture.steps.data_loading import QueueDrain, is_loader_worker
+from profkit.capture.steps.policy import OwnSteps
 from profkit.capture.steps.times import StepCollector
 from profkit.run.compiled_code import CapturedGraph, append_records
 from profkit.run.directory import COMPILED, KINETO_TRACE, name_of_rank

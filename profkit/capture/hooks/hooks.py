@@ -53,10 +53,9 @@ from profkit.capture.hooks.open_ranges import OpenOnThread, OpenRanges
 from profkit.capture.hooks.optimizer_calls import unwatch_steps, watch_optimizers
 from profkit.capture.hooks.range_log import LiveLog, watch_script_ranges
 from profkit.capture.patches import restore
-from profkit.capture.steps.boundaries import Boundaries
 from profkit.capture.steps.conditions import UsedOptimizers, autocast_dtypes
 from profkit.capture.steps.data_loading import DataLoading
-from profkit.capture.steps.policy import StepPolicy, is_loss_module
+from profkit.capture.steps.policy import Boundaries, StepPolicy, is_loss_module
 from profkit.capture.steps.times import PhaseClock
 from profkit.names import (
     BACKWARD,

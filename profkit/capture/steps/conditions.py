@@ -143,10 +143,7 @@ def _read(setting: Callable[[], Any]) -> Any:
 
 
 def _compiled() -> Compiled | None:
-    """Return how many graphs were compiled, and by what; None if none was.
-
-    Dynamo keeps the backends it was given, to reset them; Inductor's has the options that a mode stands for.
-    """
+    """Dynamo keeps the backends it was given, to reset them; Inductor's has the options that a mode stands for."""
     graphs = read_counters()["compiled_graphs"]
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if not graphs or frames is None:
