@@ -27,7 +27,7 @@ from profkit.reading import kind_of, read_trace_file
 from profkit.run import read_text, write_record
 from profkit.run.compiled_code import CompiledCode, append_records, read_compiled_code
 from profkit.run.directory import CEILINGS, COMPILED, FILES, LIGHT, LINES, LOG, MANIFEST, OWNERS, TRIALS, WORK, Run
-from profkit.run.edits import RunTrials, read_trials, write_trials
+from profkit.run.edits import Trials, read_trials, write_trials
 from profkit.run.light_columns import read_light
 from profkit.run.light_record import LightRecord, write_light_record
 from profkit.run.lines import RunLines, read_run_lines, write_lines
@@ -242,7 +242,7 @@ _NOT_COPIED = {".nsys-rep": "nsys's own report, which holds the environment; its
 class TypedFile:
     """A JSON file of a run: its type, whose texts are declared, its reader and its writer."""
 
-    kind: type
+    kind: Any
     read: Callable[[Path], Any]
     write: Callable[[Path, Any], None]
 
@@ -258,7 +258,7 @@ RUN_FILES = {
     OWNERS: TypedFile(Owners, read_owners, write_owners),
     COMPILED: TypedFile(CompiledCode, read_compiled_code, _write_compiled),
     LINES: TypedFile(RunLines, read_run_lines, write_lines),
-    TRIALS: TypedFile(RunTrials, read_trials, write_trials),
+    TRIALS: TypedFile(tuple[Trials, ...], read_trials, write_trials),
     LIGHT: TypedFile(LightRecord, read_light, write_light_record),
 }
 """The name of a file, without its rank → how it is copied. Captures and the log are copied by rules of their own."""

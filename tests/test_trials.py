@@ -25,7 +25,6 @@ from profkit.run.edits import (
     VERSION,
     Evidence,
     Measured,
-    RunTrials,
     TrialPlan,
     TrialPrediction,
     TrialProcess,
@@ -131,10 +130,10 @@ def test_edits_that_helped_are_combined_the_best_of_a_kind() -> None:
 
 def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     prediction = TrialPrediction(("tf32",), 1, 2, 3, None)
-    trials = RunTrials((Trials(PLAN, (prediction,), tuple(FUSED)), Trials(PLAN)))
+    trials = (Trials(PLAN, (prediction,), tuple(FUSED)), Trials(PLAN))
     write_trials(tmp_path / "trials.jsonl", trials)
     assert read_trials(tmp_path / "trials.jsonl") == trials
-    assert set(latest_trials(trials.calls)) == {("optimizer:fused",)}
+    assert set(latest_trials(trials)) == {("optimizer:fused",)}
     (tmp_path / "trials.jsonl").write_text(
         '{"plan": {"version": 9, "started_utc": "", "warmup_steps": 1, "steps": 1}}\n\n'
     )
@@ -160,7 +159,7 @@ def test_what_try_shows_of_runs(tmp_path: Path) -> None:
     for run in runs:
         run.mkdir()
         (run / "manifest.json").write_text("{}")
-        write_trials(run / "trials.jsonl", RunTrials((calls[run.name],)))
+        write_trials(run / "trials.jsonl", (calls[run.name],))
     shown = [*([run] for run in runs), *([runs[0], "--format", style] for style in ("json", "csv")), runs]
     check_transcript("try", [("try", "--report", *words) for words in shown])
 
@@ -176,7 +175,7 @@ def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> 
     advice |= {"costs": None, "evidence": {}, "proof": "profkit compare RUN NEW"}
     first = Advice(code="a", edit="tf32", saves_ns=Interval(5e5, 6e5, 7e5), **advice)  # type: ignore[arg-type]
     second = Advice(code="b", edit="optimizer:fused", saves_ns=Interval(1e5, 2e5, 3e5), **advice)  # type: ignore[arg-type]
-    trials = RunTrials((Trials(PLAN, (), (*FUSED, process("compile", 1, 9.5), process("compile", 2, 10.4))),))
+    trials = (Trials(PLAN, (), (*FUSED, process("compile", 1, 9.5), process("compile", 2, 10.4))),)
     result = add_trials(AdviceResult((first, second)), trials)
     assert [each.code for each in result.tries] == ["b", "a"]
     text = " ".join(render(build_summary_document(Summary("run"), result), "table").split())
@@ -185,11 +184,11 @@ def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> 
     (trial,) = result.to_dict()["trials"]
     assert trial["edits"] == ["compile"]
     assert result.to_dict()["advice"][0]["measured"]["change_ns"]["mean"] == pytest.approx(-1e6)
-    assert add_trials(AdviceResult((first,)), RunTrials()) == AdviceResult((first,))
+    assert add_trials(AdviceResult((first,)), ()) == AdviceResult((first,))
 
 
 def test_the_page_shows_a_bar_for_each_edit_with_its_interval(tmp_path: Path) -> None:
-    write_trials(tmp_path / "trials.jsonl", RunTrials((Trials(PLAN, (), tuple(FUSED)),)))
+    write_trials(tmp_path / "trials.jsonl", (Trials(PLAN, (), tuple(FUSED)),))
     (tmp_path / "manifest.json").write_text("{}")
     shutil.copy(SMALL, tmp_path / "trace.sqlite")
     page = render_report(open_capture(tmp_path))
@@ -231,7 +230,7 @@ def test_the_change_of_a_line_adds_or_replaces_keywords_of_its_call(
 def test_a_copy_to_share_keeps_what_was_measured_but_no_place_and_no_module(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     trials = (*FUSED, process("checkpoint:secret.*", 1, 12.0))
-    write_trials(tmp_path / "run" / "trials.jsonl", RunTrials((Trials(PLAN, (), trials),)))
+    write_trials(tmp_path / "run" / "trials.jsonl", (Trials(PLAN, (), trials),))
     (tmp_path / "run" / "manifest.json").write_text("{}")
     share(tmp_path / "run", tmp_path / "copy", rename_ranges=True)
     text = (tmp_path / "copy" / "trials.jsonl").read_text()

@@ -110,7 +110,7 @@ def test_edits_are_made_in_an_unedited_script_and_proven_and_without_them_it_com
     assert {shares[edit] for edit in ("zero-grad:none", "workers:2", "checkpoint:2")} == {0.0}
     assert 1e-5 < shares["autocast:bf16"] < 0.1
     assert trials["batch:×2"]["batch_factor"] == 2
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     as_is = next(process for process in call.processes if not process.edits)
     assert as_is.measured is not None
     assert list(as_is.measured.losses) == alone[: call.plan.warmup_steps + call.plan.steps]
@@ -165,7 +165,7 @@ def test_a_program_that_diverges_and_a_task_that_knows_no_memory_formats_are_tri
     (tmp_path / "script.py").write_text(DIVERGES)
     trial = try_edits(forks, tmp_path, "channels-last")["channels-last"]
     assert trial["evidence"][0]["text"] == "1 convolution and 20 inputs were channels last"
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     losses = [process.measured.losses for process in call.processes if process.measured is not None]
     assert losses[0][0] is not None
     assert losses[0][-1] is None
@@ -177,7 +177,7 @@ def test_each_edit_alone_is_tried_without_those_that_help_together(forks: Forks,
     words = ["try", "--alone", "--processes", "1", "--run", "run", *edits, "--", sys.executable, "script.py"]
     done = forks.check_profkit(*words, cwd=tmp_path)
     assert "3 processes of about" in done.stderr
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     assert {process.edits for process in call.processes} == {(), ("zero-grad:none",), ("threads:2",)}
 
 
@@ -217,7 +217,7 @@ def test_a_script_that_writes_is_not_tried_unless_that_is_wanted(forks: Forks, t
 def test_a_short_script_is_timed_over_the_steps_that_it_makes(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(keywords="", epochs=1).replace("(80,", "(32,"))
     try_edits(forks, tmp_path, "zero-grad:none")
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     assert (call.plan.warmup_steps, call.plan.steps) == (3, 5)
 
 
@@ -226,7 +226,7 @@ def test_a_run_is_tried_again_by_its_own_command_and_calls_add_up(forks: Forks, 
     try_edits(forks, tmp_path, "zero-grad:none")
     again = forks.check_profkit("try", "run", "--processes", "1", "--edit", "optimizer:foreach", cwd=tmp_path)
     assert "optimizer:foreach" in again.stdout
-    assert [len(call.processes) for call in Run(tmp_path / "run").trials.calls] == [2, 2]
+    assert [len(call.processes) for call in Run(tmp_path / "run").trials] == [2, 2]
     assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
 
 
@@ -246,7 +246,7 @@ def test_after_ctrl_c_what_was_measured_is_kept(forks: Forks, tmp_path: Path, mo
     done = forks.run_profkit("try", *words, cwd=tmp_path)
     assert done.returncode == 130, done.stderr
     assert "zero-grad:none" in done.stdout
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     assert [process.edits for process in call.processes] == [(), ("zero-grad:none",)]
 
 
@@ -283,7 +283,7 @@ def test_the_slowest_of_several_ranks_counts_and_none_is_left(forks: Forks, tmp_
     assert as_is["step_ns"] > 0
     assert foreach["evidence"][0]["is_made"]
     assert foreach["loss"]["share"] == 0.0
-    (call,) = Run(tmp_path / "run").trials.calls
+    (call,) = Run(tmp_path / "run").trials
     assert all(process.measured is not None and process.measured.rank in (0, 1) for process in call.processes)
     assert names_in(tmp_path / "run") == ["manifest.json", TRIALS]
 

@@ -30,7 +30,6 @@ from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_r
 from profkit.run.edits import (
     EDITS,
     FORMS,
-    RunTrials,
     TrialPrediction,
     TrialProcess,
     Trials,
@@ -301,10 +300,7 @@ def _measure(
     variants: Sequence[tuple[str, ...]],
     directory: Path | None,
 ) -> tuple[int, Path, Trials]:
-    """Try the edits, writing down each process as it ends; return the status to end with, 130 after Ctrl-C.
-
-    Without a run a new directory is made, which is gone again if nothing can be tried.
-    """
+    """Without a run a new directory is made, which is gone again if nothing can be tried."""
     place = make_run_directory(directory, command_name(argv)) if run is None else run
     runner = TrialRunner(argv, place, options, progress=shown_after_a_second, say=say)
     try:
@@ -316,11 +312,11 @@ def _measure(
         raise
     if run is None:
         _write_manifest(place, argv)
-    before, measured = Run(place).trials.calls, list[TrialProcess]()
+    before, measured = Run(place).trials, list[TrialProcess]()
 
     def keep(process: TrialProcess) -> None:
         measured.append(process)
-        write_trials(place / TRIALS, RunTrials((*before, Trials(plan, (), tuple(measured)))))
+        write_trials(place / TRIALS, (*before, Trials(plan, (), tuple(measured))))
 
     status = 0
     try:
@@ -329,7 +325,7 @@ def _measure(
         status = 130
     tried = list(dict.fromkeys(process.edits for process in measured if process.edits))
     trials = Trials(plan, () if run is None else _predict(run, tried), tuple(measured))
-    write_trials(place / TRIALS, RunTrials((*before, trials)))
+    write_trials(place / TRIALS, (*before, trials))
     return status, place, trials
 
 
@@ -346,9 +342,9 @@ def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
 
 
 def _report(runs: Sequence[Path]) -> Document:
-    if len(runs) == 1 and (calls := Run(runs[0]).trials.calls):
+    if len(runs) == 1 and (calls := Run(runs[0]).trials):
         return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]), with_source=True)
-    trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials.calls).values()]
+    trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials).values()]
     if not trials:
         raise UsageError("these runs hold no trials; `profkit try RUN` makes some")
     return build_held_document(trials)

@@ -22,7 +22,7 @@ from profkit.run import read_text
 # Each reader is imported with its first file: most commands are given a trace that lies in no run directory.
 if TYPE_CHECKING:
     from profkit.run.compiled_code import CapturedGraph, Compilation, CompiledCode, CompiledGraph, GraphBreak
-    from profkit.run.edits import RunTrials
+    from profkit.run.edits import Trials
     from profkit.run.job import Job
     from profkit.run.lines import RunLines
     from profkit.run.manifest import Manifest
@@ -111,11 +111,11 @@ class Run:
         return read_ceilings(self.path / CEILINGS) if (self.path / CEILINGS).exists() else None
 
     @cached_property
-    def trials(self) -> RunTrials:
-        """The edits that were tried, and what they measured; empty if there are none."""
-        from profkit.run.edits import RunTrials, read_trials
+    def trials(self) -> tuple[Trials, ...]:
+        """What each call of `profkit try` left, the oldest first."""
+        from profkit.run.edits import read_trials
 
-        return read_trials(self.path / TRIALS) if (self.path / TRIALS).exists() else RunTrials()
+        return read_trials(self.path / TRIALS) if (self.path / TRIALS).exists() else ()
 
     @cached_property
     def compilations(self) -> tuple[tuple[tuple[Compilation, ...], tuple[GraphBreak, ...]], ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -340,15 +340,8 @@ class Trials:
     processes: tuple[TrialProcess, ...] = ()
 
 
-@dataclass(frozen=True)
-class RunTrials:
-    """The content of the file: the calls of `profkit try`, the oldest first."""
-
-    calls: tuple[Trials, ...] = field(default_factory=tuple)
-
-
-def write_trials(path: Path, trials: RunTrials) -> None:
-    lines = [line for call in trials.calls for line in _lines(call)]
+def write_trials(path: Path, calls: Iterable[Trials]) -> None:
+    lines = [line for call in calls for line in _lines(call)]
     with whole_file(path) as partial:
         partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
@@ -359,8 +352,8 @@ def _lines(call: Trials) -> Iterable[dict[str, Any]]:
     yield from ({"process": asdict(process)} for process in call.processes)
 
 
-def read_trials(path: Path) -> RunTrials:
-    """Return the content of the file.
+def read_trials(path: Path) -> tuple[Trials, ...]:
+    """Return the calls of `profkit try`, the oldest first.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -380,6 +373,4 @@ def read_trials(path: Path) -> RunTrials:
             calls[-1][2].append(decode(TrialProcess, entry["process"], "process"))
 
     read_lines(path, take, "a line of trials.jsonl")
-    return RunTrials(
-        tuple(Trials(plan, tuple(predictions), tuple(processes)) for plan, predictions, processes in calls)
-    )
+    return tuple(Trials(plan, tuple(predictions), tuple(processes)) for plan, predictions, processes in calls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from profkit.errors import RunError
@@ -82,13 +82,6 @@ class Job:
     count: int | None = None
     number: int | None = None
     unit: Word = "node"
-
-
-@dataclass(frozen=True)
-class _SharedJob:
-    version: int = 1
-    id: Message | None = None
-    count: int | None = None
 
 
 def number_in(environment: Mapping[str, str], *names: str) -> int | None:
@@ -178,9 +171,7 @@ def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None
 
 
 def _cluster_job(environment: Mapping[str, str], *, with_step: bool) -> str:
-    """Return the number that the cluster, or Open MPI, gave the job; empty if none did.
-
-    One job may start several such trainings, one after another or at once: ``with_step``, where all processes were
+    """One job may start several such trainings, one after another or at once: ``with_step``, where all processes were
     started together, that says which. A job that Slurm requeues keeps its number.
     """
     number = next((environment[name] for name in _JOB if environment.get(name)), "")
@@ -207,8 +198,8 @@ def claim(shared: Path, job: Job) -> Path:
     if foreign:
         raise RunError(f"{shared}: exists and is not empty; name a new directory with -o, or remove this one")
     held = _share(shared, job)
-    if held.id != job.id:
-        raise RunError(f"{shared}: holds the job {held.id}, and this is {job.id}; name a new directory with -o")
+    if held != job.id:
+        raise RunError(f"{shared}: holds the job {held}, and this is {job.id}; name a new directory with -o")
     numbers: Iterable[int] = range(job.count or 2**16) if job.number is None else [job.number]
     for number in numbers:
         path = shared / f"{job.unit}{number}"
@@ -225,15 +216,14 @@ def is_of_job(path: Path) -> bool:
     return re.fullmatch(r"(node|rank)\d+", path.name) is not None
 
 
-def _share(shared: Path, job: Job) -> _SharedJob:
-    """Return what ``job.json`` holds; whoever comes first writes it, whole."""
+def _share(shared: Path, job: Job) -> str | None:
+    """Return the job that ``job.json`` names; whoever comes first writes it, whole."""
     path = shared / JOB
-    mine = _SharedJob(id=job.id, count=job.count)
     try:
-        write_new_json(path, asdict(mine))
+        write_new_json(path, {"version": 1, "id": job.id, "count": job.count})
     except FileExistsError:
-        return read_record(_SharedJob, path)
-    return mine
+        return read_record(Job, path).id
+    return job.id
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from profkit.analysis.step_replay.limits import OUTSIDE, Limit, StepLimits
 from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
-from profkit.run.edits import RunTrials, can_be_tried
+from profkit.run.edits import Trials, can_be_tried
 
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture
@@ -132,9 +132,9 @@ def find_advice(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     return result if capture.run is None else add_trials(result, capture.run.trials)
 
 
-def add_trials(result: AdviceResult, trials: RunTrials) -> AdviceResult:
+def add_trials(result: AdviceResult, calls: Sequence[Trials]) -> AdviceResult:
     """Return the Tries with what was measured of them, ranked by that, and the other edits that were tried."""
-    tried = latest_trials(trials.calls)
+    tried = latest_trials(calls)
     if not tried:
         return result
     tries = [replace(advice, measured=tried.pop((advice.edit or "",), None)) for advice in result.tries]

@@ -131,10 +131,7 @@ def _render_sections(
 
 
 def _head(run: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    """Return the command, the facts as pairs of name and value, and what failed and what to be careful with, each once.
-
-    Never the environment, the host or the user.
-    """
+    """Never the environment, the host or the user."""
     trace, manifest = run.capture.trace, run.capture.manifest
     findings = [
         *run.summary.findings,
@@ -189,7 +186,7 @@ def _step_sections(run: Results) -> Iterator[Section]:
 
 
 def _trial_sections(run: Results) -> Iterator[Section]:
-    calls = () if run.capture.run is None else run.capture.run.trials.calls
+    calls = () if run.capture.run is None else run.capture.run.trials
     if calls and calls[-1].processes:
         trials = summarize_trials(calls[-1])
         document = build_trials_document(run.name, calls[-1].plan, trials)
