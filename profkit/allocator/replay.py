@@ -224,10 +224,7 @@ def _run(heap: RecordedHeap, chunks: Iterator[Iterator[_Event]]) -> tuple[list[i
 def _time_frees(
     heap: RecordedHeap, action: Codes, rows: tuple[list[int], list[int]], pending: list[bool]
 ) -> tuple[Ints, Ints]:
-    """Return, per row, the event at which it was freed and the one at which that was completed.
-
-    ``rows`` are those that `_run` returned; ``pending`` are the rows that were freed before the first event.
-    """
+    """``rows`` are those that `_run` returned; ``pending`` are the rows that were freed before the first event."""
     never = len(action)
     freed = np.where(np.array(pending, dtype=np.bool_), -1, never).astype(np.int64)
     completed = np.full(len(freed), never, dtype=np.int64)
@@ -365,10 +362,7 @@ def _find_contradictions(device: Device, settings: Settings, replay: Replay) -> 
 
 
 def _count_odd_segments(device: Device, settings: Settings) -> int:
-    """Return how many segments an allocator with these settings would have made of another size.
-
-    A segment is reserved for the alloc that follows it; one for 1 to 10 MiB may be of a size set by the user.
-    """
+    """A segment is reserved for the alloc that follows it; one for 1 to 10 MiB may be of a size set by the user."""
     action, address = device.events.action, device.events.address
     segments = np.flatnonzero((action[:-1] == SEGMENT_ALLOC) & (action[1:] == ALLOC) & (address[:-1] == address[1:]))
     rounded = round_sizes(device.events.size_bytes[segments + 1], settings)

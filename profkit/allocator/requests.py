@@ -192,10 +192,7 @@ def requests_of(history: History) -> Requests:
 
 
 def _find_bases(history: History) -> dict[int, tuple[int, int]]:
-    """Return the segment, or the first of the pages, that the allocator reserved for each row that needed some.
-
-    The events on segments stand directly before the allocation that they are for.
-    """
+    """The events on segments stand directly before the allocation that they are for."""
     events, start_count = history.device.events, history.replay.start_count
     births = np.flatnonzero(events.action == ALLOC)
     reserving = np.flatnonzero((events.action == SEGMENT_ALLOC) | (events.action == SEGMENT_MAP))
@@ -208,10 +205,8 @@ def _find_bases(history: History) -> dict[int, tuple[int, int]]:
 
 
 def _find_releases(history: History) -> tuple[Release, ...]:
-    """Return when cached memory went back to CUDA, and whether the program asked for that.
-
-    The allocator does it itself when CUDA has no more memory for a request. Then the request's own stack stands at the
-    release, and the segment or the failure follows at once.
+    """The allocator does it itself when CUDA has no more memory for a request. Then the request's own stack stands at
+    the release, and the segment or the failure follows at once.
     """
     events = history.device.events
     is_release = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
@@ -228,10 +223,7 @@ def _find_releases(history: History) -> tuple[Release, ...]:
 
 
 def _find_kinds(history: History) -> tuple[tuple[Kind, ...], Ints, tuple[Region, ...]]:
-    """Return the kinds, the kind of each row, and what was reserved before the first event.
-
-    An allocation has the pool and the stream of the segment that it lies in.
-    """
+    """An allocation has the pool and the stream of the segment that it lies in."""
     device, replay = history.device, history.replay
     events = device.events
     ranges = find_expandable_ranges(device)

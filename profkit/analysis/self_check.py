@@ -124,9 +124,7 @@ def check_capture(attribution: Attribution, log: str = "", run: KnownRun = UNKNO
 
 
 def _check_diagnostics(trace: Trace, run: KnownRun) -> Iterator[Finding]:
-    """Judge the messages of the profiler about itself.
-
-    A process without any event may have lost them or never had any. If the run knows its steps, `_check_step_count`
+    """A process without any event may have lost them or never had any. If the run knows its steps, `_check_step_count`
     counts those of all its processes, and a silent process is a helper, such as Inductor's compilers.
     """
     for text in dict.fromkeys(d.text.strip() for d in trace.diagnostics if d.severity == "error"):
@@ -341,10 +339,7 @@ def _waits_for_data(trace: Trace) -> Bools:
 
 
 def _kinds_of_steps(attribution: Attribution, measured: Mapping[str, Ints]) -> Ints:
-    """Return a number for each measured step: steps with as many of each phase have the same one.
-
-    A step that skips its update, or evaluates the model, does other work than the others.
-    """
+    """Steps with as many of each phase are of one kind: one that skips its update, or evaluates, does other work."""
     steps, around = measured[STEP], find_steps(attribution)
     phases = [around[members] for label, members in measured.items() if label != STEP]
     counts = np.array([[np.count_nonzero(phase == step) for phase in phases] for step in steps.tolist()])
@@ -353,10 +348,7 @@ def _kinds_of_steps(attribution: Attribution, measured: Mapping[str, Ints]) -> I
 
 
 def _alike(attribution: Attribution, members: Ints, kinds: Ints) -> Iterator[tuple[int, int, Ints]]:
-    """Yield which ``members`` (ranges of one label) should do the same work, with their process and number in the step.
-
-    They are of one process, one context and one of ``kinds``, and each is the k-th in its step.
-    """
+    """They are of one process, one context and one of ``kinds``, and each is the k-th in its step."""
     ranges, context = attribution.trace.ranges, find_contexts(attribution)[members]
     number = number_in_step(attribution, members, np.zeros(len(members), dtype=np.int64))
     for process, mine in rows_by_value(ranges.process[members]).items():

@@ -307,10 +307,7 @@ def _optimizer(account: TimeAccount, result: EfficiencyResult) -> OptimizerUse |
 
 
 def _simulate_expandable(opened: OpenedSnapshot, result: MemoryResult) -> int | None:
-    """Return what expandable segments would reserve at most, where the simulator is proved on this recording.
-
-    None too where they could not save enough to be proposed, and for a history that takes long to simulate.
-    """
+    """None where the simulator is not proved, they could not save enough, or the history takes long to simulate."""
     settings, totals = opened.snapshot.settings, result.totals
     spare = totals.reserved_peak_bytes - totals.requested_peak_bytes
     if settings.expandable_segments or spare < WORTH * totals.allocated_peak_bytes:

@@ -236,10 +236,7 @@ class LightRecorder:
                 self._read_events(step, spans, *self._gpu_zero)
 
     def _is_due(self) -> bool:
-        """Return whether the file is written after the step that has ended.
-
-        A row is written as often as its share of all steps allows.
-        """
+        """A row is written as often as its share of all steps allows."""
         if self._number != self._last_kept:
             return self._number == self._last_kept + _LATER
         part = 1 if self._keeps_all else _spacing(self._number) // _IN_ROW
@@ -335,9 +332,7 @@ class LightRecorder:
         return lines
 
     def _read_events(self, step: _Step, spans: list[Span], before: Mark, host_ns: int) -> None:
-        """Note when the GPU was in each phase, from the step's start on the host, and where it waited for other ranks.
-
-        The events are recorded anew later, but for the one that the next step's times count from. A process that has
+        """The events are recorded anew later, but for the one that the next step's times count from. A process that has
         gone over to another GPU counts from a new one.
         """
         spans = [span for span in spans if span.first.device == before.device]
@@ -366,10 +361,8 @@ class LightRecorder:
         give_back(zero.device, unused)
 
     def _launch_wait(self, step: _Step, spans: list[Span]) -> int:
-        """Return how long the GPU had at most nothing to do before phases that the host began late.
-
-        If it passes a phase's first mark as soon as the host made it, it did no more since the phase before than what
-        the host launched between them.
+        """If it passes a phase's first mark as soon as the host made it, it did no more since the phase before than
+        what the host launched between them.
         """
         before, left_ns = self._left
         is_known, waited_ns = before == step.number - 1, 0
@@ -381,9 +374,7 @@ class LightRecorder:
         return waited_ns
 
     def _columns(self, collectives: list[Collective], step: _Step) -> Collectives:
-        """Return the collectives with times from the step's start.
-
-        The flight recorder does not say when one began on the GPU: not before it was called, and not before the one
+        """The flight recorder does not say when one began on the GPU: not before it was called, and not before the one
         before it in its group had ended. That time stands for its start. What a backward pass waited for at its end is
         noted with the last collective that the host called in it.
         """

@@ -284,10 +284,9 @@ _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage in the block.
-
-    Before 3.12 it may do so while it makes the object of another thread's frame. What it finds may let that thread go
-    on and leave the frame, which Python then reads from memory that is no frame's any more, and crashes.
+    """Before 3.12 Python may look for garbage while it makes the object of another thread's frame. What it finds may
+    let that thread go on and leave the frame, which Python then reads from memory that is no frame's any more, and
+    crashes.
     """
     if not (_COLLECTS_ANYWHERE and gc.isenabled()):
         yield

@@ -149,10 +149,7 @@ _ACTIVITIES = {
 
 @contextmanager
 def _kineto_silent() -> Iterator[None]:
-    """Have Kineto print no lines of its own within the block: torch 2.13 prints two for each recording.
-
-    How much it prints is a variable of C++'s, which `prepare_trace` sets. The script's own profiler finds it unchanged.
-    """
+    """A variable of C++'s says how much Kineto prints. `prepare_trace` sets it; it is put back for the script."""
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(str(_TORCH_LIBRARY)), _KINETO_LEVEL)
     except (OSError, ValueError):  # another build of torch: its lines show
@@ -389,10 +386,8 @@ class StepsRecorder:
         self._recording = self._warmed_up = None
 
     def _may_log(self) -> bool:
-        """Return whether CUDA's activities and profkit's own log of ranges hold all that is asked for.
-
-        Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too, or
-        where CPU operators alone know the names and sizes of collectives.
+        """Not on a CPU, whose operators are what is measured; nor where ranges must be in the allocator's history too,
+        or where CPU operators alone know the names and sizes of collectives.
         """
         needs_operators = self._order.operators or self._records_memory or not torch.cuda.is_initialized()
         if self._scripts_profiler is None or needs_operators:

@@ -232,10 +232,8 @@ def _say_how_often(target: Target, memory: MemoryOptions | None, profiler: str) 
 
 
 def _conclude(recorded: Recorded, target: Target) -> int:
-    """Print what was recorded and what to ask next, or one line if the target failed; return the status to end with.
-
-    A command's status is kept, whatever was recorded. Built-in models run for nothing but the recording:
-    1 if there is none.
+    """A command's status is kept, whatever was recorded. Built-in models run for nothing but the recording: 1 if there
+    is none.
     """
     where = quote_path(recorded.run)
     is_job = is_of_job(recorded.run) and (recorded.run.parent / JOB).exists()
@@ -259,10 +257,7 @@ def _conclude(recorded: Recorded, target: Target) -> int:
 
 
 def _describe_failure(recorded: Recorded, target: Target, where: str) -> str:
-    """Return one line: how the target ended, what was recorded, and the next command.
-
-    The target's own error stands directly above, and what else there is to say in the manifest.
-    """
+    """The target's own error stands directly above, and what else there is to say in the manifest."""
     name = target.argv[0] if target.argv else target.title
     killed = " (killed: perhaps the memory was full)" if recorded.exit_status == _KILLED else ""
     ranks = f" ({recorded.outcome.failed_ranks})" if recorded.outcome.failed_ranks else ""

@@ -228,10 +228,7 @@ def warn_of_gain(steps: Steps, recorded: Steps) -> list[str]:
 
 
 def _without_data(steps: Steps) -> dict[str, list[int]]:
-    """Return the times of each context's steps less waiting for data, by the words that name the context.
-
-    Such waits come in bursts, and a profiler may well shorten them.
-    """
+    """Waits for data come in bursts, and a profiler may well shorten them."""
     return _by_context([{**step, "step_ns": step["step_ns"] - step.get("data_ns", 0)} for step in steps])
 
 

@@ -173,10 +173,7 @@ def own_compiler_cache(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_outgrown(folder: Path) -> bool:
-    """Return whether a cache takes over 5 GiB and lay unused for a day.
-
-    It is removed as a whole or not at all: Inductor's entries name one another.
-    """
+    """A cache is removed as a whole or not at all: Inductor's entries name one another."""
     files = [path.lstat() for path in folder.rglob("*") if path.is_file()]
     last_used_s = max((max(file.st_atime, file.st_mtime) for file in files), default=0)
     return sum(file.st_size for file in files) > _MOST_CACHED_BYTES and time() - last_used_s > _IN_USE_S
@@ -344,10 +341,7 @@ class _Recording:
 
     @property
     def _makes_anew(self) -> bool:
-        """Whether the last pass is made anew, not only those that follow.
-
-        The allocator was recorded up to the script's end: what it lacks another run lacks too.
-        """
+        """The allocator was recorded up to the script's end: what it lacks another run lacks too."""
         return self._done[-1].order.recorder != "memory"
 
     def _decline(self, why: str) -> None:

@@ -275,9 +275,7 @@ def _build(record: LightRecord, lines: Sequence[Columns], shared: Mapping[int, C
 
 
 def _numbers(what: str, tables: Sequence[Columns], counts: Sequence[int], lacking: int | None) -> Ints:
-    """Return a column of several lines, each of which holds so many whole numbers; ``lacking`` stands for those that
-    a line does not know. If it is None, none may be unknown.
-    """
+    """Return a column of several lines; ``lacking`` stands for unknown numbers, of which None allows none."""
     columns, count = [table.get(what.rpartition(".")[2]) for table in tables], sum(counts)
     if not any(columns):
         if count and lacking is None:

@@ -241,10 +241,8 @@ def _fit_clocks(log: RangeLog, calls: dict[int, list[_Call]], row_of: dict[int, 
 
 
 def _fit(readings: list[ClockReading], waits: list[tuple[int, int]]) -> _Fit | None:
-    """Return the smallest shift by which each reading has a wait for the GPU between its two times.
-
-    Both clocks count the same nanoseconds, so that it is mostly none: one in the middle would be wrong by half of what
-    the program spends around the wait.
+    """Both clocks count the same nanoseconds, so that it is mostly none: one in the middle would be wrong by half of
+    what the program spends around the wait.
     """
     first = readings[0]
     near = [wait for wait in waits if abs(wait[0] - first.before_ns) < _FARTHEST_NS]
@@ -309,9 +307,7 @@ def _ranges_of(thread: ThreadEntries, log: RangeLog) -> Iterator[tuple[str, int,
 
 
 def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, base_ns: int) -> tuple[int, int]:
-    """Give the kernels of NCCL the arguments of the calls that launched them; return how many there are and have some.
-
-    A kernel belongs to the calls since the kernel before it. Several calls that became one kernel count together if
+    """A kernel belongs to the calls since the kernel before it. Several calls that became one kernel count together if
     they are of one kind and group; where several became several kernels, which is which is unknown.
     """
     launched_us = {

@@ -199,10 +199,7 @@ def _bounded(column: Ints, what: str) -> Ints:
 
 
 def _read_annotations(entries: list[dict[str, Any]]) -> tuple[Annotation, ...]:
-    """Pair the START and END marks of ``record_function`` ranges by name, innermost first.
-
-    The device of a mark is the current one, which may be another when the range ends.
-    """
+    """The device of a mark is the current one, which may be another when the range ends."""
     annotations: list[Annotation] = []
     is_open: dict[str, list[int]] = {}
     _bounded(_column(entries, "time_us"), "time of an annotation")
@@ -270,9 +267,7 @@ def _pool(value: Any) -> tuple[int, int]:
 
 
 def _read_settings(entry: Any) -> Settings:
-    """Return the settings that the file records, or the defaults, marked as not recorded.
-
-    ``max_split_size`` is -1 where there is no limit (the C++ counts it in size_t); the divisions are keyed by the
+    """``max_split_size`` is -1 where there is no limit (the C++ counts it in size_t); the divisions are keyed by the
     lower end of their interval in MiB (c10/core/AllocatorConfig.h).
     """
     if not isinstance(entry, dict):

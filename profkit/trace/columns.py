@@ -45,10 +45,8 @@ class _Launched(_Columns):
 
     @property
     def placed_ns(self) -> Ints:
-        """When the row counts as launched, for the ranges that it lies under.
-
-        That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and each
-        has a moment of its own there (`profkit.analysis.placing.expanded_ranges`).
+        """That is ``launch_ns``, but of a CUDA graph's nodes ``node_ns``: all of them were launched by one call, and
+        each has a moment of its own there (`profkit.analysis.placing.expanded_ranges`).
         """
         return self.launch_ns if self.node_ns is None else self.node_ns
 

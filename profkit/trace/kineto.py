@@ -184,10 +184,7 @@ def _note_missing_gpu(reading: Reading, calls: HostRows, copy_count: int) -> Non
 
 
 def _thread_names(events: list[Event], reading: Reading) -> dict[int, str]:
-    """Return the threads' own names: ``pt_autograd_0`` of ``thread 1385 (pt_autograd_0)``.
-
-    A thread may be named twice, the second time after its process; then the other name stands.
-    """
+    """A thread may be named twice, the second time after its process; then the other name stands."""
     process_names: dict[int | None, str] = {}
     names: dict[int, str] = {}
     for event in events:
@@ -225,12 +222,10 @@ def _product(header: dict[str, Any]) -> str:
 def _find_origins(
     reading: Reading, flows: list[Event], operators: HostRows, forest: OperatorForest, launched_in: Ints
 ) -> tuple[Ints, Origins]:
-    """Return each kernel's forward operator as an index into `Origins` (or -1), and those operators.
-
-    Kineto draws a flow from each forward operator to the backward operator of the same autograd sequence number; it
+    """Kineto draws a flow from each forward operator to the backward operator of the same autograd sequence number; it
     ends in the operator inside the engine's node (`BACKWARD_NODE`). Both lead back, and so does everything launched
-    under them, unless a closer one leads elsewhere (a checkpoint's recomputation holds a backward pass of its own).
-    ``launched_in`` is each kernel's innermost operator, or -1.
+    under them, unless a closer one leads elsewhere (a checkpoint's recomputation holds a backward pass of its own). An
+    operator is an index into `Origins`, or -1.
     """
     starts: dict[tuple[int, int], tuple[int, int]] = {}
     ends: dict[tuple[int, int], tuple[int, int]] = {}

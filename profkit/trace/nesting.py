@@ -118,10 +118,7 @@ def _sweep_nested(ranges: Ranges, members: Ints, parent: Ints) -> ThreadTimeline
 
 
 def _sweep_any(ranges: Ranges, members: Ints, thread: int, parent: Ints) -> ThreadTimeline:
-    """Sweep ranges that may cross, and that may have begun or ended on another thread.
-
-    Fills ``parent`` for those that began on this one.
-    """
+    """Ranges may begin or end on another thread; ``parent`` is filled for those that began on this one."""
     times, innermost = [-(1 << 62)], [NO_RANGE]
     stack: list[int] = []  # in order of opening; a range that ended below others stays until it is on top
     ends: list[tuple[int, int]] = []

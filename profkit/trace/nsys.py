@@ -220,10 +220,7 @@ class _Reader:
         return syncs
 
     def _number_gpus(self, tables: dict[str, Columns]) -> None:
-        """Replace each process's own device numbers by the report's numbers of the GPUs.
-
-        A process counts the GPUs that it sees: each rank of a job may know its GPU as 0.
-        """
+        """A process counts the GPUs that it sees: each rank of a job may know its GPU as 0."""
         if not {"gpuId", "cudaId", "pid"} <= self.tables.get(DEVICES, frozenset()):
             return
         are_numbers = " AND ".join(f"typeof({column}) = 'integer'" for column in ("pid", "cudaId", "gpuId"))

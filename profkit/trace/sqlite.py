@@ -257,9 +257,7 @@ def _refuse_unfit(path: Path) -> bytes:
 
 
 def _declared_bytes(header: bytes) -> int:
-    """Return the size that the database header declares, or 0 where it says that it does not know.
-
-    https://www.sqlite.org/fileformat.html: page size at 16, size in pages at 28, valid when the change counter at 24
+    """https://www.sqlite.org/fileformat.html: page size at 16, size in pages at 28, valid when the change counter at 24
     equals the version-valid-for number at 92.
     """
     page_bytes = int.from_bytes(header[16:18], "big")

@@ -232,10 +232,7 @@ def _paths_of(nodes: RangeNodes) -> frozenset[RangePath]:
 
 
 def _read_paths(nodes: RangeNodes) -> list[tuple[RangePath, Place]]:
-    """Return the path and the place of each node, and last those of the step itself.
-
-    What torch.compile itself runs is no part of the step that it holds up: all of it lies under one path.
-    """
+    """What torch.compile itself runs is no part of the step that it holds up: all of it lies under one path."""
     paths: list[tuple[RangePath, Place]] = []
     for labels in nodes.labels_above():
         place = read_place(labels)

@@ -203,10 +203,7 @@ def _explain_no_mfu(efficiency: EfficiencyResult) -> str:
 
 
 def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLine:
-    """Return whether a category or range takes at most ``limit`` of the steps' kernel time (of all, without steps).
-
-    ``name`` is whichever of the two the capture has; ``category:`` or ``range:`` before it decides.
-    """
+    """``name`` is a category or a range, whichever the capture has; ``category:`` or ``range:`` before it decides."""
     by_step = has_measured_steps(attribution)
     whole = sample_steps(attribution, by_step=by_step)
     kind, bare = _find_kind(attribution, whole, name)
@@ -230,10 +227,7 @@ def _judge_share(attribution: Attribution, name: str, limit: float) -> BudgetLin
 
 
 def _find_kind(attribution: Attribution, whole: StepSamples, name: str) -> tuple[_Kind | None, str]:
-    """Return whether ``name`` is a category or a range, and its name without prefix.
-
-    The kind is None for a category of profkit's that no kernel here has.
-    """
+    """The kind is None for a category of profkit's that no kernel here has."""
     prefix, _, rest = name.partition(":")
     asked: tuple[_Kind, ...] = ("category", "range")
     bare = name
@@ -262,10 +256,8 @@ def _has_range(attribution: Attribution, name: str) -> bool:
 
 
 def _name_similar_ranges(attribution: Attribution, category: str) -> str:
-    """Return a hint if a range has a category's name in its own: it may take much more time than the category.
-
-    A kernel's category follows from its name alone. An eager softmax is a chain of elementwise kernels and reductions:
-    its time is in its range, not in the category softmax.
+    """A kernel's category follows from its name alone. An eager softmax is a chain of elementwise kernels and
+    reductions: its time is in its range, not in the category softmax.
     """
     trace = attribution.trace
     names = {trace.names[i] for i in distinct_values(trace.ranges.name).tolist()} - {category}

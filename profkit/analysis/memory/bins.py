@@ -132,9 +132,7 @@ class _Grouping:
         return self._sum(groups, [name for name in (*CATEGORIES, NOT_SELECTED) if name in set(groups)])
 
     def by_stack(self) -> tuple[Series, ...]:
-        """Return the series of the stacks with the most bytes over all samples, then of all others together.
-
-        Stacks that begin with the same user lines count as one: a loop may be called from two places. Such a series
+        """Stacks that begin with the same user lines count as one: a loop may be called from two places. Such a series
         has only the frames that they share.
         """
         groups = []

@@ -95,10 +95,8 @@ class Classifier:
         return ROLES[owner.role], owner.name
 
     def _category_of_code(self, row: int) -> str | None:
-        """Return what an allocation of compiled code is for, where the code says so.
-
-        What it frees itself was temporary. A library that it calls writes its result into memory of the code: what the
-        library allocates besides and keeps is its workspace.
+        """What it frees itself was temporary. A library that it calls writes its result into memory of the code: what
+        the library allocates besides and keeps is its workspace.
         """
         held = self._memory.generated.held(row)
         if held is None:
@@ -128,12 +126,10 @@ class Classifier:
         return None
 
     def _category_of_kept(self, row: int, stack: StackFacts) -> str | None:
-        """Return what an allocation that is never freed may be by its lines and size.
-
-        A library asks for cuBLAS's workspace once, on the first use of a stream, within a product of matrices: the same
-        line has just asked for the memory of the product. (Of compiled code other lines do that.) So a workspace is the
-        first allocation of its size by its lines, and the only one that they keep; what is made anew in every step (a
-        gradient) is kept from the last step.
+        """A library asks for cuBLAS's workspace once, on the first use of a stream, within a product of matrices: the
+        same line has just asked for the memory of the product. (Of compiled code other lines do that.) So a workspace
+        is the first allocation of its size by its lines, and the only one that they keep; what is made anew in every
+        step (a gradient) is kept from the last step.
         """
         number = self._stacks.number_of(row)
         is_in_product = stack.is_compiled or (
@@ -155,10 +151,7 @@ class Classifier:
         return None if freed == never else "temporaries"
 
     def _category_of_forward(self, birth: int, freed: int, is_kept: bool, stack: StackFacts) -> str | None:
-        """Return the category of memory allocated on the main thread outside the optimizer: forward pass, data, others.
-
-        What the user's own lines allocated directly, without a library between, and backward did not free is data.
-        """
+        """What the user's own lines allocated, without a library between, and backward did not free is data."""
         never = self._replay.event_count
         at = int(np.searchsorted(self._backward_events, birth))
         backward = int(self._backward_events[at]) if at < len(self._backward_events) else never

@@ -284,10 +284,7 @@ def _phase_of(memory: DeviceMemory, row: int) -> str:
 
 
 def _largest_groups(memory: DeviceMemory, moment: int, ordered: list[int]) -> tuple[LargeRow, ...]:
-    """Return the largest allocations with equal ones as one row; ``ordered`` are all, the largest first.
-
-    Owners that differ only in a number are equal: ``h.*.mlp.weight`` for ``h.0.mlp.weight`` and ``h.1.mlp.weight``.
-    """
+    """Owners that differ only in a number are equal: ``h.*.weight`` stands for ``h.0.weight`` and ``h.1.weight``."""
     groups: dict[LargeRow, list[LargeRow]] = {}
     for row in ordered:
         large = _large_row(memory, moment, row)

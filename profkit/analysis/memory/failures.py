@@ -95,9 +95,7 @@ def check_leaks(memory: DeviceMemory) -> LeakCheck:
 
 
 def _find_suspects(memory: DeviceMemory, moments: Ints, firsts: Ints) -> tuple[LeakRow, ...]:
-    """Return the stacks that keep growing, by what they left behind last.
-
-    ``moments`` are where the next step begins, for the last step where it ends; ``firsts`` are the first row of each
+    """``moments`` are where the next step begins, for the last step where it ends; ``firsts`` are the first row of each
     step and the number of rows.
     """
     replay = memory.history.replay
@@ -246,10 +244,8 @@ def judge_oom(memory: DeviceMemory, capacity_bytes: int | None = None) -> OomVer
 
 
 def _find_fitting_settings(memory: DeviceMemory, event: int, is_limited: bool) -> tuple[str, ...] | None:
-    """Simulate the history up to the failed request, with the memory that PyTorch could have.
-
-    That is what it had reserved and what CUDA had free. Of a limit of its own only bounds are known: the most that it
-    ever reserved, for what fits, and one byte less than it needed, for what does not.
+    """PyTorch could have what it had reserved and what CUDA had free. Of a limit of its own only bounds are known: the
+    most that it ever reserved, for what fits, and one byte less than it needed, for what does not.
     """
     # Most histories hold no failure, and need no simulator.
     from profkit.allocator.heap import Limit

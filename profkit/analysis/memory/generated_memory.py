@@ -89,10 +89,7 @@ class _Code:
         return place * _LINES + line
 
     def allocations(self, line: int) -> Iterator[tuple[int, Allocation]]:
-        """Yield what a line allocates, with the number of the graph that says so.
-
-        What a launch asks for besides (a library's workspace) is its own.
-        """
+        """Yield each with the number of its graph; what a launch asks for besides (a workspace) is its own."""
         from profkit.run.compiled_code import Allocation, Holder
 
         for number, by_line in enumerate(self._by_line):

@@ -134,10 +134,7 @@ class Places:
 
     @cached_property
     def _ranges(self) -> list[Annotation]:
-        """The ranges of modules.
-
-        A program has ranges of its own: a module's is known by the first part of its name, which the ledger has.
-        """
+        """A program has ranges of its own: a module's is known by the first part of its name, which the ledger has."""
         tops = {name.partition(".")[0] for name in self.modules} | {MODEL}
         named = (
             annotation for annotation in self._memory.device.annotations if annotation.name.partition(".")[0] in tops
@@ -337,10 +334,8 @@ def _places(piece: Piece) -> Iterator[tuple[Path, int, int]]:
 
 
 def _place(piece: Piece, module: str | None) -> Path:
-    """Return where an allocation of one module, or of none that is known, stands.
-
-    A library's workspace serves all modules, whichever was the first to need it, and the buckets of a wrapper that were
-    made before any module ran serve them all too.
+    """A library's workspace serves all modules, whichever was the first to need it, and the buckets of a wrapper that
+    were made before any module ran serve them all too.
     """
     if piece.category == "workspace" or (piece.category == "communication" and not module):
         return OUTSIDE_MODULES, piece.category

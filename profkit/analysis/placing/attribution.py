@@ -336,10 +336,7 @@ def _place(
 def _adopt_top_ranges(
     trace: Trace, timelines: dict[int, ThreadTimeline], parent: Ints, adopter: Ints, waiting: WaitingThreads
 ) -> None:
-    """Give the outermost ranges of threads that work for another a parent: the innermost range of that thread.
-
-    Fills ``parent`` for these ranges; ``adopter`` gets that other thread, for these ranges and all within them.
-    """
+    """Fill ``parent`` for these ranges; ``adopter`` gets the other thread, for them and all within them."""
     ranges = trace.ranges
     for thread in timelines:
         if not waiting.works_for_another(thread):

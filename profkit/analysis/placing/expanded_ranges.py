@@ -126,10 +126,7 @@ def _launched_elsewhere(rows: Work | Copies, in_launch: Ints) -> tuple[Ints, Int
 
 
 def _continues(ranges: Ranges, lead: Ints, parent: Ints, others: Ranges, between: Sequence[tuple[Ints, Ints]]) -> Bools:
-    """Return which launches follow the one before them, in one range and with nothing in between.
-
-    ``between`` are threads and moments at which something was launched outside of all launch ranges.
-    """
+    """``between`` are threads and moments at which something was launched outside of all launch ranges."""
     same = np.concatenate([[False], np.diff(ranges.thread[lead]) == 0])
     same[1:] &= np.diff(parent[lead]) == 0
     threads = np.concatenate([others.thread, others.end_thread, *(thread for thread, _ in between)])

@@ -215,10 +215,7 @@ def _winsorized(values: Floats) -> tuple[Floats, int]:
 
 
 def _chance_of_level(late_ns: Floats, step_ns: float, known_spread: float = KNOWN_SPREAD) -> float:
-    """Return how often a rank that drifts is, in as many steps, typically as late as this, or more clearly so.
-
-    ``known_spread`` is by what share of a step ranks are known to vary.
-    """
+    """``known_spread`` is by what share of a step ranks are known to vary."""
     count = len(late_ns)
     if not count or not step_ns:
         return 1.0
@@ -261,10 +258,8 @@ def find_suspects(cost: Cost) -> list[tuple[int, Cause, Floats]]:
 
 
 def _typical_spread(cost: Cost) -> float:
-    """Return by what share of a step ranks of this recording typically vary, but at least `KNOWN_SPREAD`.
-
-    That is the median of their median absolute deviations, as a standard deviation. Two ranks vary alike, and what one
-    is late says nothing new of the other.
+    """The median of ranks' median absolute deviations, as a standard deviation. Two ranks vary alike, and what one is
+    late says nothing new of the other.
     """
     if len(cost.saved_ns) == 2:
         return KNOWN_SPREAD

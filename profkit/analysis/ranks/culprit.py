@@ -171,10 +171,8 @@ def find_culprit(
 
 
 def _judge_unrecorded(ranks: Sequence[ReducedRank], matched: Sequence[Matched]) -> Verdict | None:
-    """Return who is late in the steps without a profiler because of its kernels; None if nobody is, or none are known.
-
-    A profiler slows the launches of all ranks, which may hide that one computes more. Light records say who makes the
-    others wait, and full traces what each rank computes.
+    """A profiler slows the launches of all ranks, which may hide that one computes more. Light records say who makes
+    the others wait, and full traces what each rank computes.
     """
     unrecorded = keep_unrecorded(ranks)
     if unrecorded is None:
@@ -293,9 +291,7 @@ class _Court:
     def _describe(
         self, late: int, cause: Cause, cost_ns: Floats, steps: Bools, phases: Set[str] | None = None
     ) -> Culprit:
-        """Return what a rank did longer in the steps in which it is late, and what that costs.
-
-        ``cost_ns`` is its cost in each step, ``steps`` are those in which it is late. If ``phases`` are given, they
+        """``cost_ns`` is its cost in each step, ``steps`` are those in which it is late. If ``phases`` are given, they
         alone count.
         """
         cost = self.cost
@@ -350,9 +346,8 @@ class _Court:
         return mine_ns - usual_ns
 
     def _launches_that_others_hid(self, late: int) -> float:
-        """Return what of a rank's longer launching the median rank did too, while its GPU waited in collectives.
-
-        A rank launches longer by no more than its host takes longer for a phase, without what Python took longer there.
+        """A rank launches longer by no more than its host takes longer for a phase, without what Python took longer
+        there.
         """
         cost = self.cost
         longer = {place: float(np.median(cost.longer_ns[late, :, at])) for at, place in enumerate(cost.places)}
@@ -365,9 +360,7 @@ class _Court:
         return hidden
 
     def _doubt_profiler(self, late: int, cause: Cause) -> Doubt | None:
-        """Return whether a host may take longer because a profiler slowed it.
-
-        Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
+        """Where enough steps were not recorded, they tell: there the same phases must take longer too, by half as much.
         They do not tell of time between phases, of which lines of source do that were looked for without a profiler.
         """
         cost = self.cost

@@ -176,10 +176,7 @@ def _match(by_rank: Mapping[int, _Called]) -> Matched:
 
 
 def _wait_for_last(length_ns: Ints) -> tuple[Ints, Ints]:
-    """Return how long each rank waited in each collective, as (ranks, collectives), and who came last (its position).
-
-    A collective ends on all ranks at once: whoever's part is the shortest came last.
-    """
+    """A collective ends on all ranks at once: whoever's part is the shortest came last (its position is returned)."""
     return length_ns - length_ns.min(axis=0), length_ns.argmin(axis=0)
 
 

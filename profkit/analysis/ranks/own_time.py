@@ -193,9 +193,7 @@ def _join_times(times: list[GpuTime]) -> GpuTime:
 
 
 def _computes(trace: Trace) -> Ints:
-    """Return the operators of a rank without a GPU that compute by themselves.
-
-    Hooks run in the engine's own ones. What a ``torch.autograd.Function`` in Python calls has operators of its own;
+    """Hooks run in the engine's own ones. What a ``torch.autograd.Function`` in Python calls has operators of its own;
     what compiled code computes has none.
     """
     nodes = {name.removeprefix(BACKWARD_NODE).lstrip(": ") for name in trace.names if name.startswith(BACKWARD_NODE)}

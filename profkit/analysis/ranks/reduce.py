@@ -342,10 +342,7 @@ def _complete(mine: LightColumns, light: LightColumns) -> LightColumns:
 
 
 def _pair_calls(mine: LightColumns, light: LightColumns, theirs: Ints) -> tuple[Ints, Ints] | None:
-    """Return the collectives of a trace and those in the light record that they are; None where kinds differ.
-
-    ``theirs`` is the position there of each step in the trace, -1 of those that it does not hold.
-    """
+    """None where kinds differ. ``theirs`` is the position there of each of the trace's steps, -1 where it lacks one."""
     counts, their_counts = (np.bincount(rank.calls.step, minlength=max(len(rank.steps), 1)) for rank in (mine, light))
     shared = np.flatnonzero((theirs >= 0) & (counts > 0))
     if not len(shared) or (counts[shared] != their_counts[theirs[shared]]).any():

@@ -174,10 +174,7 @@ class ProcessCalls:
         return ordered
 
     def _find_calls(self, launch_ns: Ints, thread: Ints) -> Ints:
-        """Return the call that began at each time on each thread, `NONE` if there is none.
-
-        Two calls of one thread never begin together.
-        """
+        """Two calls of one thread never begin together."""
         starts, threads = np.append(self._trace.calls.start_ns, NONE), np.append(self._trace.calls.thread, NONE)
         found = np.searchsorted(starts[:-1], launch_ns)
         for _ in range(_MOST_AT_ONCE):
@@ -367,10 +364,7 @@ def _last_ended(step: StepColumns, row: int, time_ns: int) -> int:
 
 
 def _ended_before(step: StepColumns, call: int, last: Mapping[int, int]) -> list[int]:
-    """Return what a wait for an event waited for, if it is unknown where that was recorded.
-
-    Nothing that ran on when the call ended; so it is the operation that ended last before.
-    """
+    """Nothing that ran on when the call ended; so it is the operation that ended last before."""
     ended = [at for at in (_last_ended(step, row, step.call_end_ns[call]) for row in last.values()) if at != NONE]
     return [max(ended, key=step.end_ns.__getitem__)] if ended else []
 

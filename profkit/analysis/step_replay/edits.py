@@ -307,10 +307,7 @@ def find_zeroed_gradients(step: ReplayedStep) -> list[int]:
 
 
 def _find_sums(step: ReplayedStep, zeroed: Sequence[int]) -> list[int]:
-    """Return the operations that add gradients to zeros, as far as there are as many bytes of them.
-
-    A sum reads two tensors and writes one, where a fill writes one.
-    """
+    """A sum reads two tensors and writes one, where a fill writes one."""
     columns = step.columns
     is_sum = ["CUDAFunctor_add<float>" in step.names[row] for row in columns.row.tolist()]
     in_backward = [at for at, fits in enumerate(is_sum) if fits and step.phase[columns.launcher[at]] == BACKWARD]
@@ -531,9 +528,7 @@ def add_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
 
 
 def _unsaved_ends(columns: StepColumns, setting: Setting, pattern: str, rows: Sequence[int]) -> set[int]:
-    """Return the operations at the ends of modules whose results no backward pass needs: a last product, and sums.
-
-    A product needs its factors and a sum nothing, so nobody saved what they make. Each product of the same module
+    """A product needs its factors and a sum nothing, so nobody saved what they make. Each product of the same module
     within the matching one is such an end if as many sums follow it.
     """
     is_sum = [_SUM in setting.name(columns, row) for row in rows]

@@ -368,10 +368,7 @@ def _find_wakes(step: StepColumns) -> dict[int, int]:
 
 
 def _find_gaps(step: StepColumns, constants: Constants) -> list[int]:
-    """Return what passes between each operation and the one before it on its stream.
-
-    It is the recorded time where no host took part: within a CUDA graph, and where it was in its queue by then.
-    """
+    """It is the recorded time where no host took part: within a CUDA graph, and where it was in its queue by then."""
     gaps = []
     for row, at in enumerate(step.previous):
         usual_ns = (

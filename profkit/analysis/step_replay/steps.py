@@ -340,10 +340,7 @@ def _windows(trace: Trace, process: int, steps: Ints) -> list[tuple[int, int, in
 def _find_intervals(
     trace: Trace, labelled: Mapping[str, Ints], begin_ns: int, end_ns: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return by label the ranges that begin within a time, in nanoseconds since its beginning.
-
-    One within another counts as the outer one.
-    """
+    """One within another counts as the outer one."""
     ranges = trace.ranges
     found: list[tuple[int, int, str]] = []
     for label, rows in labelled.items():

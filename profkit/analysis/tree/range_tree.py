@@ -311,10 +311,7 @@ def _portions(rows: Ints, node: Ints, size: Ints) -> list[Ints]:
 
 
 def _sum_wall(attribution: Attribution, nodes: RangeNodes, members: Ints) -> list[int | None]:
-    """Return per node how long its ranges of ``members`` were open, one within another of its node counted once.
-
-    None of a node whose ranges all stand in replayed CUDA graphs, where no Python runs.
-    """
+    """None of a node whose ranges all stand in replayed CUDA graphs, where no Python runs."""
     ranges = attribution.trace.ranges
     wall = np.zeros(len(nodes), dtype=np.int64)
     top = outermost(ranges, members, nodes.of_range[members])

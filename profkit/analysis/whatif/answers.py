@@ -183,10 +183,7 @@ class _Cases:
     def under(
         self, settings: Settings, requests: Requests, edits: tuple[str, ...] = ()
     ) -> tuple[Case, Simulation | None]:
-        """Return the case of some requests under some settings, and its simulation.
-
-        Unproven, it holds what does for any allocator with these settings: no peak is below the requests, rounded.
-        """
+        """Unproven, it holds what any allocator with these settings does: no peak is below the requests, rounded."""
         if not self._is_proven:
             low = requests.highest_sum(round_sizes(requests.requested_bytes, settings), requests.freed)
             return _case(settings, requests.peak_bytes(), (low, None), (low, None), edits=edits), None

@@ -162,9 +162,7 @@ def _ranges(program: Program) -> Iterator[tuple[str, int, int]]:
 
 
 def _module_calls(program: Program, glob: str) -> list[tuple[str, int, int]]:
-    """Return stretches of forward passes in which all allocations are of one module that matches, or of modules in it.
-
-    A module that several others share has the name that it has in the first of them. What it allocated between
+    """A module that several others share has the name that it has in the first of them. What it allocated between
     allocations of another one belongs to that.
     """
     starts = [begin for begin, _ in program.backward_passes]
@@ -202,10 +200,7 @@ def _unit_of(module: str, glob: str) -> str | None:
 def _checkpoint(
     program: Program, requests: Requests, calls: list[Call], bound: Bound, *, is_reentrant: bool
 ) -> tuple[Requests, int]:
-    """Return the requests with calls checkpointed, and how many of them keep anything for their backward pass.
-
-    The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call.
-    """
+    """The calls do not overlap: each is edited on its own, and what an edit adds is no part of another call."""
     at = np.flatnonzero(requests.is_recorded)  # in the order of their births
     born, freed, sizes = requests.born[at], requests.freed[at], requests.requested_bytes[at]
     stays = program.is_category("autocast copies")[requests.source[at]]
@@ -262,9 +257,7 @@ def _checkpoint(
 
 
 def _when_unpacked_goes(born: Floats, freed: Floats, sizes: Ints, kept: int) -> float:
-    """Return when a tensor that was computed again is freed: earlier than the saved one that it stands for.
-
-    A saved tensor goes when its node is released, after the gradients of biases have been summed. A tensor computed
+    """A saved tensor goes when its node is released, after the gradients of biases have been summed. A tensor computed
     again goes when the node's own computation ends, before these sums: a tiny allocation that lasts, and temporaries.
     """
     last = int(np.searchsorted(born, freed[kept])) - 1
@@ -287,10 +280,8 @@ def _is_made_in(program: Program, row: int, module: str) -> bool:
 
 
 def _compute_again(born: Floats, freed: Floats, call: Call, begins: float, is_kept: Bools) -> tuple[Floats, Floats]:
-    """Return when a call's allocations are made and freed in its backward pass, which ``begins`` with an allocation.
-
-    Between the event before that and itself the call runs again, in the recorded order. What it does not keep is freed
-    at the latest when it stops.
+    """Between the event before that and itself the call runs again, in the recorded order. What it does not keep is
+    freed at the latest when it stops.
     """
     low, size = begins - 1, call.end - call.begin + 2
     births = low + (born - call.begin + 1) / size

@@ -275,10 +275,7 @@ def _is_constant(node: Any, inputs: int = 4) -> bool:
 
 
 def _without_constants(operators: list[Any]) -> list[Any]:
-    """Leave constants out, unless there is nothing else.
-
-    One that many operators share says where the first of them is, not what a launch computes.
-    """
+    """A constant that many operators share says where the first of them is, not what a launch computes."""
     return [operator for operator in operators if not _is_constant(operator)] or operators
 
 

@@ -281,10 +281,7 @@ def _running_module(traced: TracedGraph | None, call: Call | None, given: nn.Mod
 
 
 def _path(modules: Modules, around: tuple[str, ...], find: Callable[[str], Iterable[str]]) -> tuple[str, ...]:
-    """Return the names of the ranges that would be open in the eager program, ``around`` first.
-
-    A call of a module may open two: that of the module, and within it that of a decorated ``forward``.
-    """
+    """A call of a module may open two ranges: that of the module, and within it that of a decorated ``forward``."""
     if modules == (OPTIMIZER,):
         return around if OPTIMIZER in around else (*around, OPTIMIZER)
     return (*around, *(name for source in modules for name in find(source)))

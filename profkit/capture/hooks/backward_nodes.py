@@ -297,10 +297,7 @@ def _nodes_of(value: Any) -> list[Any]:
 
 
 def _nodes_behind(value: Any, known: Set[Any] = frozenset()) -> set[Any]:
-    """Return the nodes that made the tensors in ``value``, but none that is known, nor what is behind it.
-
-    Leaves' own nodes are left out: they stay from step to step.
-    """
+    """Leaves' own nodes are left out: they stay from step to step."""
     waiting = _nodes_of(value)
     found: set[Any] = set()
     while waiting:

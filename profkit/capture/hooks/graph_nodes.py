@@ -216,10 +216,7 @@ class GraphNodes(RangeObserver):
         self._hooks.on_thread.ranges.close(_REPLAY)
 
     def _note(self) -> None:
-        """Note that the nodes made since the last note lie in the ranges that are open now.
-
-        A thread that works for another, as autograd's do, has its ranges within those of the one that waits for it.
-        """
+        """A thread that works for another, as autograd's do, has its ranges within those of the one that waits."""
         count = None if self._driver is None or self._capturing is None else self._driver.count(self._stream)
         if count is not None and count > self._noted:
             operators: tuple[OperatorWork, ...] = ()

@@ -157,9 +157,7 @@ def _hide_frames(code: CodeType, error: BaseException) -> None:
 
 
 def _compile_around(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.compile`` so that Dynamo passes over frames of the hooks to those within, as over torch's own.
-
-    All modules' calls share the code of their wrapper, all optimizers' steps that of theirs: compiled, it would soon
+    """All modules' calls share the code of their wrapper, all optimizers' steps that of theirs: compiled, it would soon
     have been compiled more often than Dynamo allows.
     """
 

@@ -339,9 +339,7 @@ def _per_sample(total: int, size: int) -> int:
 
 
 def _csv_table(result: CaptureComparison, by: View | None) -> Table:
-    """Return the table for CSV: kernel time by ``by`` (default: kernels), else unprofiled steps, else memory.
-
-    Of kernel time ``before_ns`` and ``after_ns`` are totals over all samples and the others are per sample; those of
+    """Of kernel time ``before_ns`` and ``after_ns`` are totals over all samples and the others are per sample; those of
     unprofiled steps are `PhaseSamples.time_ns`.
     """
     time, clean = result.time, result.clean

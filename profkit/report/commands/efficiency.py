@@ -244,10 +244,7 @@ def _peak_words(result: EfficiencyResult) -> str:
 
 
 def _host_wait_line(result: EfficiencyResult, limited_by: Mapping[str, str | None]) -> Iterator[str]:
-    """Name the ranges that wait much for the host although something else limits them, the longest wait first.
-
-    A range within one that is named for the same cause is not named again.
-    """
+    """A range within one that is named for the same cause is not named again."""
     waits: list[tuple[float, str, str, str]] = []
     for row in result.ranges:
         for cause, share in (("launch-bound", row.launching_share), ("host-bound", row.host_share)):

@@ -140,10 +140,7 @@ def _find_median(attribution: Attribution, steps: Sequence[GpuStep]) -> int | No
 
 
 def _host_lanes(attribution: Attribution, index: int, kernels: Ints) -> Iterator[Lane]:
-    """Yield a lane for each depth of ranges, and one of CUDA calls, of each thread that opened or launched something.
-
-    The step's own thread comes first.
-    """
+    """The step's own thread comes first."""
     trace = attribution.trace
     ranges, calls = trace.ranges, trace.calls
     start, end = int(ranges.start_ns[index]), int(ranges.end_ns[index])
@@ -379,10 +376,7 @@ def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
 
 
 def _lanes(run: Results) -> Iterator[dict[str, Any]]:
-    """Yield the lanes of a step as it is and as it is expected after the first Try, on one scale.
-
-    There are none where that Try is no edit, or nothing is expected.
-    """
+    """There are none where the first Try is no edit, or nothing is expected."""
     edit = next((proposal.edit for proposal in run.advice.tries), None)
     trace = run.capture.trace
     both = None if trace is None or edit is None else trace.step_lanes(parse_edits([edit]))
