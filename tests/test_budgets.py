@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -278,11 +277,3 @@ def test_a_quantity_of_another_kind_is_a_usage_error(tmp_path: Path) -> None:
     for option, text in (("idle", "120%"), ("peak", "40XB"), ("peak", "5"), ("step-ms", "nan"), ("share", "softmax")):
         done = run_command("check", path, f"--max-{option}", text)
         assert (done.returncode, done.stdout, f"Invalid value for '--max-{option}'" in done.stderr) == (2, "", True)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
-    done = run_command("check", tmp_path, "--max-idle", "10%")
-    assert (done.returncode, "no profkit run" in done.stderr) == (1, True)
-    copy = shutil.copytree(run, tmp_path / "copy")
-    done = run_command("check", copy, "--max-peak", "1GB", "-o", copy / SNAPSHOT)
-    assert (done.returncode, "this file is being read" in done.stderr) == (2, True)

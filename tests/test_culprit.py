@@ -38,7 +38,6 @@ from tests.rank_builder import (
     WIRE_NS,
     Delay,
     compare_records,
-    compare_traced,
     in_each_step,
     late_rank,
     light_records,
@@ -345,15 +344,6 @@ def test_bandwidth_counts_from_the_last_arrival(tmp_path: Path) -> None:
     assert row.bus_bandwidth == pytest.approx(BYTES / WIRE_NS * 1e9 * 1.5)
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_one_late_rank_among_many_is_found(ranks: int) -> None:
-    records = light_records(simulate(ranks, 4, [Delay(ranks // 3, "backward", 15 * MS)]))
-    result = compare_records(records)
-    _assert_found(result, ranks // 3, "backward", 15 * MS, with_module=False)
-    assert result.waits_ns.shape == (ranks, ranks)
-    assert np.count_nonzero(result.waits_ns.sum(axis=0)) == 1
-
-
 def test_neither_the_order_of_records_nor_the_epoch_of_their_clocks_matters() -> None:
     records = light_records(simulate(8, delays=[Delay(5, "data", 9 * MS)]))
     by_epoch = [replace(one, clock_base_ns=1_795_381_706_870_080_786 + one.rank) for one in records]
@@ -455,13 +445,6 @@ def test_a_record_that_names_more_ranks_than_any_job_has_is_refused() -> None:
     records = light_records(simulate(2, 2))
     with pytest.raises(TraceError, match="not compared"):
         compare_records([records[0], replace(records[1], world_size=10**15)])
-
-
-@pytest.mark.parametrize(("steps", "is_named"), [(2, False), (8, True)])
-def test_launches_are_named_only_from_some_recorded_steps_on(tmp_path: Path, steps: int, is_named: bool) -> None:
-    trace = write_nsys(tmp_path / "trace.sqlite", simulate(2, steps, [Delay(1, "launch", 40 * MS)]))
-    verdict = compare_traced(trace).verdict
-    assert (verdict.culprit is not None, verdict.doubt) == (is_named, None if is_named else "launches")
 
 
 _MORE_WORK = [Delay(1, "kernels", 9 * MS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from profkit.analysis.time_account.gpu_time import (
     sum_parts,
 )
 from profkit.analysis.tree import select_ranges
-from profkit.joining import read_ranks
 from profkit.trace.columns import Trace
 from tests.conftest import ROOT
 from tests.nsys_builder import NsysBuilder, process_of
@@ -327,54 +325,6 @@ def test_each_collective_is_waited_for_by_its_name_and_a_gpu_of_two_ranks_is_no_
     assert pieces == [(0, 1, 100, 160), (0, 2, 300, 350), (1, 2, 310, 350), (2, 1, 130, 160)]
     assert waiting.is_known.sum() == 6
     assert waiting.rank_of == {0: 0, 1: 1}, "two ranks launch on GPU 2"
-
-
-def test_a_real_steps_busy_time_equals_that_from_sql() -> None:
-    """Here nothing overlaps, so sums are unions; and each step ends with a synchronisation, so windows are wall."""
-    steps = _steps(SMALL)
-    connection = sqlite3.connect(f"file:{SMALL}?mode=ro", uri=True)
-    sql = """
-        SELECT sum(w.end - w.start) FROM (
-            SELECT start, end FROM CUPTI_ACTIVITY_KIND_KERNEL
-            UNION ALL SELECT start, end FROM CUPTI_ACTIVITY_KIND_MEMCPY
-            UNION ALL SELECT start, end FROM CUPTI_ACTIVITY_KIND_MEMSET
-        ) w, NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
-        WHERE coalesce(n.text, s.value) = ? AND w.start >= n.start AND w.end <= n.end
-    """
-    for step in steps:
-        assert step.gpu.busy_ns == connection.execute(sql, (step.name,)).fetchone()[0]
-        assert step.gpu.span_ns == step.wall_ns
-        assert step.gpu.idle_ns == step.wall_ns - step.gpu.busy_ns
-    connection.close()
-    assert [step.name for step in steps] == ["step 0", "step 1"]
-    assert [round(step.gpu.idle_share, 3) for step in steps] == [0.717, 0.717]
-
-
-def test_waiting_of_two_real_ranks_equals_all_reduce_by_all_reduce(captures: Path) -> None:
-    """Rank 0 is ahead: it waits in nearly all of its communication, mostly during its backward pass."""
-    path = captures / "ddp.nsys2025.sqlite"
-    steps = _steps(path)
-    assert [(step.name, step.device) for step in steps] == [(f"step {n}", d) for n in (0, 1) for d in (0, 1)]
-    trace = read_trace(path).trace
-    for step in steps:
-        assert step.untold_ns == 0
-        assert step.gpu.exposed_communication_ns + step.gpu.overlapped_communication_ns == step.communication_ns
-        assert step.waiting_ns == _slow_waiting(trace, step)
-    assert [step.waiting_ns for step in steps] == [24_351_145, 0, 26_967_709, 0]
-    assert [row.waiting_ns for row in read_ranks(path).ranks] == [round((24_351_145 + 26_967_709) / 2), 0]
-
-
-def _slow_waiting(trace: Trace, step: GpuStep) -> int:
-    """Return the waiting in a step, all-reduce by all-reduce: what this rank's took longer than the other's."""
-    work, each = trace.work, []
-    for device in (0, 1):
-        rows = [i for i in range(len(work)) if "AllReduce" in trace.names[work.name[i]] and work.device[i] == device]
-        each.append(sorted((int(work.start_ns[i]), int(work.duration_ns[i])) for i in rows))
-    total = 0
-    for mine, other in zip(each[step.device], each[1 - step.device], strict=True):
-        if step.start_ns <= mine[0] < step.start_ns + step.wall_ns:
-            total += max(0, mine[1] - other[1])
-    return total
 
 
 def _steps(path: Path) -> tuple[GpuStep, ...]:

@@ -379,22 +379,6 @@ def test_a_time_in_microseconds_becomes_integer_nanoseconds_or_nothing(text: obj
     assert parse_microseconds(text) == expected
 
 
-@given(st.integers(0, 2**61))
-def test_microseconds_are_exact(ns: int) -> None:
-    assert parse_microseconds(f"{ns // 1000}.{ns % 1000:03d}") == ns
-
-
-def test_times_of_a_file_are_exact(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    path.write_text(
-        '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1700000000000000.123,'
-        ' "dur": 2.049, "args": {"memory bandwidth (GB/s)": inf, "x": -nan}}]}'
-    )
-    trace = read_kineto(path)
-    assert trace.work.start_ns.tolist() == [1700000000000000123]
-    assert trace.work.duration_ns.tolist() == [2049]
-
-
 def test_rows_of_unexpected_shape_are_ignored(tmp_path: Path) -> None:
     odd = [
         row("Trace", "PyTorch Profiler (0)", 0, 100, "PyTorch Profiler", pid="Spans"),

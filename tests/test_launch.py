@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from profkit.errors import RunError, ToolError, UsageError
-from profkit.launch import gpu_state, manifest
+from profkit.launch import manifest
 from profkit.launch import nsys as nsys_module
 from profkit.launch.manifest import SECRET_NAMES, redact
 from profkit.launch.nsys import (
@@ -196,16 +196,6 @@ for a in "$@"; do case $a in --output=*) echo exported > "${a#*=}"; echo x >> "$
 
 
 class TestManifest:
-    def test_the_driver_is_what_its_kernel_module_says(self, tmp_path: Path) -> None:
-        file = tmp_path / "proc/driver/nvidia/version"
-        file.parent.mkdir(parents=True)
-        assert gpu_state.driver_version(tmp_path) is None
-        file.write_text(
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n"
-            "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
-        )
-        assert gpu_state.driver_version(tmp_path) == "580.159.03"
-
     def testgit_revision_is_the_working_directorys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         assert manifest.git_revision() is None

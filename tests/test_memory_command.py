@@ -141,10 +141,6 @@ def test_the_parts_of_real_snapshots_sum_to_the_difference(before: str, after: s
         assert result.exact
 
 
-def test_two_equal_runs_have_no_difference() -> None:
-    assert kinds(compared(Training(), Training(steps=5))) == {}
-
-
 def with_mask(frees_late: bool) -> Training:
     """The forward pass makes a mask, and frees it at once or not before the step's end."""
     training = Training(steps=0)
@@ -180,10 +176,6 @@ def with_two(kept: int) -> Training:
     for step in range(2):
         training.step(step, False)
     return training
-
-
-def test_an_allocation_that_both_runs_made_is_not_larger() -> None:
-    assert kinds(compared(with_two(0), with_two(1))) == {"longer-lived": 8 * MIB, "shorter-lived": -6 * MIB}
 
 
 def test_an_allocation_that_the_other_run_has_outside_its_peak_moved_the_peak() -> None:

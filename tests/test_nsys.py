@@ -310,26 +310,6 @@ def test_times_near_the_limits_of_64_bits_are_exact(tmp_path: Path) -> None:
     assert trace.work.start_ns.dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels", "total_ns"),
-    [
-        ("small.nsys2023", 3008, 57_478_638),
-        ("small.nsys2025", 3008, 57_404_338),
-        ("ddp.nsys2025", 16_760, 451_781_566),
-        ("graph_nodes.nsys2023", 2308, 56_363_264),
-        ("graph_whole.nsys2023", 1220, 17_384_144),
-        ("lossy.nsys2023", 22_326, 125_672_334),
-        ("hooks.nsys2025", 60, 188_895),
-    ],
-)
-def test_real_captures_give_their_known_totals(captures: Path, name: str, kernels: int, total_ns: int) -> None:
-    path = captures / f"{name}.sqlite"
-    before = hashlib.sha256(path.read_bytes()).hexdigest()
-    trace = read_nsys(path)
-    assert (len(trace.work), int(trace.work.duration_ns.sum())) == (kernels, total_ns)
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
-
-
 # -- the SQLite file: columns decoded from pages ---------------------------------------------------------------------
 
 

@@ -267,31 +267,6 @@ def nsys_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     return where / "run", done
 
 
-# A profkit whose recorded target, under nsys, makes a file and waits for its end.
-_STALLED_TARGET = """
-import sys
-from pathlib import Path
-from profkit.cli import main
-from profkit.launch import record
-real = record._Recording._make_pass
-def stalled(self, one):
-    mark = self.run.parent / "stalled"
-    code = f"import time; open({str(mark)!r}, 'w').close(); time.sleep(120)"
-    wanted = (sys.executable, "-c", code, str(self.run)) if one.order.recorder == "nsys" else one.argv
-    return real(self, record.replace(one, argv=wanted))
-record._Recording._make_pass = stalled
-main()
-"""
-
-
-def _is_nsys(cmdline: Path, run: Path) -> bool:
-    try:
-        words = cmdline.read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return words[0].endswith(b"nsys") and b"profile" in words[:2] and str(run).encode() in b" ".join(words)
-
-
 @pytest.mark.nsys
 class TestNsys:
     def test_holds_report_export_and_log(self, nsys_run: tuple[Path, Any]) -> None:
@@ -338,27 +313,6 @@ class TestNsys:
 
     def test_says_what_a_report_holds(self, nsys_run: tuple[Path, Any]) -> None:
         assert "trace.nsys-rep holds the environment, secrets included, and cannot be scrubbed" in nsys_run[1].stdout
-
-    def test_a_report_may_go(self, tmp_path: Path) -> None:
-        done = _profkit("--nsys", "--no-keep-report", *FAST, "--steps", "1", "-o", "run", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "cannot be scrubbed" not in done.stdout
-        assert "trace.nsys-rep" not in [path.name for path in (tmp_path / "run").iterdir()]
-
-    @NEEDS_PROC
-    def test_a_killed_nsys_leaves_no_process_and_says_so(self, tmp_path: Path) -> None:
-        run = tmp_path / "run"
-        arguments = ["run", "--nsys", *FAST, "--warmup", "0", "--steps", "1", "-o", str(run)]
-        target = [sys.executable, "-c", _STALLED_TARGET, *arguments]
-        with started(target, stdout=None) as process:
-            wait_until((tmp_path / "stalled").exists)
-            nsys = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_nsys(path, run)]
-            os.kill(min(nsys), signal.SIGKILL)
-            _, errors = process.communicate()
-        assert (process.returncode, errors.count("\n")) == (1, 1)
-        assert "nsys was killed (SIGKILL): its child processes were ended, and the capture is lost" in errors
-        assert _commands_with(str(run)) == []
-        assert manifest_of(run)["status"] == "failed"
 
     @NEEDS_PROC
     def test_ctrl_c_ends_nsys_and_its_agent(self, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from profkit.errors import ProfkitError, RunError
+from profkit.errors import RunError
 from profkit.run import decode, write_record
 from profkit.run.directory import MANIFEST, Run, find_run
 from profkit.run.manifest import Conditions, Manifest, Process, ProcessMemory, Samples, read_manifest, write_manifest
@@ -183,11 +183,6 @@ def test_a_manifest_of_an_older_version_is_read_as_far_as_it_goes(tmp_path: Path
     assert manifest.unprofiled is not None
     assert manifest.unprofiled.times_ns("wall", None) == {"forward": [1], "step": [3]}
     assert manifest.unprofiled.times_ns("cuda-events", None) == {"step": [2]}
-
-
-def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ProfkitError, match="a directory, but no profkit run"):
-        Run(tmp_path)
 
 
 def test_a_trace_and_a_snapshot_know_their_run(tmp_path: Path) -> None:

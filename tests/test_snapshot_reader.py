@@ -57,12 +57,6 @@ def test_a_snapshot_is_read_into_columns(tmp_path: Path, data: dict[str, Any], p
     assert snapshot.settings.is_recorded
 
 
-def test_a_gzipped_snapshot_is_read(tmp_path: Path, data: dict[str, Any]) -> None:
-    path = tmp_path / "snapshot.pickle.gz"
-    path.write_bytes(gzip.compress(pickle.dumps(data)))
-    assert len(read_snapshot(path).devices[0].events) == len(data["device_traces"][0])
-
-
 def test_a_history_by_torch_2_1_is_refused_and_segments_without_one_are_read(
     tmp_path: Path, data: dict[str, Any]
 ) -> None:
