@@ -95,7 +95,7 @@ def _eager_flops(model: nn.Module, x: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("make", [_transformer, _convolutions])
+@pytest.mark.parametrize("make", [pytest.param(_transformer, marks=pytest.mark.slow), _convolutions])
 def test_a_compiled_step_does_the_products_that_torch_counts_of_the_eager_one(make: Any) -> None:
     model, x = make()
     x.requires_grad_()

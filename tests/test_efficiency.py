@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import sqlite3
 from dataclasses import replace
@@ -228,18 +227,6 @@ def test_one_call_launches_all_kernels_of_a_graph(captures: Path) -> None:
     assert rows["step *"].launch_count == launches < rows["step *"].kernel_count == 2_308
 
 
-def test_a_real_trace_is_launch_bound_by_its_largest_part() -> None:
-    rows = rows_by_path(read_trace(SMALL).efficiency(dtype="fp32"))
-    assert {path: row.verdict for path, row in rows.items() if path.count("/") < 2} == {
-        "step *": "launch-bound",
-        "step */forward": "launch-bound",
-        "step */loss": "launch-bound",
-        "step */backward": "launch-bound",
-        "step */optimizer": "memory-bound",
-    }
-    assert rows["step */forward"].flops == 2 * 257_320_550_400
-
-
 def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> None:
     builder = NsysBuilder()
     builder.range("step 0", 0, 1_000)
@@ -247,23 +234,6 @@ def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> Non
     (row,) = read_trace(builder.write(tmp_path / "t.sqlite")).efficiency().ranges
     assert (row.launch_count, row.busy_ns, row.kernel_count) == (1, 600, 1)
     assert (row.gpu.span_ns, row.gpu.computing_ns, row.gpu.launching_ns) == (1000, 600, 1)
-
-
-def test_the_idle_time_of_a_kineto_trace_equals_that_of_its_raw_events() -> None:
-    """Every step waits for the device, and one stream runs one thing at a time: idle is wall less all that ran."""
-    events = json.loads(gzip.decompress(KINETO.read_bytes()))["traceEvents"]
-    timed = [(e, round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in events if e.get("ph") == "X"]
-    steps = {e["name"]: (at, at + long) for e, at, long in timed if e.get("cat") == "user_annotation"}
-    for step in read_trace(KINETO).efficiency().steps:
-        start, end = steps[step.name]
-        ran = [
-            long
-            for e, at, long in timed
-            if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and start <= at and at + long <= end
-        ]
-        # Times of the file are rounded to a nanosecond apart from their durations.
-        assert step.gpu.idle_ns == pytest.approx(end - start - sum(ran), abs=2 * len(ran))
-        assert step.gpu.span_ns == step.wall_ns
 
 
 def test_one_rank_has_the_same_gpu_time_alone_and_among_all(captures: Path) -> None:
@@ -562,31 +532,42 @@ def _draw(run: Path, drawn: list[Figure]) -> Figure:
     return figure
 
 
-def test_every_point_lies_at_its_figures_and_under_the_measured_roof(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_every_point_lies_at_its_figures_under_the_measured_roof_with_a_number_whose_name_stands_beside(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    """Phases have shapes, and areas grow with the time."""
     figure = _draw(make_small_run(tmp_path), drawn)
     (axes,) = figure.axes
-    rows = read_trace(tmp_path).efficiency().ranges
-    expected = {(row.intensity, rate_of(row) / 1e12) for row in rows}
+    rows = {(row.intensity, rate_of(row) / 1e12): row for row in read_trace(tmp_path).efficiency().ranges}
     points = {tuple(point) for one in axes.collections for point in one.get_offsets().tolist()}
     assert len(rows) == len(points) == 12
-    for point, range_point in zip(sorted(points), sorted(expected), strict=True):
+    for point, range_point in zip(sorted(points), sorted(rows), strict=True):
         assert point == pytest.approx(range_point)
     assert {line.get_linestyle() for line in axes.lines} == {"-"}
     assert axes.lines[0].get_ydata()[-1] == 50
     assert axes.lines[0].get_xdata()[1] == pytest.approx(50 / 4)
     assert "peaks measured" in _texts(figure)
 
-
-def test_every_point_has_a_number_whose_name_stands_beside(tmp_path: Path, drawn: list[Figure]) -> None:
-    figure = _draw(make_small_run(tmp_path), drawn)
-    (axes,) = figure.axes
+    by_rate = {rate: row for (_, rate), row in rows.items()}
+    notes = [text for text in axes.texts if isinstance(text, Annotation) and text.xy[1] in by_rate]
     names = dict(line.split("  ", 1) for line in axes.texts[-1].get_text().splitlines())
-    rows = {rate_of(row) / 1e12: row.name for row in read_trace(tmp_path).efficiency().ranges}
-    numbers = {
-        text.get_text(): rows[text.xy[1]] for text in axes.texts if isinstance(text, Annotation) and text.xy[1] in rows
-    }
-    assert numbers == names
+    assert {text.get_text(): by_rate[text.xy[1]].name for text in notes} == names
     assert len(names) == 12
+
+    longest = max(row.busy_ns for row in by_rate.values())
+    shapes: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    for one in axes.collections:
+        for (_, rate), area in zip(one.get_offsets().tolist(), one.get_sizes().tolist(), strict=True):
+            row = by_rate[rate]
+            assert area == pytest.approx(max(420 * row.busy_ns / longest, 18))
+            for phase, found in shapes.items():
+                if phase in row.path.split("/"):
+                    found.add(len(one.get_paths()[0].vertices))
+    assert len(shapes["forward"]) == len(shapes["backward"]) == 1
+    assert shapes["forward"] != shapes["backward"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"forward", "backward", "optimizer"} < set(legend)
+    assert legend[-1].startswith("area: GPU time, the largest ")
 
 
 def test_roofs_of_the_datasheet_are_dashed_and_say_so_and_close_ones_share_a_label(
@@ -621,23 +602,3 @@ def test_the_command_writes_a_png(tmp_path: Path) -> None:
 
 def _texts(figure: Figure) -> str:
     return "\n".join(text.get_text() for text in figure.axes[0].texts)
-
-
-def test_phases_have_shapes_and_areas_grow_with_time(tmp_path: Path, drawn: list[Figure]) -> None:
-    figure = _draw(make_small_run(tmp_path), drawn)
-    (axes,) = figure.axes
-    rows = {rate_of(row) / 1e12: row for row in read_trace(tmp_path).efficiency().ranges}
-    longest = max(row.busy_ns for row in rows.values())
-    shapes: dict[str, set[int]] = {"forward": set(), "backward": set()}
-    for one in axes.collections:
-        for (_, rate), area in zip(one.get_offsets().tolist(), one.get_sizes().tolist(), strict=True):
-            row = rows[rate]
-            assert area == pytest.approx(max(420 * row.busy_ns / longest, 18))
-            for phase, found in shapes.items():
-                if phase in row.path.split("/"):
-                    found.add(len(one.get_paths()[0].vertices))
-    assert len(shapes["forward"]) == len(shapes["backward"]) == 1
-    assert shapes["forward"] != shapes["backward"]
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert {"forward", "backward", "optimizer"} < set(legend)
-    assert legend[-1].startswith("area: GPU time, the largest ")

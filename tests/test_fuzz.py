@@ -30,7 +30,7 @@ from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES
 from tests.nsys_builder import NsysBuilder
 
-SEEDS = 4
+SEEDS = 2
 """Of each class; `.ci/run` reads a thousand others."""
 
 

@@ -169,7 +169,7 @@ def _noise(ranks: int, steps: int, draw: Callable[[int, int], float], place: str
     ]
 
 
-@pytest.mark.parametrize("steps", [3, 5, 12, 40])
+@pytest.mark.parametrize("steps", [3, 12])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_heavy_tails_name_nobody(tmp_path: Path, ranks: int, steps: int) -> None:
     random = np.random.default_rng([1, ranks, steps])

@@ -29,7 +29,9 @@ def test_every_fault_says_what_is_right_and_its_mark_is_in_its_program() -> None
         assert not fault.codes or fault.marker is not None or fault.module is not None
 
 
-@pytest.mark.parametrize("program", PLAIN)
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, marks=pytest.mark.slow) if one == "transformer" else one for one in PLAIN]
+)
 def test_every_variant_of_a_plain_program_runs_and_its_steps_are_timed(
     forks: Forks, tmp_path: Path, program: str
 ) -> None:

@@ -117,7 +117,7 @@ def recorded(program: list[Doing]) -> StepColumns:
     return prepare(Machine(program, CONSTANTS).run().columns(), CONSTANTS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(st))
 def test_a_machine_of_events_runs_a_program_alike(program: list[Doing]) -> None:
     machine = Machine(program, CONSTANTS).run()
@@ -135,7 +135,7 @@ def exact_own_times(step: StepColumns, program: list[Doing]) -> StepColumns:
     return replace(step, own_ns=own_ns, wake_ns={})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(st), st.sampled_from([0.0, 0.3, 2.0]), st.sampled_from([0.1, 1.0, 3.0]))
 def test_a_changed_step_ends_when_the_machine_ends_the_changed_program(
     program: list[Doing], host: float, gpu: float
