@@ -190,7 +190,7 @@ def test_an_interval_of_means_holds_the_true_difference(name: str, sizes: tuple[
 
 @pytest.mark.parametrize(("name", "size"), [("normal", 10), ("lognormal", 5), ("spikes", 5)])
 def test_an_interval_of_step_times_holds_the_true_difference(name: str, size: int) -> None:
-    assert 0.9 <= coverage_of_step_times(DISTRIBUTIONS[name], size, 300) <= 1
+    assert 0.9 <= coverage_of_step_times(DISTRIBUTIONS[name], size, 150) <= 1
 
 
 def test_too_few_samples_have_no_interval() -> None:
