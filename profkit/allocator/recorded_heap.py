@@ -17,7 +17,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -270,9 +269,6 @@ class RecordedHeap:
         self._doubts: dict[int, int] = {}
         self._padded: dict[int, int] = {}
         self._looks_left = _MOST_LOOKS
-
-    def count_contradictions(self, what: str, count: np.integer[Any] | int) -> None:
-        self.contradictions[what] += int(count)
 
     def insert(self, begin: int, size: int) -> None:
         """Add free memory, merged with the free memory on both sides in the same segment."""

@@ -235,17 +235,17 @@ def _time_frees(
     row, first = np.unique(row, return_index=True)
     is_new = freed[row] == never
     freed[row[is_new]] = where[first[is_new]]
-    heap.count_contradictions(_UNKNOWN_FREE, request_count - np.count_nonzero(is_new))
+    heap.contradictions[_UNKNOWN_FREE] += int(request_count - np.count_nonzero(is_new))
 
     where = np.flatnonzero((action == _FREE) | (action == FREE_COMPLETED))
     row, is_joined = np.array(rows[1], dtype=np.int64), action[where] == _FREE
-    heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(row < 0) + np.count_nonzero((row < 0) & is_joined))
+    heap.contradictions[_UNKNOWN_FREE] += int(np.count_nonzero(row < 0) + np.count_nonzero((row < 0) & is_joined))
     where, row, is_joined = where[row >= 0], row[row >= 0], is_joined[row >= 0]
     completed[row] = where
     is_new = freed[row] == never
     freed[row[is_new]] = where[is_new] - is_joined[is_new]
-    heap.count_contradictions(_UNKNOWN_FREE, np.count_nonzero(is_joined & ~is_new))
-    heap.count_contradictions("frees completed without a request", np.count_nonzero(is_new & ~is_joined))
+    heap.contradictions[_UNKNOWN_FREE] += int(np.count_nonzero(is_joined & ~is_new))
+    heap.contradictions["frees completed without a request"] += int(np.count_nonzero(is_new & ~is_joined))
     return freed, completed
 
 

@@ -158,7 +158,9 @@ class TrialRunner:
             reason = f"{_FAILED}: {_first_words(failures[0])}"
         elif status and reason is not None:
             reason = f"{_FAILED} with exit status {status}: {lines[-1] if lines else 'it printed nothing'}"
-        return TrialProcess(edits, turn, wall_s, _choose_rank(measured), reason)
+        # The other ranks waited for the slowest one.
+        slowest = max(measured, key=lambda process: process.step_ns or 0.0, default=None)
+        return TrialProcess(edits, turn, wall_s, slowest, reason)
 
     def _choose_steps(self, scout: TrialProcess) -> None:
         measured, reason = scout.measured, scout.reason or ""
@@ -166,14 +168,11 @@ class TrialRunner:
             self._warmup = _WARMUP
             self._steps = min(max(math.ceil(_ENOUGH_S * 1e9 / measured.step_ns), _LEAST_STEPS), _MOST_STEPS)
         elif measured is not None and measured.steps_seen > _FEWEST_STEPS and not reason.startswith(_FAILED):
-            self._shorten(measured.steps_seen)
+            # A short script: what steps it makes are timed, after fewer that are not.
+            self._warmup = min(_SHORT_WARMUP, measured.steps_seen - _FEWEST_STEPS)
+            self._steps = measured.steps_seen - self._warmup
         else:
             raise ToolError(f"nothing was tried: {reason}")
-
-    def _shorten(self, steps_seen: int) -> None:
-        """Time what steps a short script makes, after fewer that are not timed."""
-        self._warmup = min(_SHORT_WARMUP, steps_seen - _FEWEST_STEPS)
-        self._steps = steps_seen - self._warmup
 
 
 def _first_words(failure: Failure) -> str:
@@ -190,10 +189,6 @@ def _why_not_measured(measured: Sequence[Measured], wanted: int) -> str | None:
     if first.step_ns is None:
         return f"the script made {first.steps_seen} steps, and {wanted} are needed"
     return None
-
-
-def _choose_rank(measured: Sequence[Measured]) -> Measured | None:
-    return max(measured, key=lambda process: process.step_ns or 0.0, default=None)
 
 
 def _combine(done: Sequence[TrialProcess]) -> Edits | None:

@@ -92,13 +92,12 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The pieces of the segments at the dump, sorted by address. ``segment`` is the index in `Segments`."""
+    """The pieces of the segments at the dump, sorted by address."""
 
     address: Ints
     size_bytes: Ints
     requested_bytes: Ints
     state: Codes
-    segment: Ints
     raw: Sequence[dict[str, Any]] = ()
 
     def __len__(self) -> int:

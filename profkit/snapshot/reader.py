@@ -226,10 +226,10 @@ def _read_segments(entries: list[dict[str, Any]]) -> dict[int, tuple[Segments, B
 
 def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
     entries = sorted(entries, key=lambda entry: _integer(entry, "address"))
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int]] = []
     raw: list[dict[str, Any]] = []
     end = 0
-    for index, entry in enumerate(entries):
+    for entry in entries:
         start = entry["address"]
         if start < end:
             raise ValueError("segments overlap")
@@ -241,12 +241,12 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
             state = _STATES.get(block["state"]) if isinstance(block["state"], str) else None
             if state is None:
                 raise ValueError("a block in an unknown state")
-            rows.append((end, size, _integer(block, "requested_size", size), state, index))
+            rows.append((end, size, _integer(block, "requested_size", size), state))
             raw.append(block)
             end += size
         if end != start + _integer(entry, "total_size") or not 0 <= start <= end < _LARGEST:
             raise ValueError("a segment's blocks do not tile it")
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
     segments = Segments(
         address=np.array([entry["address"] for entry in entries], dtype=np.int64),
         size_bytes=np.array([entry["total_size"] for entry in entries], dtype=np.int64),
@@ -255,8 +255,8 @@ def _tile(entries: list[dict[str, Any]]) -> tuple[Segments, Blocks]:
         is_expandable=np.array([bool(entry.get("is_expandable")) for entry in entries], dtype=np.bool_),
         pool=[_pool(entry.get("segment_pool_id")) for entry in entries],
     )
-    address, size_bytes, requested_bytes, state_codes, segment = columns.T
-    return segments, Blocks(address, size_bytes, requested_bytes, state_codes.astype(np.int8), segment, raw)
+    address, size_bytes, requested_bytes, state_codes = columns.T
+    return segments, Blocks(address, size_bytes, requested_bytes, state_codes.astype(np.int8), raw)
 
 
 def _pool(value: Any) -> tuple[int, int]:

@@ -70,7 +70,7 @@ _INTEGER_LIMIT = 2**62
 _ID_LIMIT = 2**64
 
 
-def load_chrome_trace(path: Path, *, size_limit_bytes: int | None = None) -> tuple[dict[str, Any], Rows]:
+def load_chrome_trace(path: Path) -> tuple[dict[str, Any], Rows]:
     """Return what a Chrome trace says of itself (its top-level keys), and its events that matter by kind.
 
     These are intervals, the ends of forward–backward flows, and metadata. The file is read piece by piece, and of each
@@ -78,11 +78,11 @@ def load_chrome_trace(path: Path, *, size_limit_bytes: int | None = None) -> tup
 
     Raises:
         TraceError: the file is missing, unreadable, empty, cut off, no JSON, JSON that holds no list of events, or
-            larger than ``size_limit_bytes`` once it is decompressed.
+            much larger than such a file can be once it is decompressed.
     """
     try:
         # Scanning a JSON document for garbage doubles the time.
-        with collector_off(), _open(path, size_limit_bytes) as (read, memory_bytes), bounded_memory(memory_bytes):
+        with collector_off(), _open(path) as (read, memory_bytes), bounded_memory(memory_bytes):
             return _read_document(path, JsonStream(read))
     except MemoryError:
         raise TraceError(f"{path}: damaged, or too large for this machine's memory") from None
@@ -123,19 +123,13 @@ def _read_document(path: Path, stream: JsonStream) -> tuple[dict[str, Any], Rows
 
 
 @contextmanager
-def _open(path: Path, limit: int | None) -> Iterator[tuple[Callable[[int], bytes], int]]:
-    """Yield what reads a given number of bytes of the file, unzipped, and how much memory its events may take.
-
-    The former raises if there are more than ``limit``, by default as many as such a file can need.
-    """
+def _open(path: Path) -> Iterator[tuple[Callable[[int], bytes], int]]:
+    """Yield what reads a given number of bytes of the file, unzipped, and how much memory its events may take."""
     with open(path, "rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
         size = file.seek(0, 2)
         file.seek(0)
-        if limit is None:
-            limit = (
-                min(max(3 * size * GZIP_RATIO, _LEAST_LIMIT_BYTES), SIZE_LIMIT_BYTES) if is_gzip else SIZE_LIMIT_BYTES
-            )
+        limit = min(max(3 * size * GZIP_RATIO, _LEAST_LIMIT_BYTES), SIZE_LIMIT_BYTES) if is_gzip else SIZE_LIMIT_BYTES
         left = limit
         with gzip.open(file) if is_gzip else file as stream:
 

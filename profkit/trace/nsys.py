@@ -156,7 +156,7 @@ class _Reader:
                 thread=calls["thread"],
                 process=process,
                 correlation=calls["correlation"],
-                has_work=launches.used(),
+                has_work=launches.used,
                 failed=calls["status"] != 0,
             ),
             ranges=ranges,

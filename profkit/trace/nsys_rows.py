@@ -214,7 +214,8 @@ class LaunchIndex:
     def __init__(self, process: Ints, correlation: Ints, start_ns: Ints, thread: Ints) -> None:
         """Index calls that are sorted by time; CUPTI's id 0 means none."""
         self._start_ns, self._thread = start_ns, thread
-        self._used = np.zeros(len(start_ns), dtype=np.bool_)
+        self.used: Bools = np.zeros(len(start_ns), dtype=np.bool_)
+        """Which calls share their correlation id with work that was passed to `find`."""
         self._processes = {p: self._index(rows, correlation) for p, rows in rows_by_value(process).items()}
         self.shared_count = 0
         """How many pieces of work had several calls to choose from, on other threads or at other times."""
@@ -235,7 +236,7 @@ class LaunchIndex:
             if calls.table is None:
                 call = self._choose_among_shared(calls, call, ids, work_start_ns[rows])
             known = call >= 0
-            self._used[call[known]] = True
+            self.used[call[known]] = True
             launch_ns[rows[known]] = self._start_ns[call[known]]
             launch_thread[rows[known]] = self._thread[call[known]]
         return launch_ns, launch_thread
@@ -246,10 +247,6 @@ class LaunchIndex:
             if number in self._processes:
                 call[rows] = self._processes[number].first_of(correlation[rows])
         return call
-
-    def used(self) -> Bools:
-        """Return which calls share their correlation id with work that was passed to `find`."""
-        return self._used
 
     @staticmethod
     def _index(rows: Ints, correlation: Ints) -> _ProcessCalls:
@@ -279,7 +276,7 @@ class LaunchIndex:
             candidates = calls.rows[low : last[rows[0]]]
             begun = np.searchsorted(self._start_ns[candidates], work_start_ns[rows], side="right")
             call[rows] = candidates[np.maximum(begun - 1, 0)]
-            self._used[candidates] = True
+            self.used[candidates] = True
             has_threads = len(distinct_values(self._thread[candidates])) > 1
             self.shared_count += len(rows) if has_threads else int(np.count_nonzero(begun < len(candidates)))
         return call

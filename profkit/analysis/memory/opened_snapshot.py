@@ -77,7 +77,6 @@ class HistoryFacts:
     complete: bool
     events: int
     reason: str | None
-    start_allocated_bytes: int
     start_reserved_bytes: int
     start_us: int | None
     end_us: int | None
@@ -349,7 +348,6 @@ def _describe_history(history: History) -> HistoryFacts:
         complete=history.is_complete,
         events=len(events),
         reason=reason,
-        start_allocated_bytes=int(history.curves.allocated[0]),
         start_reserved_bytes=replay.start_reserved_bytes,
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
