@@ -151,7 +151,15 @@ PROGRAMS: dict[str, Program] = {
     ),
 }
 
-ON_A_GPU: dict[str, Program] = {"whole step in a CUDA graph": Program("whole_graph", {}, linked=False)}
+ON_A_GPU: dict[str, Program] = {
+    "whole step in a CUDA graph": Program(
+        "whole_graph",
+        _STEP,
+        _both_ways("model/0", "model/1", "model/2"),
+        linked=False,
+        step="one replay of a CUDA graph",
+    )
+}
 """Programs that need a GPU."""
 
 ON_TWO_GPUS: dict[str, Program] = {

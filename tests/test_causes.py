@@ -282,6 +282,29 @@ def convolutions(conversion: str, zero: str, *before: Action) -> Program:
     return equal_steps(*before, module, within("optimizer", launch(zero, 200_000)), wait)
 
 
+LAYOUT = (
+    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<"
+    "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>>"
+)
+NHWC = "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
+
+
+def undone_layouts(place: str, convolution: str = NHWC) -> Program:
+    """Four blocks whose convolution makes channels-last again of what a copy in ``place`` undid, each in 200 µs."""
+    parts: list[Action] = []
+    for block in range(4):
+        inside = f"forward/model/h.{block}"
+        parts.append(within(inside + place.replace("*", str(block)), launch(LAYOUT, 200_000)))
+        parts.append(within(f"{inside}/h.{block}.conv", launch(LAYOUT, 200_000), launch(convolution, MS)))
+    return equal_steps(*parts, wait)
+
+
+def passes(*calls: int, read: int = 1) -> Program:
+    """Calls of a model with these numbers of kernels of 500 µs, and backward passes through ``read`` of them."""
+    forward = [within("forward/model", launch(NVJET, MS // 2, count)) for count in calls]
+    return equal_steps(*forward, *[within("backward/model", launch(NVJET, MS, 4))] * read, wait)
+
+
 def with_fills(count: int) -> Program:
     """Steps in which memory is filled this often, each time for 4 µs."""
     fills = [launch(FILL, 4_000), launch(NVJET, 10_000)] * count
@@ -498,6 +521,13 @@ NEARLY: list[Case] = [
     ("batch", small_passes(3, 3_000), with_memory(10 * GIB)),
     ("recompute", checkpointed(), with_memory(120 * GIB)),
     ("growth", *grows(2**18)),
+    # Both calls are read, or it is unknown which of two that differ is not.
+    ("unread-graph", passes(4, 4, read=2), {}),
+    ("unread-graph", passes(4, 8), {}),
+    # A norm's copies are torch's own, a copy elsewhere is no convolution's, and these convolutions want no other order.
+    ("channels-last", undone_layouts("/h.*.conv"), {}),
+    ("channels-last", undone_layouts("/h.*.attn"), {}),
+    ("channels-last", undone_layouts("", "implicit_convolve_sgemm"), {}),
     ("no-sync", two_passes(0, 1), {}),
     ("no-sync", two_passes(0, 2), {}),
     *((code, blocks("act", *kernels), {}) for code in (*CHAINS, "chain") for kernels in NO_CHAINS),
@@ -577,6 +607,9 @@ NAMED: dict[str, Case] = {
         {"lines": [line(MS, "forward", "x.to", waiting_ns=MS), line(MS, "forward", "x.add", line=31)]},
     ),
     "conversions, zeroed gradients and allocations": ("channels-last", convolutions(CONVERT, ZERO, allocate(MS)), {}),
+    "copies that undo the order of images": ("channels-last", undone_layouts(""), {}),
+    "a pass that nobody reads": ("unread-graph", passes(4, 4), {}),
+    "two passes that nobody reads": ("unread-graph", passes(4, 4, 4), {}),
     "a cache that a line empties": ("allocations", equal_steps(allocate(MS), FORWARD), EMPTIED),
     "memory that is filled": ("deterministic", with_fills(100), {"conditions": DETERMINISTIC}),
     "memory that is asked to be filled": ("deterministic", with_fills(100), {"conditions": FILLED}),
@@ -626,6 +659,9 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "padded products at 0.8 of the H200's 4.8 TB/s": (2 * MS + 1_042_000, 0.02),
     "padded products at 0.6 of the peak, for no neighbour shows a rate": (1.45 * MS + 674_000, 0.02),
     "padded products beside FLOPs that are not all products'": (2 * MS + 674_000, 0.02),
+    "copies that undo the order of images": (4 * (MS + 1_000) + 13_000, 0.02),
+    "a pass that nobody reads": (6 * (MS + 1_000), 0.02),
+    "two passes that nobody reads": (6 * (MS + 1_000), 0.02),
     "memory that is filled": (with_fills(100).lengths[0] - 100 * 5_000, None),
     "memory that is asked to be filled": (with_fills(100).lengths[0] - 100 * 5_000, None),
     "gradients that are filled one by one": (zeroed_gradients(6).lengths[0] - 6 * 400_000, 0.05),

@@ -254,6 +254,21 @@ def test_two_things_that_are_open_make_an_interval_less_wide_than_their_sum() ->
     assert max(answer.widths_ns.values()) <= answer.high_ns - answer.low_ns < sum(answer.widths_ns.values())
 
 
+def test_a_replay_that_is_somewhat_off_makes_a_prediction_wider() -> None:
+    replay = recorded(PROGRAM)
+    (step,) = replay.steps
+
+    def off_by(share: float) -> StepReplay:
+        return changed(replay, proof=replace(step.proof, replayed_ns=round((1 + share) * step.proof.recorded_ns)))
+
+    exact, off = (predicted(off_by(share), "gpu:×1") for share in (0.0, 0.015))
+    assert off.expected_ns == exact.expected_ns
+    assert off.low_ns < exact.low_ns
+    assert off.high_ns > exact.high_ns
+    width_ns = off.widths_ns["how the replay differs from the recorded step"]
+    assert width_ns == pytest.approx(2 * 0.015 * off.expected_ns, rel=1e-3)
+
+
 def test_copies_from_pinned_memory_do_not_hold_the_host() -> None:
     copy = Doing(2_000, 0, COPY, durations_ns=(4_000_000,), inside_ns=500_000, tail_ns=1_000)
     replay, row = recorded([*FORWARD, copy, *OPTIMIZER]), len(FORWARD)

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-
-import numpy as np
 
 from profkit.analysis.causes.changes import (
     launch_without_waiting,
@@ -20,18 +18,15 @@ from profkit.analysis.causes.changes import (
     without_copies,
 )
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
+from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.step_replay import LAUNCH
 from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.analysis.time_account.steps import find_steps
-from profkit.analysis.tree.modules import places_of_ranges
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, OPTIMIZER, kind_of
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
-from profkit.trace.columns import distinct_values
-from profkit.trace.nesting import NO_RANGE
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
@@ -369,8 +364,6 @@ HOST = (
     _allocations,
 )
 
-_OFTEN = 0.5
-"""Fewer calls a step without a backward pass are none of each step: a pass may lie in the next."""
 _SEVERAL = 1.5
 """A worker that keeps so many CPUs busy computes with several threads."""
 
@@ -409,29 +402,4 @@ def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
         )
 
 
-def _unread_graphs(evidence: Evidence) -> Iterator[str]:
-    """Models are called with gradients more often than backward goes through them, as where one is evaluated.
-
-    What lies within a model says nothing: ``nn.Identity`` has no backward pass.
-    """
-    if evidence.trace is None:
-        return
-    attribution, called, passed = evidence.trace.attribution, Counter[str](), Counter[str]()
-    names, name_of = attribution.trace.names, attribution.trace.ranges.name
-    kinds = {number: kind_of(names[number]) for number in distinct_values(name_of).tolist()}
-    places, in_steps = places_of_ranges(attribution), (find_steps(attribution) != NO_RANGE) & ~attribution.is_mirror
-    for at in np.flatnonzero(in_steps).tolist():
-        place, name = places[at], kinds[int(name_of[at])]
-        if place.modules and place.modules[-1] == name and not place.is_again:
-            called[name] += place.phase == FORWARD and len(place.modules) == 1
-            passed[name] += place.phase == BACKWARD
-    steps = max(1, evidence.summary.program_steps)
-    for name in called:
-        if passed[name] and called[name] - passed[name] >= max(_OFTEN * steps, 2):
-            yield (
-                f"{name} is called with gradients {name_times(called[name] / steps)}, and backward goes through it "
-                f"{name_times(passed[name] / steps)}: torch.no_grad() around the other calls spares memory and Python"
-            )
-
-
-NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_deterministic, _convolutions, _crowded_cpus, _unread_graphs)
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_deterministic, _convolutions, _crowded_cpus, unread_graphs)

@@ -32,9 +32,12 @@ _OF_PEAK: By = {"least": 0.9, "expected": 0.6, "most": 0.35}
 """Which share of the peak rate they reach, where no aligned product of their type shows it."""
 _OF_NEIGHBOURS = 0.65
 """At least this share of the rate of the step's best aligned products."""
+_LAYOUTS_LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.4}
 _OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
 _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
+_CHANGES_LAYOUT = re.compile(r"(?<![a-z]_)elementwise_kernel<.*nocast<at::native::direct_copy_kernel")
+"""ATen's copy of a tensor whose elements lie in another order, in its own type."""
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
@@ -243,6 +246,48 @@ def _layout_conversions(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
+def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:
+    """A module's own code undoes the order that the convolutions in it want, and each of them makes it again.
+
+    What a norm copies is torch's own: its group norm knows no other order.
+    """
+    convolutions = {one.module for one in evidence.kernels if one.module and _is_channels_last(one)}
+    norms = {one.module for one in evidence.kernels if one.category == "normalization"}
+    copies = [one for one in evidence.kernels if _CHANGES_LAYOUT.search(one.name)]
+    again = {one.module for one in copies} & convolutions
+    own = {
+        one.module
+        for one in copies
+        if one.module and one.module not in convolutions | norms and any(_is_part(part, one.module) for part in again)
+    }
+    if own:
+        places = own | again
+        chosen = [one for one in copies if one.module in places]
+        yield Cause(
+            code="channels-last",
+            cause=f"{len(chosen)} copies a step undo channels-last between convolutions, and make it again",
+            module=_busiest([one for one in chosen if one.module in own]),
+            change="no .contiguous() or .view() there, or .contiguous(memory_format=torch.channels_last)",
+            changes=[
+                remove_operations(
+                    "no copies between layouts",
+                    evidence.choose(lambda one: one.module in places and bool(_CHANGES_LAYOUT.search(one.name))),
+                    _LAYOUTS_LEFT,
+                    "which of the copies go",
+                )
+            ],
+            evidence={"copy_ns": sum(one.duration_ns for one in chosen), "kernels": len(chosen)},
+        )
+
+
+def _is_channels_last(operation: Operation) -> bool:
+    return is_convolution(operation.name) and "nhwc" in operation.name.lower()
+
+
+def _is_part(module: str | None, of: str) -> bool:
+    return module is not None and module.startswith(f"{of}.")
+
+
 def _chains(evidence: Evidence) -> Iterator[Cause]:
     """Small kernels one after another in one module: a norm, an activation, a loss or a loop that is written out.
 
@@ -376,4 +421,12 @@ def _busiest(operations: Sequence[Operation]) -> str | None:
     return max(times, key=lambda module: times[module]) if times else None
 
 
-KERNELS = (_fp32_products, _tf32_products, _misaligned_products, _written_attention, _layout_conversions, _chains)
+KERNELS = (
+    _fp32_products,
+    _tf32_products,
+    _misaligned_products,
+    _written_attention,
+    _layout_conversions,
+    _undone_layouts,
+    _chains,
+)

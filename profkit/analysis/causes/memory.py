@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
 
-from profkit.analysis.causes.changes import enlarge_batch, without_calls
-from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line
+import numpy as np
+
+from profkit.analysis.causes.changes import By, enlarge_batch, remove_operations, without_calls
+from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_times
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
+from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import EXPANDABLE, WORTH
+from profkit.analysis.time_account.steps import find_steps
+from profkit.analysis.tree.modules import places_of_ranges
+from profkit.names import BACKWARD, FORWARD, kind_of
+from profkit.trace.columns import distinct_values
+from profkit.trace.nesting import NO_RANGE
 
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
@@ -22,6 +31,11 @@ _WORTH_TUNING = 0.05
 _MANY_STEPS = 10_000
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
+_OFTEN = 0.5
+"""Fewer calls a step without a backward pass are none of each step: a pass may lie in the next."""
+_ALIKE = 0.8
+"""Calls whose kernels take this share of the longest one's do the same work."""
+_NOTHING: By = {"least": 0.0, "expected": 0.0, "most": 0.0}
 
 
 def _expandable(evidence: Evidence) -> Iterator[Cause]:
@@ -172,7 +186,91 @@ def _small_batch(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-MEMORY = (_growth, _needless_checkpoints, _expandable, _gradients_in_forward, _checkpoint, _small_batch)
+def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
+    """Forward passes with gradients that no backward pass reads, as of a model that is asked once more for a log."""
+    if evidence.step is None:
+        return
+    for name, passed, calls in _unread_calls(evidence):
+
+        def choose(step: ReplayedStep, passed: float = passed, calls: Sequence[int] = calls) -> list[int]:
+            passes = _operations_of_ranges(evidence, step, calls)
+            return [at for one in passes[: max(0, len(passes) - round(passed))] for at in one]
+
+        durations = evidence.step.columns.duration_ns
+        passes = _operations_of_ranges(evidence, evidence.step, calls)
+        times_ns = [sum(durations[at] for at in one) for one in passes]
+        # Which of them is not read, nobody recorded: it is known what goes only if they take the same.
+        if len(passes) > passed and min(times_ns) >= _ALIKE * max(times_ns):
+            number = len(passes)
+            yield Cause(
+                code="unread-graph",
+                cause=f"{name} is called {name_times(number)}, and backward goes through it {name_times(passed)}",
+                module=name,
+                change="call it once for both, or for a log every N steps",
+                changes=[remove_operations("no pass that nobody reads", choose, _NOTHING, "which of the calls it is")],
+                costs="what that call is for, in the other steps",
+                evidence={"calls": number, "passes": passed, "call_ns": round(median(times_ns))},
+            )
+
+
+def unread_graphs(evidence: Evidence) -> Iterator[str]:
+    """Note of the same where nobody can say what it costs."""
+    if evidence.step is None:
+        steps = max(1, evidence.summary.program_steps)
+        for name, passed, calls in _unread_calls(evidence):
+            yield (
+                f"{name} is called with gradients {name_times(len(calls) / steps)}, and backward goes through it "
+                f"{name_times(passed)}: torch.no_grad() around the other calls spares memory and Python"
+            )
+
+
+MEMORY = (
+    _growth,
+    _needless_checkpoints,
+    _expandable,
+    _gradients_in_forward,
+    _checkpoint,
+    _small_batch,
+    _unread_passes,
+)
+
+
+def _unread_calls(evidence: Evidence) -> Iterator[tuple[str, float, list[int]]]:
+    """Yield models that are called with gradients more often than backward goes through them.
+
+    Each has the number of backward passes a step, and the ranges of its calls, in order. What lies within a model says
+    nothing: ``nn.Identity`` has no backward pass.
+    """
+    if evidence.trace is None:
+        return
+    attribution, passed = evidence.trace.attribution, Counter[str]()
+    called = defaultdict[str, list[int]](list)
+    names, name_of = attribution.trace.names, attribution.trace.ranges.name
+    kinds = {number: kind_of(names[number]) for number in distinct_values(name_of).tolist()}
+    places, in_steps = places_of_ranges(attribution), (find_steps(attribution) != NO_RANGE) & ~attribution.is_mirror
+    for at in np.flatnonzero(in_steps).tolist():
+        place, name = places[at], kinds[int(name_of[at])]
+        if place.modules and place.modules[-1] == name and not place.is_again:
+            if place.phase == FORWARD and len(place.modules) == 1:
+                called[name].append(at)
+            passed[name] += place.phase == BACKWARD
+    steps = max(1, evidence.summary.program_steps)
+    for name, calls in called.items():
+        if passed[name] and len(calls) - passed[name] >= max(_OFTEN * steps, 2):
+            yield name, passed[name] / steps, calls
+
+
+def _operations_of_ranges(evidence: Evidence, step: ReplayedStep, ranges: Sequence[int]) -> list[list[int]]:
+    """Return for each of these ranges that lies in a step the operations that its thread launches in it."""
+    assert evidence.trace is not None
+    trace, columns = evidence.trace.trace, step.columns
+    starts_ns, threads = trace.calls.start_ns[columns.call], trace.calls.thread[columns.call]
+    found = []
+    for at in ranges:
+        inside = (starts_ns >= trace.ranges.start_ns[at]) & (starts_ns < trace.ranges.end_ns[at])
+        calls = np.flatnonzero(inside & (threads == trace.ranges.thread[at])).tolist()
+        found.append([row for call in calls for row in range(*columns.launches[call])])
+    return [rows for rows in found if rows]
 
 
 def _steps_left(evidence: Evidence, grown: int) -> int | None:

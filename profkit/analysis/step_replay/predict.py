@@ -278,6 +278,9 @@ def _predict(replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFa
         "how the replay differs from the measured step": _Reach.around(
             expected_ns, [after_ns[1, "expected"] * before_ns / now_ns + now_ns - before_ns]
         ),
+        "how the replay differs from the recorded step": _Reach.of_error(
+            0.0 if replay.proof is None else abs(replay.proof.error) * expected_ns
+        ),
     }
     corner = _Reach.around(expected_ns, [*after_ns.values()])
     reach = _reach_of_all(reaches, corner)

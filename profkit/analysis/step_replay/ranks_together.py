@@ -39,7 +39,7 @@ from profkit.analysis.step_replay.replay import (
     prove,
     run_on,
 )
-from profkit.analysis.step_replay.steps import LARGEST_ERROR, NOT_FITTED, ReplayedStep, StepReplay
+from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepReplay
 from profkit.analysis.time_account.account import share_out
 from profkit.run.lines import LineTime
 
@@ -53,6 +53,8 @@ _MOST_ROUNDS = 16
 """A host that is ahead of its GPU fills the queue of launches in fewer steps."""
 _HALVED = 7
 """A factor is found to a hundredth."""
+_LARGEST_ERROR = 0.005
+"""Ranks whose replay together ends further off than this share of the step: their prediction is not widened by it."""
 _SPREAD = 0.08
 """By how much ranks' steps, of which the GPUs limit a part, are taken to differ from one run to the next."""
 
@@ -196,7 +198,7 @@ def _join_steps(steps: Mapping[int, tuple[ReplayedStep, Constants]]) -> _StepOfR
     wires = find_wires(recorded)
     together = run_together(recorded, wires)
     proof = prove(*((rank.columns, found) for rank, found in zip(recorded, together, strict=True)))
-    if abs(proof.error) > LARGEST_ERROR:
+    if abs(proof.error) > _LARGEST_ERROR:
         raise CannotPredictError(f"the replay of all ranks together ends {abs(proof.error):.1%} off")
     return _StepOfRanks({rank: step for rank, (step, _) in steps.items()}, recorded, wires, proof)
 
