@@ -34,13 +34,14 @@ def test_healthy_captures_pass(captures: Path, capture: str) -> None:
     assert not check.failed, check.of("failed")
 
 
-def test_lossy_captures_fail(captures: Path) -> None:
-    check = read_trace(captures / "lossy.nsys2023.sqlite").self_check
-    assert _codes(check, "failed") == ["launch-without-kernel", "idle-instances"]
-    assert "thin" in _codes(check, "warning")
-    check = read_trace(captures / "graph_whole.nsys2023.sqlite").self_check
-    assert _codes(check, "failed") == ["graph-launch-without-graph"]
-    assert "244 of 244" in check.of("failed")[0].message
+def test_lossy_captures_fail_and_what_they_hold_is_counted(captures: Path) -> None:
+    lossy, whole = (read_trace(captures / f"{name}.nsys2023.sqlite") for name in ("lossy", "graph_whole"))
+    assert _codes(lossy.self_check, "failed") == ["launch-without-kernel", "idle-instances"]
+    assert "thin" in _codes(lossy.self_check, "warning")
+    assert _codes(whole.self_check, "failed") == ["graph-launch-without-graph"]
+    assert "244 of 244" in whole.self_check.of("failed")[0].message
+    held = [(len(opened.trace.work), int(opened.trace.work.duration_ns.sum())) for opened in (lossy, whole)]
+    assert held == [(22_326, 125_672_334), (1_220, 17_384_144)]
 
 
 Row = tuple[str, tuple[Any, ...], dict[str, Any]]
