@@ -122,6 +122,7 @@ def change_kernels(columns: StepColumns, setting: Setting) -> StepColumns:
     )
 
 
+@cache
 def is_recurrent(name: str) -> bool:
     """Return whether a kernel is of cuDNN's recurrent layers, which torch.compile leaves out of its graphs."""
     return _RECURRENT.search(name) is not None
