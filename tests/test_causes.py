@@ -933,6 +933,11 @@ def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path
     crowded = _note(tmp_path / "threads", cpu_ns=50 * MS)
     assert crowded.startswith("each of 4 loader workers keeps 5.0 of 16 CPUs busy while it makes a batch: ")
     assert _note(tmp_path / "room", cpu_ns=35 * MS) == ""
+    (unlike,) = passes(4, 8).write(tmp_path / "unlike").notes
+    assert unlike.startswith(
+        "model is called with gradients 2 times a step, and backward goes through it once a step: "
+    )
+    assert not passes(4, 4).write(tmp_path / "alike").notes
 
 
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:

@@ -191,33 +191,33 @@ def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
     if evidence.step is None:
         return
     for name, passed, calls in _unread_calls(evidence):
+        read = max(1, round(passed))
 
-        def choose(step: ReplayedStep, passed: float = passed, calls: Sequence[int] = calls) -> list[int]:
-            passes = _operations_of_ranges(evidence, step, calls)
-            return [at for one in passes[: max(0, len(passes) - round(passed))] for at in one]
+        def choose(step: ReplayedStep, read: int = read, calls: Sequence[int] = calls) -> list[int]:
+            return [at for one in _operations_of_ranges(evidence, step, calls)[:-read] for at in one]
 
         durations = evidence.step.columns.duration_ns
         passes = _operations_of_ranges(evidence, evidence.step, calls)
         times_ns = [sum(durations[at] for at in one) for one in passes]
         # Which of them is not read, nobody recorded: it is known what goes only if they take the same.
-        if len(passes) > passed and min(times_ns) >= _ALIKE * max(times_ns):
-            number = len(passes)
+        if len(passes) > read and min(times_ns) >= _ALIKE * max(times_ns):
             yield Cause(
                 code="unread-graph",
-                cause=f"{name} is called {name_times(number)}, and backward goes through it {name_times(passed)}",
+                cause=f"{name} is called {name_times(len(passes))}, and backward goes through it {name_times(passed)}",
                 module=name,
                 change="call it once for both, or for a log every N steps",
                 changes=[remove_operations("no pass that nobody reads", choose, _NOTHING, "which of the calls it is")],
                 costs="what that call is for, in the other steps",
-                evidence={"calls": number, "passes": passed, "call_ns": round(median(times_ns))},
+                evidence={"calls": len(passes), "passes": passed, "call_ns": round(median(times_ns))},
             )
 
 
 def unread_graphs(evidence: Evidence) -> Iterator[str]:
     """Note of the same where nobody can say what it costs."""
-    if evidence.step is None:
-        steps = max(1, evidence.summary.program_steps)
-        for name, passed, calls in _unread_calls(evidence):
+    steps = max(1, evidence.summary.program_steps)
+    priced = {cause.module for cause in _unread_passes(evidence)}
+    for name, passed, calls in _unread_calls(evidence):
+        if name not in priced:
             yield (
                 f"{name} is called with gradients {name_times(len(calls) / steps)}, and backward goes through it "
                 f"{name_times(passed)}: torch.no_grad() around the other calls spares memory and Python"
