@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,11 +31,14 @@ from profkit.analysis.step_replay.ranks_together import MOST_RANKS
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay, find_spread, find_variation
 from profkit.analysis.summary import WORTH, Summary
 from profkit.analysis.time_account.account import TimeAccount
-from profkit.analysis.tree.modules import read_place
-from profkit.names import STEP, kind_of
+from profkit.analysis.time_account.steps import find_steps
+from profkit.analysis.tree.modules import places_of_ranges, read_place
+from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime, join_at_places
 from profkit.run.manifest import Manifest, find_condition
+from profkit.trace.columns import distinct_values
+from profkit.trace.nesting import NO_RANGE
 
 if TYPE_CHECKING:
     from profkit.analysis.efficiency import Peaks
@@ -47,6 +51,8 @@ _OTHER_PROCESS = 0.1
 """By so much the steps of two processes of one program differ, on a machine that is used for other things, too."""
 _LIKELY = 1.28
 """Standard errors: within so many lie four of five."""
+_OFTEN = 0.5
+"""Fewer calls a step without a backward pass are none of each step: a pass may lie in the next."""
 WORTH_COMPILING = 0.04
 """For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 COMPARE = "profkit compare RUN NEW"
@@ -327,6 +333,33 @@ class Evidence:
         """How many CPUs a loader's worker keeps busy while it makes a batch, None if that is unknown."""
         lines = None if self.trace is None else self.trace.lines
         return None if lines is None else lines.worker_cpus
+
+    @cached_property
+    def unread_calls(self) -> Sequence[tuple[str, float, list[int]]]:
+        """Models that are called with gradients more often than backward goes through them.
+
+        Each has the number of backward passes a step, and the ranges of its calls, in order. What lies within a model
+        says nothing: ``nn.Identity`` has no backward pass.
+        """
+        if self.trace is None:
+            return ()
+        attribution, passed = self.trace.attribution, Counter[str]()
+        called = defaultdict[str, list[int]](list)
+        names, name_of = attribution.trace.names, attribution.trace.ranges.name
+        kinds = {number: kind_of(names[number]) for number in distinct_values(name_of).tolist()}
+        places, in_steps = places_of_ranges(attribution), (find_steps(attribution) != NO_RANGE) & ~attribution.is_mirror
+        for at in np.flatnonzero(in_steps).tolist():
+            place, name = places[at], kinds[int(name_of[at])]
+            if place.modules and place.modules[-1] == name and not place.is_again:
+                if place.phase == FORWARD and len(place.modules) == 1:
+                    called[name].append(at)
+                passed[name] += place.phase == BACKWARD
+        steps = max(1, self.summary.program_steps)
+        return [
+            (name, passed[name] / steps, calls)
+            for name, calls in called.items()
+            if passed[name] and len(calls) - passed[name] >= max(_OFTEN * steps, 2)
+        ]
 
     def condition(self, *names: str) -> object:
         return find_condition(self.manifest, *names)

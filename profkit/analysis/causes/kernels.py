@@ -253,7 +253,7 @@ def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:
     """
     convolutions = {one.module for one in evidence.kernels if one.module and _is_channels_last(one)}
     norms = {one.module for one in evidence.kernels if one.category == "normalization"}
-    copies = [one for one in evidence.kernels if _CHANGES_LAYOUT.search(one.name)]
+    copies = [one for one in evidence.kernels if _changes_layout(one)]
     again = {one.module for one in copies} & convolutions
     own = {
         one.module
@@ -271,13 +271,17 @@ def _undone_layouts(evidence: Evidence) -> Iterator[Cause]:
             changes=[
                 remove_operations(
                     "no copies between layouts",
-                    evidence.choose(lambda one: one.module in places and bool(_CHANGES_LAYOUT.search(one.name))),
+                    evidence.choose(lambda one: one.module in places and _changes_layout(one)),
                     _LAYOUTS_LEFT,
                     "which of the copies go",
                 )
             ],
             evidence={"copy_ns": sum(one.duration_ns for one in chosen), "kernels": len(chosen)},
         )
+
+
+def _changes_layout(operation: Operation) -> bool:
+    return _CHANGES_LAYOUT.search(operation.name) is not None
 
 
 def _is_channels_last(operation: Operation) -> bool:

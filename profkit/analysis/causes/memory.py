@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -16,11 +16,6 @@ from profkit.analysis.memory.places import PartRow
 from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import EXPANDABLE, WORTH
-from profkit.analysis.time_account.steps import find_steps
-from profkit.analysis.tree.modules import places_of_ranges
-from profkit.names import BACKWARD, FORWARD, kind_of
-from profkit.trace.columns import distinct_values
-from profkit.trace.nesting import NO_RANGE
 
 _FORWARDS = ("forward", "loss")
 _HALF = 0.5
@@ -31,8 +26,6 @@ _WORTH_TUNING = 0.05
 _MANY_STEPS = 10_000
 _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
-_OFTEN = 0.5
-"""Fewer calls a step without a backward pass are none of each step: a pass may lie in the next."""
 _ALIKE = 0.8
 """Calls whose kernels take this share of the longest one's do the same work."""
 _NOTHING: By = {"least": 0.0, "expected": 0.0, "most": 0.0}
@@ -190,7 +183,7 @@ def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
     """Forward passes with gradients that no backward pass reads, as of a model that is asked once more for a log."""
     if evidence.step is None:
         return
-    for name, passed, calls in _unread_calls(evidence):
+    for name, passed, calls in evidence.unread_calls:
         read = max(1, round(passed))
 
         def choose(step: ReplayedStep, read: int = read, calls: Sequence[int] = calls) -> list[int]:
@@ -216,7 +209,7 @@ def unread_graphs(evidence: Evidence) -> Iterator[str]:
     """Note of the same where nobody can say what it costs."""
     steps = max(1, evidence.summary.program_steps)
     priced = {cause.module for cause in _unread_passes(evidence)}
-    for name, passed, calls in _unread_calls(evidence):
+    for name, passed, calls in evidence.unread_calls:
         if name not in priced:
             yield (
                 f"{name} is called with gradients {name_times(len(calls) / steps)}, and backward goes through it "
@@ -233,31 +226,6 @@ MEMORY = (
     _small_batch,
     _unread_passes,
 )
-
-
-def _unread_calls(evidence: Evidence) -> Iterator[tuple[str, float, list[int]]]:
-    """Yield models that are called with gradients more often than backward goes through them.
-
-    Each has the number of backward passes a step, and the ranges of its calls, in order. What lies within a model says
-    nothing: ``nn.Identity`` has no backward pass.
-    """
-    if evidence.trace is None:
-        return
-    attribution, passed = evidence.trace.attribution, Counter[str]()
-    called = defaultdict[str, list[int]](list)
-    names, name_of = attribution.trace.names, attribution.trace.ranges.name
-    kinds = {number: kind_of(names[number]) for number in distinct_values(name_of).tolist()}
-    places, in_steps = places_of_ranges(attribution), (find_steps(attribution) != NO_RANGE) & ~attribution.is_mirror
-    for at in np.flatnonzero(in_steps).tolist():
-        place, name = places[at], kinds[int(name_of[at])]
-        if place.modules and place.modules[-1] == name and not place.is_again:
-            if place.phase == FORWARD and len(place.modules) == 1:
-                called[name].append(at)
-            passed[name] += place.phase == BACKWARD
-    steps = max(1, evidence.summary.program_steps)
-    for name, calls in called.items():
-        if passed[name] and len(calls) - passed[name] >= max(_OFTEN * steps, 2):
-            yield name, passed[name] / steps, calls
 
 
 def _operations_of_ranges(evidence: Evidence, step: ReplayedStep, ranges: Sequence[int]) -> list[list[int]]:
