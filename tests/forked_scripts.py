@@ -132,7 +132,12 @@ def _serve() -> None:
 
 
 def _import_compiler_for(job: dict[str, Any]) -> None:
-    """Import what a script that compiles imports first of all, so that its fork and later ones need not."""
+    """Import what a script that compiles imports first of all, so that its fork and later ones need not.
+
+    Not where there is a GPU: the import asks CUDA for it, which no fork could use afterwards.
+    """
+    if torch.cuda.device_count():
+        return
     scripts = [Path(job["cwd"], word) for word in job["words"] if word.endswith(".py")]
     if any(script.is_file() and "torch.compile" in script.read_text() for script in scripts):
         with warnings.catch_warnings():
