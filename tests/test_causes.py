@@ -322,11 +322,11 @@ def blocking_launches(*, blocks: bool) -> Program:
     return equal_steps(within("forward", launch(NVJET, 10_000, 200, blocks=blocks)), wait)
 
 
-def checkpointed() -> Program:
-    forward = [within(f"forward/model/{block}", launch(NVJET, MS // 2)) for block in ("h.0", "h.1")]
+def checkpointed(*blocks: str) -> Program:
+    forward = [within(f"forward/model/{block}", launch(NVJET, MS // 2)) for block in blocks]
     backward = [
         within(f"backward/model/{block}", within(f"recompute/{block}", launch(NVJET, MS // 2)), launch(NVJET, MS))
-        for block in ("h.1", "h.0")
+        for block in blocks[::-1]
     ]
     return equal_steps(*forward, *backward, wait)
 
@@ -519,7 +519,7 @@ NEARLY: list[Case] = [
     ("batch", small_passes(1, 20_000), with_memory(10 * GIB)),
     ("batch", small_passes(1, 3_000), with_memory(60 * GIB)),
     ("batch", small_passes(3, 3_000), with_memory(10 * GIB)),
-    ("recompute", checkpointed(), with_memory(120 * GIB)),
+    ("recompute", checkpointed("h.0", "h.1"), with_memory(120 * GIB)),
     ("growth", *grows(2**18)),
     # Both calls are read, or it is unknown which of two that differ is not.
     ("unread-graph", passes(4, 4, read=2), {}),
@@ -640,7 +640,12 @@ NAMED: dict[str, Case] = {
         {**with_memory(10 * GIB), "lines": [line(MS // 2, called="draw")]},
     ),
     "small passes of one step": ("batch", small_passes(4, 3_000), with_memory(10 * GIB)),
-    "checkpoints beside free memory": ("recompute", checkpointed(), with_memory(30 * GIB)),
+    "checkpoints beside free memory": ("recompute", checkpointed("h.0", "h.1"), with_memory(30 * GIB)),
+    "checkpoints of two towers": (
+        "recompute",
+        checkpointed("image.h.0", "image.h.1", "text.h.0", "text.h.1"),
+        with_memory(30 * GIB),
+    ),
     "memory that grows": ("growth", *grows(100 * 2**20)),
     "gradients that are summed after each pass": ("no-sync", two_passes(2, 1), {}),
 }
@@ -672,7 +677,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a step that compiles every time": (20 * 51_000 + 20_000, 0.05),
     "launches that block": (200 * 11_000 + 20_000, 0.15),
     "a small batch": (SMALL_BATCH.lengths[0] / 2, 0.2),
-    "checkpoints beside free memory": (checkpointed().lengths[0] - MS, 0.02),
+    "checkpoints beside free memory": (checkpointed("h.0", "h.1").lengths[0] - MS, 0.02),
+    "checkpoints of two towers": (checkpointed(*"abcd").lengths[0] - 2 * MS, 0.02),
     "gradients that are summed after each pass": (two_passes(2, 1).lengths[0] - 2 * 501_000, 0.05),
 }
 """What the run has → its true step without that, and how near to it the expected one lies; else within its interval."""

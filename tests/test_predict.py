@@ -316,6 +316,19 @@ def test_what_a_checkpoint_computes_again_is_gone() -> None:
     assert "nothing is computed again" in predicted(replay, "no-checkpoint:other").refusal
 
 
+@pytest.mark.parametrize("own_ns", [0, 2_000_000])
+def test_what_the_wrapper_of_a_checkpoint_calls_goes_with_it(own_ns: int) -> None:
+    """It reads states before a forward pass, and sets them around what is computed again; other Python stays."""
+    reading, states = Doing(300_000 + own_ns, 1_000), [Doing(100_000, 1_000)] * 2
+    doings = [*FORWARD[:20], reading, *FORWARD[20:40], *states, *FORWARD[20:40], *states[:1], *FORWARD[40:], *OPTIMIZER]
+    ours = {*range(21, 41), *range(43, 63)}
+    module = ["blocks.*" if call in ours else None for call in range(len(doings))]
+    phase = ["backward" if 41 <= call < 64 else "forward" for call in range(len(doings))]
+    replay = changed(recorded(doings), module=module, phase=phase, recomputing=set(range(41, 64)))
+    answer = predicted(replay, "no-checkpoint:blocks.*")
+    assert holds(answer, [*FORWARD[:20], replace(FORWARD[20], gap_ns=own_ns), *FORWARD[21:], *OPTIMIZER])
+
+
 def with_blocks() -> StepReplay:
     """Return the replay of the program, whose first twenty calls are blocks' forward passes and later ones backward."""
     replay = recorded(PROGRAM)

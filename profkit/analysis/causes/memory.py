@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -102,24 +101,32 @@ def _needless_checkpoints(evidence: Evidence) -> Iterator[Cause]:
         return
     if held > _HALF * capacity:
         return
-    modules = Counter(step.module[call] for call in step.recomputing)
-    outermost = min((module for module in modules if module), key=len, default=None)
-    if outermost is None:
+    blocks = _find_blocks({step.module[call] for call in step.recomputing})
+    if not blocks:
         return
-    block = "".join(outermost.partition("*")[:2])  # blocks.* of blocks.*.mlp.up
-    edit = f"no-checkpoint:{block.removesuffix('*')}*"
+    texts = [f"no-checkpoint:{block.removesuffix('*')}*" for block in blocks]
     yield Cause(
         code="recompute",
         cause="checkpointed modules are computed again in backward",
         detail=f", and {1 - held / capacity:.0%} of the GPU's memory is free",
-        module=block,
-        change=f"no torch.utils.checkpoint around {block}",
-        changes=edits(edit),
-        edit=edit,
+        module=", ".join(blocks),
+        change=f"no torch.utils.checkpoint around {' and '.join(blocks)}",
+        changes=edits(*texts),
+        edit=texts[0] if len(texts) == 1 else None,
         costs="the memory of its activations",
         evidence={"reserved_peak_bytes": held, "gpu_memory_bytes": capacity},
-        proof=f"profkit whatif RUN --edit '{edit}'",
+        proof=" ".join(["profkit whatif RUN", *(f"--edit '{text}'" for text in texts)]),
     )
+
+
+def _find_blocks(modules: Collection[str | None]) -> list[str]:
+    """Return the outermost of some modules, of repeated ones the repeated module itself: ``blocks.*``."""
+    found: list[str] = []
+    for module in sorted(filter(None, modules), key=len):
+        block = "".join(module.partition("*")[:2])  # blocks.* of blocks.*.mlp.up
+        if not any(f"{block}.".startswith(f"{outer}.") for outer in found):
+            found.append(block)
+    return sorted(found)
 
 
 def _growth(evidence: Evidence) -> Iterator[Cause]:

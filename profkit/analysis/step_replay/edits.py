@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from profkit.analysis.step_replay import COPY, HOST, LAUNCH, WAIT, StepColumns
+from profkit.analysis.step_replay import COPY, HOST, LAUNCH, NONE, WAIT, StepColumns
 from profkit.analysis.step_replay.calibrate import PAUSE_NS
 from profkit.analysis.step_replay.limits import OUTSIDE
 from profkit.analysis.step_replay.replay import Constants, run_steadily
@@ -545,15 +545,43 @@ def _unsaved_ends(columns: StepColumns, setting: Setting, pattern: str, rows: Se
 
 
 def drop_checkpoints(columns: StepColumns, setting: Setting) -> StepColumns:
-    """Nothing of the matching modules is computed again, and their passes lose what the wrapper adds."""
-    matching = _calls_of_modules(setting, setting.argument)
-    again = matching & set(setting.step.recomputing)
+    """Nothing of the matching modules is computed again, and their passes lose what the wrapper adds.
+
+    Its calls lie in none of these modules: before a forward pass it reads generators' states, and sets them around
+    what is computed again.
+    """
+    matching, module = _calls_of_modules(setting, setting.argument), setting.step.module
+    again = _find_recomputed(columns, setting, matching)
     if not again:
         raise CannotPredictError("nothing is computed again in a module of this name; `profkit ranges` shows the names")
+    reading = _find_calls_before(columns, matching & set(setting.calls_in({FORWARD})))
+    # What else runs before a pass is the program's own: reading states takes less than all that is done with them.
+    of_states_ns = sum(max(0, columns.gap_ns[call]) for call in again if module[call] is None)
     rows = [row for call in again for row in range(*columns.launches[call])]
     columns = drop_operations(drop_calls(columns, again), rows)
     gap = list(columns.gap_ns)
+    for call in reading:
+        gap[call] -= min(max(gap[call], 0), of_states_ns // len(reading))
     for phase, wrapper in _WRAPPER.items():
         for call in matching & set(setting.calls_in({phase})):
             gap[call] -= round(max(gap[call], 0) * wrapper[setting.world])
     return replace(columns, gap_ns=gap)
+
+
+def _find_recomputed(columns: StepColumns, setting: Setting, matching: set[int]) -> set[int]:
+    """Return the matching calls that are made again, with those in no module that stand beside them on their thread."""
+    again, module = set(setting.step.recomputing), setting.step.module
+    by_thread = sorted(range(len(columns.kind)), key=lambda call: columns.thread[call])
+    runs = [[*run] for _, run in groupby(by_thread, key=lambda call: (columns.thread[call], call in again))]
+    chosen = [call for run in runs if not again.isdisjoint(run) and not matching.isdisjoint(run) for call in run]
+    return {call for call in chosen if call in matching or module[call] is None}
+
+
+def _find_calls_before(columns: StepColumns, passes: Collection[int]) -> set[int]:
+    """Return the calls right before some passes, each on its thread, that do nothing on the GPU."""
+    found: set[int] = set()
+    for call in passes:
+        before = columns.before[call]
+        if before not in passes and before != NONE and columns.kind[before] == HOST:
+            found.add(before)
+    return found
