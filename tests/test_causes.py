@@ -51,6 +51,10 @@ CONVERT = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)0, (bo
 MISALIGNED = "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_128x64_32x6_nn_align1>(T1::Params)"
 SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>(cutlass_80_simt_sgemm_64x64_8x5_tn_align1)"
 ALIGNED = MISALIGNED.replace("align1", "align8")
+SINE_IN_FP64 = (
+    "void at::native::vectorized_elementwise_kernel<2, at::native::sin_kernel_cuda(at::TensorIteratorBase&)"
+    "::{lambda()#2}::operator()() const::{lambda()#1}::operator()() const::{lambda(double)#1}, std::array<char*, 2ul> >"
+)
 TF32 = SGEMM.replace("f32f32_f32f32", "f32f32_tf32f32")
 LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>(int, T2, const T1 *)"
 SCATTER = "void at::native::indexFuncLargeIndex<float, long>(T1)"
@@ -479,6 +483,7 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
     ("tf32", products(NVJET), {}),
+    ("float64", products(SGEMM), {}),
     # TF32 is the change that keeps more of the numbers; these are outside of autocast on purpose.
     ("autocast", products(SGEMM), {}),
     ("autocast", products(TF32), {"conditions": {"autocast_dtypes": ["bfloat16"]}}),
@@ -535,6 +540,8 @@ NEARLY: list[Case] = [
     ("loop", blocks("act", *[("elemWiseRNNcell", 3_000)] * 12), {}),
     # A loop has at least twelve kernels, and a norm both sums and takes a root.
     ("loop", blocks("act", *[(ADD, 3_000)] * 11), {}),
+    # What is written one by one, and repeats nothing, is no loop.
+    ("loop", blocks("act", *[(f"{ADD}_{kind}", 3_000) for kind in "abcdefgabijgba"]), {}),
     ("norm", blocks("act", (SUM, 100_000), *[(ADD, 100_000)] * 3), {}),
     ("norm", blocks("act", *[(ADD, 100_000)] * 3, (SQRT, 100_000)), {}),
     ("chain", SMALL_CHAIN, {"lines": [line(MS, "forward", "trainer.fit"), line(MS, "backward", "trainer.fit")]}),
@@ -584,6 +591,7 @@ NAMED: dict[str, Case] = {
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
     "products in fp32": ("tf32", products(SGEMM), {}),
+    "sines in fp64": ("float64", blocks("encoding", *[(SINE_IN_FP64, 300_000)] * 3), {}),
     # It comes after the other Tries, whatever it saves.
     "products in TF32": ("autocast", equal_steps(python(2 * MS), IN_TF32, wait), {"lines": [PACK]}),
     "products of odd sizes": ("sizes", products(MISALIGNED), {}),

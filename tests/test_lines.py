@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from profkit.analysis.lines import choose_lines, find_lines
+from profkit.analysis.lines import RareSteps, choose_lines, find_lines
+from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.time_account.step_times import summarize_step_times
 from profkit.capture import line_samples, lines
 from profkit.capture.hooks.hooks import Hooks
@@ -39,6 +40,7 @@ from profkit.capture.line_samples import (
 from profkit.capture.lines import FEWEST_STEPS, MOST_STEPS, LineRecorder, WorkerLines, _join
 from profkit.capture.steps.data_loading import DataLoading
 from profkit.errors import RunError
+from profkit.reading import open_capture
 from profkit.run.directory import Run
 from profkit.run.lines import LineSteps, LineTime, RunLines, read_run_lines, write_lines
 from tests.forked_scripts import Forks
@@ -643,6 +645,29 @@ def test_the_step_of_lines_is_that_of_the_summary_where_batches_come_in_bursts(t
     step = times.find("step", None)
     assert step is not None
     assert result.step_ns == step.clean_ns == 10_000_000
+
+
+def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: Path) -> None:
+    path, usual, long = run_with_lines / "lines.jsonl", {"step_ns": 5_000_000}, {"step_ns": 60_000_000, "data_ns": 0}
+    every_step = LineTime("/me/train.py", 12, "main", "….backward", "backward", "main", 400, 4_000_000, 90_000, 0.0)
+    saving = LineTime("/me/train.py", 50, "save", "torch.save", None, "main", 160, 2_800_000, 1_930_000, 0.0)
+
+    def find(steps: Sequence[dict[str, int]]) -> RareSteps | None:
+        write_lines(path, RunLines(LineSteps(1_000_000, tuple(steps)), (every_step, saving)))
+        return summarize_capture(open_capture(run_with_lines)).rare_steps
+
+    twice = ([usual] * 18 + [long] + [usual]) * 2
+    found = find(twice)
+    assert found == RareSteps(2, 40, 55_000_000, 20, saving)
+    text = " ".join(check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout.split())
+    assert "every 20th step takes 55.00 ms longer, which is no part of this (train.py:50 save)" in " ".join(
+        text.split()
+    )
+    assert find([usual] * 9 + [long]) == RareSteps(1, 10, 55_000_000, None, None)  # of one in ten its error is larger
+    waiting = {"step_ns": 60_000_000, "data_ns": 55_000_000}
+    barely = [usual] * 400 + [{"step_ns": 11_000_000}]
+    for steps in ([long] + [usual] * 9, [usual, long] * 5, [usual] * 9 + [waiting], barely):
+        assert find(steps) is None
 
 
 def test_a_line_that_runs_a_trainer_is_none_of_the_summarys(run_with_lines: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
-from profkit.names import BACKWARD, OPTIMIZER, STEP
+from profkit.names import BACKWARD, DATA, OPTIMIZER, STEP
 from profkit.run.directory import Run
-from profkit.run.lines import FEWEST_SAMPLES, LineTime, calls_backward
+from profkit.run.lines import FEWEST_SAMPLES, LineTime, RunLines, calls_backward
 from profkit.run.manifest import Samples
 
 _PART = 0.1
@@ -22,6 +25,10 @@ _FEWEST_ALIKE, _ALIKE = 5, 0.1
 
 _LARGEST_SCALE = 1.5
 """Looking for lines has slowed no step by more than this, nor sped it up."""
+_RARELY, _RARE = 2.0, 0.25
+"""A step of so many times the typical one is a rare one, if there are no more of them than this share."""
+_LEAST_LONGER = 0.02
+_OF_ERROR = 0.9
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,6 +71,46 @@ class LinesResult(NotebookResult):
     def to_pandas(self) -> Any:
         """Return one row per line, phase and thread."""
         return table_of(self.lines, LineTime)
+
+
+@dataclass(frozen=True)
+class RareSteps:
+    """Steps that took far longer than most of those in which lines were looked for: the typical step leaves them out.
+
+    ``count`` of ``of`` steps took ``longer_ns`` longer than the typical one, on average: one in ``every``, None if that
+    is not known. ``line`` is the longest of those that ran in them alone, None if there was none.
+    """
+
+    count: int
+    of: int
+    longer_ns: int
+    every: int | None
+    line: LineTime | None
+
+
+def find_rare_steps(found: RunLines) -> RareSteps | None:
+    """Return the steps of a run that are rare and long, of which the recorded ones need hold none.
+
+    Waits for data are part of the typical step, which has their mean. The first step counts for none: looking for lines
+    began in it. A line that runs in rare steps alone has the standard error that so few of so many steps give it.
+    """
+    times = [step[f"{STEP}_ns"] - step.get(f"{DATA}_ns", 0) for step in found.steps.steps]
+    usual_ns = median(times) if times else 0
+    rare = [at for at, time_ns in enumerate(times) if at and time_ns > _RARELY * usual_ns]
+    longer_ns = sum(times[at] - usual_ns for at in rare)
+    if not 0 < len(rare) <= _RARE * len(times) or longer_ns < _LEAST_LONGER * sum(times):
+        return None
+    least_error = _OF_ERROR * math.sqrt((len(times) - len(rare)) / (len(rare) * (len(times) - 1)))
+    own = [line for line in found.lines if line.file and line.thread != "worker" and line.samples >= FEWEST_SAMPLES]
+    alone = [line for line in own if line.error_ns >= least_error * line.time_ns]
+    apart = {later - earlier for earlier, later in pairwise(rare)}
+    return RareSteps(
+        count=len(rare),
+        of=len(times),
+        longer_ns=round(longer_ns / len(rare)),
+        every=apart.pop() if len(apart) == 1 else None,
+        line=max(alone, key=lambda line: line.time_ns, default=None),
+    )
 
 
 def find_lines(run: Run, rank: int = 0) -> LinesResult:

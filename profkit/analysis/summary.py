@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from profkit.analysis.efficiency import Peaks
 from profkit.analysis.kernels.compiled_code import RunCompilations
+from profkit.analysis.lines import RareSteps
 from profkit.analysis.memory.places import PartRow
 from profkit.analysis.placing.attribution import Ledger
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit, StepLimits
@@ -345,6 +346,7 @@ class Summary:
     costliest_kinds: dict[str, int] = field(default_factory=dict)
     lines: tuple[LineTime, ...] = ()
     """The lines of source that take most of a step, and those that wait for the GPU (`profkit.analysis.lines`)."""
+    rare_steps: RareSteps | None = None
     recomputes: bool = False
     passes: float | None = None
     memory: MemoryUse | None = None

@@ -36,6 +36,8 @@ _SURE = 0.25
 """A step after a change may be longer than now by at most this part of the expected saving."""
 _COMPILING = ("compile", "launches", "chain")
 """Causes that compiling removes: it is advised once."""
+_TIMES_A_MEND = 4
+"""So many times what a mend at one place saves compiling must save on top of all others to stand before it."""
 _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
 CHANGES_TRAINING = ("autocast", "batch")
@@ -159,9 +161,20 @@ def _find_tries(capture: OpenedCapture, summary: Summary) -> AdviceResult:
     notes = tuple(note for find in NOTES for note in find(evidence))
     if not chosen:
         return AdviceResult(nothing=_say_nothing(evidence), notes=notes)
-    by_effect = sorted(chosen, key=lambda cause: (cause.code in CHANGES_TRAINING, -_weight(evidence, cause)))
-    tries = tuple(_advise(evidence, cause) for cause in by_effect)
+    tries = tuple(_advise(evidence, cause) for cause in _sort_by_effect(evidence, chosen))
     return AdviceResult(tries, _predict_together(evidence, chosen), notes=notes)
+
+
+def _sort_by_effect(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
+    """Return the largest effect first; that of compiling is what it saves on top of the others, and far less sure."""
+    others = [cause for cause in causes if cause.code not in (*_COMPILING, *CHANGES_TRAINING)]
+
+    def effect(cause: Cause) -> float:
+        if cause.code in _COMPILING and others:
+            return _weight(evidence, cause, others) / _TIMES_A_MEND
+        return _weight(evidence, cause)
+
+    return sorted(causes, key=lambda cause: (cause.code in CHANGES_TRAINING, -effect(cause)))
 
 
 def _predict_together(evidence: Evidence, causes: Sequence[Cause]) -> Interval | None:
@@ -183,8 +196,9 @@ def _screen(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
 def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """Return up to three causes: each adds more than any other to those before it, and holds when predicted.
 
-    Those that come last are asked when no other adds anything, and a wait after the Python for which the GPU is late,
-    if it adds nothing to that: with either gone, Python is in time.
+    Those that come last are asked when no other adds anything, compiling before them: what has a place of its own is
+    not hidden by it. So is a wait after the Python for which the GPU is late, if it adds nothing to that: with either
+    gone, Python is in time.
     """
     chosen: list[Cause] = []
     left = list(causes)
@@ -192,7 +206,7 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     explained = [cause for cause in causes if cause.code == "waits" and late and not _weight(evidence, cause, late)]
     while left and len(chosen) < MOST_TRIES:
         weights = [_weight(evidence, cause, chosen) for cause in left]
-        rank = [cause.code not in CHANGES_TRAINING and cause not in explained for cause in left]
+        rank = [_when_asked(cause, explained) for cause in left]
         best = max(range(len(left)), key=lambda at: (weights[at] > 0, rank[at], weights[at]))
         if weights[best] <= 0:
             break
@@ -201,6 +215,12 @@ def _choose(evidence: Evidence, causes: Sequence[Cause]) -> list[Cause]:
             chosen.append(cause)
             left = [other for other in left if not _is_same_waste(cause, other)]
     return chosen
+
+
+def _when_asked(cause: Cause, explained: Sequence[Cause]) -> int:
+    if cause.code in CHANGES_TRAINING or cause in explained:
+        return 0
+    return 1 if cause.code in _COMPILING else 2
 
 
 def _is_same_waste(cause: Cause, other: Cause) -> bool:

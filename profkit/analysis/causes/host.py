@@ -30,6 +30,7 @@ from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
+_TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")
 _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
@@ -206,7 +207,7 @@ def _pauses_of(evidence: Evidence, step: ReplayedStep) -> dict[str, int]:
 def _launches(line: LineTime) -> bool:
     """Return whether a line's call is training itself, or waits for it, or is an operation: these prepare kernels."""
     is_operation = line.phase is not None and (line.called or "").startswith(("self.", "F."))
-    return is_operation or line.method in ("backward", "step", "zero_grad", "synchronize", "item", "join")
+    return is_operation or line.method in _TRAINING
 
 
 def group_nearby(lines: Iterable[LineTime]) -> Iterator[Sequence[LineTime]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 
 from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
@@ -38,15 +39,20 @@ _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _CHANGES_LAYOUT = re.compile(r"(?<![a-z]_)elementwise_kernel<.*nocast<at::native::direct_copy_kernel")
 """ATen's copy of a tensor whose elements lie in another order, in its own type."""
+_IN_FP64 = re.compile(r"lambda\(double\)|(?:Functor|func_wrapper_t)<double|<double, double|dgemm_|d884gemm|f64f64")
+_IN_FP32: By = {"least": 0.1, "expected": 0.5, "most": 0.8}
+"""What kernels in fp64 take in fp32: half the bytes move, and arithmetic is from 2 to 64 times as fast."""
 _FUSED_IN_HALF: By = {"least": 0.5, "expected": 0.9, "most": 1.5}
 _FUSED_IN_FP32: By = {"least": 1.2, "expected": 1.8, "most": 2.5}
 """What fused attention takes of the time of its two products: in fp32 there is no flash kernel."""
 _FUSED_CHAIN: By = {"least": 0.8, "expected": 1.2, "most": 2.2}
 _FUSED_REDUCTION: By = {"least": 1.0, "expected": 2.2, "most": 4.0}
 _FEW, _MANY, _VERY_MANY = 4, 12, 48
-"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and a loop; so many
-are a loop whatever they take.
+"""Small kernels of one module's call from which on they are a chain that one kernel could replace, and, if they repeat,
+a loop; so many are one whatever they take.
 """
+_REPEATS, _REPEATED = 3, 0.5
+"""A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
 _CHAIN = (*SMALL, "optimizer", "fill")
 _LARGE = 0.4
 """Kernels of a chain that take this share of its longest one handle as many numbers."""
@@ -55,7 +61,7 @@ _SHORT_NS = 10_000
 """Kernels that are launched about as fast as they run."""
 _LAUNCH_NS = 3_000
 """About what a launch takes: chains are looked at by what they cost the host and the GPU."""
-_TRAINING = ("backward", "step", "zero_grad", "item")
+_TRAINING = ("backward", "step", "zero_grad", "item", "clip_grad_norm_", "clip_grad_value_")
 _FOREACH = "multi_tensor_apply"
 """A kernel that handles many tensors already."""
 
@@ -104,6 +110,26 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
         costs="precision: products and activations keep 7 bits of mantissa",
         evidence={"product_ns": sum(one.duration_ns for one in products), "products": len(products)},
     )
+
+
+def _double_precision(evidence: Evidence) -> Iterator[Cause]:
+    """Kernels that compute in fp64, as NumPy's numbers do that nobody converted."""
+    computing = [one for one in evidence.kernels if _is_in_fp64(one)]
+    if not computing:
+        return
+    yield Cause(
+        code="float64",
+        cause=f"{len(computing):,} kernels compute in fp64",
+        module=_busiest(computing),
+        change=".float() where fp64 comes in",
+        changes=[scale_operations("float64", evidence.choose(_is_in_fp64), _IN_FP32, "how much faster fp32 is")],
+        costs="digits: 7 rather than 16",
+        evidence={"kernels": len(computing), "time_ns": sum(one.duration_ns for one in computing)},
+    )
+
+
+def _is_in_fp64(operation: Operation) -> bool:
+    return _IN_FP64.search(operation.name) is not None
 
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
@@ -379,6 +405,8 @@ def _kind_of_chain(run: Run) -> tuple[str, str, str]:
     names = " ".join(one.name.lower() for one in run)
     reduces = any(one.category == "reduction" for one in run)
     if len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
+        if not _repeats(run):
+            return "chain", "many small kernels one after another", "torch.compile of this function"
         return (
             "loop",
             f"a loop of {'small ' * _are_short(run)}kernels",
@@ -391,6 +419,11 @@ def _kind_of_chain(run: Run) -> tuple[str, str, str]:
     if "tanh" in names or "erf" in names or "sigmoid" in names or "pow" in names:
         return "activation", "an activation is written out", 'F.gelu(x, approximate="tanh"), or torch\'s own'
     return "chain", "a chain of elementwise kernels", "torch.compile of this module, or one operation of torch"
+
+
+def _repeats(run: Run) -> bool:
+    pairs = Counter(pairwise(one.name for one in run))
+    return sum(count for count in pairs.values() if count >= _REPEATS) >= _REPEATED * pairs.total()
 
 
 def _are_short(run: Run) -> bool:
@@ -428,6 +461,7 @@ def _busiest(operations: Sequence[Operation]) -> str | None:
 KERNELS = (
     _fp32_products,
     _tf32_products,
+    _double_precision,
     _misaligned_products,
     _written_attention,
     _layout_conversions,

@@ -121,6 +121,7 @@ def _failures(summary: Summary) -> Iterator[Line]:
 def _in_full(summary: Summary, advice: AdviceResult, cares: Sequence[str]) -> Iterator[Line]:
     join = SEPARATOR.join
     yield "STEP", join(describe_step(summary))
+    yield from (("STEP", row) for row in _describe_rare(summary))
     yield from (("STEP", row) for row in (() if summary.tree is None else draw_tree(summary.tree)))
     late = None if summary.compared is None else summary.compared.late_rank
     yield "LIMIT", "" if summary.limits is None else describe_limits(summary.limits, late)
@@ -146,7 +147,7 @@ def _fit_screen(answer: str, summary: Summary, advice: AdviceResult, cares: Sequ
     for least_share, words in _ATTEMPTS:
         left_out |= {*words}
         tree = () if summary.tree is None else draw_tree(summary.tree, least_share)
-        rows = [("STEP", row) for row in (_fit(describe_step(summary)), *tree)]
+        rows = [("STEP", row) for row in (_fit(describe_step(summary)), *_describe_rare(summary), *tree)]
         short = [*rows, *_in_short(answer, summary, advice, cares, left_out)]
         lines = [(label, text) for label, text in short if text and label not in left_out]
         screens = ([wrap(answer, width), *wrap_labelled(Labelled(lines), width)] for width in _SCREENS)
@@ -275,6 +276,16 @@ def _describe_time(step: StepUse) -> str:
     is_within = low < high and low <= (step.best_ns or 0) <= high
     spread = f", most take {format_ns(low)} to {format_ns(high)}" if is_within else ""
     return f"{time} unprofiled ({format_count(step.count, 'step')}{spread})" if step.count else f"{time} as recorded"
+
+
+def _describe_rare(summary: Summary) -> Iterator[str]:
+    rare = summary.rare_steps
+    if rare is not None:
+        which = f"every {rare.every}th step takes" if rare.every else f"{rare.count} of {rare.of} other steps took"
+        where = (
+            "" if rare.line is None else f" ({Path(rare.line.file or '').name}:{rare.line.line} {rare.line.function})"
+        )
+        yield f"{which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}"
 
 
 def _describe_gpu(summary: Summary) -> str:
