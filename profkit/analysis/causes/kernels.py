@@ -61,7 +61,7 @@ _SHORT_NS = 10_000
 """Kernels that are launched about as fast as they run."""
 _LAUNCH_NS = 3_000
 """About what a launch takes: chains are looked at by what they cost the host and the GPU."""
-_TRAINING = ("backward", "step", "zero_grad", "item", "clip_grad_norm_", "clip_grad_value_")
+_TRAINING = ("backward", "step", "zero_grad", "item")
 _FOREACH = "multi_tensor_apply"
 """A kernel that handles many tensors already."""
 
