@@ -51,6 +51,8 @@ CONVERT = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)0, (bo
 MISALIGNED = "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_128x64_32x6_nn_align1>(T1::Params)"
 SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>(cutlass_80_simt_sgemm_64x64_8x5_tn_align1)"
 ALIGNED = MISALIGNED.replace("align1", "align8")
+RADIX_SORT = "void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel<>"
+EQUAL_KEYS = "void (anonymous namespace)::randperm_handle_duplicate_keys_kernel<long>"
 SINE_IN_FP64 = (
     "void at::native::vectorized_elementwise_kernel<2, at::native::sin_kernel_cuda(at::TensorIteratorBase&)"
     "::{lambda()#2}::operator()() const::{lambda()#1}::operator()() const::{lambda(double)#1}, std::array<char*, 2ul> >"
@@ -484,6 +486,8 @@ NEARLY: list[Case] = [
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
     ("tf32", products(NVJET), {}),
     ("float64", products(SGEMM), {}),
+    # Not every sort is a permutation's.
+    ("sort", blocks("choice", *[(RADIX_SORT, 200_000)] * 4), {}),
     # TF32 is the change that keeps more of the numbers; these are outside of autocast on purpose.
     ("autocast", products(SGEMM), {}),
     ("autocast", products(TF32), {"conditions": {"autocast_dtypes": ["bfloat16"]}}),
@@ -591,6 +595,7 @@ NAMED: dict[str, Case] = {
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
     "products in fp32": ("tf32", products(SGEMM), {}),
+    "a permutation": ("sort", blocks("choice", *[(RADIX_SORT, 200_000)] * 4, (EQUAL_KEYS, 60_000)), {}),
     "sines in fp64": ("float64", blocks("encoding", *[(SINE_IN_FP64, 300_000)] * 3), {}),
     # It comes after the other Tries, whatever it saves.
     "products in TF32": ("autocast", equal_steps(python(2 * MS), IN_TF32, wait), {"lines": [PACK]}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 
 from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
@@ -34,6 +34,7 @@ _OF_PEAK: By = {"least": 0.9, "expected": 0.6, "most": 0.35}
 _OF_NEIGHBOURS = 0.65
 """At least this share of the rate of the step's best aligned products."""
 _LAYOUTS_LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.4}
+_LEFT: By = {"least": 0.0, "expected": 0.0, "most": 0.1}
 _OF_BANDWIDTH: By = {"least": 0.95, "expected": 0.8, "most": 0.6}
 _MISALIGNED = re.compile(r"_align[12](?!\d)")
 _CONVERTS = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
@@ -130,6 +131,44 @@ def _double_precision(evidence: Evidence) -> Iterator[Cause]:
 
 def _is_in_fp64(operation: Operation) -> bool:
     return _IN_FP64.search(operation.name) is not None
+
+
+def _permutations(evidence: Evidence) -> Iterator[Cause]:
+    """``torch.randperm`` on a GPU sorts a random number for each index, however few indices are used."""
+    step = evidence.step
+    sorting = [] if step is None else _find_permutations(evidence.operations(step))
+    if step is None or not sorting:
+        return
+    lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.method == "randperm"]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    yield Cause(
+        code="sort",
+        cause="torch.randperm sorts random numbers",
+        detail=f": {len(sorting):,} kernels and fills a step",
+        line=None if line is None else source_line(line),
+        module=sorting[0].module,
+        change="torch.randint, or one permutation for many steps",
+        changes=[
+            remove_operations(
+                "sort",
+                lambda step: [one.at for one in _find_permutations(evidence.operations(step))],
+                _LEFT,
+                "what other random indices take",
+            )
+        ],
+        costs="with torch.randint an index may come twice",
+        evidence={"kernels": len(sorting), "time_ns": sum(one.duration_ns for one in sorting)},
+    )
+
+
+def _find_permutations(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the kernels that mend equal keys, which ``torch.randperm`` alone has, and the sort before each."""
+    found: list[Operation] = []
+    for at, one in enumerate(operations):
+        if "randperm_handle_duplicate_keys" in one.name:
+            before = reversed(operations[:at])
+            found += [one, *takewhile(lambda one: "radix_sort" in one.name or one.category == "fill", before)]
+    return found
 
 
 def _misaligned_products(evidence: Evidence) -> Iterator[Cause]:
@@ -462,6 +501,7 @@ KERNELS = (
     _fp32_products,
     _tf32_products,
     _double_precision,
+    _permutations,
     _misaligned_products,
     _written_attention,
     _layout_conversions,
