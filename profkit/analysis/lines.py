@@ -28,6 +28,7 @@ _LARGEST_SCALE = 1.5
 _RARELY, _RARE = 2.0, 0.25
 """A step of so many times the typical one is a rare one, if there are no more of them than this share."""
 _LEAST_LONGER = 0.02
+_COVERED = 0.5
 _OF_ERROR = 0.9
 
 
@@ -103,14 +104,13 @@ def find_rare_steps(found: RunLines) -> RareSteps | None:
     least_error = _OF_ERROR * math.sqrt((len(times) - len(rare)) / (len(rare) * (len(times) - 1)))
     own = [line for line in found.lines if line.file and line.thread != "worker" and line.samples >= FEWEST_SAMPLES]
     alone = [line for line in own if line.error_ns >= least_error * line.time_ns]
+    line = max(alone, key=lambda line: line.time_ns, default=None)
+    # One alone may be a pause of the machine's, unless a line shows what ran in it.
+    if len(rare) == 1 and (line is None or line.time_ns * len(times) < _COVERED * longer_ns):
+        return None
     apart = {later - earlier for earlier, later in pairwise(rare)}
-    return RareSteps(
-        count=len(rare),
-        of=len(times),
-        longer_ns=round(longer_ns / len(rare)),
-        every=apart.pop() if len(apart) == 1 else None,
-        line=max(alone, key=lambda line: line.time_ns, default=None),
-    )
+    every = apart.pop() if len(apart) == 1 else None
+    return RareSteps(len(rare), len(times), round(longer_ns / len(rare)), every, line)
 
 
 def find_lines(run: Run, rank: int = 0) -> LinesResult:
