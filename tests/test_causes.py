@@ -203,6 +203,8 @@ def within(path: str, *actions: Action) -> Action:
 
 
 FORWARD = within("forward", launch(NVJET, 100_000, 20), wait)
+FUSED_ADAM = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
+COUNTERS = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<1>, BinaryOpScalarFunctor<float, 1, 1, 0>>"
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
 
 
@@ -247,6 +249,17 @@ def pageable_copy(kernels: int) -> Program:
 def optimizer_loop() -> Program:
     phases = within("forward", launch(NVJET, 100_000, 10)), within("optimizer", launch(ADD, 2_000, 400))
     return equal_steps(*phases, wait)
+
+
+def optimizer_calls(fused: int, others: int) -> Program:
+    """Steps of which the optimizer launches a fused kernel and one for its counters this often, each for 2 µs."""
+    kernels = launch(FUSED_ADAM, 2_000, fused), launch(COUNTERS, 2_000, others)
+    return equal_steps(within("forward", launch(NVJET, 100_000, 10)), within("optimizer", *kernels), wait)
+
+
+def with_groups(groups: int, unlike: int, parameters: int = 160, name: str = "AdamW") -> dict[str, Any]:
+    counts = {"groups": groups, "unlike_groups": unlike, "parameters": parameters}
+    return {"conditions": {"optimizers": [{**ADAMW, "name": name, "fused": True, **counts}]}}
 
 
 def small_kernels(name: str) -> Program:
@@ -484,6 +497,15 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
+    # Each group has options of its own, or these are few; and who else's kernels do without groups, is not known.
+    ("optimizer", optimizer_calls(160, 160), with_groups(160, 160)),
+    ("optimizer", optimizer_calls(4, 4), with_groups(4, 1)),
+    ("optimizer", optimizer_calls(160, 160), with_groups(160, 1, name="Muon")),
+    # Each call has as many parameters as a launch takes.
+    ("optimizer", optimizer_calls(160, 160), with_groups(160, 1, 160 * 120)),
+    # One call for many parameters launches fewer kernels for its counters, and groups by layer are fewer.
+    ("optimizer", optimizer_calls(160, 50), with_groups(0, 0, 0)),
+    ("optimizer", optimizer_calls(60, 60), with_groups(0, 0, 0)),
     ("tf32", products(NVJET), {}),
     ("float64", products(SGEMM), {}),
     # Not every sort is a permutation's.
@@ -594,6 +616,8 @@ NAMED: dict[str, Case] = {
     # The copy comes first; without the last wait of the step, Python makes the next batch while the GPU computes.
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
+    "a group for each parameter": ("optimizer", optimizer_calls(160, 160), with_groups(160, 2)),
+    "the same, and nobody counted the groups": ("optimizer", optimizer_calls(160, 160), with_groups(0, 0, 0)),
     "products in fp32": ("tf32", products(SGEMM), {}),
     "a permutation": ("sort", blocks("choice", *[(RADIX_SORT, 200_000)] * 4, (EQUAL_KEYS, 60_000)), {}),
     "sines in fp64": ("float64", blocks("encoding", *[(SINE_IN_FP64, 300_000)] * 3), {}),
@@ -672,6 +696,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
+    "a group for each parameter": (MS + 10 * 4_000, 0.1),
+    "the same, and nobody counted the groups": (MS + 10 * 4_000, 0.1),
     "products in fp32": (4 * MS / 7.4, None),
     "padded products as fast as their neighbour, at 500 TFLOP/s": (2 * MS + 800_000, 0.02),
     "padded products at 0.8 of the H200's 4.8 TB/s": (2 * MS + 1_042_000, 0.02),

@@ -295,6 +295,19 @@ print(read_conditions().optimizers)
             "None",
         ],
     ),
+    # The fifth has no gradient; a rate may depend on the name of a group.
+    "groups of parameters are those that step and those that are unlike": (
+        """
+weights = [torch.ones(2, requires_grad=True) for _ in range(5)]
+for weight in weights[:4]:
+    weight.grad = torch.ones(2)
+for options in ({}, {"lr": 0.1, "betas": (0.9, 0.99)}), ({}, {"lr": 0.2}), ({"name": "a"}, {"name": "b"}):
+    groups = [{"params": [weight], **options[number % 2]} for number, weight in enumerate(weights)]
+    one = describe_optimizer(torch.optim.Adam(groups, lr=0.1, betas=(0.9, 0.99)))
+    print(one.parameters, one.groups, one.unlike_groups)
+""",
+        ["4 4 1", "4 4 2", "4 4 2"],
+    ),
 }
 """What code prints in a process of its own."""
 

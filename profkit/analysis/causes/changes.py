@@ -16,6 +16,9 @@ from profkit.analysis.step_replay.edits import (
     change_durations,
     drop_calls,
     drop_operations,
+    foreach_time,
+    fused_time,
+    merge_launches,
     stop_waiting,
 )
 from profkit.analysis.step_replay.kernel_edits import SMALLEST_NS, scale_batch
@@ -193,6 +196,22 @@ def enlarge_batch(factor: int, *, fewer_passes: bool) -> StepChange:
         )
 
     return StepChange(f"batch:×{factor}", apply, "how fast kernels are on a larger batch")
+
+
+def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
+    """Return the change after which an optimizer has this share of its launches left.
+
+    ``moved_bytes`` is what its kernels read and write together; without it they take what is more than small ones do.
+    """
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        calls = [call for call in setting.calls_in({OPTIMIZER}) if columns.kind[call] in (HOST, LAUNCH)]
+        durations = [columns.duration_ns[row] for call in calls for row in range(*columns.launches[call])]
+        is_known = moved_bytes and setting.facts.bytes_per_s
+        time_ns = fused_time(moved_bytes, setting) if is_known else foreach_time(durations, setting.world)
+        return merge_launches(columns, calls, round(1 / left[setting.world]), min(time_ns, sum(durations)))
+
+    return StepChange(name, apply, "how many parameters one launch takes")
 
 
 def without_calls(name: str, choose: Choose) -> StepChange:

@@ -8,7 +8,14 @@ from itertools import pairwise
 from pathlib import PurePath
 from statistics import median
 
-from profkit.analysis.causes.changes import By, drop_some_launches, fuse, remove_operations, stop_chosen_waits
+from profkit.analysis.causes.changes import (
+    By,
+    drop_some_launches,
+    fuse,
+    merge_groups,
+    remove_operations,
+    stop_chosen_waits,
+)
 from profkit.analysis.causes.evidence import (
     WORTH_COMPILING,
     Cause,
@@ -33,7 +40,7 @@ from profkit.analysis.step_replay.steps import FROM_HOST, ReplayedStep
 from profkit.names import BACKWARD, DATA, FORWARD, OPTIMIZER, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
-from profkit.run.manifest import can_all_be_fused, used_optimizers
+from profkit.run.manifest import UsedOptimizer, can_all_be_fused, used_optimizers
 
 _TRAINING = (".step", ".backward")
 _LATE = 0.3
@@ -47,6 +54,13 @@ _READING_FUNCTIONS = ("torch.", "F.", "float", "int", "bool", "print")
 """Methods and functions that wait for a value themselves; others call what waits, in code that may not be one's own."""
 _MANY = 4
 """Launches of an optimizer's step from which on fewer are worth looking at."""
+_MANY_GROUPS, _FEWER = 8, 4
+"""So many groups of parameters are worth looking at, if that many times fewer would do."""
+_MORE_THAN_LAYERS = 128
+"""Groups that were not counted are taken to have the same options if they are more than a model has layers, twice."""
+_WITH_DECAY_AND_WITHOUT = 2
+_IN_ONE_LAUNCH: By = {"least": 110, "expected": 36, "most": 12}
+"""How many parameters one launch takes: 30 to 110, by how many tensors belong to each (MultiTensorApply.cuh)."""
 _MANY_READS, _BETWEEN_READS = 8, 6
 """So many values are read in a loop, if the loop launches no more than this from one to the next."""
 _READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
@@ -123,7 +137,7 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
     launches = optimizer.launch_count / evidence.summary.program_steps
     has_fused = can_all_be_fused(evidence.manifest)
     has_foreach = bool(optimizers) and all(used.can_be_foreach for used in optimizers)
-    names = ", ".join(dict.fromkeys(used.name for used in optimizers)) or "the optimizer"
+    names = _name_all(optimizers) or "the optimizer"
     if launches < _MANY or not (has_fused or (optimizer.kind == "single tensor" and has_foreach)):
         return
     better = "fused" if has_fused else "foreach"
@@ -138,6 +152,59 @@ def _optimizer(evidence: Evidence) -> Iterator[Cause]:
         edit=f"optimizer:{better}",
         evidence={"launches": launches, "span_ns": evidence.summary.per_step(optimizer.span_ns)},
     )
+
+
+def _small_groups(evidence: Evidence) -> Iterator[Cause]:
+    """An optimizer that calls its kernels for each of many groups of parameters, most of them with the same options."""
+    optimizer, optimizers = evidence.summary.optimizer, used_optimizers(evidence.manifest)
+    if optimizer is None or optimizer.kind not in ("fused", "foreach") or not optimizers:
+        return
+    if not all(used.can_be_foreach for used in optimizers) or _communicates(evidence):
+        return
+    is_counted = all(used.groups for used in optimizers)
+    groups = sum(used.groups for used in optimizers) if is_counted else _count_equal_calls(evidence)
+    unlike = sum(used.unlike_groups for used in optimizers) if is_counted else _WITH_DECAY_AND_WITHOUT
+    in_group = sum(used.parameters for used in optimizers) / groups if is_counted else 1.0
+    launches = optimizer.launch_count / evidence.summary.program_steps
+    if not max(_MANY_GROUPS, _FEWER * unlike) <= groups <= launches:
+        return
+    left = {world: min(1.0, max(unlike / groups, in_group / most)) for world, most in _IN_ONE_LAUNCH.items()}
+    moved_bytes = sum(used.fused_step_bytes for used in optimizers) if optimizer.kind == "fused" else None
+    yield Cause(
+        code="optimizer",
+        cause=f"{_name_all(optimizers)} steps in {groups:,} groups of parameters",
+        detail=f": {launches:,.0f} launches a step",
+        module=OPTIMIZER,
+        change="parameters with the same options in one group"
+        + (f": {unlike} in place of {groups}" if is_counted else " (with weight decay and without: two groups)"),
+        changes=[merge_groups("groups", left, moved_bytes)],
+        costs="saved states of the optimizer fit the old groups",
+        evidence={
+            "launches": launches,
+            "groups": groups,
+            "span_ns": evidence.summary.per_step(optimizer.span_ns),
+        },
+    )
+
+
+def _name_all(optimizers: Sequence[UsedOptimizer]) -> str:
+    return ", ".join(dict.fromkeys(used.name for used in optimizers))
+
+
+def _communicates(evidence: Evidence) -> bool:
+    return any(one.phase == OPTIMIZER and one.category == "communication" for one in evidence.kernels)
+
+
+def _count_equal_calls(evidence: Evidence) -> int:
+    """Return how often a fused optimizer is called if it launches each of several kernels as often, and too often for
+    groups by layer; else 0.
+
+    A call of many parameters launches some kernels more often than others: they take fewer parameters.
+    """
+    counts = Counter(one.name for one in evidence.kernels if one.phase == OPTIMIZER)
+    is_fused = any("Fused" in name for name in counts)
+    each = set(counts.values())
+    return each.pop() if is_fused and len(counts) > 1 and len(each) == 1 and min(each) >= _MORE_THAN_LAYERS else 0
 
 
 def _zeroed_gradients(evidence: Evidence) -> Iterator[Cause]:
@@ -269,7 +336,7 @@ def _waits_itself(line: LineTime) -> bool:
     return not line.called or line.method in _READING or line.called.startswith(_READING_FUNCTIONS)
 
 
-LAUNCHES = (_waits, _optimizer, _zeroed_gradients, _filled_memory, _compile)
+LAUNCHES = (_waits, _optimizer, _small_groups, _zeroed_gradients, _filled_memory, _compile)
 
 _WHY_LATE: dict[WhyLate, tuple[str, str]] = {
     "data": ("waits for data", "make this rank's batches as fast as the others'"),

@@ -258,28 +258,34 @@ def change_optimizer(columns: StepColumns, setting: Setting) -> StepColumns:
     if any(setting.category(columns, row) == "communication" for row in rows):
         raise CannotPredictError("the optimizer's step communicates")
     if kind == "fused":
-        time_ns = _fused_time(setting)
+        time_ns = fused_time(setting.facts.optimizer_bytes, setting)
         merged = (_FOREACH_TO_FUSED if is_foreach else _LAUNCHES_MERGED["fused"])[setting.world]
     else:
-        time_ns = _foreach_time([columns.duration_ns[row] for row in rows], setting.world)
+        time_ns = foreach_time([columns.duration_ns[row] for row in rows], setting.world)
         merged = _LAUNCHES_MERGED["foreach"][setting.world]
+    return merge_launches(columns, calls, merged, time_ns)
+
+
+def merge_launches(columns: StepColumns, calls: Sequence[int], merged: int, time_ns: int) -> StepColumns:
+    """Return the step in which one of so many launches of these calls is left, and what is left takes this long."""
+    launches = [call for call in calls if columns.launches[call][0] < columns.launches[call][1]]
     kept = set(launches[::merged])
     kept_rows = [row for call in kept for row in range(*columns.launches[call])]
     columns = drop_calls(columns, [call for call in calls if call not in kept and call > launches[0]])
-    columns = drop_operations(columns, [row for row in rows if row not in kept_rows])
+    rows = [row for call in launches if call not in kept for row in range(*columns.launches[call])]
+    columns = drop_operations(columns, rows)
     return change_durations(columns, kept_rows, lambda _: time_ns // len(kept_rows))
 
 
-def _fused_time(setting: Setting) -> int:
-    facts = setting.facts
-    if facts.optimizer_bytes is None or facts.bytes_per_s is None:
+def fused_time(moved_bytes: int | None, setting: Setting) -> int:
+    if moved_bytes is None or setting.facts.bytes_per_s is None:
         raise CannotPredictError(
             "how much a fused optimizer would move, and how fast, is not recorded, or torch has none for this optimizer"
         )
-    return round(facts.optimizer_bytes / (facts.bytes_per_s * _BANDWIDTH[setting.world]) * 1e9)
+    return round(moved_bytes / (setting.facts.bytes_per_s * _BANDWIDTH[setting.world]) * 1e9)
 
 
-def _foreach_time(durations: Sequence[int], world: World) -> int:
+def foreach_time(durations: Sequence[int], world: World) -> int:
     smallest = min(durations)
     work_ns = sum(durations) - smallest * len(durations)
     return {"least": work_ns, "expected": (work_ns + sum(durations)) // 2, "most": sum(durations)}[world]

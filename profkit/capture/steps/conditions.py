@@ -74,9 +74,10 @@ class UsedOptimizers:
 
 
 def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
-    """Return an optimizer's class, its flags in any group of parameters, and the bytes on this process's device."""
+    """Return an optimizer's class, its flags in any group of parameters, and what it has on this process's device."""
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    stepping = [group for group in groups if any(parameter.grad is not None for parameter in group["params"])]
     states = [
         value
         for parameter in parameters
@@ -97,7 +98,21 @@ def describe_optimizer(optimizer: Optimizer) -> UsedOptimizer:
         differentiable=bool(flag("differentiable")),
         parameter_bytes=sum(map(_local_bytes, parameters)),
         state_bytes=sum(map(_local_bytes, states)),
+        parameters=len(parameters),
+        groups=len(stepping),
+        unlike_groups=len(set(map(_options, stepping))),
     )
+
+
+def _options(group: dict[str, Any]) -> frozenset[tuple[str, object]]:
+    """Return what tells groups apart: a name that somebody gave them, too, as a rate may depend on it."""
+    return frozenset((key, _comparable(value)) for key, value in group.items() if key != "params")
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
 def _local_bytes(tensor: Tensor) -> int:
