@@ -251,10 +251,10 @@ def optimizer_loop() -> Program:
     return equal_steps(*phases, wait)
 
 
-def optimizer_calls(fused: int, others: int) -> Program:
+def optimizer_calls(fused: int, others: int, *more: Action) -> Program:
     """Steps of which the optimizer launches a fused kernel and one for its counters this often, each for 2 µs."""
     kernels = launch(FUSED_ADAM, 2_000, fused), launch(COUNTERS, 2_000, others)
-    return equal_steps(within("forward", launch(NVJET, 100_000, 10)), within("optimizer", *kernels), wait)
+    return equal_steps(within("forward", launch(NVJET, 100_000, 10)), within("optimizer", *kernels, *more), wait)
 
 
 def with_groups(groups: int, unlike: int, parameters: int = 160, name: str = "AdamW") -> dict[str, Any]:
@@ -497,14 +497,16 @@ NEARLY: list[Case] = [
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
     ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [{**ADAMW, "name": "Muon"}]}}),
-    # Each group has options of its own, or these are few; and who else's kernels do without groups, is not known.
-    ("optimizer", optimizer_calls(160, 160), with_groups(160, 160)),
-    ("optimizer", optimizer_calls(4, 4), with_groups(4, 1)),
+    # Two groups at most have the same options, or there are few, or some made no step; or somebody else wrote it.
+    ("optimizer", optimizer_calls(160, 160), with_groups(160, 80)),
+    ("optimizer", optimizer_calls(6, 6), with_groups(6, 1, 6)),
+    ("optimizer", optimizer_calls(160, 160), with_groups(400, 2)),
+    ("optimizer", optimizer_calls(160, 160, launch(NCCL, 2_000)), with_groups(160, 1)),
     ("optimizer", optimizer_calls(160, 160), with_groups(160, 1, name="Muon")),
     # Each call has as many parameters as a launch takes.
     ("optimizer", optimizer_calls(160, 160), with_groups(160, 1, 160 * 120)),
     # One call for many parameters launches fewer kernels for its counters, and groups by layer are fewer.
-    ("optimizer", optimizer_calls(160, 50), with_groups(0, 0, 0)),
+    ("optimizer", optimizer_calls(400, 140), with_groups(0, 0, 0)),
     ("optimizer", optimizer_calls(60, 60), with_groups(0, 0, 0)),
     ("tf32", products(NVJET), {}),
     ("float64", products(SGEMM), {}),
