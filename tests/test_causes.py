@@ -156,13 +156,13 @@ def wait(program: Program) -> None:
     program.now = ended
 
 
-def copy(duration: int) -> Action:
-    """Copy from pageable memory: the call holds the host until the copy has ended."""
+def copy(duration: int, kind: int = 1) -> Action:
+    """Copy from pageable memory, or to it (2): the call holds the host until the copy has ended."""
 
     def act(program: Program) -> None:
         program.now += 5_000
         start = max(program.now + 5_000, program.free + 1_000)
-        program.builder.copy(program.now, duration, start=start)
+        program.builder.copy(program.now, duration, kind=kind, start=start)
         program.free = start + duration
         program.builder.rows["CUPTI_ACTIVITY_KIND_MEMCPY"][-1]["bytes"] = 60 * duration
         program.hold_host(program.free + 3_000)
@@ -445,6 +445,9 @@ MEAN = line(MS, "forward", "y.mean().item", waits=8, waiting_ns=MS)
 NORMS = line(2 * MS, called="p.grad.norm().item", waits=40, waiting_ns=MS)
 ONE_BY_ONE = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000), read] * 40, wait)
 FAR_APART = equal_steps(FORWARD, *[python(30_000), launch(SUM, 5_000, 7), read] * 40, wait)
+AVERAGED = equal_steps(FORWARD, *[copy(50_000, 2), wait, python(80_000)] * 40)
+AVERAGES = {"lines": [line(7 * MS, called="weight.to", waits=40, waiting_ns=4 * MS)]}
+LOGITS = line(2 * MS, called="logits.to", waits=1, waiting_ns=2 * MS)
 WAITS = [launch(NVJET, 60_000, 5), wait, python(60_000)] * 8
 IN_TF32 = within("forward/model/head", launch(TF32, MS, 8))
 MEANWHILE = launch(NVJET, 5 * MS)
@@ -490,6 +493,8 @@ NEARLY: list[Case] = [
     # The line calls a function that trains.
     ("python", LATE, {"lines": [*BATCH["lines"], line(MS, "backward", "learn", is_caller=True)]}),
     ("python", made_in_python(), python_numbers("make_batch")),
+    # What is moved one by one comes from the host.
+    ("waits", equal_steps(*[copy(50_000), wait, python(80_000)] * 40, FORWARD), AVERAGES),
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
     ("loader", *loads(20_000)),
@@ -611,6 +616,13 @@ NAMED: dict[str, Case] = {
     },
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
     "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
+    # As averages that are kept there: what is computed with them on the host goes with the copies.
+    "a loop that moves tensors to the host": ("waits", AVERAGED, AVERAGES),
+    "a tensor that is moved to the host": (
+        "waits",
+        equal_steps(within("forward", launch(NVJET, 100_000, 20)), copy(20_000, 2), python(MS)),
+        {"lines": [LOGITS]},
+    ),
     "numbers that are read far apart": ("waits", FAR_APART, {"lines": [NORMS]}),
     # Without the wait Python would pack while the GPU computes: either change saves as much.
     "Python for which a wait is long": ("python", PACKED, {"lines": [PACK, ITEM]}),
@@ -697,6 +709,7 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "the same after no work": (20 * 201_000, 0.02),
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
+    "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
     "a group for each parameter": (MS + 10 * 4_000, 0.1),
     "the same, and nobody counted the groups": (MS + 10 * 4_000, 0.1),

@@ -65,6 +65,10 @@ _MANY_READS, _BETWEEN_READS = 8, 6
 """So many values are read in a loop, if the loop launches no more than this from one to the next."""
 _READ_AT_ONCE: By = {"least": 0.1, "expected": 0.3, "most": 1.0}
 """The GPU's time for the values of a loop that are computed together, as a share of its time for each by itself."""
+_TENSOR_BYTES = 1024
+"""From so many bytes a copy on, a loop reads no values, but tensors: the host computes with them."""
+_STAYING: By = {"least": 0.01, "expected": 0.05, "most": 0.3}
+"""What the GPU takes to compute with tensors itself, as a share of their copies: its memory is that much faster."""
 
 
 def _waits(evidence: Evidence) -> Iterator[Cause]:
@@ -75,26 +79,39 @@ def _waits(evidence: Evidence) -> Iterator[Cause]:
     waits: dict[tuple[str | None, int], list[LineTime]] = {}
     for line in evidence.lines:
         is_own = line.file is not None and line.thread != "worker" and line.place not in evidence.trainer_lines
-        if is_own and line.waits >= 1 and not line.is_move and not (line.called or "").endswith(_TRAINING):
+        trains = (line.called or "").endswith(_TRAINING)
+        if is_own and line.waits >= 1 and not trains and not (line.is_move and _moves_to_gpu(evidence, line)):
             waits.setdefault(line.place, []).append(line)
     for lines in waits.values():
         line = max(lines, key=lambda line: line.waits)
         count = sum(line.waits for line in lines)
         edit = f"no-wait:{line.file}:{line.line}"
         is_loop = _reads_in_loop(evidence, line)
+        of_tensors = is_loop and _reads_tensors(evidence, line)
         yield Cause(
             code="waits",
             # x.sum().item, whose name is ….item, is written .item().
             cause=f"{'a call' if line.called is None else line.called.removeprefix('…') + '()'} waits for the GPU",
             detail=f", {name_times(count)}" + (" in a loop" if is_loop else ""),
             line=source_line(line),
-            change="compute the values together (torch.stack, torch._foreach_norm), and read them once"
+            change="keep on the GPU what the tensors are computed with, and compute there (torch._foreach_…)"
+            if of_tensors
+            else "compute the values together (torch.stack, torch._foreach_norm), and read them once"
             if is_loop
             else "keep the value on the GPU, and read it every 50 steps or so",
-            changes=[_read_at_once(evidence, line)] if is_loop else edits(edit),
+            changes=_read_at_once(evidence, line, of_tensors=of_tensors) if is_loop else edits(edit),
             edit=None if is_loop else edit,
             evidence={"waits": count, "waiting_ns": sum(line.waiting_ns for line in lines)},
         )
+
+
+def _moves_to_gpu(evidence: Evidence, line: LineTime) -> bool:
+    """Return whether a line that moves tensors may wait for copies to the GPU: its phase has enough of those."""
+    if evidence.step is None:
+        return True
+    copies = _find_awaited_copies(evidence, evidence.step, line.phase or OUTSIDE)
+    to_gpu = sum(one.name == FROM_HOST for one in copies)
+    return to_gpu >= round(line.waits) or len(copies) - to_gpu < round(line.waits)
 
 
 def _reads_in_loop(evidence: Evidence, line: LineTime) -> bool:
@@ -103,26 +120,54 @@ def _reads_in_loop(evidence: Evidence, line: LineTime) -> bool:
     return 2 * sum(sum(map(_is_copy, loop)) for loop in loops) > line.waits >= _MANY_READS
 
 
-def _read_at_once(evidence: Evidence, line: LineTime) -> StepChange:
-    """Return the change that computes a loop's values with one kernel, and waits for all of them at its last copy."""
+def _reads_tensors(evidence: Evidence, line: LineTime) -> bool:
+    """Return whether what loops read are tensors, of the mean size of a copy: of many parameters, most are small."""
+    step = evidence.step
+    assert step is not None
+    loops = _find_reading_loops(evidence, step, line.phase or OUTSIDE)
+    copied = [step.copied_bytes[int(step.columns.row[one.at])] for loop in loops for one in loop if _is_copy(one)]
+    return sum(copied) >= _TENSOR_BYTES * len(copied)
+
+
+def _read_at_once(evidence: Evidence, line: LineTime, *, of_tensors: bool) -> list[StepChange]:
+    """Return the changes that compute a loop's values with one kernel, and wait for all of them at its last copy.
+
+    Tensors stay on the GPU, and nothing waits for them.
+    """
+    name, share = f"read-at-once:{line.file}:{line.line}", _STAYING if of_tensors else _READ_AT_ONCE
+
+    def find(step: ReplayedStep) -> list[tuple[Operation, ...]]:
+        return _find_reading_loops(evidence, step, line.phase or OUTSIDE)
 
     def choose(step: ReplayedStep) -> list[list[int]]:
-        return [[one.at for one in loop[:-1]] for loop in _find_reading_loops(evidence, step, line.phase or OUTSIDE)]
+        return [[one.at for one in (loop if of_tensors else loop[:-1])] for loop in find(step)]
+
+    def find_last(step: ReplayedStep) -> list[int]:
+        calls = range(len(step.columns.kind))
+        return step.columns.waits_among(at for loop in find(step) for at in calls[loop[-1].call :][:2])
 
     def size(world: World, durations: Sequence[int]) -> float:
-        return _READ_AT_ONCE[world] * sum(durations)
+        return share[world] * sum(durations)
 
-    return fuse(f"read-at-once:{line.file}:{line.line}", choose, size, with_waits=True)
+    changes = [fuse(name, choose, size, with_waits=True)]
+    return [*changes, stop_chosen_waits(name, find_last)] if of_tensors else changes
 
 
 def _find_reading_loops(evidence: Evidence, step: ReplayedStep, phase: str) -> list[tuple[Operation, ...]]:
     """Return the operations of a phase that copy one value after another for which the host waits, and compute them."""
-    columns, operations = step.columns, [one for one in evidence.operations(step) if one.phase == phase]
-    waits = {*columns.waits_among(range(len(columns.kind)))}
-    reads = [at for at, one in enumerate(operations) if _is_copy(one) and {one.call, one.call + 1} & waits]
+    operations = [one for one in evidence.operations(step) if one.phase == phase]
+    awaited = {one.at for one in _find_awaited_copies(evidence, step, phase)}
+    reads = [at for at, one in enumerate(operations) if _is_copy(one) and one.at in awaited]
     starts = [at for at in range(len(reads)) if not at or reads[at] - reads[at - 1] > _BETWEEN_READS]
     loops = [reads[start:end] for start, end in pairwise([*starts, len(reads)]) if end - start >= _MANY_READS]
     return [tuple(operations[max(0, loop[0] - (loop[1] - loop[0]) + 1) : loop[-1] + 1]) for loop in loops]
+
+
+def _find_awaited_copies(evidence: Evidence, step: ReplayedStep, phase: str) -> list[Operation]:
+    """Return the copies of a phase, to the GPU or from it, for which the host waits."""
+    waits = {*step.columns.waits_among(range(len(step.columns.kind)))}
+    of_phase = [one for one in evidence.operations(step) if one.phase == phase and one.category == "copy"]
+    return [one for one in of_phase if {one.call, one.call + 1} & waits]
 
 
 def _is_copy(one: Operation) -> bool:
