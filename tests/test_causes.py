@@ -62,6 +62,7 @@ LAYER_NORM = "void at::native::vectorized_layer_norm_kernel<float, float, false>
 SCATTER = "void at::native::indexFuncLargeIndex<float, long>(T1)"
 ADAMW = {"name": "AdamW", "is_torchs": True, "parameter_bytes": 4 * 10**6, "state_bytes": 8 * 10**6}
 STEPS = 3
+BURST_NS = 20 * MS
 
 
 class Program:
@@ -407,6 +408,15 @@ def with_workers(
     return equal_steps(within("data", python(data_ns)), *(work or [FORWARD])), given
 
 
+def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4) -> tuple[Program, dict[str, Any]]:
+    """Return steps of which none that was recorded waits for the workers, and one of ten that were not for them all."""
+    program, given = with_workers(50_000, 64, batch_ns, *work, workers=workers)
+    step_ns, loader = program.lengths[1], {"batches": 50, "batch_ns": batch_ns, "batch_cpu_ns": batch_ns}
+    usual = {"step_ns": step_ns, "data_ns": 50_000, "forward_event_ns": step_ns - 70_000, "forward_host_ns": step_ns}
+    waiting = {**usual, "step_ns": step_ns + BURST_NS, "data_ns": BURST_NS + step_ns // 2}
+    return program, {**given, "loader": loader, "attached": {"steps": [*[usual] * 9, waiting]}}
+
+
 def with_memory(held: int) -> dict[str, Any]:
     """Return the conditions of a process that held this much of a GPU's memory."""
     return {"conditions": {"reserved_peak_bytes": held, "gpu_memory_bytes": 140 * GIB}}
@@ -474,6 +484,8 @@ def python_numbers(called: str) -> dict[str, Any]:
     }
 
 
+IN_FP32 = [within("forward/model/head", launch(SGEMM, MS, 5), wait)]
+BURSTS = waits_in_bursts(20 * MS, *IN_FP32)
 MOVE, BESIDE = line(2 * MS, called="images.to"), line(MS, called="draw", line=31)
 MOVED = equal_steps(python(3 * MS), copy(MS // 2), LONG, wait)
 RECURRENT = ("elemWiseRNNcell", "RNN_blockPersist_fp_GRU", "LSTM_elementWise_fp")
@@ -498,6 +510,9 @@ NEARLY: list[Case] = [
     # Nothing comes after the copy, and the program waits for it itself.
     ("pageable-copy", pageable_copy(0), IMAGES | {"lines": [line(MS // 2, called="images.to")]}),
     ("loader", *loads(20_000)),
+    # Workers make no batch sooner for it; those that are in time are late for another reason.
+    ("tf32", *BURSTS),
+    ("loader", *waits_in_bursts(MS, FORWARD, workers=1)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
@@ -614,6 +629,9 @@ NAMED: dict[str, Case] = {
         f"four workers, {said}": ("loader", *with_workers(3 * MS, cpus, cpu_ms * MS))
         for said, (cpus, cpu_ms) in WORKERS.items()
     },
+    # Four workers that take 20 ms for a batch are too slow for 5 ms; those that take 4 ms are late for another reason.
+    "workers that are waited for in bursts": ("loader", *BURSTS),
+    "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
     "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
     # As averages that are kept there: what is computed with them on the host goes with the copies.
@@ -708,6 +726,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a tensor of Python's numbers, whose move waits": (20 * 201_000, 0.02),
     "the same after no work": (20 * 201_000, 0.02),
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
+    "workers that are waited for in bursts": (BURSTS[0].lengths[1] + 200_000, 0.01),
+    "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
@@ -765,6 +785,15 @@ def test_each_cause_is_named_and_said_as_it_was() -> None:
             said += [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in advice.items() if value]
         said += [f"{key}: {json.dumps(value)}" for key, value in result.items() if value]
     check_text("causes", "\n".join(said).lstrip() + "\n")
+
+
+def test_a_wait_for_data_that_no_recorded_step_has_is_a_part_of_the_step(tmp_path: Path) -> None:
+    BURSTS[0].write(tmp_path, **BURSTS[1])
+    tree = summarize_capture(open_capture(tmp_path)).tree
+    assert tree is not None
+    waiting, computing = ([part.time_ns for part in tree.parts if part.kind == kind] for kind in ("data", "computing"))
+    assert waiting == [pytest.approx(BURST_NS / 10, rel=0.05)]
+    assert computing == [pytest.approx(5 * MS, rel=0.02)]
 
 
 def test_of_a_step_of_more_samples_what_was_measured_says_nothing_of_the_effect() -> None:

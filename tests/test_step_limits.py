@@ -306,6 +306,16 @@ def test_one_factor_on_all_hosts_makes_the_step_as_long_as_unprofiled() -> None:
         replay_on_time(replays, 1)
 
 
+def test_all_ranks_wait_for_the_data_that_one_waits_for_in_other_steps_than_the_recorded_ones() -> None:
+    replays, late_ns = record_together(rank(*[5_000] * 4), rank(*[2_500_000] * 4)), 3_000_000
+    (usual,) = replay_on_time(replays, 1)
+    (step,) = replays[1].steps
+    late = replace(step, columns=replace(step.columns, late_ns=late_ns))
+    (waiting,) = replay_on_time({**replays, 1: replace(replays[1], steps=(late,))}, 1)
+    assert waiting.before_ns == pytest.approx(usual.before_ns + late_ns, rel=0.001)
+    assert waiting.after_ns == usual.after_ns
+
+
 def test_where_a_gpu_sets_the_pace_hosts_are_as_fast_as_steps_without_a_profiler_say() -> None:
     """The late rank computes 30 ms; the other one's host takes 16 ms as recorded, and its GPU 4 ms."""
     waits = rank(OUTSIDE_NS, *[800_000] * 19, computes_ns=200_000)

@@ -52,7 +52,7 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     step, facts = evidence.step, evidence.facts
     if step is None:
         return
-    waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases)
+    waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases) + step.columns.late_ns
     # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
     pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
     workers = choose_workers(evidence, waited_ns, pace_ns)

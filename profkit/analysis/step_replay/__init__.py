@@ -83,6 +83,8 @@ class StepColumns:
     """Of waits: how long after its target's end the host went on, where the recording shows it."""
     graph_share: dict[int, float] = field(default_factory=dict)
     """Of calls that launch a CUDA graph: after which share of its time the first operation may begin."""
+    late_ns: int = 0
+    """How much longer the mean step waits for data than this one: such waits come in bursts, which no work hides."""
     inferred_waits: int = 0
     """How many waits of streams are for events of which the profiler does not say where they were recorded."""
 

@@ -5,7 +5,8 @@
   that fit are kept.
 - Of phases in which Python runs, each takes as much of that as unprofiled: hooks slow down the forward pass most.
 - Another one on the host's time outside of the phases, so that the whole step is as long as unprofiled.
-- Waits for data are as long as unprofiled: in recorded steps a loader is further ahead, or behind.
+- Waits for data are as long as unprofiled: in recorded steps a loader is further ahead, or behind. Those of which one
+  of many steps has all are added to the step (`StepColumns.late_ns`).
 - Tracing adds a little between two operations: what phases last even on the fastest host, and did not unprofiled.
 """
 

@@ -428,7 +428,8 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         for call, phases in enumerate(setting.step.gap_phases)
         if phases.get(DATA) and gap[call] > 0
     }
-    whole_ns = sum(waits.values())
+    late_ns = columns.late_ns if not facts.workers or _are_workers_slow(columns, setting) else 0
+    whole_ns = sum(waits.values()) + late_ns
     batch_ns = facts.batch_in_worker(whole_ns, setting.world)
     if not whole_ns or batch_ns is None:
         raise CannotPredictError("the step does not wait for data, or how long a worker takes for a batch is not known")
@@ -437,14 +438,38 @@ def change_workers(columns: StepColumns, setting: Setting) -> StepColumns:
         batch_ns = max(batch_ns, facts.workers * step_ns)
     for call, wait_ns in waits.items():
         gap[call] -= wait_ns
-    ready = replace(columns, gap_ns=gap)
+    ready = replace(columns, gap_ns=gap, late_ns=columns.late_ns - late_ns)
     at_work = min(workers, batch_ns / max(run_steadily(ready, setting.constants).step_ns, 1))
     before, after = (facts.slower_beside(count, setting.world) for count in (facts.workers, at_work))
     ready = slow_host(ready, max(1.0, after / before))
     uneven = _UNEVEN[setting.world] if facts.workers else 1.0
     every_ns = round(uneven * batch_ns / facts.batches_at_once(workers, setting.world))
-    first, fetch_ns = next(iter(waits)), min(whole_ns, FETCH_NS[setting.world])
-    return _wait_for_batches(_lengthen_gap(ready, first, fetch_ns), first, every_ns, whole_ns - fetch_ns, setting)
+    first, fetch_ns = next(iter(waits), 0), min(whole_ns, FETCH_NS[setting.world])
+    ready = _lengthen_gap(ready, first, fetch_ns)
+    if late_ns:
+        left_ns = every_ns - run_steadily(ready, setting.constants).step_ns
+        return replace(ready, late_ns=min(max(0, left_ns), late_ns))
+    return _wait_for_batches(ready, first, every_ns, whole_ns - fetch_ns, setting)
+
+
+def keep_waiting(columns: StepColumns, before: StepColumns, setting: Setting) -> StepColumns:
+    """Return a changed step that is no shorter than ``before`` if that waits for batches, which come no faster."""
+    if not before.late_ns or not _are_workers_slow(before, setting):
+        return columns
+    before_ns, after_ns = (run_steadily(step, setting.constants).step_ns for step in (before, columns))
+    return replace(columns, late_ns=columns.late_ns + max(0, before_ns - after_ns))
+
+
+def _are_workers_slow(columns: StepColumns, setting: Setting) -> bool:
+    """Return whether workers may take as long for a batch as the step without its longest waits.
+
+    If not, these have another reason: workers that start anew, or a file that is late.
+    """
+    facts = setting.facts
+    if not facts.workers or facts.batch_ns is None:
+        return False
+    in_time_ns = run_steadily(replace(columns, late_ns=0), setting.constants).step_ns
+    return facts.batch_ns >= facts.batches_at_once(facts.workers, "most") * in_time_ns
 
 
 def _wait_for_batches(columns: StepColumns, call: int, every_ns: int, most_ns: int, setting: Setting) -> StepColumns:

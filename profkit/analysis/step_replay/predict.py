@@ -26,6 +26,7 @@ from profkit.analysis.step_replay.edits import (
     drop_python_of_line,
     drop_waits_of_line,
     drop_zeroed_gradients,
+    keep_waiting,
     launch_as_graph,
     pin_memory,
     slow_host,
@@ -67,13 +68,15 @@ _JOINT = math.sqrt(2)
 class StepChange:
     """A change of a step, by an edit or by the removal of a cause.
 
-    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is.
+    ``assumption`` is what it leaves open; ``bound`` says why no step after it is expected, empty if one is. With
+    ``of_loader`` batches come in another time; else those that the step waits for come no sooner.
     """
 
     name: str
     apply: Change
     assumption: str = ""
     bound: str = ""
+    of_loader: bool = False
 
 
 _WRAPPERS = "how much Python the wrapper of a checkpoint takes"
@@ -101,7 +104,12 @@ CHANGES = {
         ),
         StepChange("compile", compile_model, "which kernels a compiler fuses"),
         StepChange("graphs", launch_as_graph, "what launching a graph takes for each kernel"),
-        StepChange("workers", change_workers, "how much longer a worker takes for a batch than the thread that trains"),
+        StepChange(
+            "workers",
+            change_workers,
+            "how much longer a worker takes for a batch than the thread that trains",
+            of_loader=True,
+        ),
         StepChange("pin-memory", pin_memory, "how fast copies from pinned memory are"),
         StepChange("gpu", change_gpu),
         StepChange("kernels", change_kernels),
@@ -359,9 +367,10 @@ def _change(
     *,
     world: World = "expected",
 ) -> StepColumns:
+    setting, changed = Setting(step, replay.constants, facts, world), columns
     for change in changes:
-        columns = change.apply(columns, Setting(step, replay.constants, facts, world))
-    return columns
+        changed = change.apply(changed, setting)
+    return changed if any(change.of_loader for change in changes) else keep_waiting(changed, columns, setting)
 
 
 def _assumptions(replay: StepReplay, changes: Sequence[StepChange]) -> Iterator[str]:

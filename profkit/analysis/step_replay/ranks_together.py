@@ -173,7 +173,7 @@ class _StepOfRanks:
         """Run it again and again with the hosts' time in phases scaled; one rank may be left out."""
         at_speed = [
             # Between phases Python takes as long as recorded: what fits a rank by itself knows nothing of its waits.
-            replace(rank, columns=replace(step.phases, outside=1.0).scale_host(step.columns, factor))
+            replace(rank, columns=_wait_longer(replace(step.phases, outside=1.0).scale_host(step.columns, factor)))
             for rank, (number, step) in zip(self.recorded, self.steps.items(), strict=True)
             if number != without
         ]
@@ -191,6 +191,12 @@ class _StepOfRanks:
             is_slow = self.run(middle).step_ns > unprofiled_ns
             least, most = (least, middle) if is_slow else (middle, most)
         return (least + most) / 2
+
+
+def _wait_longer(columns: StepColumns) -> StepColumns:
+    """Return a step that begins with what the mean one waits longer for data: other ranks wait for that, too."""
+    first_ns, *others_ns = columns.gap_ns
+    return replace(columns, gap_ns=[first_ns + columns.late_ns, *others_ns], late_ns=0)
 
 
 def _join_steps(steps: Mapping[int, tuple[ReplayedStep, Constants]]) -> _StepOfRanks:

@@ -261,7 +261,8 @@ class Steady:
     """A step among others like it: how it runs after them, how long each takes, and when the ones before had ended.
 
     ``found`` counts from when the host begins the step; the steps before it end ``ended_ns`` after that, and this one
-    ``step_ns`` later still. ``begun`` is the step with what the ones before have left to the GPU.
+    ``step_ns`` later still, with what the mean step waits longer for data. ``begun`` is the step with what the ones
+    before have left to the GPU.
     """
 
     begun: StepColumns
@@ -284,7 +285,7 @@ def run_steadily(step: StepColumns, constants: Constants) -> Steady:
         step_ns = found.step_ns - ended_ns
         if abs(step_ns - before_ns) <= STEADY * step_ns or not step.free_ns:
             break
-    return Steady(step, found, step_ns, ended_ns)
+    return Steady(step, found, step_ns + step.late_ns, ended_ns)
 
 
 def follow(step: StepColumns, found: Replayed) -> StepColumns:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from profkit.analysis.step_replay.calibrate import (
 from profkit.analysis.step_replay.limits import (
     OUTSIDE,
     Cause,
+    Limit,
     LimitPart,
     Piece,
     StepLimits,
@@ -52,6 +53,7 @@ from profkit.analysis.step_replay.replay import (
 )
 from profkit.analysis.time_account.account import TimeAccount, share_out
 from profkit.analysis.time_account.gpu_time import is_data_wait
+from profkit.analysis.time_account.step_times import StepTimes
 from profkit.analysis.time_account.steps import measured_ranges
 from profkit.analysis.tree.modules import Place, places_of_ranges
 from profkit.names import DATA, STEP
@@ -77,6 +79,8 @@ NOT_FITTED = "no speed of the host makes the recorded steps take as long as the 
 _LEAST_SPREAD = 0.005
 """Unprofiled steps that differ less than this share of the step are not told apart."""
 
+_IN_BURSTS = 0.5
+"""Where recorded steps wait for data for less than this part of what unprofiled ones do, those wait in bursts."""
 _FOREIGN_PAUSE = 0.25
 _ALLOCATES = re.compile(
     r"^(cuda|cu)(Malloc|Free|HostAlloc|Host(Un)?[Rr]egister|Mem(Alloc|Free|Create|Release|Map|Unmap))"
@@ -123,6 +127,8 @@ class ReplayedStep:
         """Return what limits this step, or a changed form of it, piece by piece, scaled to sum up to ``whole_ns``."""
         pieces = cut_before(find_limits(step, steady.found), steady.ended_ns)
         parts = [part for piece in pieces for part in self.place(step, piece)]
+        if step.late_ns:
+            parts.append(LimitPart(Limit.PYTHON, Cause.PYTHON.value, DATA, None, step.late_ns))
         times = share_out(whole_ns, [part.time_ns for part in parts])
         return [replace(part, time_ns=time_ns) for part, time_ns in zip(parts, times, strict=True)]
 
@@ -362,11 +368,7 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
     timed, step_ns = account.timed, account.step_ns()
     if timed is None or step_ns is None or not unprofiled:
         return list(steps)
-    data = timed.find(DATA, None)
-    waits_ns = 0.0 if data is None else data.clean.mean
-    steps = [
-        replace(step, phases=replace(step.phases, waiting=waits_ns / (step.phases.wait_ns() or 1))) for step in steps
-    ]
+    steps = _wait_as_unprofiled(steps, timed)
     added_ns = [measure_tracing(step.columns, constants, step.phases, unprofiled) for step in steps]
     usual_ns = median([one for one in added_ns if one is not None] or [0.0])
     on_host = {name: round(ns) for name, ns in timed.host_ns.items()}
@@ -388,6 +390,24 @@ def _calibrate(steps: Sequence[ReplayedStep], constants: Constants, account: Tim
         ]
         calibrated.append(replace(step, columns=columns, phases=phases, fit=fit, gap_phases=gap_phases))
     return calibrated
+
+
+def _wait_as_unprofiled(steps: Sequence[ReplayedStep], timed: StepTimes) -> list[ReplayedStep]:
+    """Return the steps with the unprofiled ones' waits for data.
+
+    Each waits for as long as these on average. But where one of many steps waits for all, and none was recorded that
+    does, that mean would be hidden by the GPU's work: the recorded waits stay, and what nothing hides is added.
+    """
+    data, step_times = timed.find(DATA, None), timed.find(STEP, None)
+    waits_ns = 0.0 if data is None else data.clean.mean
+    recorded_ns = fmean(step.phases.wait_ns() for step in steps)
+    exposed_ns = 0.0 if step_times is None else float(step_times.unprofiled.wait_ns.mean())
+    late_ns = round(exposed_ns * (1 - recorded_ns / (waits_ns or 1)))
+    if step_times is not None and recorded_ns < _IN_BURSTS * waits_ns and late_ns > LARGEST_ERROR * step_times.clean_ns:
+        return [replace(step, columns=replace(step.columns, late_ns=late_ns)) for step in steps]
+    return [
+        replace(step, phases=replace(step.phases, waiting=waits_ns / (step.phases.wait_ns() or 1))) for step in steps
+    ]
 
 
 def _unprofiled_phases(account: TimeAccount) -> tuple[dict[str, int], int]:
