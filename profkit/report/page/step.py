@@ -356,7 +356,7 @@ def _figures(summary: Summary, advice: AdviceResult) -> Iterator[tuple[str, str]
     after = next(filter(None, map(describe_after, advice.tries)), "")
     if after:
         middle, _, reach = after.replace("about ", "≈ ").partition(" (")
-        yield middle, "a step after the best change" + (f" ({reach}" if reach else "")
+        yield middle, "a step after the first Try" + (f" ({reach}" if reach else "")
 
 
 def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
