@@ -175,9 +175,11 @@ def test_a_summary_shows_what_a_try_measured_and_ranks_by_it(tmp_path: Path) -> 
     advice |= {"costs": None, "evidence": {}, "proof": "profkit compare RUN NEW"}
     first = Advice(code="a", edit="tf32", saves_ns=Interval(5e5, 6e5, 7e5), **advice)  # type: ignore[arg-type]
     second = Advice(code="b", edit="optimizer:fused", saves_ns=Interval(1e5, 2e5, 3e5), **advice)  # type: ignore[arg-type]
+    graphs = Advice(code="launches", edit="compile:reduce-overhead", saves_ns=Interval(1e6, 3e6, 4e6), **advice)  # type: ignore[arg-type]
     trials = (Trials(PLAN, (), (*FUSED, process("compile", 1, 9.5), process("compile", 2, 10.4))),)
-    result = add_trials(AdviceResult((first, second)), trials)
-    assert [each.code for each in result.tries] == ["b", "a"]
+    result = add_trials(AdviceResult((graphs, first, second)), trials)
+    # What compiling is expected to save, and nobody measured, counts for a quarter.
+    assert [each.code for each in result.tries] == ["b", "launches", "a"]
     text = " ".join(render(build_summary_document(Summary("run"), result), "table").split())
     assert "1 c · x · measured -1.000 ms a step (-1.248 … -0.752 ms)" in text
     assert "Tried compile: measured -550.0 µs a step" in text

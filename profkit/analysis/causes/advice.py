@@ -91,11 +91,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdviceResult:
-    """The Tries, the largest effect first; ``together_ns`` is the step after all of those that change its time.
+    """The Tries, the largest effect first, compiling as `_sort_by_effect` says.
 
-    ``nothing`` says in one sentence that nothing was found, and what the step is made of; None if there is a Try.
-    ``trials`` are the edits that were tried in this run, and are no Try; the largest effect first. ``notes`` are facts
-    that slow a step down by an unknown time.
+    ``together_ns`` is the step after all of those that change its time. ``nothing`` says in one sentence that nothing
+    was found, and what the step is made of; None if there is a Try. ``trials`` are the edits that were tried in this
+    run, and are no Try; the largest effect first. ``notes`` are facts that slow a step down by an unknown time.
     """
 
     tries: tuple[Advice, ...] = ()
@@ -143,9 +143,14 @@ def add_trials(result: AdviceResult, calls: Sequence[Trials]) -> AdviceResult:
     others = [trial for trial in tried.values() if trial.change_ns is not None]
     return replace(
         result,
-        tries=tuple(sorted(tries, key=lambda advice: (_is_last(advice), -advice.effect_ns))),
+        tries=tuple(sorted(tries, key=lambda advice: (_is_last(advice), -_sure_effect(advice)))),
         trials=tuple(sorted(others, key=lambda trial: trial.change_ns or 0.0)),
     )
+
+
+def _sure_effect(advice: Advice) -> float:
+    is_unsure = advice.code in _COMPILING and advice.measured is None
+    return advice.effect_ns / (_TIMES_A_MEND if is_unsure else 1)
 
 
 def _is_last(advice: Advice) -> bool:
