@@ -660,9 +660,7 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
     found = find(twice)
     assert found == RareSteps(2, 40, 55_000_000, 20, saving)
     text = " ".join(check_profkit("summary", str(run_with_lines), cwd=run_with_lines).stdout.split())
-    assert "every 20th step takes 55.00 ms longer, which is no part of this (train.py:50 save)" in " ".join(
-        text.split()
-    )
+    assert "one step in 20 takes 55.00 ms longer, which is no part of this (train.py:50 save)" in " ".join(text.split())
     assert find([usual] * 9 + [long]) is None  # of one in ten the line's error would be larger
     saving = replace(saving, error_ns=saving.time_ns)
     assert find([usual] * 9 + [long]) == RareSteps(1, 10, 55_000_000, None, saving)

@@ -130,7 +130,7 @@ class UsedOptimizer:
 
     The bytes are those of this process: ``parameter_bytes`` of the ``parameters`` that had a gradient, ``state_bytes``
     of their state after the first step. ``groups`` have such parameters, and ``unlike_groups`` would be left if those
-    with the same options were one. The three counts are 0 in runs of before 2027.
+    with the same options were one. Older runs have 0 for the three counts.
     """
 
     name: Word = ""

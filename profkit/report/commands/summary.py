@@ -281,7 +281,7 @@ def _describe_time(step: StepUse) -> str:
 def _describe_rare(summary: Summary) -> Iterator[str]:
     rare = summary.rare_steps
     if rare is not None:
-        which = f"every {rare.every}th step takes" if rare.every else f"{rare.count} of {rare.of} other steps took"
+        which = f"one step in {rare.every} takes" if rare.every else f"{rare.count} of {rare.of} other steps took"
         where = (
             "" if rare.line is None else f" ({Path(rare.line.file or '').name}:{rare.line.line} {rare.line.function})"
         )
