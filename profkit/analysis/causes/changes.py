@@ -30,6 +30,8 @@ from profkit.names import DATA, OPTIMIZER
 By = Mapping[World, float]
 """A number for each world."""
 
+NOTHING: By = {"least": 0, "expected": 0, "most": 0}
+
 Choose = Callable[[ReplayedStep], Collection[int]]
 """Chooses operations or calls of a recorded step."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, takewhile
 from statistics import median
 
-from profkit.analysis.causes.changes import By, Choose, fuse, remove_operations, scale_operations
+from profkit.analysis.causes.changes import NOTHING, By, Choose, fuse, remove_operations, scale_operations
 from profkit.analysis.causes.evidence import (
     WORTH_COMPILING,
     Cause,
@@ -135,9 +135,8 @@ def _is_in_fp64(operation: Operation) -> bool:
 
 def _permutations(evidence: Evidence) -> Iterator[Cause]:
     """``torch.randperm`` on a GPU sorts a random number for each index, however few indices are used."""
-    step = evidence.step
-    sorting = [] if step is None else _find_permutations(evidence.operations(step))
-    if step is None or not sorting:
+    sorting = _find_permutations(evidence.kernels)
+    if not sorting:
         return
     lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.method == "randperm"]
     line = max(lines, key=lambda line: line.time_ns, default=None)
@@ -263,9 +262,7 @@ def _written_attention(evidence: Evidence) -> Iterator[Cause]:
         module=_busiest(small),
         change="F.scaled_dot_product_attention",
         changes=[
-            remove_operations(
-                "attention", evidence.choose(chain), {"least": 0, "expected": 0, "most": 0}, "which kernel runs"
-            ),
+            remove_operations("attention", evidence.choose(chain), NOTHING, "which kernel runs"),
             scale_operations(
                 "attention",
                 evidence.choose(products),

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from statistics import median
 
 from profkit.analysis.causes.changes import (
+    NOTHING,
     By,
     drop_some_launches,
     fuse,
@@ -455,14 +456,13 @@ def _needless_exchanges(evidence: Evidence) -> Iterator[Cause]:
     early = find_early(evidence.step)
     if not early:
         return
-    nothing: By = {"least": 0, "expected": 0, "most": 0}
     durations = evidence.step.columns.duration_ns
     yield Cause(
         code="no-sync",
         cause="ranks sum gradients after every backward pass of a step",
         detail=f": {len(early)} collectives too many",
         change="with model.no_sync(): around all passes of a step but the last",
-        changes=[remove_operations("no-sync", find_early, nothing, "when ranks come to collectives")],
+        changes=[remove_operations("no-sync", find_early, NOTHING, "when ranks come to collectives")],
         evidence={"collectives": len(early), "time_ns": sum(durations[at] for at in early)},
         proof="profkit ranks RUN",
     )

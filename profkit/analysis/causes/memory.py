@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from profkit.analysis.causes.changes import By, enlarge_batch, remove_operations, without_calls
+from profkit.analysis.causes.changes import NOTHING, enlarge_batch, remove_operations, without_calls
 from profkit.analysis.causes.evidence import Cause, Evidence, Interval, edits, find_line, name_times
 from profkit.analysis.memory.failures import check_leaks
 from profkit.analysis.memory.places import PartRow
@@ -27,7 +27,6 @@ _LEAST_GROWTH = 2**20
 """Bytes a step from which on memory grows."""
 _ALIKE = 0.8
 """Calls whose kernels take this share of the longest one's do the same work."""
-_NOTHING: By = {"least": 0.0, "expected": 0.0, "most": 0.0}
 
 
 def _expandable(evidence: Evidence) -> Iterator[Cause]:
@@ -206,7 +205,7 @@ def _unread_passes(evidence: Evidence) -> Iterator[Cause]:
                 cause=f"{name} is called {name_times(len(passes))}, and backward goes through it {name_times(passed)}",
                 module=name,
                 change="call it once for both, or for a log every N steps",
-                changes=[remove_operations("no pass that nobody reads", choose, _NOTHING, "which of the calls it is")],
+                changes=[remove_operations("no pass that nobody reads", choose, NOTHING, "which of the calls it is")],
                 costs="what that call is for, in the other steps",
                 evidence={"calls": len(passes), "passes": passed, "call_ns": round(median(times_ns))},
             )

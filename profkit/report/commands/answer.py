@@ -12,10 +12,11 @@ from pathlib import Path
 from profkit.analysis.causes.advice import CHANGES_TRAINING, Advice, AdviceResult, find_advice
 from profkit.analysis.causes.evidence import Interval
 from profkit.analysis.opened import OpenedCapture
-from profkit.analysis.step_replay.limits import OUTSIDE, Limit, LineLimit
+from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.summarize import summarize_capture
 from profkit.analysis.summary import Kind, MemoryUse, StepPart, StepTree, Summary
 from profkit.report import shorten
+from profkit.report.commands.steps import name_line, name_source
 from profkit.report.commands.trials import describe_trial
 from profkit.report.units import format_bytes, format_ns, format_share
 
@@ -130,7 +131,7 @@ def _samples_of(tries: Sequence[Advice]) -> str:
 def name_place(advice: Advice) -> str:
     """Return the line or the module of a cause, in few words; empty if it has neither."""
     if advice.line is not None:
-        return f"{Path(advice.line.file).name}:{advice.line.line} {advice.line.function}"
+        return name_source(advice.line)
     return advice.module or ""
 
 
@@ -225,12 +226,6 @@ def _describe_pace(summary: Summary, tree: StepTree, *, is_brief: bool) -> str:
     if part.line.time_ns > _MOST * part.time_ns and part.kind == Limit.PYTHON:
         return f"for {format_ns(part.line.time_ns)} {name_line(part.line)} keeps the GPU waiting"
     return f"for {time} {pace}, {format_ns(part.line.time_ns)} of it at {name_line(part.line)}"
-
-
-def name_line(line: LineLimit) -> str:
-    """Return a line of source in a few words: ``train.py:30 main: torch.randn``."""
-    called = f": {line.called}" if line.called else ""
-    return f"{Path(line.file).name}:{line.line} {line.function}{called}"
 
 
 def draw_tree(tree: StepTree, least_share: float = 0.0) -> Iterator[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profkit.analysis.efficiency.summary import EfficiencyRow
 from profkit.analysis.lines import LinesResult
 from profkit.analysis.step_replay.calibrate import Fit
-from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, sum_parts
+from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, LineLimit, StepLimits, sum_parts
 from profkit.analysis.step_replay.predict import TimeAnswer
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.time_account.step_times import PhaseTimes, StepTimes, summarize_step_times
@@ -23,6 +23,9 @@ from profkit.report.units import NS, SHARE, TEXT, Unit, format_change, format_co
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from profkit.run.manifest import Manifest
+
+if TYPE_CHECKING:
+    from profkit.analysis.causes.evidence import SourceLine
 
 _TIME_COLUMNS = (
     Column("phase", "time of", TEXT),
@@ -150,13 +153,21 @@ def _notes(result: LinesResult) -> Iterator[str]:
         yield "waiting for the GPU is not work: removing a wait helps only if the GPU is idle meanwhile"
 
 
+def name_source(line: SourceLine | LineLimit | LineTime) -> str:
+    """Return a line of source as ``train.py:30 main``."""
+    return f"{Path(line.file or '').name}:{line.line} {line.function}"
+
+
+def name_line(line: LineLimit | LineTime) -> str:
+    """Return a line of source with what it calls: ``train.py:30 main: torch.randn``."""
+    return f"{name_source(line)}: {line.called}" if line.called else name_source(line)
+
+
 def describe_line(line: LineTime) -> str:
-    place = f"{Path(line.file or '').name}:{line.line} {line.function}"
-    what = f"{place}: {line.called}" if line.called else place
     waits = f", of it {NS.show(line.waiting_ns)} waiting for the GPU" if line.waiting_ns else ""
     shown = _WAITS.show(line.waits)
     times = f" ({shown} {'wait' if shown == '1' else 'waits'})" if line.waits else ""
-    return f"{what} {NS.show(line.time_ns)}{waits}{times}"
+    return f"{name_line(line)} {NS.show(line.time_ns)}{waits}{times}"
 
 
 _CAUSES = {

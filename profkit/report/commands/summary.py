@@ -29,7 +29,7 @@ from profkit.report.commands.answer import (
     draw_tree,
     join_parts,
 )
-from profkit.report.commands.steps import describe_limits, describe_line
+from profkit.report.commands.steps import describe_limits, describe_line, name_source
 from profkit.report.commands.trials import describe_trial, name_trial
 from profkit.report.document import Column, Document, Labelled, Lines, Table, wrap, wrap_labelled
 from profkit.report.units import TEXT, format_bytes, format_change, format_count, format_ns, format_share
@@ -282,9 +282,7 @@ def _describe_rare(summary: Summary) -> Iterator[str]:
     rare = summary.rare_steps
     if rare is not None:
         which = f"one step in {rare.every} takes" if rare.every else f"{rare.count} of {rare.of} other steps took"
-        where = (
-            "" if rare.line is None else f" ({Path(rare.line.file or '').name}:{rare.line.line} {rare.line.function})"
-        )
+        where = "" if rare.line is None else f" ({name_source(rare.line)})"
         yield f"{which} {format_ns(rare.longer_ns)} longer, which is no part of this{where}"
 
 

@@ -40,10 +40,10 @@ from profkit.report.commands.answer import (
     describe_effects,
     describe_phases,
     describe_together,
-    name_line,
     name_part,
     name_place,
 )
+from profkit.report.commands.steps import name_line
 from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Labelled
 from profkit.report.page import Interned, Results, pack, without_folders
