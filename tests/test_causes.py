@@ -417,6 +417,13 @@ def waits_in_bursts(batch_ns: int, *work: Action, workers: int = 4) -> tuple[Pro
     return program, {**given, "loader": loader, "attached": {"steps": [*[usual] * 9, waiting]}}
 
 
+def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]:
+    """Return steps whose workers make batches of 1 ms in time, and are started anew for every ten batches."""
+    program, given = waits_in_bursts(MS, FORWARD)
+    loading = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": batches, "epoch_start_ns": start_ns}
+    return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
+
+
 def with_memory(held: int) -> dict[str, Any]:
     """Return the conditions of a process that held this much of a GPU's memory."""
     return {"conditions": {"reserved_peak_bytes": held, "gpu_memory_bytes": 140 * GIB}}
@@ -513,6 +520,8 @@ NEARLY: list[Case] = [
     # Workers make no batch sooner for it; those that are in time are late for another reason.
     ("tf32", *BURSTS),
     ("loader", *waits_in_bursts(MS, FORWARD, workers=1)),
+    # Starting workers is a small part of the wait: something else is late.
+    ("loader", *restarts(BURST_NS // 3)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
@@ -631,6 +640,7 @@ NAMED: dict[str, Case] = {
     },
     # Four workers that take 20 ms for a batch are too slow for 5 ms; those that take 4 ms are late for another reason.
     "workers that are waited for in bursts": ("loader", *BURSTS),
+    "workers that are started anew": ("loader", *restarts(BURST_NS)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
     "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
@@ -727,6 +737,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "the same after no work": (20 * 201_000, 0.02),
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
     "workers that are waited for in bursts": (BURSTS[0].lengths[1] + 200_000, 0.01),
+    # An epoch's first batch is waited for with workers that stay, too.
+    "workers that are started anew": (restarts(BURST_NS)[0].lengths[1] + MS // 10, 0.02),
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),
@@ -1022,6 +1034,11 @@ def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path
     crowded = _note(tmp_path / "threads", cpu_ns=50 * MS)
     assert crowded.startswith("each of 4 loader workers keeps 5.0 of 16 CPUs busy while it makes a batch: ")
     assert _note(tmp_path / "room", cpu_ns=35 * MS) == ""
+    # In none of the timed steps.
+    anew = {"workers": 4, "batches_per_step": 1.0, "epoch_batches": 500, "epoch_start_ns": 800 * MS}
+    program = equal_steps(FORWARD, wait)
+    (restarted,) = program.write(tmp_path / "anew", [line(MS)], processes=[{"pid": 7, "loading": anew}]).notes
+    assert restarted.startswith("the DataLoader starts its 4 workers anew for every 500 batches, which takes 1.6 ms of")
     (unlike,) = passes(4, 8).write(tmp_path / "unlike").notes
     assert unlike.startswith(
         "model is called with gradients 2 times a step, and backward goes through it once a step: "

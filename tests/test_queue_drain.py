@@ -20,8 +20,10 @@ from profkit.capture.session import Session  # noqa: E402
 from profkit.capture.steps.data_loading import (  # noqa: E402
     LONGEST_DRAIN,
     DataLoading,
+    Epoch,
     Queue,
     QueueDrain,
+    count_batches,
     count_steps_to_drain,
     queue_of,
 )
@@ -157,6 +159,7 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     loading.install()
     list(DataLoader(Numbers(), batch_size=None))
     assert loading.look() == Queue(), "without workers nothing runs ahead"
+    assert loading.epoch == Epoch(), "nor is anything started"
     batches = iter(DataLoader(Numbers(), batch_size=None, num_workers=1, prefetch_factor=3))
     next(batches)
     loading.step_ended()
@@ -165,8 +168,13 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.001)
     assert loading.look() == Queue(1, 3, 3, is_young=True)
     assert loading.batches_per_step == 1
+    assert loading.epoch.batches == 8
+    assert loading.epoch.start_ns > 0
+    list(DataLoader(Numbers(), batch_size=4, num_workers=1))
+    assert loading.epoch.batches == 8, "a shorter loader, as for evaluation"
     list(batches)
     assert loading.look() == Queue(), "all batches are given out"
+    assert count_batches(DataLoader(Numbers(), num_workers=1, persistent_workers=True)) == 0
 
 
 def test_batches_that_came_before_their_turn_and_those_to_be_pinned_are_ready_too() -> None:
@@ -209,6 +217,7 @@ class Filled:
 
     batches_per_step = 1.0
     falls_behind = keeps_full = False
+    epoch = Epoch()
 
     def __init__(self, capacity: int = 4) -> None:
         self._queues = iter((Queue(2, capacity, 0), Queue(2, capacity, capacity)))

@@ -252,6 +252,8 @@ class OpenedTrace:
             bytes_per_s=None if peaks is None else peaks.bytes_per_s,
             batch_ns=None if batch_ns is None else round(batch_ns * max(1.0, loading.batches_per_step)),
             workers=loading.workers,
+            epoch_batches=loading.epoch_batches,
+            restart_ns=round(loading.epoch_start_ns * loading.batches_per_step / max(loading.epoch_batches, 1)),
             cpus=conditions.cpu_count,
             worker_cpus=1.0 if self.lines is None else self.lines.worker_cpus or 1.0,
             threads=conditions.cpu_threads or 1,

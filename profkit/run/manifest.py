@@ -212,6 +212,9 @@ class Loading:
     A queue holds at most ``queue_batches``. Starting the recorder took ``start_ns``. Until the queue was as usual again
     ``needed_steps`` had to go by; the first ``drained_steps`` in the trace do not count for that reason, and
     ``first_step`` is the number of the first that does.
+
+    A loader of ``epoch_batches`` batches starts its workers anew for each epoch; the program last waited
+    ``epoch_start_ns`` for that and for the first batch. Both are 0 where workers stay, or batches cannot be counted.
     """
 
     workers: int = 0
@@ -221,6 +224,8 @@ class Loading:
     needed_steps: int = 0
     drained_steps: int = 0
     first_step: int = 0
+    epoch_batches: int = 0
+    epoch_start_ns: int = 0
 
 
 @dataclass(frozen=True)

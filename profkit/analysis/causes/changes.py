@@ -216,6 +216,22 @@ def merge_groups(name: str, left: By, moved_bytes: int | None) -> StepChange:
     return StepChange(name, apply, "how many parameters one launch takes")
 
 
+def keep_workers() -> StepChange:
+    """Return the change after which a loader's workers stay for the next epoch, whose first batch is waited for."""
+
+    def apply(columns: StepColumns, setting: Setting) -> StepColumns:
+        gap, left_ns = list(columns.gap_ns), setting.facts.saved_by_keeping_workers(setting.world)
+        late_ns = min(columns.late_ns, left_ns)
+        left_ns -= late_ns
+        for call, phases in enumerate(setting.step.gap_phases):
+            taken_ns = min(left_ns, phases.get(DATA, 0), max(gap[call], 0))
+            gap[call] -= taken_ns
+            left_ns -= taken_ns
+        return replace(columns, gap_ns=gap, late_ns=columns.late_ns - late_ns)
+
+    return StepChange("persistent-workers", apply, "how long an epoch's first batch takes", of_loader=True)
+
+
 def without_calls(name: str, choose: Choose) -> StepChange:
     """Return the change after which some calls take no time; the Python before them stays."""
 

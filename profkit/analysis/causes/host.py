@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from profkit.analysis.causes.changes import (
+    keep_workers,
     launch_without_waiting,
     shorten_gaps,
     without_calls,
@@ -24,6 +25,7 @@ from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
+from profkit.analysis.summary import WORTH
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
@@ -38,7 +40,7 @@ _COVERED = 0.5
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _MOSTLY = 0.5
-"""A pause that is compiling by this share is all of it."""
+"""A pause that is compiling by this share is all of it, and a wait for data that is starting workers is for these."""
 _OF_DATASET = 0.25
 """With less of the batch's time in its lines, the dataset is not what takes it."""
 _MANY_WORKERS = 64
@@ -53,12 +55,36 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if step is None:
         return
     waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases) + step.columns.late_ns
+    if are_workers_restarted(evidence, waited_ns):
+        yield replace(describe_restarts(evidence), detail=", and the GPU waits for the first", changes=[keep_workers()])
+        return
     # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
     pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
     workers = choose_workers(evidence, waited_ns, pace_ns)
     if workers is not None:
         cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
         yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
+
+
+def are_workers_restarted(evidence: Evidence, waited_ns: int) -> bool:
+    """Return whether most of a wait for data is for workers that are started anew for each epoch."""
+    restart_ns = evidence.facts.restart_ns
+    return waited_ns > 0 and restart_ns > max(_MOSTLY * waited_ns, _LEAST_SHARE * evidence.now_ns)
+
+
+def describe_restarts(evidence: Evidence) -> Cause:
+    """Return the cause that workers are started anew, without what keeping them does to the step."""
+    facts = evidence.facts
+    lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.phase == DATA]
+    line = max(lines, key=lambda line: line.time_ns, default=None)
+    return Cause(
+        code="loader",
+        cause=f"the DataLoader starts its workers anew for every {facts.epoch_batches} batches",
+        line=None if line is None else source_line(line),
+        change="DataLoader(…, persistent_workers=True)",
+        costs="host memory during evaluation",
+        evidence={"restart_ns": facts.restart_ns, "epoch_batches": facts.epoch_batches, "workers": facts.workers},
+    )
 
 
 def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | None:
@@ -390,6 +416,17 @@ def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
     return tuple(name for name in names if is_convolution(name))
 
 
+def _restarting_workers(evidence: Evidence) -> Iterator[str]:
+    """Workers start anew in steps that are none of those timed: the step does not show it."""
+    facts, step = evidence.facts, evidence.step
+    is_shown = step is not None and step.columns.late_ns > 0
+    if facts.restart_ns > WORTH * (evidence.now_ns or math.inf) and not is_shown:
+        yield (
+            f"the DataLoader starts its {facts.workers} workers anew for every {facts.epoch_batches} batches, which "
+            f"takes {facts.restart_ns / 1e6:.3g} ms of each step's time on average: persistent_workers=True"
+        )
+
+
 def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
     """There are more threads that compute than CPUs: the program's, or those of workers of data loaders."""
     workers, cpus, busy = evidence.facts.workers, evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
@@ -403,4 +440,10 @@ def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
         )
 
 
-NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_deterministic, _convolutions, _crowded_cpus, unread_graphs)
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _deterministic,
+    _convolutions,
+    _restarting_workers,
+    _crowded_cpus,
+    unread_graphs,
+)

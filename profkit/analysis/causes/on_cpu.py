@@ -13,7 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
-from profkit.analysis.causes.host import choose_workers, describe_loader, group_nearby
+from profkit.analysis.causes.host import (
+    are_workers_restarted,
+    choose_workers,
+    describe_loader,
+    describe_restarts,
+    group_nearby,
+)
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
 from profkit.analysis.time_account.steps import mark_work_of_steps
@@ -84,10 +90,14 @@ class _Operators:
 def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     """The program makes its batches itself, or its workers are too slow; they share its CPUs."""
     facts, waited_ns = evidence.facts, step.phases.get(DATA, 0)
+    if are_workers_restarted(evidence, waited_ns):
+        saved = {world: facts.saved_by_keeping_workers(world) for world in WORLDS}
+        yield _answered(describe_restarts(evidence), step, saved)
+        return
     workers = choose_workers(evidence, waited_ns, step.now_ns - waited_ns)
     if workers is None:
         return
-    saved: dict[World, float] = {}
+    saved = {}
     for world in WORLDS:
         rest_ns, batch_ns = step.now_ns - waited_ns, facts.batch_in_worker(waited_ns, world) or 0
         at_work = min(workers, batch_ns / max(rest_ns, 1))
@@ -95,7 +105,8 @@ def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
         ready_ns = rest_ns * max(1.0, slower) + FETCH_NS[world]
         cpus, busy = facts.cpus or workers, facts.threads ** _BUSY_THREADS[world]
         shared_ns = (rest_ns * min(busy, cpus) + batch_ns * facts.worker_cpus) / cpus
-        saved[world] = step.now_ns - max(ready_ns, shared_ns, batch_ns / facts.batches_at_once(workers, world))
+        made_ns = max(shared_ns, batch_ns / facts.batches_at_once(workers, world))
+        saved[world] = round(step.now_ns - max(ready_ns, made_ns))
     if saved["expected"] > step.spread_ns:
         cause = describe_loader(evidence, waited_ns, workers)
         yield _answered(cause, step, saved)

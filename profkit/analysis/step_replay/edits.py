@@ -80,6 +80,8 @@ _SUM_TO_FILL = 3
 _MOST_NAMED = 3
 _SUM = "CUDAFunctor_add"
 """What torch's kernels are called that add two tensors."""
+_FIRST_BATCHES = {"least": 0, "expected": 1, "most": 2}
+"""How many times what a worker usually takes for a batch an epoch's first one takes: all workers begin at once."""
 _AGAIN = {"least": 1.0, "expected": 1.5, "most": 2.0}
 """How many times the Python of a forward pass its repetition takes, with what the wrapper adds to both."""
 
@@ -95,9 +97,10 @@ class ProgramFacts:
     ``lines`` are the lines of source behind its unprofiled steps, and ``callers`` what lines that called others took in
     them. ``optimizer_bytes`` is what a fused optimizer moves,
     None if torch has none for it; ``bytes_per_s`` the memory's peak. The data loader has ``workers`` processes, each of
-    which takes ``batch_ns`` for what a step needs, None if that is not known. The machine has ``cpus``, None if that is
-    not known, of which a worker keeps ``worker_cpus`` busy; torch computes with ``threads`` in the program, and with
-    one in each worker.
+    which takes ``batch_ns`` for what a step needs, None if that is not known. They are started anew for each epoch of
+    ``epoch_batches`` batches, 0 if they stay; until the first batch comes that takes ``restart_ns``, shared among the
+    epoch's steps. The machine has ``cpus``, None if that is not known, of which a worker keeps ``worker_cpus`` busy;
+    torch computes with ``threads`` in the program, and with one in each worker.
     """
 
     lines: Sequence[LineTime] | None = None
@@ -106,6 +109,8 @@ class ProgramFacts:
     bytes_per_s: float | None = None
     batch_ns: int | None = None
     workers: int = 0
+    epoch_batches: int = 0
+    restart_ns: int = 0
     cpus: int | None = None
     worker_cpus: float = 1.0
     threads: int = 1
@@ -115,6 +120,11 @@ class ProgramFacts:
     def room(self) -> int | None:
         """For how many workers the CPUs have room, None if that is not known: those that wait for files share one."""
         return None if self.cpus is None else max(2, int(self.cpus / max(self.worker_cpus, _LEAST_BUSY)))
+
+    def saved_by_keeping_workers(self, world: World) -> int:
+        """Return by how much a step is shorter, on average, if workers stay: an epoch's first batch is waited for."""
+        first_ns = (self.batch_ns or 0) * _FIRST_BATCHES[world]
+        return max(0, round(self.restart_ns - first_ns / max(self.epoch_batches, 1)))
 
     def batches_at_once(self, workers: int, world: World) -> float:
         """Return how many batches workers make in the time that one alone takes for one; more never make less.

@@ -56,16 +56,27 @@ class Queue:
         return self.ready is None or self.ready >= share * self.capacity
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch of so many batches, for which a loader started its workers: it took ``start_ns`` to the first batch."""
+
+    batches: int = 0
+    start_ns: int = 0
+
+
 class DataLoading:
     """Calls ``begins`` and ``ends`` around each wait for a data loader, on the thread that waits.
 
     A loader that reads from another one, in the same process, waits within its own wait: both are reported.
+    ``epoch`` is the last one of the longest loader that starts workers for each.
     """
 
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
         self._begins = begins
         self._ends = ends
         self._iterators: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._starting: WeakKeyDictionary[Any, Epoch] = WeakKeyDictionary()
+        self.epoch = Epoch()
         self._taken = 0
         self._taken_per_step: list[int] = []
         self._queues: list[Queue] = []
@@ -121,23 +132,42 @@ class DataLoading:
 
     def _around(self, method: Callable[[Any], Any], *, is_batch: bool) -> Callable[[Any], Any]:
         def waited(loader: Any) -> Any:
+            began_ns = perf_counter_ns()
             self._begins()
             try:
                 result = method(loader)
             finally:
                 self._ends()
-            if is_batch and getattr(loader, "_num_workers", 0) > 0:
-                self._taken += 1
-                with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
+            waited_ns = perf_counter_ns() - began_ns
+            with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
+                if not is_batch:
+                    self._starting[result] = Epoch(count_batches(loader), waited_ns)
+                elif getattr(loader, "_num_workers", 0) > 0:
+                    self._taken += 1
                     self._iterators[loader] = None
+                    self._first_came(self._starting.pop(loader, Epoch()), waited_ns)
             return result
 
         return waited
+
+    def _first_came(self, epoch: Epoch, waited_ns: int) -> None:
+        if epoch.batches and epoch.batches >= self.epoch.batches:
+            self.epoch = replace(epoch, start_ns=epoch.start_ns + waited_ns)
 
 
 def is_loader_worker() -> bool:
     """Return whether this process is a data loader's worker: what it runs trains nothing, even if it calls a model."""
     return get_worker_info() is not None
+
+
+def count_batches(loader: Any) -> int:
+    """Return how many batches an epoch has of a loader that starts workers for each; 0 if none, or nobody knows."""
+    if not getattr(loader, "num_workers", 0) or getattr(loader, "persistent_workers", False):
+        return 0
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a dataset that is read to its end
+        return 0
 
 
 def queue_of(iterator: Any) -> Queue:
@@ -217,6 +247,8 @@ class QueueDrain:
                 needed_steps=needed,
                 drained_steps=drained,
                 first_step=number + drained,
+                epoch_batches=self._loading.epoch.batches,
+                epoch_start_ns=self._loading.epoch.start_ns,
             )
         return drained
 
