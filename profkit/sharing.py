@@ -14,7 +14,7 @@ import pickle
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +349,10 @@ class _Writer:
         name = _OF_RANK.sub("", path.name)
         if name in RUN_FILES:
             file = RUN_FILES[name]
-            file.write(output, self.keeper.record(file.kind, file.read(path)))
+            record = file.read(path)
+            if name == WORK and not self.keeper.keep_frames:
+                record = replace(record, lines=())
+            file.write(output, self.keeper.record(file.kind, record))
         elif name == LOG:
             # All that is read of it is whether it tells of a loss.
             losses = LOSS_IN_LOG.finditer(read_text(path, errors="replace"))

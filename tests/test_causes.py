@@ -242,6 +242,26 @@ def blocks(module: str, *kernels: tuple[str, int]) -> Program:
     return equal_steps(*parts, wait)
 
 
+def works(*lines: tuple[str, str, int, int]) -> dict[str, Any]:
+    """Return a counted step: which operators which lines of model.py called, under which path, on how many bytes."""
+    counts = {"dtype": "float32", "count": 4, "flops": 0, "function": "forward", "file": "/code/model.py"}
+    return {
+        "work": {
+            **{"version": 1, "source": "counted", "dtype": None, "ranges": [], "model_flops": 0, "missing": []},
+            "lines": [
+                {
+                    **counts,
+                    "path": ["forward", "model", *path.split("/")],
+                    "operator": operator,
+                    "line": at,
+                    "bytes": size,
+                }
+                for path, operator, at, size in lines
+            ],
+        }
+    }
+
+
 def pageable_copy(kernels: int) -> Program:
     phases = [within(phase, launch(NVJET, 2_000, times)) for phase, times in (("forward", 100), ("backward", kernels))]
     return equal_steps(phases[0], copy(MS // 2), phases[1], wait)
@@ -1044,6 +1064,28 @@ def test_what_slows_a_step_down_by_an_unknown_time_is_a_note_and_no_try(tmp_path
         "model is called with gradients 2 times a step, and backward goes through it once a step: "
     )
     assert not passes(4, 4).write(tmp_path / "alike").notes
+
+
+ATTENTION = "h.*/h.*.attn"
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        ([(ATTENTION, "_softmax", 30, 9), (ATTENTION, "bmm", 31, 99), ("loss", "_softmax", 50, 99)], 30),
+        # Two functions do it: the larger one counts.
+        ([(ATTENTION, "_softmax", 30, 9), (ATTENTION, "_safe_softmax", 33, 10)], 33),
+        # A line of the user's own calls a library's block, in which all of this is.
+        ([(ATTENTION, "_softmax", 30, 9), ("h.*", "add", 30, 9)], None),
+        ([(ATTENTION, "bmm", 31, 99)], None),
+    ],
+)
+def test_a_cause_in_kernels_has_the_line_that_calls_its_operators(
+    tmp_path: Path, lines: list[tuple[str, str, int, int]], line: int | None
+) -> None:
+    (found,) = by_code(blocks("attn", *WRITTEN_OUT).write(tmp_path, **works(*lines))).values()
+    assert (found.code, found.module) == ("attention", "h.*.attn")
+    assert found.line == (None if line is None else SourceLine("/code/model.py", line, "forward"))
 
 
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:

@@ -136,10 +136,19 @@ def test_the_copy_of_a_run_keeps_its_work_and_its_peaks(tmp_path: Path) -> None:
     run = make_small_run(tmp_path)
     share(run, tmp_path / "copy")
     assert_same_figures(run, tmp_path / "copy", (("efficiency",), ("efficiency", "--by", "module")))
-    ranges = json.loads((tmp_path / "copy" / "work.json").read_text())["ranges"]
-    assert [one["path"] for one in ranges] == [
-        one["path"] for one in json.loads((run / "work.json").read_text())["ranges"]
-    ]
+    work, copied = (json.loads((folder / "work.json").read_text()) for folder in (run, tmp_path / "copy"))
+    assert [one["path"] for one in copied["ranges"]] == [one["path"] for one in work["ranges"]]
+
+
+def test_the_copy_of_a_run_has_its_operators_lines_only_with_frames(tmp_path: Path) -> None:
+    run = make_small_run(tmp_path)
+    work = json.loads((run / "work.json").read_text())
+    where = {"file": "/home/me/model.py", "line": 7, "function": "forward"}
+    line = {"path": ["forward"], "operator": "mm", "dtype": "float32", **where, "count": 1, "flops": 2, "bytes": 3}
+    (run / "work.json").write_text(json.dumps(work | {"lines": [line]}))
+    for keep_frames, kept in ((False, []), (True, [{**line, "file": "model.py"}])):
+        share(run, tmp_path / f"copy {keep_frames}", keep_frames=keep_frames)
+        assert json.loads((tmp_path / f"copy {keep_frames}" / "work.json").read_text())["lines"] == kept
 
 
 @pytest.mark.parametrize("keep_frames", [False, True])

@@ -245,6 +245,35 @@ def test_ranges_nest_and_instances_that_differ_say_so() -> None:
     assert rows[("",)]["model_flops"] == 128 + 64
 
 
+def test_a_line_has_the_operators_that_it_calls_by_kind_of_range() -> None:
+    """But for those of backward and of the optimizer; views do nothing."""
+    softmax = nn.Softmax(-1)
+
+    def run() -> None:
+        x = torch.ones(4, 4)
+        for layer in range(3):
+            with annotate("forward"), annotate(f"layer {layer}"):
+                y = softmax(x @ x.T)
+        with annotate("backward"):
+            y @ y
+        with annotate("optimizer"):
+            y @ y
+        y.double()
+
+    found = {(line["operator"], line["dtype"], tuple(line["path"])): line for line in _count(run)["",]["lines"]}
+    inside = ("forward", "layer *")
+    assert [*found] == [
+        ("ones", "float32", ()),
+        ("mm", "float32", inside),
+        ("_softmax", "float32", inside),
+        ("_to_copy", "float64", ()),
+    ]
+    product = found["mm", "float32", inside]
+    assert (product["count"], product["flops"], product["bytes"]) == (3, 3 * 128, 3 * 3 * 64)
+    assert product["line"] == found["_softmax", "float32", inside]["line"] == found["ones", "float32", ()]["line"] + 2
+    assert {(line["file"], line["function"].rpartition(".")[2]) for line in found.values()} == {(__file__, "run")}
+
+
 def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:
     counter = WorkCounter()
     with annotate("before"):

@@ -14,6 +14,8 @@ lengths that range stands before: ``("context 128", "forward")``, and ``("contex
   of a tensor once. What is made and used up inside is free, what backward wants of forward is not. A range's bytes are
   at most the sum of those of the ranges and operators inside it.
 
+- ``lines``: which lines of the user's own called the operators of the forward pass, and of what runs between passes.
+
 ``ceilings.json``, what a device can do at most: as ``profkit ceilings`` measured it.
 """
 
@@ -26,7 +28,17 @@ from typing import Literal
 
 from profkit.errors import RunError
 from profkit.run import read_record
-from profkit.text_kinds import GpuName, Message, Moment, OperatorName, RangeName, Version, Word
+from profkit.text_kinds import (
+    FunctionName,
+    GpuName,
+    Message,
+    Moment,
+    OperatorName,
+    RangeName,
+    SourceFile,
+    Version,
+    Word,
+)
 
 VERSION = 1
 """Of both files."""
@@ -72,12 +84,31 @@ class RangeWork:
 
 
 @dataclass(frozen=True)
+class OperatorLine:
+    """What a line of the user's own made one operator do in a step, ``count`` times, under ranges of the same kinds.
+
+    ``path`` has the ranges' names with ``*`` for their numbers. ``dtype`` is that of the result. ``bytes`` is what the
+    operators read and wrote.
+    """
+
+    path: tuple[RangeName, ...]
+    operator: OperatorName
+    dtype: Word
+    file: SourceFile
+    line: int
+    function: FunctionName
+    count: int
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class RunWork:
     """The content of ``work.json``.
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
-    appendix B). ``missing`` names operators without a formula.
+    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``.
     """
 
     version: int
@@ -86,6 +117,7 @@ class RunWork:
     ranges: tuple[RangeWork, ...]
     model_flops: int
     missing: tuple[OperatorName, ...]
+    lines: tuple[OperatorLine, ...] = ()
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

@@ -25,6 +25,7 @@ from profkit.analysis.step_replay.predict import StepChange, TimeAnswer
 from profkit.analysis.summary import PRODUCTS, WORTH, StepTree, Summary
 from profkit.analysis.trials import Trial, latest_trials
 from profkit.run.edits import Trials, can_be_tried
+from profkit.run.work import OperatorLine
 
 if TYPE_CHECKING:
     from profkit.analysis.opened import OpenedCapture
@@ -42,6 +43,19 @@ _RUNS_PYTHON = ("python", "made-on-cpu", "loader", "garbage", "recompile")
 """Causes for which Python is late: with them goes what a wait costs without which it would run ahead."""
 CHANGES_TRAINING = ("autocast", "batch")
 """Causes that stand after all others, which they must not hide: their change is one of what a program computes."""
+
+_OF_LOSSES = ("log_softmax", "softmax", "log", "exp", "logsumexp", "gather", "sub")
+_OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
+    **dict.fromkeys(("norm", "activation"), lambda line: line.bytes * (not line.flops)),
+    **dict.fromkeys(("loop", "chain"), lambda line: line.count),
+    "sizes": lambda line: line.flops,
+    "attention": lambda line: line.bytes * ("softmax" in line.operator),
+    "cross-entropy": lambda line: line.bytes * (line.operator.strip("_") in _OF_LOSSES),
+    "float64": lambda line: line.bytes * (line.dtype == "float64"),
+    "sort": lambda line: line.bytes * (line.operator == "randperm"),
+    "channels-last": lambda line: line.bytes * (line.operator in ("clone", "copy_")),
+}
+"""Code of a cause that is seen in kernels, and mended where they come from → how much a line has to do with it."""
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
@@ -314,7 +328,7 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         code=cause.code,
         cause=cause.cause + cause.detail,
         detail=cause.detail,
-        line=cause.line,
+        line=cause.line or _find_source(evidence, cause),
         module=cause.module,
         change=cause.change,
         edit=cause.edit,
@@ -325,6 +339,12 @@ def _advise(evidence: Evidence, cause: Cause) -> Advice:
         evidence=cause.evidence,
         proof=_prove(evidence, cause),
     )
+
+
+def _find_source(evidence: Evidence, cause: Cause) -> SourceLine | None:
+    """Return the line that calls the operators whose kernels show a cause, as a step whose work was counted has it."""
+    calls = _OPERATORS.get(cause.code)
+    return None if calls is None else evidence.find_operator_line(cause.module, calls)
 
 
 def _prove(evidence: Evidence, cause: Cause) -> str:

@@ -37,6 +37,7 @@ from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime, join_at_places
 from profkit.run.manifest import Manifest, find_condition
+from profkit.run.work import OperatorLine
 from profkit.trace.columns import distinct_values
 from profkit.trace.nesting import NO_RANGE
 
@@ -251,6 +252,27 @@ class Evidence:
                 own.flops += sign * sum(flops.values())
                 own.least_bytes += sign * work.least_bytes * work.instances
         return found
+
+    def find_operator_line(self, module: str | None, calls: Callable[[OperatorLine], float]) -> SourceLine | None:
+        """Return the line for which ``calls`` is largest among those that call operators in a module itself.
+
+        None where none has any, and where the line stands for code of a library's around the module, too.
+        """
+        run = self.capture.run
+        lines = () if run is None or run.work is None else run.work.lines
+        weights: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+        paths: dict[tuple[str, int, str], tuple[str, ...]] = {}
+        for line in lines:
+            if calls(line) > 0 and _find_place(line.path)[1] == module:
+                where = line.file, line.line, line.function
+                weights[where] += calls(line)
+                paths.setdefault(where, line.path)
+        if not weights:
+            return None
+        where = max(weights, key=lambda where: weights[where])
+        here = [line.path for line in lines if (line.file, line.line, line.function) == where]
+        is_librarys = any(paths[where][: len(path)] == path != paths[where] for path in here)
+        return None if is_librarys or where[:2] in self.trainer_lines else SourceLine(*where)
 
     def predict(self, changes: Sequence[StepChange]) -> TimeAnswer:
         return self._ask_once(predict_changes, changes)

@@ -13,10 +13,13 @@ The replay of a CUDA graph does what was captured (`profkit.capture.work.operato
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from profkit.annotation import RangeObserver, ignore_ranges, observe_ranges
 from profkit.capture import describe_error
 from profkit.capture.compiled.watch import loaded
+from profkit.capture.line_samples import Place, describe, find_place
 from profkit.capture.steps.conditions import count_compiled_graphs
 from profkit.capture.work import Instance, Products, WorkAccount, summarize_work
 from profkit.capture.work.operator_work import (
@@ -37,13 +41,26 @@ from profkit.capture.work.operator_work import (
     replay_observers,
 )
 from profkit.capture.work.operators import base_name, has_other_gradient
-from profkit.names import COUNTED, OPTIMIZER, STEP, WARMUP, LaunchPlace, read_graph_range, read_launch_range
+from profkit.names import (
+    BACKWARD,
+    COUNTED,
+    OPTIMIZER,
+    STEP,
+    WARMUP,
+    LaunchPlace,
+    kind_of,
+    read_graph_range,
+    read_launch_range,
+)
 from profkit.run.compiled_code import Launch
-from profkit.run.work import FUSED, RunWork
+from profkit.run.work import FUSED, OperatorLine, RunWork
 
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
 _STEP = re.compile(rf"{STEP} \d+|{WARMUP}|{COUNTED}")
+
+_OperatorPlace = tuple[tuple[str, ...], str, str, Place]
+"""The ranges around an operator by kind, its name, the type of its result, and the line that calls it."""
 
 
 class _Launch:
@@ -100,6 +117,7 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._has_seen_launch = False
         self._buffers: Buffers = {}
         self._missing: set[str] = set()
+        self._lines: dict[_OperatorPlace, Counter[str]] = {}
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -148,7 +166,8 @@ class WorkCounter(OperatorMode, RangeObserver):
             _push_mode(mode)
 
     def content(self) -> RunWork:
-        return summarize_work(self._work, self._model_flops, self._missing)
+        work = summarize_work(self._work, self._model_flops, self._missing)
+        return replace(work, lines=tuple(_describe_lines(self._lines)))
 
     def opening(self, name: str) -> None:
         with self._lock:
@@ -238,6 +257,7 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = describe_call(func, args, kwargs, returned, self._buffers)
                 if work is not None:
                     self._did(work, threading.get_ident())
+                    self._note_line(work, sys._getframe(1))
         except Exception as error:  # the program goes on
             self.failure = f"counting {base_name(func)} failed ({describe_error(error)})"
 
@@ -255,6 +275,25 @@ class WorkCounter(OperatorMode, RangeObserver):
                 work = replace(work, products=Products())
         self._add(innermost, work.products, work.other_flops)
         self._account.move(innermost, work.reads, work.writes)
+
+    def _note_line(self, work: OperatorWork, frame: FrameType) -> None:
+        """Count an operator for the line of the user's own that calls it, unless backward or the optimizer does."""
+        path = tuple(map(kind_of, self._innermost().path))
+        place = None if {BACKWARD, OPTIMIZER}.intersection(path) else find_place(frame)
+        if place is None or threading.get_ident() != self._main:
+            return
+        sums = self._lines.setdefault((path, work.name, work.dtype, place), Counter())
+        sums["count"] += 1
+        sums["flops"] += work.products.flops
+        sums["bytes"] += sum(access.bytes for access in (*work.reads, *work.writes))
+
+
+def _describe_lines(lines: dict[_OperatorPlace, Counter[str]]) -> Iterator[OperatorLine]:
+    for (path, operator, dtype, place), sums in lines.items():
+        line = describe(place)
+        if line.file is not None:
+            where = line.file, line.line, line.function
+            yield OperatorLine(path, operator, dtype, *where, sums["count"], sums["flops"], sums["bytes"])
 
 
 def _is_capturing() -> bool:

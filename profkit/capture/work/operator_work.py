@@ -47,8 +47,13 @@ Buffers = dict[int, StorageWeakRef]
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What one call does; ``missing`` says what of it is not counted, None if all is."""
+    """What one call of an operator does; ``missing`` says what of it is not counted, None if all is.
 
+    ``dtype`` is that of its first result.
+    """
+
+    name: str
+    dtype: str
     products: Products
     other_flops: int
     reads: tuple[Access, ...]
@@ -113,7 +118,9 @@ def describe_call(
     again = flops if is_again else recomputed_flops(func, operator.given, flops)
     masked = masked_flops(func, operator.given, flops)
     products = Products(flops, dtype_name(func, operator.operands), masked, again)
-    return OperatorWork(products, other, reads, writes, missing)
+    kept = next(iter((*operator.results, *operator.operands)))
+    dtype = str(kept.dtype).removeprefix("torch.")
+    return OperatorWork(operator.name, dtype, products, other, reads, writes, missing)
 
 
 class _Operator:
