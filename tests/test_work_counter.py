@@ -270,7 +270,7 @@ def test_a_line_has_the_operators_that_it_calls_by_kind_of_range() -> None:
     ]
     product = found["mm", "float32", inside]
     assert (product["count"], product["flops"], product["bytes"]) == (3, 3 * 128, 3 * 3 * 64)
-    assert product["line"] == found["_softmax", "float32", inside]["line"] == found["ones", "float32", ()]["line"] + 2
+    assert product["line"] == found["_softmax", "float32", inside]["line"] == found["ones", "float32", ()]["line"] + 3
     assert {(line["file"], line["function"].rpartition(".")[2]) for line in found.values()} == {(__file__, "run")}
 
 
