@@ -156,9 +156,6 @@ def test_what_is_said_of_ranks(tmp_path: Path) -> None:
         *(("compare", before, after, "--format", "csv"), ("compare", before, after, "--by", "kernel")),
         # What reads all ranks says how to read the others of a damaged one.
         *(("kernels", damaged), ("kernels", damaged, "--rank", "1")),
-        ("gather", before, "-o", before / "all"),
-        ("gather", tmp_path / "nowhere", "-o", tmp_path / "gathered"),
-        ("gather", before / "light.jsonl", "-o", tmp_path / "gathered"),
     ]
     check_transcript("ranks", [*(("ranks", *words) for words in ranks), *others])
     assert names_in(before) == [*(f"light{rank}.jsonl" for rank in ("", ".rank1", ".rank2")), "manifest.json"]
