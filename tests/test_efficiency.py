@@ -238,7 +238,7 @@ def test_a_graph_traced_whole_is_one_launch_that_computes(tmp_path: Path) -> Non
 
 def test_one_rank_has_the_same_gpu_time_alone_and_among_all(captures: Path) -> None:
     steps = read_trace(captures / "ddp.nsys2025.sqlite", rank=1).efficiency().steps
-    assert [(step.rank, step.device, step.waiting_ns) for step in steps] == [(1, 1, None)] * 2
+    assert [(step.rank, step.device) for step in steps] == [(1, 1)] * 2
     both = read_trace(captures / "ddp.nsys2025.sqlite").efficiency().steps
     assert [step.gpu for step in steps] == [step.gpu for step in both if step.rank == 1]
 
@@ -269,17 +269,6 @@ def test_a_step_within_a_step_is_part_of_the_outer_one(tmp_path: Path) -> None:
     result = opened.efficiency()
     assert (len(result.steps), result.step_count, result.model_flops) == (2, 2, 3_000)
     assert opened.self_check.findings == ()
-
-
-def test_a_range_that_mostly_waits_names_the_rank_that_it_waits_for(captures: Path) -> None:
-    """Rank 1 arrives last: rank 0 waits for 51.6 of the 60.6 ms that both spend in all-reduces of the steps."""
-    opened = read_trace(captures / "ddp.nsys2025.sqlite")
-    row = rows_by_path(opened.efficiency("step *"))["step */backward/ncclAllReduce"]
-    waited_ns = sum(step.waiting_ns or 0 for step in opened.efficiency().steps)
-    assert (row.verdict, row.waiting_for) == ("communication-bound", 1)
-    assert waited_ns > row.busy_ns / 2
-    alone = opened.of_rank(0).efficiency("step *")
-    assert {row.waiting_for for row in alone.ranges} == {None}, "one rank does not know"
 
 
 @pytest.mark.parametrize(

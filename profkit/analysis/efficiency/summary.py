@@ -22,7 +22,6 @@ from profkit.analysis.efficiency.limits import (
 from profkit.analysis.intervals import Stretches, unite
 from profkit.analysis.kernels.summary import explain_no_work, extent_ns
 from profkit.analysis.placing.attribution import Attribution, mark_members, warn_of_placement
-from profkit.analysis.ranks.matching import Waiting, find_waiting
 from profkit.analysis.time_account.account import (
     IdleTime,
     TimeAccount,
@@ -35,7 +34,6 @@ from profkit.analysis.time_account.gpu_time import (
     DataWait,
     GpuParts,
     GpuTime,
-    Windows,
     category_rows,
     communication_rows,
     find_data_waits,
@@ -60,10 +58,8 @@ class GpuStep:
 
     ``process`` is the operating system's pid, ``rank`` its rank if the run has ranks; ``start_ns`` and ``wall_ns`` are
     Python time. ``gpu`` is the step's window on the GPU in its parts (`profkit.analysis.time_account.gpu_time`).
-    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``waiting_ns`` is the part
-    before the last rank arrived (`profkit.analysis.ranks.matching`); ``untold_ns`` is the part for which this is
-    unknown. ``waiting_ns`` is None if it is unknown for the whole, as in a trace of one rank. ``data`` is the part of
-    ``gpu`` that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
+    ``communication_ns`` is the union of communication kernels, exposed and overlapped. ``data`` is the part of ``gpu``
+    that is waiting for data; ``data_wait_ns`` is the Python time of these waits, whatever the GPU did.
     """
 
     name: str
@@ -74,8 +70,6 @@ class GpuStep:
     wall_ns: int
     gpu: GpuParts
     communication_ns: int
-    waiting_ns: int | None
-    untold_ns: int
     data: DataWait
     data_wait_ns: int
 
@@ -94,9 +88,8 @@ class EfficiencyRow(RangeRow):
     its kernels. ``intensity`` is all operations per least byte. ``mfu``
     and ``hfu`` exist for steps (`efficiency.work`). ``idle_factor`` is the unprofiled over the recorded idle time, if
     the phase around the range was timed without a profiler; ``idle`` and ``clean_idle_share`` follow from it.
-    ``waiting_for`` is the rank for which most of the communication in its time was waiting. ``data_loading_ns`` and
-    ``input_copy_ns`` are waits for data (`time_account.gpu_time`), ``loads_data`` whether they are most of what a
-    *host-bound* range waits for.
+    ``data_loading_ns`` and ``input_copy_ns`` are waits for data (`time_account.gpu_time`), ``loads_data`` whether they
+    are most of what a *host-bound* range waits for.
     """
 
     launch_count: int
@@ -117,7 +110,6 @@ class EfficiencyRow(RangeRow):
     mfu: float | None
     hfu: float | None
     idle_factor: float | None
-    waiting_for: int | None
     data_loading_ns: int | None
     input_copy_ns: int | None
     loads_data: bool
@@ -209,7 +201,6 @@ class _Columns:
     own_computing_ns: Ints
     moving_ns: Ints
     parts: dict[int, GpuParts]
-    waited_for: dict[int, int]
     data: dict[int, DataWait]
     window_count: Ints
 
@@ -238,8 +229,7 @@ def measure_efficiency(
     works = RangeWorks(trace, numbered_nodes, facts)
     step_flops = StepFlops(account, numbered_nodes, works, facts)
     nodes = numbered_nodes if numbered else build_nodes(attribution, numbered=False)
-    waiting = find_waiting(trace, account.ranks)
-    columns = _sum_columns(attribution, nodes, members, times, waiting)
+    columns = _sum_columns(attribution, nodes, members, times)
     ranges_of, factors = rows_by_value(nodes.of_range[members]), scale_ranges(account, nodes, columns.parts)
     rows = []
     product_flops: dict[str, int] = {}
@@ -267,7 +257,7 @@ def measure_efficiency(
         if is_step(row.name):
             row = replace(row, mfu=step_flops.model(mine).share, hfu=step_flops.hardware(mine).share)
         rows.append(row)
-    steps, idle = describe_steps(account, waiting), account.idle_time()
+    steps, idle = _describe_steps(account), account.idle_time()
     model, hardware = step_flops.model(), step_flops.hardware()
     under = attribution.work.under(members).rows
     return EfficiencyResult(
@@ -294,14 +284,10 @@ def measure_efficiency(
     )
 
 
-def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...]:
-    """Return the rows of the account with what ran on their GPUs: communication, and waiting for other ranks."""
+def _describe_steps(account: TimeAccount) -> tuple[GpuStep, ...]:
+    """Return the rows of the account with the communication on their GPUs."""
     ranges, trace = account.attribution.trace.ranges, account.attribution.trace
-    talks = communication_rows(trace)
-    communication, unknown = (
-        account.measure(_unite_kernels(trace, rows)).tolist() for rows in (talks, talks & ~waiting.is_known)
-    )
-    waits = account.measure({device: waiting.waits_of(device) for device in account.gpu_times}).tolist()
+    communication = account.measure(_unite_kernels(trace, communication_rows(trace))).tolist()
     waited_ns = sum_host_waits(account.attribution, account.steps)[account.step].tolist()
     return tuple(
         GpuStep(
@@ -313,8 +299,6 @@ def describe_steps(account: TimeAccount, waiting: Waiting) -> tuple[GpuStep, ...
             wall_ns=int(ranges.end_ns[index] - ranges.start_ns[index]),
             gpu=GpuParts(*account.parts[row].tolist()),
             communication_ns=communication[row],
-            waiting_ns=waits[row] if communication[row] > unknown[row] or not communication[row] else None,
-            untold_ns=unknown[row],
             data=DataWait(*account.data[row].tolist()),
             data_wait_ns=waited_ns[row],
         )
@@ -342,9 +326,7 @@ def _find_doubts(account: TimeAccount, rows: Sequence[EfficiencyRow], facts: Run
     yield from find_too_few_steps(account, facts.loading)
 
 
-def _sum_columns(
-    attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime], waiting: Waiting
-) -> _Columns:
+def _sum_columns(attribution: Attribution, nodes: RangeNodes, members: Ints, times: dict[int, GpuTime]) -> _Columns:
     windows = find_windows(attribution, members, times)
     node = nodes.of_range[members]
     parts = sum_parts(times, node[windows.member], windows.device, windows.start_ns, windows.end_ns)
@@ -354,22 +336,9 @@ def _sum_columns(
         own_computing_ns=own_computing,
         moving_ns=moving,
         parts=parts,
-        waited_for=_find_waited_for(parts, node[windows.member], windows, waiting),
         data=find_data_waits(attribution.trace, times).sum_by_group(node[windows.member], windows),
         window_count=np.bincount(node[windows.member], minlength=len(nodes)),
     )
-
-
-def _find_waited_for(parts: dict[int, GpuParts], node: Ints, windows: Windows, waiting: Waiting) -> dict[int, int]:
-    waited_for = {}
-    for number, part in parts.items() if len(waiting.device) else ():
-        communication_ns = part.exposed_communication_ns + part.overlapped_communication_ns
-        mine = node == number
-        sums = waiting.sum_by_rank(windows.device[mine], windows.start_ns[mine], windows.end_ns[mine])
-        rank = max(sums, key=lambda number_: sums[number_], default=None)
-        if rank is not None and sums[rank] > communication_ns / 2:
-            waited_for[number] = rank
-    return waited_for
 
 
 def count_launches(attribution: Attribution, nodes: RangeNodes, members: Ints) -> tuple[Ints, Ints, Ints]:
@@ -440,7 +409,6 @@ def _build_row(
         mfu=None,
         hfu=None,
         idle_factor=idle_factor,
-        waiting_for=columns.waited_for.get(node),
         data_loading_ns=None if parts is None else data.idle_ns,
         input_copy_ns=None if parts is None else data.input_copy_ns,
         loads_data=verdict.loads_data,

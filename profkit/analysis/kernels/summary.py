@@ -48,8 +48,7 @@ class KernelRow:
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
     range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
-    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``. ``waiting_ns`` is the part
-    in which collectives waited for another rank, null where that is unknown or nothing communicates.
+    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``.
     """
 
     name: str
@@ -62,7 +61,6 @@ class KernelRow:
     min_ns: int
     max_ns: int
     per_rank_ns: tuple[int, ...] = ()
-    waiting_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -316,7 +314,6 @@ def _build_rows(
     counts = np.diff(np.append(first, len(ordered)))
     whole = int(duration.sum())
     each = _per_rank(ranks, work.process[chosen][order], ordered, first)
-    waits = _waiting(attribution.trace, ranks, chosen[order], first)
     table = [
         KernelRow(
             name=labels(key)[0],
@@ -329,28 +326,12 @@ def _build_rows(
             min_ns=low,
             max_ns=high,
             per_rank_ns=tuple(of_ranks),
-            waiting_ns=waiting,
         )
-        for key, count, total, low, high, of_ranks, waiting in zip(
-            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), waits, strict=True
+        for key, count, total, low, high, of_ranks in zip(
+            *(column.tolist() for column in (keys, counts, totals, lows, highs, each)), strict=True
         )
     ]
     return tuple(sorted(table, key=lambda row: (-row.total_ns, row.name)))
-
-
-def _waiting(trace: Trace, ranks: Ranks, rows: Ints, first: Ints) -> list[int | None]:
-    """Return how long the collectives of each group of rows waited; None of a group in which that is unknown."""
-    if len(ranks.members) < 2 or trace.measure != "gpu-kernel":
-        return [None] * len(first)
-    from profkit.analysis.ranks.matching import find_waiting  # few captures are of several ranks
-
-    waiting, work = find_waiting(trace, ranks), trace.work
-    waited = np.zeros(len(rows), dtype=np.int64)
-    for device in distinct_values(waiting.device).tolist():
-        mine = np.flatnonzero((work.device[rows] == device) & waiting.is_known[rows])
-        waited[mine] = waiting.waits_of(device).within(work.start_ns[rows[mine]], work.end_ns[rows[mine]])
-    sums, known = np.add.reduceat(waited, first), np.logical_or.reduceat(waiting.is_known[rows], first)
-    return [waited_ns if is_known else None for waited_ns, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
 
 def _per_rank(ranks: Ranks, process: Ints, duration_ns: Ints, first: Ints) -> Ints:

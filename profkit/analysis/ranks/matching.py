@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profkit.analysis.intervals import Stretches, disjoint_pieces, unite
-from profkit.analysis.ranks.members import Ranks
+from profkit.analysis.intervals import disjoint_pieces
 from profkit.analysis.ranks.own_time import Floats, ReducedRank
-from profkit.analysis.time_account.gpu_time import communication_rows
 from profkit.run.light_columns import UNKNOWN, CallColumns
 from profkit.run.light_record import WAITS_FOR_ALL, Group
-from profkit.trace.columns import Bools, Ints, Trace, distinct_values
+from profkit.trace.columns import Bools, Ints
 
 LATE_NS = 20_000
 """Who arrives last in a collective is said if the others waited at least this long: ranks that arrive together differ
@@ -237,77 +235,3 @@ def _by_step(
             if rank in sums:
                 join.at(sums[rank], match.step[here], times_of(match, here).astype(np.float64))
     return [sums[rank.record.rank][rank.steps.named] for rank in ranks]
-
-
-@dataclass(frozen=True, eq=False)
-class Waiting:
-    """When each GPU waited in a collective, in pieces: ``device`` for the one that arrived ``last``.
-
-    ``is_known`` marks the communication kernels of which this is known; ``rank_of`` is device → rank.
-    """
-
-    device: Ints
-    last: Ints
-    start_ns: Ints
-    end_ns: Ints
-    is_known: Bools
-    rank_of: dict[int, int]
-
-    def waits_of(self, device: int, last: int | None = None) -> Stretches:
-        """Return when the GPU ``device`` waited for another one: for any, or for this one."""
-        mine = (self.device == device) & (True if last is None else self.last == last)
-        return unite(self.start_ns[mine], self.end_ns[mine])
-
-    def sum_by_rank(self, device: Ints, start_ns: Ints, end_ns: Ints) -> dict[int, int]:
-        """Return rank → how long GPUs waited for it in these windows, in ns; windows that overlap count once."""
-        sums: dict[int, int] = {}
-        for here, last in sorted(set(zip(self.device.tolist(), self.last.tolist(), strict=True))):
-            mine = device == here
-            if last in self.rank_of and mine.any():
-                none = np.zeros(int(mine.sum()), dtype=np.int64)
-                _, starts, ends = disjoint_pieces(none, start_ns[mine], end_ns[mine])
-                waited = int(self.waits_of(here, last).within(starts, ends).sum())
-                sums[self.rank_of[last]] = sums.get(self.rank_of[last], 0) + waited
-        return sums
-
-
-def find_waiting(trace: Trace, ranks: Ranks) -> Waiting:
-    """Return when the GPUs of one trace waited in collectives for one another.
-
-    Ranks call their collectives in the same order: the n-th kernel of a name on one GPU is the partner of the n-th on
-    the others. A name counts only if each GPU has equally many of them and all partners run at one moment. (A broadcast
-    usually does not fit: its sender may finish before a receiver begins.) On one GPU alone nothing is known.
-    """
-    work, communicates = trace.work, communication_rows(trace)
-    is_known = np.zeros(len(work), dtype=np.bool_)
-    devices = distinct_values(work.device[communicates])
-    pieces = [np.zeros((4, 0), dtype=np.int64)]
-    for name in distinct_values(work.name[communicates]).tolist() if len(devices) > 1 else ():
-        partners = _match_partners(trace, communicates & (work.name == name), devices.tolist())
-        if partners is None:
-            continue
-        is_known[partners.reshape(-1)] = True
-        waited, last = _wait_for_last(work.duration_ns[partners])
-        here, which = np.nonzero(last != np.arange(len(devices))[:, None])
-        begin = work.start_ns[partners[here, which]]
-        pieces.append(np.stack([devices[here], devices[last[which]], begin, begin + waited[here, which]]))
-    device, waits_for, start_ns, end_ns = np.concatenate(pieces, axis=1)
-    return Waiting(device, waits_for, start_ns, end_ns, is_known, _ranks_by_device(trace, ranks))
-
-
-def _match_partners(trace: Trace, rows: Bools, devices: list[int]) -> Ints | None:
-    work = trace.work
-    each = [np.flatnonzero(rows & (work.device == device)) for device in devices]
-    if len({len(some) for some in each}) > 1:
-        return None
-    partners = np.stack([some[np.argsort(work.start_ns[some], kind="stable")] for some in each])
-    together = work.start_ns[partners].max(axis=0) < work.end_ns[partners].min(axis=0)
-    return partners if together.all() else None
-
-
-def _ranks_by_device(trace: Trace, ranks: Ranks) -> dict[int, int]:
-    by_device: dict[int, set[int]] = {}
-    for number, process in ranks.members:
-        for device in distinct_values(trace.work.device[trace.work.process == process]).tolist():
-            by_device.setdefault(device, set()).add(number)
-    return {device: numbers.pop() for device, numbers in by_device.items() if len(numbers) == 1}

@@ -133,7 +133,6 @@ def _step_table(result: EfficiencyResult) -> Table:
         Column("communication_ns", "comm.", NS),
         Column("exposed_communication_ns", "not hidden", NS),
         Column("overlapped_communication_ns", "hidden", NS),
-        Column("waiting_ns", "waiting", NS),
     )
     rows = [{**vars(step), **vars(step.gpu), "idle_share": step.gpu.idle_share} for step in result.steps]
     return Table(columns, rows)
@@ -221,9 +220,7 @@ def _notes(
     yield from _host_wait_line(result, limited_by)
     yield from (_cost_words(times) for times in result.inflation if times.phase == STEP)
     if any(step.communication_ns for step in result.steps):
-        yield "comm.: communication = not hidden + hidden behind computing. waiting: until the last rank arrived."
-        if any(step.communication_ns and step.waiting_ns is None for step in result.steps):
-            yield f"{UNKNOWN} in waiting: unknown, because the trace does not hold every rank's communication."
+        yield "comm.: communication = not hidden + hidden behind computing."
 
 
 def _peak_words(result: EfficiencyResult) -> str:
