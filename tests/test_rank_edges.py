@@ -185,7 +185,6 @@ def test_ranks_whose_groups_share_no_rank_are_compared_within_each_and_a_groups_
         assert row.group == label
         assert row.waiting_ns / result.step_count == pytest.approx(result.waiting_ns, rel=0.01)
         assert row.waiting_ns / result.step_count == pytest.approx(10 * MS, rel=0.01)
-        assert result.waits_ns[:2, 2:].sum() == result.waits_ns[2:, :2].sum() == 0
 
 
 @pytest.mark.parametrize(

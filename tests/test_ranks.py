@@ -180,7 +180,6 @@ distributed.all_gather_into_tensor(torch.empty(4 * distributed.get_world_size())
 
 
 def _assert_equal(result: RanksResult, ranks: list[Rank]) -> None:
-    assert result.waits_ns.tolist() == second_method.sum_waits(ranks)
     rows = second_method.sum_kinds(ranks)
     assert sorted(row.kind for row in result.groups) == sorted(rows)
     for mine in result.groups:
@@ -192,8 +191,8 @@ def _assert_equal(result: RanksResult, ranks: list[Rank]) -> None:
         if mine.hidden_ns is not None and mine.exposed_ns is not None:
             assert mine.hidden_ns == pytest.approx(theirs.hidden, abs=1)
             assert mine.exposed_ns == pytest.approx(theirs.exposed, abs=1)
-    for one, rank in zip(result.ranks, ranks, strict=True):
-        assert one.waiting_ns == round(sum(result.waits_ns[result.ranks.index(one)].tolist()) / rank.steps)
+    for one, rank, waited_ns in zip(result.ranks, ranks, second_method.sum_waits(ranks), strict=True):
+        assert one.waiting_ns == round(waited_ns / rank.steps)
         if one.exposed_ns is not None:
             step_ns, exposed_ns = second_method.steps_and_exposed(rank)
             assert one.exposed_ns == pytest.approx(exposed_ns, abs=1)
@@ -222,14 +221,14 @@ def test_a_real_report_of_two_gpus(captures: Path) -> None:
     report = captures / "ddp.nsys2025.sqlite"
     result = read_ranks(report)
     assert sum(row.count for row in result.groups) == 36
-    assert result.waits_ns.any()
+    assert result.waiting_ns
     _assert_equal(result, second_method.read_nsys(report))
 
 
 @pytest.mark.parametrize("name", ["ddp-data", "ddp-backward", "ddp-none", "fsdp2-before-forward"])
 def test_real_light_records_of_two_gpus(name: str) -> None:
     result = read_ranks(LIGHT_RECORDS / name)
-    assert result.waits_ns.any()
+    assert result.waiting_ns
     _assert_equal(result, _raw_light(LIGHT_RECORDS / name, 2))
 
 

@@ -20,7 +20,6 @@ from profkit.errors import CaptureError, TraceError
 from profkit.files import collector_off
 from profkit.run.directory import Run
 from profkit.run.light_columns import UNKNOWN
-from profkit.trace.columns import Ints
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +63,6 @@ class RanksResult(NotebookResult):
     world_size: int
     ranks: tuple[RankSummary, ...]
     groups: tuple[GroupRow, ...]
-    waits_ns: Ints
     verdict: Verdict
     lost: Mapping[int, str]
     step_count: int
@@ -151,7 +149,7 @@ def compare_ranks(
     accounts = [rank.exact or account_before_waits(rank, matched) for rank in reduced]
     is_untimed = has_untimed_waits(reduced, matched)
     counts = [int(steps_between_matches(rank.record.rank, rank.steps.named, matched).sum()) for rank in reduced]
-    waits = sum_waits(matched, {number: at for at, number in enumerate(records)})
+    waits = sum_waits(matched, list(records))
     missing = dict.fromkeys(sorted(set(range(world_size)) - set(records)), "it left no record")
     recorded = {rank.record.rank: len(rank.steps.named) for rank in reduced}
     usual_count = float(np.median(list(recorded.values()))) if recorded else 0.0
@@ -159,14 +157,13 @@ def compare_ranks(
     members = {rank for match in matched if len(match) for rank in match.ranks}
     left_out = set(short) - members if members else set()
     rows = tuple(
-        _summarize(rank, before.exact or account, None if rank.record.rank in left_out else int(waited), count)
-        for rank, before, account, waited, count in zip(reduced, full, accounts, waits.sum(axis=1), counts, strict=True)
+        _summarize(rank, before.exact or account, None if rank.record.rank in left_out else waited, count)
+        for rank, before, account, waited, count in zip(reduced, full, accounts, waits, counts, strict=True)
     )
     return RanksResult(
         world_size=world_size,
         ranks=rows,
         groups=tuple(sum_groups(matched, reduced, world_size)),
-        waits_ns=waits,
         verdict=find_culprit(reduced, accounts, matched, is_untimed=is_untimed),
         lost=missing | dict(lost or {}),
         step_count=max(counts, default=0),

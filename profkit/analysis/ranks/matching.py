@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profkit.analysis.intervals import disjoint_pieces
+from profkit.analysis.intervals import unite
 from profkit.analysis.ranks.own_time import Floats, ReducedRank
 from profkit.run.light_columns import UNKNOWN, CallColumns
 from profkit.run.light_record import WAITS_FOR_ALL, Group
@@ -188,30 +188,26 @@ def _median_of_others(wait: Ints) -> Ints:
     return middle_waits
 
 
-def sum_waits(matched: Sequence[Matched], index: Mapping[int, int]) -> Ints:
-    """Return how long each rank waited for each other: (who waited, for whom), by their positions in ``index``.
+def sum_waits(matched: Sequence[Matched], ranks: Sequence[int]) -> list[int]:
+    """Return how long each of these ranks waited for others; what it waited in several collectives at once counts once.
 
-    A rank that waits in several collectives at once counts that time once, for the one that it was in first.
+    When a rank waited may be unknown: those times are added up.
     """
-    sums = np.zeros((len(index), len(index)), dtype=np.int64)
-    placed: list[list[tuple[Ints, Ints, Ints]]] = [[] for _ in index]
+    sums = dict.fromkeys(ranks, 0)
+    waits: dict[int, list[tuple[Ints, Ints]]] = {rank: [] for rank in ranks}
     for match in matched:
         late = np.flatnonzero(match.last >= 0)
-        where = np.array([index[rank] for rank in match.ranks], dtype=np.int64)
-        to = where[match.last[late]]
-        for here, rank in enumerate(where.tolist()):
+        for here, rank in enumerate(match.ranks):
             wait, ended = match.wait_ns[here, late], match.end_ns[here][late]
             begin = np.where(ended != UNKNOWN, ended - match.duration_ns[here, late], match.called_ns[here][late])
             known = (ended != UNKNOWN) | match.only_called[late]
-            np.add.at(sums[rank], to[~known], wait[~known])
-            placed[rank].append((begin[known], wait[known], to[known]))
-    for rank, parts in enumerate(placed):
-        if parts:
-            begin, wait, to = (np.concatenate(column) for column in zip(*parts, strict=True))
-            order = np.argsort(begin, kind="stable")
-            _, start, end = disjoint_pieces(np.zeros(len(order), dtype=np.int64), begin[order], (begin + wait)[order])
-            np.add.at(sums[rank], to[order], end - start)
-    return sums
+            sums[rank] += int(wait[~known].sum())
+            waits[rank].append((begin[known], (begin + wait)[known]))
+    for rank, intervals in waits.items():
+        if intervals:
+            waited = unite(*(np.concatenate(column) for column in zip(*intervals, strict=True)))
+            sums[rank] += int((waited.end_ns - waited.start_ns).sum())
+    return list(sums.values())
 
 
 def waits_by_step(ranks: Sequence[ReducedRank], matched: Sequence[Matched], join: np.ufunc = np.add) -> list[Floats]:

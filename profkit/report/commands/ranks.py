@@ -30,7 +30,6 @@ from profkit.run.light_record import P2P, Group
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
-_WIDEST_MATRIX = 8
 
 _PARTS = ("kernels", "copy", "data", "launch", "python")
 _SENTENCES = 3
@@ -85,7 +84,6 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
         Lines(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
-        *([] if result.verdict.most_rank is None else [_wait_table(result)]),
         ranks,
         Lines(_notes(result)),
     ]
@@ -112,7 +110,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         },
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(rank) for rank in result.ranks],
-        "waits": result.waits_ns.tolist(),
         "pipelines": [
             {
                 "group": _group_data(pipeline.group, pipeline.ranks),
@@ -125,38 +122,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         ],
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
-
-
-def _wait_table(result: RanksResult) -> Table:
-    """Return who waited for whom, per step; of many ranks, those that were waited for most."""
-    steps = max(result.step_count, 1)
-    numbers = [rank.rank for rank in result.ranks]
-    waits = result.waits_ns
-    title = f"Waiting in collectives{', per step' * bool(result.recorded_step_count)}"
-    if len(numbers) <= _WIDEST_MATRIX:
-        columns = [Column("rank", "rank", _PLAIN), *(Column(f"for_{n}_ns", f"for rank {n}", NS) for n in numbers)]
-        rows = [
-            {"rank": rank, **{f"for_{n}_ns": round(int(waits[at, to]) / steps) for to, n in enumerate(numbers)}}
-            for at, rank in enumerate(numbers)
-        ]
-        return Table(columns, rows, title=title)
-    caused = waits.sum(axis=0)
-    order = sorted(range(len(numbers)), key=lambda at: (-int(caused[at]), at))[:_WIDEST_MATRIX]
-    order = [at for at in order if caused[at]] or order[:1]
-    rows = [
-        {
-            "rank": numbers[at],
-            "caused_ns": round(int(caused[at]) / steps / max(len(numbers) - 1, 1)),
-            "most_for": numbers[int(waits[:, at].argmax())],
-        }
-        for at in order
-    ]
-    columns = [
-        Column("rank", "rank", _PLAIN),
-        Column("caused_ns", "others wait for it (mean)", NS),
-        Column("most_for", "longest: rank", _PLAIN),
-    ]
-    return Table(columns, rows, title=title)
 
 
 def _describe_pipeline(pipeline: Pipeline) -> list[str]:
