@@ -9,7 +9,7 @@ from typing import Any
 from profkit.analysis.ranks.comparison import RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.costs import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.culprit import Culprit, Doubt
-from profkit.analysis.ranks.groups import GroupRow, Pipeline
+from profkit.analysis.ranks.groups import Pipeline
 from profkit.errors import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
@@ -17,7 +17,6 @@ from profkit.report.units import (
     COUNT,
     GIGABYTES,
     NS,
-    NUMBER,
     TEXT,
     Unit,
     count_over,
@@ -32,24 +31,10 @@ _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
 
 _PARTS = ("kernels", "copy", "data", "launch", "python")
-_SENTENCES = 3
-"""The step, who is late, and why."""
-_COMPARED = ("count", "wire_ns", "waiting_ns")
 _OF_CULPRIT = (
     *("rank", "cause", "phase", "module", "late_ns", "share", "extra_ns", "idle_ns", "gain_ns"),
     *("late_steps", "steps", "compared_with"),
 )
-_CHANGE_COLUMNS = (
-    Column("group", "group", TEXT),
-    Column("kind", "collective", TEXT),
-    Column("count_before", "times", NUMBER),
-    Column("count_after", "→", NUMBER),
-    Column("wire_ns_before", "at the wire", NS),
-    Column("wire_ns_after", "→", NS),
-    Column("waiting_ns_before", "waiting", NS),
-    Column("waiting_ns_after", "→", NS),
-)
-
 _MOST_TURNS = 3
 
 _CAUSES = {
@@ -254,42 +239,6 @@ def _notes(result: RanksResult) -> Sequence[str]:
             "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
         )
     return lines
-
-
-def compare_groups(before: RanksResult, after: RanksResult) -> tuple[Table, Lines, dict[str, Any]]:
-    """Return what stands under a comparison of two runs of several ranks, and the same for JSON; per step."""
-    sides = [
-        {(row.group, row.rank_count, row.kind, row.dtype): row for row in result.groups} for result in (before, after)
-    ]
-    rows, shown = [], []
-    for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
-        was, now = (_per_step(side.get(key), result) for side, result in zip(sides, (before, after), strict=True))
-        named = dict(zip(("group", "rank_count", "kind", "dtype"), key, strict=True))
-        rows.append({**named, "before": was, "after": now})
-        cells = {f"{name}_before": (was or {}).get(name) for name in _COMPARED}
-        sizes = {size for group, size, *_ in (*sides[0], *sides[1]) if group == key[0]}
-        label = f"{key[0]} ({key[1]})" if len(sizes) > 1 else key[0]
-        shown.append(
-            {**named, "group": label, **cells, **{f"{name}_after": (now or {}).get(name) for name in _COMPARED}}
-        )
-    table = Table(_CHANGE_COLUMNS, shown, title="Collectives by group, per step")
-    lines = [f"before: {line}" for line in describe_ranks(before)[:_SENTENCES]]
-    lines += [f"after: {line}" for line in describe_ranks(after)[:_SENTENCES]]
-    return table, Lines(lines, title="Ranks"), {"groups": rows}
-
-
-def _per_step(row: GroupRow | None, ranks: RanksResult) -> dict[str, float | int | None] | None:
-    if row is None:
-        return None
-    steps = max(ranks.step_count, 1)
-    return {
-        "count": row.count / steps,
-        "byte_count": None if row.byte_count is None else round(row.byte_count / steps),
-        "wire_ns": None if row.wire_ns is None else round(row.wire_ns / steps),
-        "bus_bandwidth": row.bus_bandwidth,
-        "exposed_ns": None if row.exposed_ns is None else round(row.exposed_ns / steps),
-        "waiting_ns": round(row.waiting_ns / steps),
-    }
 
 
 def describe_ranks(result: RanksResult) -> list[str]:
