@@ -99,7 +99,7 @@ def kernels(
         full_names=output.full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
-        compared=_compare_ranks(opened) if len(result.ranks) > 1 else None,
+        compared=_compare_ranks(opened) if len(result.rank_numbers) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
         from profkit.report.commands.steps import clean_times_parts

@@ -19,7 +19,7 @@ from profkit.analysis.placing.attribution import (
     Ledger,
     warn_of_placement,
 )
-from profkit.analysis.ranks.members import RankRow, Ranks, compare_ranks
+from profkit.analysis.ranks.members import Ranks
 from profkit.analysis.time_account.steps import count_in_warmup, count_steps
 from profkit.analysis.tree import Chosen, Instances, KernelFilter, RangeEvidence, choose_work
 from profkit.errors import Finding, TraceError, UsageError
@@ -48,7 +48,7 @@ class KernelRow:
 
     ``share`` is of the kernel and graph time of the selection, 0–1. ``per_instance_count`` is ``count`` over the
     range's outermost instances, null without a range. Times are in nanoseconds, ``mean_ns`` rounded. ``per_rank_ns``
-    is the part of ``total_ns`` that each rank ran, in the order of the result's ``ranks``.
+    is the part of ``total_ns`` that each rank ran, in the order of the result's ``rank_numbers``.
     """
 
     name: str
@@ -96,11 +96,10 @@ class KernelsResult(NotebookResult):
     ``filters`` is what was asked for: with one of them set, the table holds a part of the capture or range.
     ``first_ns`` is the start of the first thing recorded, from which instances are counted for people. ``instances``
     are those left by the filters, with a device those that have work on it; ``outermost_instances`` of them lie in no
-    other: a time or count per instance is over these. ``ranks`` has a row for each rank of a distributed run, known by
-    ``rank_evidence``; the slowest is the one with the most kernel time outside communication. ``steps`` is in how many
-    measured steps all of this work ran, None where some of it ran in none. ``shared`` is what compiled code computes
-    for the range's modules and others together, which is not under the range. ``sources`` are where the kernels of
-    compiled code come from, None if that was not asked for.
+    other: a time or count per instance is over these. ``rank_numbers`` are the ranks of a distributed run, known by
+    ``rank_evidence``. ``steps`` is in how many measured steps all of this work ran, None where some of it ran in none.
+    ``shared`` is what compiled code computes for the range's modules and others together, which is not under the range.
+    ``sources`` are where the kernels of compiled code come from, None if that was not asked for.
     """
 
     trace: str
@@ -123,7 +122,7 @@ class KernelsResult(NotebookResult):
     filters: KernelFilter = field(default_factory=KernelFilter)
     first_ns: int = 0
     outermost_instances: int | None = None
-    ranks: tuple[RankRow, ...] = ()
+    rank_numbers: tuple[int, ...] = ()
     rank_evidence: str | None = None
     steps: int | None = None
     shared: SharedKernels | None = None
@@ -205,7 +204,7 @@ def summarize_kernels(
         filters=wanted,
         first_ns=first_ns,
         outermost_instances=outermost_count,
-        ranks=compare_ranks(trace, ranks, chosen),
+        rank_numbers=ranks.numbers,
         rank_evidence=ranks.evidence,
         steps=count_steps(attribution, rows),
         shared=_find_shared(attribution, wanted, chosen),

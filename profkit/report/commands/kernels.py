@@ -63,7 +63,6 @@ def build_kernels_document(
         _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
     ]
     parts.append(Lines([*_head(result, steps), *_rank_head(result, compared)], "head"))
-    parts += [_rank_table(result, steps)] if _are_compared(result) else []
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
     parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
@@ -203,12 +202,12 @@ def _kernel_table(
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
         *(_rank_columns(result, steps, late) if compared else [Column("count", "times", count_over(steps)), each]),
     ]
-    if by_name and len(result.ranks) <= _RANKS_BESIDE_CATEGORY:
+    if by_name and len(result.rank_numbers) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))
     columns.append(
         Column("name", _noun(result) if by_name else result.by, _name_unit(result, full_names), flexible=True)
     )
-    exact = [*_EXACT, *(f"rank_{rank.rank}_ns" for rank in result.ranks if compared), *(["rule"] if explain else [])]
+    exact = [*_EXACT, *(f"rank_{rank}_ns" for rank in result.rank_numbers if compared), *(["rule"] if explain else [])]
     shown = [_row(result, row, explain) for row in rows]
     return Table(columns, shown, rest=None if rest is None else _row(result, rest, explain=False), exact=exact)
 
@@ -316,7 +315,7 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
     steps = counts.pop() if len(counts) == 1 and not totals else None
     unit = "sums over the capture" if steps is None else f"per step ({format_count(steps, 'step')})"
     without = ", without warmup" if any(result.filters.exclude for result in phases) else ""
-    whose = f" of {len(phases[0].ranks)} ranks together" if _are_compared(phases[0]) else ""
+    whose = f" of {len(phases[0].rank_numbers)} ranks together" if _are_compared(phases[0]) else ""
     heading = f"{title or 'Phases'}{whose}, {unit}{without}; 100 % = all {format_ns(whole_ns)} of {_scope(phases[0])}"
     rows = [
         {
@@ -341,22 +340,7 @@ def _phase_table(title: str, phases: Sequence[KernelsResult], whole_ns: int, *, 
 
 
 def _are_compared(result: KernelsResult) -> bool:
-    return len(result.ranks) > 1
-
-
-def _rank_table(result: KernelsResult, steps: int | None) -> Table:
-    on_gpu = result.measure == "gpu-kernel"
-    columns = (
-        Column("rank", "rank", _PLAIN),
-        Column("device", "GPU", _PLAIN) if on_gpu else Column("process", "pid", _PLAIN),
-        Column("wall_ns", "recorded" if result.range is None else "Python time", ns_over(steps)),
-        Column("kernel_time_ns", "kernel time" if on_gpu else "self time", ns_over(steps)),
-        Column("busy_ns", "GPU busy" if on_gpu else "busy", ns_over(steps)),
-        Column("communication_ns", "communicating", ns_over(steps)),
-        Column("own_ns", "computing", ns_over(steps)),
-        Column("kernel_count", "kernels" if on_gpu else "operators", count_over(steps)),
-    )
-    return Table(columns, [{**vars(row), "own_ns": row.own_ns} for row in result.ranks])
+    return len(result.rank_numbers) > 1
 
 
 def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
@@ -372,8 +356,9 @@ def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]
 def _sum_ranks(result: KernelsResult) -> list[str]:
     if not _are_compared(result):
         return []
-    total = sum(row.kernel_time_ns for row in result.ranks)
-    parts = [f"rank {row.rank} {row.kernel_time_ns:,}" for row in result.ranks]
+    times_ns = [sum(times) for times in zip(*(row.per_rank_ns for row in result.kernels), strict=True)]
+    total = sum(times_ns)
+    parts = [f"rank {rank} {time_ns:,}" for rank, time_ns in zip(result.rank_numbers, times_ns, strict=True)]
     if len(parts) > _MOST_RANK_COLUMNS:
         parts = [f"{len(parts)} ranks {total:,}"]
     if result.total_ns > total:
@@ -383,8 +368,8 @@ def _sum_ranks(result: KernelsResult) -> list[str]:
 
 def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
     unit = ns_over(steps)
-    if len(result.ranks) <= _MOST_RANK_COLUMNS:
-        return [Column(f"rank_{row.rank}_ns", f"rank {row.rank}", unit) for row in result.ranks]
+    if len(result.rank_numbers) <= _MOST_RANK_COLUMNS:
+        return [Column(f"rank_{rank}_ns", f"rank {rank}", unit) for rank in result.rank_numbers]
     some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
     return some + ([] if late is None else [Column(f"rank_{late}_ns", f"rank {late}", unit)])
 
@@ -393,5 +378,5 @@ def _rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:
     from statistics import median  # slow to load, and needed only where there are ranks
 
     each = row.per_rank_ns
-    cells = {f"rank_{rank.rank}_ns": time for rank, time in zip(result.ranks, each, strict=True)}
+    cells = {f"rank_{rank}_ns": time for rank, time in zip(result.rank_numbers, each, strict=True)}
     return {**cells, "rank_least_ns": min(each), "rank_median_ns": round(median(each)), "rank_most_ns": max(each)}
