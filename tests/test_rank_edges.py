@@ -245,7 +245,6 @@ def test_the_light_record_says_which_sends_are_an_all_to_all(tmp_path: Path) -> 
     result = read_ranks(run)
     (row,) = result.groups
     assert (row.group, row.kind, row.byte_count, row.wire_ns) == ("ep", "all_to_all", 3 * 4096, 3 * 400)
-    assert result.pipelines == ()
 
 
 # -- recorded on the CPU -------------------------------------------------------------------------------------------

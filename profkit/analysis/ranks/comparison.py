@@ -11,7 +11,7 @@ import numpy as np
 from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.ranks.culprit import NOT_COMPARED, Verdict, find_culprit
-from profkit.analysis.ranks.groups import GroupRow, Pipeline, find_pipelines, sum_groups
+from profkit.analysis.ranks.groups import GroupRow, sum_groups
 from profkit.analysis.ranks.light_costs import account_before_waits, has_untimed_waits, keep_steps
 from profkit.analysis.ranks.matching import match_collectives, steps_between_matches, sum_waits
 from profkit.analysis.ranks.own_time import Account, Cause, ReducedRank
@@ -33,9 +33,9 @@ class RankSummary:
     """What one rank did, per step in nanoseconds; ``step_count`` steps are compared, of a full trace not the first.
 
     ``parts`` are its own time by cause; with ``exposed_ns``, the communication that nothing hid, they sum up to
-    ``step_ns``. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden or not; None of a rank
-    whose record ends too early to be compared. ``sm_mhz`` is None where nobody recorded it. ``parts`` of a rank that only
-    left a light record are medians of what it did before the first long wait of a step, and do not sum up to the step.
+    ``step_ns``. Of a rank that only left a light record they are medians of what it did before the first long wait of a
+    step, and do not sum up to the step. ``waiting_ns`` is the time in collectives before the last rank arrived, hidden
+    or not; None of a rank whose record ends too early to be compared. ``sm_mhz`` is None where nobody recorded it.
     """
 
     rank: int
@@ -66,7 +66,6 @@ class RanksResult(NotebookResult):
     step_count: int
     """Over how many steps the sums of collectives are: those whose collectives all ranks recorded."""
     recorded_step_count: int = 0
-    pipelines: tuple[Pipeline, ...] = ()
     is_untimed: bool = False
     """Whether ranks may have waited where nobody timed it, so that waits are the least that they may be."""
     by_clocks: bool = False
@@ -172,7 +171,6 @@ def compare_ranks(
         ),
         assumed_groups=tuple(sorted(assumed)) if world_size > 2 else (),
         short=short,
-        pipelines=tuple(find_pipelines(known)),
         recorded_step_ns=recorded_step_ns,
     )
 

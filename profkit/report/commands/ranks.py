@@ -9,7 +9,6 @@ from typing import Any
 from profkit.analysis.ranks.comparison import RanksResult, RankSummary, outliers_first
 from profkit.analysis.ranks.costs import HOSTS_VARY, LEAST_SHARE
 from profkit.analysis.ranks.culprit import Culprit, Doubt
-from profkit.analysis.ranks.groups import Pipeline
 from profkit.errors import Finding
 from profkit.report.document import Column, Document, Lines, Table
 from profkit.report.units import (
@@ -25,7 +24,6 @@ from profkit.report.units import (
     format_share,
     ns_over,
 )
-from profkit.run.light_record import P2P, Group
 
 _PLAIN = Unit(str)
 _MOST_RANKS_SHOWN = 16
@@ -68,7 +66,6 @@ def build_ranks_document(result: RanksResult, run: str, *, top: int | None = _MO
     parts: list[Table | Lines] = [
         Lines(describe_ranks(result), "head"),
         *([_group_table(result)] if result.groups else []),
-        Lines(line for pipeline in result.pipelines for line in _describe_pipeline(pipeline)),
         ranks,
         Lines(_notes(result)),
     ]
@@ -95,34 +92,8 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         },
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(rank) for rank in result.ranks],
-        "pipelines": [
-            {
-                "group": _group_data(pipeline.group, pipeline.ranks),
-                "between_ns": list(pipeline.between_ns),
-                "own_ns": list(pipeline.own_ns),
-                "longest_rank": pipeline.ranks[pipeline.longest],
-                "bubble_ns": pipeline.bubble_ns,
-            }
-            for pipeline in result.pipelines
-        ],
         "lost": [{"rank": rank, "reason": reason} for rank, reason in sorted(result.lost.items())],
     }
-
-
-def _describe_pipeline(pipeline: Pipeline) -> list[str]:
-    name, rank = (
-        pipeline.group.dimension or f"of ranks {', '.join(map(str, pipeline.ranks))}",
-        pipeline.ranks[pipeline.longest],
-    )
-    share = f" ({format_share(pipeline.bubble_ns / pipeline.step_ns)})" if pipeline.step_ns else ""
-    between = f"{format_ns(min(pipeline.between_ns))} to {format_ns(max(pipeline.between_ns))}"
-    return [
-        f"pipeline {name}: ranks spend {between} a step in send and recv that nothing hides; rank {rank} (stage"
-        f" {pipeline.longest}) works longest, {format_ns(max(pipeline.own_ns))}, so others wait for it, up to"
-        f" {format_ns(pipeline.uneven_ns)}",
-        f"bubble of pipeline {name}: {format_ns(pipeline.bubble_ns)} a step{share}, what even rank {rank} spends there:"
-        " the pipeline fills and drains, and data are sent; more micro-batches shorten it",
-    ]
 
 
 def _group_table(result: RanksResult) -> Table:
@@ -194,12 +165,12 @@ def _rank_data(rank: RankSummary) -> dict[str, Any]:
 
 
 def _culprit_data(culprit: Culprit) -> dict[str, Any]:
-    group = _group_data(culprit.group.group, culprit.group.ranks)
+    group = {
+        "name": culprit.group.group.name,
+        "dimension": culprit.group.group.dimension,
+        "ranks": list(culprit.group.ranks),
+    }
     return {**{key: getattr(culprit, key) for key in _OF_CULPRIT}, "group": group}
-
-
-def _group_data(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
-    return {"name": group.name, "dimension": group.dimension, "ranks": list(ranks)}
 
 
 def _notes(result: RanksResult) -> Sequence[str]:
@@ -232,10 +203,6 @@ def _notes(result: RanksResult) -> Sequence[str]:
         lines.append(
             f"which ranks share the collectives of {', '.join(result.assumed_groups)} is not recorded: all"
             f" {result.world_size} are assumed to (the light record that `profkit run` leaves says it)"
-        )
-    if any(row.kind in P2P for row in result.groups) and not result.pipelines:
-        lines.append(
-            "no pipeline is judged: that needs a full trace of each stage, and the group in which data are sent"
         )
     return lines
 
