@@ -149,20 +149,6 @@ def test_the_peak_of_memory_is_no_roof_of_a_range_that_holds_others(
     assert forward.roof_share == (None if at_peak_ns is None else pytest.approx(2 * at_peak_ns / 320))
 
 
-def test_ceilings_of_another_gpu_of_the_same_name_give_a_warning(tmp_path: Path) -> None:
-    run, ours, theirs = make_timed_run(tmp_path), "GPU-78dab136-d5bd", "GPU-8443b058-24ca"
-    manifest, ceilings = (json.loads((run / name).read_text()) for name in ("manifest.json", "ceilings.json"))
-    for used, measured, count in ((ours, theirs, 1), (ours, ours, 0), (None, theirs, 0), (ours, None, 0)):
-        manifest["conditions"] = {"gpu_uuid": used}
-        ceilings["device"]["uuid"] = measured
-        (run / "manifest.json").write_text(json.dumps(manifest))
-        (run / "ceilings.json").write_text(json.dumps(ceilings))
-        found = [one.message for one in read_trace(run).efficiency().warnings if one.code == "other-gpu"]
-        assert found == ["the ceilings were measured on another NVIDIA H200 (GPU-8443b058) than the run's"] * count
-    (run / "measured.json").write_text(json.dumps(make_ceilings()))
-    assert not read_trace(run).efficiency(ceilings=run / "measured.json").warnings
-
-
 @pytest.mark.parametrize(
     ("flops", "footer", "said"),
     [

@@ -42,9 +42,8 @@ def summary(capture: Path, with_all: bool, output: Output) -> None:
 @click.command()
 @capture_argument("run")
 @click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N ranks (default {_DEFAULT_TOP}).")
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Read with N processes (default: all cores).")
 @output_options
-def ranks(run: Path, top: int | None, workers: int | None, output: Output) -> None:
+def ranks(run: Path, top: int | None, output: Output) -> None:
     """Say which rank the others wait for, why, and what each group's communication costs.
 
     RUN is a run directory of several ranks, a directory that holds one for each node, or one trace of several ranks.
@@ -52,7 +51,7 @@ def ranks(run: Path, top: int | None, workers: int | None, output: Output) -> No
     """
     refuse_overwriting([run], [output.path])
     with shown_after_a_second(f"reading {run.name}"):
-        result = read_ranks(run, workers=workers)
+        result = read_ranks(run)
     if top is None and output.is_for_people:
         top = _DEFAULT_TOP
     output.print(build_ranks_document(result, str(run), top=top))

@@ -4,7 +4,7 @@
 
 Ranks are synthesised: their clocks differ by a second a rank, one is 6 ms late in forward, one is lost and one's file
 is cut within a line. Most collectives are in a group of all ranks, the others in groups of eight. Timed is all that
-``profkit ranks RUN --workers 1 --format json`` does, in a process of its own, without starting Python.
+``profkit ranks RUN --format json`` does on one core, in a process of its own, without starting Python.
 """
 
 from __future__ import annotations

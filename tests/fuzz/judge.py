@@ -138,8 +138,7 @@ def _judge_copy(command: str, path: Path, copied: Path) -> Verdict | None:
 
 def _judge_figures(command: str, path: Path, content: dict[str, Any]) -> Verdict | None:
     if command != "compare":
-        latest = {**(content.get("latest") or {}), "differences": None}  # from the median rank: either sign
-        figures = [(key, value) for key, value in _numbers({**content, "latest": latest}) if key not in _MOMENTS]
+        figures = [(key, value) for key, value in _numbers(content) if key not in _MOMENTS]
         negative = [key for key, value in figures if value < 0 and key.endswith(_NEVER_NEGATIVE)]
         if negative:
             return Verdict("negative figure", ", ".join(negative[:5]))

@@ -37,8 +37,6 @@ _TF32_PRECISIONS = ("high", "medium")
 VECTOR_DTYPE = "fp32"
 """What everything but matrix products is computed in, with autocast or without, on the GPU's ordinary units."""
 
-_UUID_HEAD = len("GPU-01234567")
-
 
 @dataclass(frozen=True)
 class Peaks:
@@ -59,7 +57,6 @@ class RunFacts:
 
     ``dtype`` is the type of matrix products whose range does not name one. ``peaks`` are the measured ones if there are
     any, else the datasheet's; MFU always uses ``datasheet``.
-    ``ceilings_uuid`` is the GPU that was measured, if the run is known to have used another one of the same name.
     ``loading`` is of the data loaders with workers, if there were any. ``uncounted`` says why ``work`` is unknown.
     """
 
@@ -68,17 +65,11 @@ class RunFacts:
     work: RunWork | None
     peaks: Peaks | None
     datasheet: Datasheet | None
-    ceilings_uuid: str | None
     loading: Loading | None
     uncounted: str | None = None
 
     def find_doubts(self) -> Iterator[Finding]:
-        """Yield what is wrong with these facts: ceilings of another GPU, operators that were not counted."""
-        if self.ceilings_uuid is not None and self.peaks is not None:
-            uuid = self.ceilings_uuid[:_UUID_HEAD]
-            yield Finding(
-                "other-gpu", f"the ceilings were measured on another {self.peaks.gpu} ({uuid}) than the run's"
-            )
+        """Yield which operators were not counted."""
         missing = () if self.work is None else self.work.missing
         if FUSED in missing:
             yield Finding(
@@ -126,7 +117,6 @@ def read_run_facts(
         work=work,
         peaks=_peaks(measured, sheet),
         datasheet=sheet,
-        ceilings_uuid=_other_uuid(measured, manifest),
         loading=manifest.loading,
         uncounted=_explain_no_work(run) if work is None else None,
     )
@@ -143,12 +133,6 @@ def _peaks(measured: Ceilings | None, sheet: Datasheet | None) -> Peaks | None:
         products = {product.dtype: product.best_flops_per_s for product in measured.gemm}
         return Peaks("measured", measured.device.name, products, measured.copy.best_bytes_per_s)
     return None if sheet is None else Peaks("datasheet", sheet.name, sheet.flops_per_s, sheet.bytes_per_s)
-
-
-def _other_uuid(measured: Ceilings | None, manifest: Manifest) -> str | None:
-    used = None if manifest.conditions is None else manifest.conditions.gpu_uuid
-    measured_uuid = None if measured is None else measured.device.uuid
-    return measured_uuid if None not in (used, measured_uuid) and used != measured_uuid else None
 
 
 def _dtype_of(manifest: Manifest) -> str | None:

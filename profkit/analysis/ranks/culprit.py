@@ -111,8 +111,6 @@ class Verdict:
     culprit: Culprit | None
     most_rank: int | None = None
     most_ns: int = 0
-    differences: Mapping[Cause, int] = field(default_factory=dict)
-    """Cause → how much more than the median rank that rank took, per step."""
     doubt: Doubt | None = None
     """Why a rank that costs much is not named: it may be chance, since its arrivals vary much or steps are few; its
     cause is unknown; or it may be the profiler.
@@ -256,14 +254,10 @@ class _Court:
         usually = np.median(cost.saved_ns, axis=1)
         most = int(usually.argmax())
         late = (cost.saved_ns >= LEAST_SHARE * cost.step_ns).sum(axis=1).tolist()
-        by_cause: dict[Cause, float] = {}
-        for (cause, _), time in zip(cost.places, np.median(cost.longer_ns[most], axis=0).tolist(), strict=True):
-            by_cause[cause] = by_cause.get(cause, 0.0) + time
         return Verdict(
             None,
             self.ranks[most].record.rank,
             round(float(usually[most])) if usually[most] >= LATE_NS else 0,
-            {cause: round(time) for cause, time in sorted(by_cause.items(), key=lambda item: -item[1])},
             doubt=self._doubt_level(most) if usually[most] >= LEAST_SHARE * cost.step_ns else None,
             turns={rank.record.rank: times for rank, times in zip(self.ranks, late, strict=True) if times},
         )

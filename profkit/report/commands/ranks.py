@@ -88,7 +88,6 @@ def _to_json(result: RanksResult) -> dict[str, Any]:
         else {
             "rank": verdict.most_rank,
             "cost_ns": verdict.most_ns,
-            "differences": [{"cause": cause, "time_ns": time} for cause, time in verdict.differences.items()],
         },
         "groups": [asdict(row) for row in result.groups],
         "ranks": [_rank_data(rank) for rank in result.ranks],
