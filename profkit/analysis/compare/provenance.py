@@ -50,17 +50,6 @@ _STATED: dict[str, Callable[[Manifest], object]] = {
     "python": lambda run: run.versions.get("python"),
     "state of the run": lambda run: run.status,
 }
-# Facts that are needed to judge a difference between two captures.
-_EXPECTED = (
-    "GPU",
-    "driver",
-    "torch",
-    "CUDA",
-    "workload",
-    "precision (autocast)",
-    "float32 matmul precision (tf32)",
-)
-_OF_GPUS = ("GPU", "driver", "CUDA")
 _SELF_CHECK = "self-check"
 _OPERATORS = "CPU operators"
 _RECORDED, _NOT_RECORDED = "recorded", "not recorded"
@@ -78,12 +67,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What differs, the disturbing first, and the expected facts that before, after or both lack."""
+    """What differs, the disturbing first."""
 
     differences: tuple[Difference, ...]
-    unknown_before: tuple[str, ...]
-    unknown_after: tuple[str, ...]
-    unknown_both: tuple[str, ...]
 
     @property
     def disturbances(self) -> list[Difference]:
@@ -96,13 +82,10 @@ class Origin:
 
     facts: dict[str, str]
     self_check: SelfCheck | None
-    on_cpu: bool
 
 
 def find_origin(capture: OpenedCapture) -> Origin:
-    facts, trace = _state_facts(capture), capture.trace
-    on_cpu = facts.get("device") == "cpu" or (trace is not None and trace.trace.measure != "gpu-kernel")
-    return Origin(facts, None if trace is None else trace.self_check, on_cpu)
+    return Origin(_state_facts(capture), None if capture.trace is None else capture.trace.self_check)
 
 
 def compare_provenance(before: Origin, after: Origin) -> Provenance:
@@ -115,13 +98,7 @@ def compare_provenance(before: Origin, after: Origin) -> Provenance:
     differences += _judge_self_checks(before, after)
     order = {fact: place for place, fact in enumerate([*_DISTURBING, *_STATED])}
     differences.sort(key=lambda change: (not change.disturbs, order.get(change.fact, 0), change.fact))
-    lacks_old, lacks_new = _list_unknown(before), _list_unknown(after)
-    return Provenance(
-        differences=tuple(differences),
-        unknown_before=tuple(fact for fact in lacks_old if fact not in lacks_new),
-        unknown_after=tuple(fact for fact in lacks_new if fact not in lacks_old),
-        unknown_both=tuple(fact for fact in lacks_old if fact in lacks_new),
-    )
+    return Provenance(tuple(differences))
 
 
 def _state_facts(capture: OpenedCapture) -> dict[str, str]:
@@ -171,7 +148,3 @@ def _judge_self_checks(before: Origin, after: Origin) -> list[Difference]:
         "–" if check is None else check.of("failed")[0].message if check.failed else "passed" for check in checks
     )
     return [Difference(_SELF_CHECK, before_result, after_result, True)]
-
-
-def _list_unknown(origin: Origin) -> list[str]:
-    return [fact for fact in _EXPECTED if fact not in origin.facts and not (origin.on_cpu and fact in _OF_GPUS)]

@@ -126,15 +126,7 @@ def _head(result: CaptureComparison) -> Iterator[str]:
     names = [result.before, result.after] if names[0] == names[1] else names
     yield f"before  {names[0]}"
     yield f"after   {names[1]}"
-    provenance = result.provenance
-    yield from (f"changed: {text}" for text in describe_differences(provenance.differences))
-    for side, facts in (
-        ("before", provenance.unknown_before),
-        ("after", provenance.unknown_after),
-        ("both", provenance.unknown_both),
-    ):
-        if facts:
-            yield f"unknown in {side}: {', '.join(facts)}"
+    yield from (f"changed: {text}" for text in describe_differences(result.provenance.differences))
 
 
 def _describe_headline(headline: Headline) -> str:
