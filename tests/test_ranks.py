@@ -77,21 +77,19 @@ def test_each_way_of_asking_for_kernels_of_ranks_prints_what_it_did(two: Path, t
     check_transcript("kernels-of-ranks", calls)
 
 
-def test_every_command_prints_the_verdict_of_ranks(profkit: Run, tmp_path: Path) -> None:
+def test_commands_on_a_whole_run_print_the_verdict_of_ranks(profkit: Run, tmp_path: Path) -> None:
     path = write_nsys(tmp_path / "t.sqlite", simulate(3, 12, [Delay(1, "forward", 5 * MS)]))
     sentence = describe_verdict(read_ranks(path))[0]
     assert sentence.startswith("Rank 1 is late: it arrives last in ")
     page = tmp_path / "page.html"
     assert profkit("report", path, "-o", page).returncode == 0
-    for command in ("ranks", "summary", "kernels", "efficiency", "check --max-skew 99%"):
+    for command in ("ranks", "summary", "check --max-skew 99%"):
         name, *options = command.split()
         said = " ".join(profkit(name, path, *options).stdout.split())
         assert sentence[1:] in said, command
     assert sentence in page.read_text()
-    kernels, summary, ranks = (
-        json.loads(profkit(command, path, "--format", "json").stdout) for command in ("kernels", "summary", "ranks")
-    )
-    assert kernels["slowest_rank"] == summary["slowest_rank"] == ranks["culprit"]["rank"] == 1
+    summary, ranks = (json.loads(profkit(command, path, "--format", "json").stdout) for command in ("summary", "ranks"))
+    assert summary["slowest_rank"] == ranks["culprit"]["rank"] == 1
 
 
 def test_ranks_that_run_nccl_on_one_gpu_number_have_a_gpu_each(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.run.directory import Run, choose_run, find_run
 
 if TYPE_CHECKING:
-    from profkit.analysis.ranks.comparison import RanksResult
+    pass
 
 _DEFAULT_TOP = 20
 
@@ -99,7 +99,6 @@ def kernels(
         full_names=output.full_names,
         explain=explain,
         phases=_phases(opened) if is_shown else None,
-        compared=_compare_ranks(opened) if len(result.rank_numbers) > 1 else None,
     )
     if is_shown and opened.run is not None and trace.is_dir():
         from profkit.report.commands.steps import clean_times_parts
@@ -114,12 +113,6 @@ def kernels(
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     output.print(document)
     obey_strict(trace, check, strict=strict)
-
-
-def _compare_ranks(opened: OpenedTrace) -> RanksResult | None:
-    from profkit.analysis.ranks.comparison import compare_opened  # few captures are of several ranks
-
-    return compare_opened(opened, opened.run)
 
 
 def _phases(opened: OpenedTrace) -> dict[str, list[KernelsResult]] | None:
@@ -212,11 +205,10 @@ def efficiency(
         if capture is None or capture.trace is None:
             opened, answer = open_trace(trace, rank=rank, thread_only=thread_only), ""
         else:
-            # It asks all of the house, which a trace alone need not load; nor does it the room of several ranks.
+            # It asks all of the house, which a trace alone need not load.
             from profkit.report.commands.answer import answer_capture
 
             opened, answer = capture.trace, answer_capture(capture)
-        compared = _compare_ranks(opened) if len(opened.ranks.members) > 1 else None
         from profkit.report.commands.efficiency import build_efficiency_document
 
         check = opened.self_check
@@ -225,7 +217,6 @@ def efficiency(
             result,
             check.findings,
             totals=totals,
-            compared=compared,
             limits=opened.step_limits,
             answer=answer,
         )

@@ -118,16 +118,6 @@ class EfficiencyRow(RangeRow):
         """The idle share without a profiler if known, else the recorded one."""
         return None if self.idle is None else self.idle.share
 
-    @property
-    def launching_share(self) -> float:
-        """The share of its time on the GPU that is idle while the host launches, without a profiler if known."""
-        return 0.0 if self.idle is None else self.idle.causes.launching_ns / (self.idle.span_ns or 1)
-
-    @property
-    def host_share(self) -> float:
-        """The share that is idle for any other reason, without a profiler if known."""
-        return 0.0 if self.idle is None else self.idle.share - self.launching_share
-
 
 @dataclass(frozen=True, repr=False)
 class EfficiencyResult(NotebookResult):

@@ -16,7 +16,6 @@ from profkit.report.units import NS, SHARE, TEXT, Unit, count_over, format_count
 
 if TYPE_CHECKING:
     from profkit.analysis.kernels.compiled_code import KernelSource
-    from profkit.analysis.ranks.comparison import RanksResult
 
 _SORTS = {"total": "total_ns", "count": "count", "mean": "mean_ns", "min": "min_ns", "max": "max_ns", "name": "name"}
 SORTS = tuple(_SORTS)
@@ -43,32 +42,29 @@ def build_kernels_document(
     full_names: bool = False,
     explain: bool = False,
     phases: Mapping[str, Sequence[KernelsResult]] | None = None,
-    compared: RanksResult | None = None,
 ) -> Document:
     """Return the result with its books.
 
     People read averages per step where the steps are known (`KernelsResult.steps`), unless they want ``totals``. CSV is
     one table: the instances if they were asked for, else the kernels. The lines after the first ``top`` are added up in
     one more. ``explain`` shows the rule that gave each kernel its category. ``phases`` are shown first, by the title of
-    their table (`OpenedTrace.phases`); ``compared`` are the ranks side by side, for which of them is late.
+    their table (`OpenedTrace.phases`).
     """
     rows = sort_rows(result.kernels, sort)
     shown, others = rows[:top], rows[top:] if top is not None else []
     rest = _sum_rows(result, others) if others else None
     steps = None if totals else result.steps
-    late = None if compared is None else compared.late_rank
-    table = _kernel_table(result, shown, rest, steps, late, full_names=full_names, explain=explain)
+    table = _kernel_table(result, shown, rest, steps, full_names=full_names, explain=explain)
     instances = [_instance_table(result)] if result.per_instance is not None else []
     parts: list[Table | Lines] = [
         _phase_table(title, some, result.ledger.total_ns, totals=totals) for title, some in (phases or {}).items()
     ]
-    parts.append(Lines([*_head(result, steps), *_rank_head(result, compared)], "head"))
+    parts.append(Lines([*_head(result, steps), *_rank_head(result)], "head"))
     parts += [table, *instances]
     parts += [_rule_table(result, shown, full_names=full_names)] if explain else []
     parts += _source_lines(result, shown, steps, full_names=full_names) if explain else []
     parts.append(Lines(_books(result, steps)))
     data = result.to_dict() | {"kernels": [_exact_row(result, row, explain) for row in shown]}
-    data["slowest_rank"] = late
     data["rest"] = None if rest is None else asdict(rest)
     return Document("kernels", data, parts, instances[0] if instances else table, result.warnings, self_check)
 
@@ -188,7 +184,6 @@ def _kernel_table(
     rows: Sequence[KernelRow],
     rest: KernelRow | None,
     steps: int | None,
-    late: int | None,
     *,
     full_names: bool,
     explain: bool,
@@ -200,7 +195,7 @@ def _kernel_table(
         Column("share", "share", SHARE),
         Column("total_ns", "total" if steps is None else "per step", ns_over(steps)),
         # Next to columns of ranks there is no room for these; JSON and CSV have them.
-        *(_rank_columns(result, steps, late) if compared else [Column("count", "times", count_over(steps)), each]),
+        *(_rank_columns(result, steps) if compared else [Column("count", "times", count_over(steps)), each]),
     ]
     if by_name and len(result.rank_numbers) <= _RANKS_BESIDE_CATEGORY:
         columns.append(Column("category", "category", TEXT))
@@ -343,14 +338,9 @@ def _are_compared(result: KernelsResult) -> bool:
     return len(result.rank_numbers) > 1
 
 
-def _rank_head(result: KernelsResult, compared: RanksResult | None) -> list[str]:
+def _rank_head(result: KernelsResult) -> list[str]:
     is_guess = result.rank_evidence is not None and result.rank_evidence.startswith("guessed")
-    lines = [f"ranks are {result.rank_evidence}"] * is_guess
-    if compared is not None:
-        from profkit.report.commands.ranks import describe_verdict  # few captures are of several ranks
-
-        lines += describe_verdict(compared)[:1]
-    return lines
+    return [f"ranks are {result.rank_evidence}"] * is_guess
 
 
 def _sum_ranks(result: KernelsResult) -> list[str]:
@@ -366,12 +356,11 @@ def _sum_ranks(result: KernelsResult) -> list[str]:
     return [f"Ranks: {result.total_ns:,} ns = {' + '.join(parts)}"]
 
 
-def _rank_columns(result: KernelsResult, steps: int | None, late: int | None) -> list[Column]:
+def _rank_columns(result: KernelsResult, steps: int | None) -> list[Column]:
     unit = ns_over(steps)
     if len(result.rank_numbers) <= _MOST_RANK_COLUMNS:
         return [Column(f"rank_{rank}_ns", f"rank {rank}", unit) for rank in result.rank_numbers]
-    some = [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
-    return some + ([] if late is None else [Column(f"rank_{late}_ns", f"rank {late}", unit)])
+    return [Column(f"rank_{word}_ns", word, unit) for word in ("least", "median", "most")]
 
 
 def _rank_cells(result: KernelsResult, row: KernelRow) -> dict[str, Any]:

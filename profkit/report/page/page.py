@@ -169,7 +169,7 @@ def _step_sections(run: Results) -> Iterator[Section]:
     trace, result = run.capture.trace, run.efficiency
     if trace is None or result is None:
         return
-    document = build_efficiency_document(result, (), compared=run.summary.compared, limits=trace.step_limits)
+    document = build_efficiency_document(result, (), limits=trace.step_limits)
     dots = list(build_dots(trace.account, run.capture.manifest)) if result.steps else []
     content = {"dots": dots, "parts": view_parts(document.parts)}
     yield Section("step", "One step", f"profkit efficiency {run.name}", content, findings=result.warnings)
@@ -242,9 +242,7 @@ def _kernel_sections(run: Results) -> Iterator[Section]:
     if run.kernels is None or trace is None:
         return
     phases = trace.phases()
-    document = build_kernels_document(
-        run.kernels, (), phases={"": phases} if phases else None, compared=run.summary.compared
-    )
+    document = build_kernels_document(run.kernels, (), phases={"": phases} if phases else None)
     content = {"parts": view_parts(document.parts)}
     yield Section("kernels", "Kernels", f"profkit kernels {run.name}", content, findings=run.kernels.warnings)
 
