@@ -88,5 +88,4 @@ def samples_of(kernels: Mapping[tuple[str, str], tuple[int, int]], steps: int = 
         wall_ns=None,
         paths=frozenset({(), *(key.path[:end] for key in keys for end in range(len(key.path) + 1))}),
         left_out_ns=0,
-        even=True,
     )

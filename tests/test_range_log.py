@@ -131,27 +131,25 @@ def _reduction(called_us: float, elements: int, group: str = "0", kind: str = "a
 
 
 @pytest.mark.parametrize(
-    ("calls", "found", "described"),
+    ("calls", "found"),
     [
-        ([(105, 10), (125, 20), (500, 30)], [("0", 40), ("0", 80), ("0", 120)], 3),
-        ([(105, 10), (500, 30)], [("0", None), ("0", None), ("0", 120)], 3),
-        ([(100, 10), (105, 20), (125, 5), (500, 30)], [("0", 120), ("0", 20), ("0", 120)], 3),
-        ([(100, 10), (105, 20, "1"), (125, 5), (500, 7, "0", "broadcast")], [("0", 20), ("0", 28)], 2),
-        ([], [], 0),
+        ([(105, 10), (125, 20), (500, 30)], [("0", 40), ("0", 80), ("0", 120)]),
+        ([(105, 10), (500, 30)], [("0", None), ("0", None), ("0", 120)]),
+        ([(100, 10), (105, 20), (125, 5), (500, 30)], [("0", 120), ("0", 20), ("0", 120)]),
+        ([(100, 10), (105, 20, "1"), (125, 5), (500, 7, "0", "broadcast")], [("0", 20), ("0", 28)]),
+        ([], []),
     ],
     ids=["one a kernel", "two kernels of one", "two that became one", "two groups", "none known"],
 )
 def test_kernels_of_nccl_get_what_the_flight_recorder_knows_of_their_calls(
-    tmp_path: Path, calls: list[Any], found: list[Any], described: int
+    tmp_path: Path, calls: list[Any], found: list[Any]
 ) -> None:
     trace = _trace()
     kernels = [row for row in trace["traceEvents"] if row["cat" if "cat" in row else "ph"] == "kernel"]
     for row in (kernels[0], kernels[1], kernels[3]):  # launched at 110, 130 and 510 us
         row["name"] = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-    fit = join_ranges(trace, replace(_log(), collectives=[_reduction(*call) for call in calls]))
-    assert (fit.collectives, fit.described) == (3, described)
+    join_ranges(trace, replace(_log(), collectives=[_reduction(*call) for call in calls]))
     assert [(call.group, call.byte_count) for call in _read(tmp_path, trace).trace.collectives] == found
-    assert f"of {described} of 3 collectives" in str(fit)
 
 
 def test_every_row_of_a_thread_carries_its_number() -> None:

@@ -97,8 +97,7 @@ class Alignment:
     """How well the log's times fit the trace's: what is added to them, at the start and at the end, and the error left.
 
     ``across`` of ``calls`` calls lie across the edge of a range on their own thread: with equal clocks none does, and
-    one would if the clocks differed by more than the error. ``described`` of the ``collectives`` kernels of NCCL are
-    known by the flight recorder's word.
+    one would if the clocks differed by more than the error.
     """
 
     start_ns: int
@@ -106,19 +105,12 @@ class Alignment:
     error_ns: int
     calls: int
     across: int
-    collectives: int = 0
-    described: int = 0
 
     def __str__(self) -> str:
         shift = f"{self.start_ns / 1000:+.1f} µs at the start and {self.end_ns / 1000:+.1f} µs at the end"
         return (
             f"ranges: the trace's clock is {shift} from the log's, ± {self.error_ns / 1000:.1f} µs; "
             f"{self.across:,} of {self.calls:,} calls lie across a range's edge"
-            + (
-                f"; PyTorch's flight recorder names the group and size of {self.described:,} of {self.collectives:,} "
-                "collectives"
-            )
-            * bool(self.collectives)
         )
 
 
@@ -164,14 +156,8 @@ def join_ranges(trace: dict[str, Any], log: RangeLog) -> Alignment:
         call_count, across, error_ns = call_count + len(made), across + crossing, min(error_ns, room_ns)
         thread: Event = {"pid": log.process, "tid": number_of[handle]}
         ranges += ({**thread, **_range_row(name, start - base_ns, end - base_ns)} for name, start, end in rows)
-    fit = Alignment(
-        clock.first.shift_ns,
-        clock.last.shift_ns,
-        error_ns,
-        call_count,
-        across,
-        *_describe_collectives(trace, log, clock, base_ns),
-    )
+    _describe_collectives(trace, log, clock, base_ns)
+    fit = Alignment(clock.first.shift_ns, clock.last.shift_ns, error_ns, call_count, across)
     if fit.across > _MOST_ACROSS * fit.calls:
         raise RangeLogError(f"the times of ranges and calls do not fit together ({fit})")
     _renumber(trace, log.process, {row_of[handle]: number for handle, number in number_of.items()})
@@ -306,7 +292,7 @@ def _ranges_of(thread: ThreadEntries, log: RangeLog) -> Iterator[tuple[str, int,
         yield log.names[entered], start, log.ended_ns
 
 
-def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, base_ns: int) -> tuple[int, int]:
+def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, base_ns: int) -> None:
     """A kernel belongs to the calls since the kernel before it. Several calls that became one kernel count together if
     they are of one kind and group; where several became several kernels, which is which is unknown.
     """
@@ -323,13 +309,10 @@ def _describe_collectives(trace: dict[str, Any], log: RangeLog, clock: _Clock, b
         and event.get("args", {}).get("correlation") in launched_us
     ]
     calls = [(clock.on_trace(call.called_ns), call) for call in log.collectives]
-    described = 0
     for block, events in _blocks_of_calls(calls, kernels):
         arguments = _arguments_of(block, len(events))
-        described += len(events) * bool(arguments)
         for event in events:
             event["args"].update(arguments)
-    return len(kernels), described
 
 
 def _blocks_of_calls(

@@ -59,8 +59,6 @@ class StepSamples:
     wall_ns: Ints | None
     paths: frozenset[RangePath]
     left_out_ns: int
-    even: bool
-    """False if processes made different numbers of steps: then some samples hold fewer processes than others."""
     has_contexts: bool = False
     """True if steps of several contexts are taken together."""
     gpu_count: int = 1
@@ -84,7 +82,6 @@ class _Numbering:
 
     sample: Ints
     wall_ns: Ints | None = None
-    even: bool = True
     has_contexts: bool = False
 
 
@@ -166,7 +163,6 @@ def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSa
         wall_ns=numbering.wall_ns if reduced.range is None else None,
         paths=_paths_of(nodes),
         left_out_ns=int(work.duration_ns.sum()) - int(work.duration_ns[rows].sum()),
-        even=numbering.even,
         has_contexts=numbering.has_contexts,
         gpu_count=len(distinct_values(work.device[rows])),
     )
@@ -186,18 +182,17 @@ def _number_steps(attribution: Attribution, members: Ints) -> _Numbering:
     trace = attribution.trace
     top = outermost(trace.ranges, members)
     number = np.full(len(trace.ranges), -1, dtype=np.int64)
-    counts = []
-    for mine in rows_by_value(trace.ranges.process[top]).values():
+    by_process = rows_by_value(trace.ranges.process[top]).values()
+    for mine in by_process:
         number[top[mine]] = np.arange(len(mine))
-        counts.append(len(mine))
     duration = trace.ranges.end_ns[top] - trace.ranges.start_ns[top]
-    wall_ns = np.zeros(max(counts), dtype=np.int64)
+    wall_ns = np.zeros(max(map(len, by_process)), dtype=np.int64)
     np.maximum.at(wall_ns, number[top], duration)
     under = attribution.work.under(members)
     sample = np.full(len(trace.work), -1, dtype=np.int64)
     sample[under.rows] = number[members[under.member]]
     has_contexts = len(distinct_values(find_contexts(attribution)[members])) > 1
-    return _Numbering(sample, wall_ns, len(set(counts)) == 1, has_contexts)
+    return _Numbering(sample, wall_ns, has_contexts)
 
 
 def _number_whole(attribution: Attribution) -> _Numbering:

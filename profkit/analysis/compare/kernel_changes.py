@@ -307,11 +307,6 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
             some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
             message = f"ranges that only {name} has: {len(alone)} ({some}); their time counts in the enclosing range"
             yield Finding("one-sided-ranges", message)
-        if not side.even:
-            yield Finding(
-                "uneven-steps",
-                f"{name}: the processes made different numbers of steps; the last steps lack some processes",
-            )
         if side.has_contexts:
             yield Finding(
                 "contexts",

@@ -198,7 +198,7 @@ def _make_comparable(ranks: Sequence[ReducedRank]) -> list[ReducedRank]:
     if is_alike or not traced:
         return list(ranks)
     named = {name for rank in traced for name in rank.steps.names if name is not None}
-    limited = [keep_steps(rank.light or rank, named) for rank in ranks]
+    limited = [keep_steps(rank.light or replace(rank, exact=None), named) for rank in ranks]
     return [
         replace(rank, record=replace(rank.record, source=before.record.source))
         for rank, before in zip(limited, ranks, strict=True)

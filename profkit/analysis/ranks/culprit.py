@@ -132,29 +132,19 @@ def find_culprit(
 
     ``is_untimed``: ranks may have waited where nobody timed it (`profkit.analysis.ranks.light_costs`).
 
-    If some ranks left full traces and others light records alone, the rank that made others wait longest decides which
-    of the two are compared.
+    All ranks left full traces, or all are known by light records (`profkit.analysis.ranks.comparison`).
     """
     if not any(np.isin(match.kind, WAITS_FOR_ALL).any() for match in matched):
         return Verdict(None)
     # Nobody can wait for a rank that calls no collective.
     members = {rank for match in matched if len(match) for rank in match.ranks}
-    every = _usable(
-        (rank, account_before_waits(rank, matched) if account.is_exact else account)
-        for rank, account in zip(ranks, accounts, strict=True)
-        if rank.record.rank in members
-    )
-    exact = _usable((rank, rank.exact) for rank, _ in every if rank.exact is not None)
-    if len(every) < 2:
+    pairs = zip(ranks, accounts, strict=True)
+    usable = _usable((rank, account) for rank, account in pairs if rank.record.rank in members)
+    if len(usable) < 2:
         return Verdict(None)
-    lateness = lateness_by_step([rank for rank, _ in every], matched)
-    usually = [float(np.median(late_ns)) if len(late_ns) else 0.0 for late_ns in lateness]
-    last = every[usually.index(max(usually))][0]
-    is_untimed = is_untimed and len(exact) < len(every)
-    has_last = len(exact) == len(every) or any(rank is last for rank, _ in exact)
-    is_exact = len(exact) > 1 and has_last and not is_untimed
-    chosen, compared = zip(*(exact if is_exact else every), strict=True)
-    court = partial(_Court, chosen, matched, is_untimed)
+    chosen, compared = zip(*usable, strict=True)
+    is_exact = all(account.is_exact for account in compared)
+    court = partial(_Court, chosen, matched, is_untimed and not is_exact)
     if is_exact:
         verdict = court(cost_by_accounts(chosen, compared, matched)).judge()
         return verdict if verdict.culprit is not None else _judge_unrecorded(chosen, matched) or verdict

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -28,7 +27,7 @@ from profkit.report.commands.ranks import build_ranks_document, describe_ranks
 from profkit.report.commands.steps import clean_times_parts
 from profkit.report.commands.trials import build_trials_document, describe_trial, name_trial
 from profkit.report.commands.whatif import build_whatif_document
-from profkit.report.page import Results, Section, view_parts, view_table, without_folders
+from profkit.report.page import Results, Section, view_parts, without_folders
 from profkit.report.page.modules import build_memory, build_modules
 from profkit.report.page.step import build_answer, build_dots, build_lines, build_timeline, slice_median_step
 from profkit.report.units import format_count, format_ns
@@ -42,9 +41,6 @@ _SCRIPTS = {
 """Sections with a script of their own."""
 
 _MEMORY = "Memory over time"
-
-MOST_UNFOLDED = 16
-"""So many ranks, the most unusual ones, are shown at once."""
 
 _MOST_SIMULATED = 100_000
 """Events of the allocator: a page should not wait for longer histories to be simulated under each setting."""
@@ -200,17 +196,14 @@ def _draw_trials(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 
 def _rank_sections(run: Results) -> Iterator[Section]:
-    """Yield the sentences and the tables of ``profkit ranks``; most of many ranks are folded."""
+    """Yield the sentences and the tables of ``profkit ranks``."""
     result = run.summary.compared
     if result is None:
         return
-    document = build_ranks_document(result, run.name, top=None)
-    table = document.csv
-    unfolded = replace(table, rows=table.rows[:MOST_UNFOLDED])
+    document = build_ranks_document(result, run.name)
     content = {
         "lines": describe_ranks(result),
-        "parts": view_parts([unfolded if part is table else part for part in document.parts[1:]]),
-        "folded": view_table(replace(table, rows=table.rows[MOST_UNFOLDED:], title="")),
+        "parts": view_parts(document.parts[1:]),
         "lost": [without_folders(make_visible(finding.message)) for finding in document.findings],
     }
     yield Section("ranks", "Ranks", f"profkit ranks {run.name}", content)
