@@ -329,16 +329,5 @@ def _warn_of_phases(before: StepTimes | None, after: StepTimes | None) -> Iterat
 def _explain_nothing(before: ReducedCapture, after: ReducedCapture, range: str | None) -> str:
     if range is not None:
         return f"range {range!r}: only the kernel times of two traces can be compared by range"
-    holdings = [", ".join(_list_holdings(capture)) or "nothing to compare" for capture in (before, after)]
-    return f"{before.path} holds {holdings[0]}, {after.path} holds {holdings[1]}: they cannot be compared"
-
-
-def _list_holdings(capture: ReducedCapture) -> list[str]:
-    held = []
-    if capture.work is not None:
-        held.append("kernel times")
-    elif capture.origin.self_check is not None:
-        held.append("a trace without GPU kernels")
-    if capture.run is not None and summarize_step_times(capture.run.manifest) is not None:
-        held.append("unprofiled steps")
-    return held + (["a memory snapshot"] if capture.snapshot is not None else [])
+    missing = "they have no kernel times, unprofiled steps or memory snapshots in common"
+    return f"{before.path} and {after.path} cannot be compared: {missing}"

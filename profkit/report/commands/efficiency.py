@@ -53,9 +53,6 @@ _UNEVEN = 1.5
 """Waits for data of which the longest is this many times their mean come in bursts,"""
 _WORTH = 0.1
 """which is worth a word where it is this share of a step."""
-_MUCH = 0.2
-"""The share of a range's time on the GPU from which a wait for the host is worth naming."""
-_WAITS_NAMED = 3
 
 
 def build_efficiency_document(
