@@ -153,9 +153,8 @@ def find_job(environment: Mapping[str, str], words: Sequence[str]) -> Job | None
     if said.get("node", "").isdecimal():
         return replace(job, number=int(said["node"]))
     if started > 1:
-        is_alone = number_in(environment, *_LOCAL_SIZE) == 1 or started == number_in(
-            environment, "SLURM_STEP_NUM_NODES"
-        )
+        on_machines = number_in(environment, "SLURM_STEP_NUM_NODES")
+        is_alone = number_in(environment, *_LOCAL_SIZE) == 1 or started == on_machines
         return replace(job, count=started, number=number, unit="node" if (count or 1) > 1 or is_alone else "rank")
     # SLURM_NODEID says nothing here: a whole allocation has it, also for a command that runs on one machine.
     number = number_in(environment, *_NODE)

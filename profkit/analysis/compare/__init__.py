@@ -14,7 +14,7 @@ import numpy as np
 from profkit.analysis.intervals import BusyTime
 from profkit.analysis.kernels import categorize
 from profkit.analysis.placing.attribution import Attribution
-from profkit.analysis.time_account.steps import find_contexts, find_warmup, measured_ranges
+from profkit.analysis.time_account.steps import find_warmup, measured_ranges
 from profkit.analysis.tree import KernelFilter, choose_work, lies_within, outermost, select_ranges
 from profkit.analysis.tree.modules import Place, read_place
 from profkit.analysis.tree.range_tree import RangeNodes, join_kinds, nodes_within
@@ -59,8 +59,6 @@ class StepSamples:
     wall_ns: Ints | None
     paths: frozenset[RangePath]
     left_out_ns: int
-    has_contexts: bool = False
-    """True if steps of several contexts are taken together."""
     gpu_count: int = 1
 
     @property
@@ -82,7 +80,6 @@ class _Numbering:
 
     sample: Ints
     wall_ns: Ints | None = None
-    has_contexts: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +160,6 @@ def _sample(reduced: ReducedWork, nodes: RangeNodes, *, by_step: bool) -> StepSa
         wall_ns=numbering.wall_ns if reduced.range is None else None,
         paths=_paths_of(nodes),
         left_out_ns=int(work.duration_ns.sum()) - int(work.duration_ns[rows].sum()),
-        has_contexts=numbering.has_contexts,
         gpu_count=len(distinct_values(work.device[rows])),
     )
 
@@ -191,8 +187,7 @@ def _number_steps(attribution: Attribution, members: Ints) -> _Numbering:
     under = attribution.work.under(members)
     sample = np.full(len(trace.work), -1, dtype=np.int64)
     sample[under.rows] = number[members[under.member]]
-    has_contexts = len(distinct_values(find_contexts(attribution)[members])) > 1
-    return _Numbering(sample, wall_ns, has_contexts)
+    return _Numbering(sample, wall_ns)
 
 
 def _number_whole(attribution: Attribution) -> _Numbering:

@@ -301,18 +301,6 @@ def _warnings(before: StepSamples, after: StepSamples) -> Iterator[Finding]:
             f"{before.size} step{'s' * (before.size != 1)} before, {after.size} after: intervals need {FEWEST} on each"
             " side; record more with --steps",
         )
-    for name, side, other in (("before", before, after), ("after", after, before)):
-        alone = sorted({join_path(key.path) for key in side.keys if key.path not in common_paths(side, other)})
-        if alone:
-            some = ", ".join(alone[:2]) + (", …" if len(alone) > 2 else "")
-            message = f"ranges that only {name} has: {len(alone)} ({some}); their time counts in the enclosing range"
-            yield Finding("one-sided-ranges", message)
-        if side.has_contexts:
-            yield Finding(
-                "contexts",
-                f"{name}: steps of several contexts are taken together, and their spread hides changes; compare one"
-                " with --range 'context N'",
-            )
 
 
 @dataclass(frozen=True)
