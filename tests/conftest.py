@@ -69,6 +69,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
+        # What tests remember of captures and import later lives on as well: fewer passes go through all of it.
+        gc.set_threshold(*gc.get_threshold()[:2], 100)
         gc.enable()
 
 
@@ -158,8 +160,12 @@ def read_once() -> Iterator[None]:
         yield
 
 
+_REMEMBERED = 32
+"""As many captures as there are in ``traces/`` and beside it: several files of tests go through all of them."""
+
+
 def _remember(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    @lru_cache(maxsize=8)
+    @lru_cache(maxsize=_REMEMBERED)
     def read_file(path: Path, changed_ns: int, size: int) -> Any:
         return read(path)
 
@@ -188,7 +194,7 @@ def _reopen(open_anew: Callable[..., Any]) -> Callable[..., Any]:
 def _look_up(known: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
     if key not in known:
         found = find()
-        if len(known) >= 8:
+        if len(known) >= _REMEMBERED:
             del known[next(iter(known))]
         known[key] = found
     return known[key]

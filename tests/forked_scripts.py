@@ -61,13 +61,18 @@ class Forks:
         """End the process."""
         self._process.communicate()
 
-    def run(self, words: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run ``words`` (``python SCRIPT ARGUMENT…``, or torchrun as a module) in ``cwd`` without profkit."""
-        outputs = [cwd / "stdout.txt", cwd / "stderr.txt"]
-        for path in outputs:
+    def run(self, words: Sequence[str], cwd: Path, *, full: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run ``words`` (``python SCRIPT ARGUMENT…``, or torchrun as a module) in ``cwd`` without profkit.
+
+        The streams ``full`` (``stdout``, ``stderr``) go to a disk that is full; nothing is read of them.
+        """
+        files = {name: cwd / f"{name}.txt" for name in ("stdout", "stderr")}
+        for path in files.values():
             path.write_text("")
+        outputs = [Path("/dev/full") if name in full else path for name, path in files.items()]
         status = self._start(words, os.environ, cwd, outputs)
-        return subprocess.CompletedProcess(list(words), status, *(path.read_text(errors="replace") for path in outputs))
+        said = (path.read_text(errors="replace") for path in files.values())
+        return subprocess.CompletedProcess(list(words), status, *said)
 
     def printed_json(self, script: Path, *arguments: str, warnings: str = "default") -> dict[str, Any]:
         """Return the JSON that a script of the tests prints."""

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,12 +59,18 @@ def _layer(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def _import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports of a file, at its top or within a function; `typing` alone is no exception."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _imports(path: Path) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_nodes(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             found.append((node.lineno, node.module or ""))
     return found
@@ -95,8 +102,8 @@ def _module_name(path: Path) -> str:
 
 
 def _imported_modules(path: Path, known: Container[str]) -> Iterator[str]:
-    """Yield the package's modules that one imports, at its top or within a function; `typing` alone is no exception."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the package's modules that one imports."""
+    for node in _import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -40,37 +40,50 @@ def _words(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "profkit", "run", "-o", "run", *SHORT, *arguments]
 
 
-# Streams: what the shell does with them, the script, its status, what the run keeps, and what is said.
+# Streams: which of them are on a full disk, the script, its status, what the run keeps, and what is said.
 
-STREAMS = {
-    "output on a full disk": ("CMD >/dev/full", QUIET, 0, ALL, "the result could not be printed: No space left"),
-    "output that nobody reads": ("CMD | true; exit ${PIPESTATUS[0]}", QUIET, 0, ALL, ""),
-    "errors on a full disk": ("CMD 2>/dev/full", QUIET, 0, ALL, ""),
-    "all three closed": ("CMD <&- >&- 2>&-", QUIET, 0, ALL, ""),
-    "the script's output on a full disk": ("CMD >/dev/full", SAYS, 1, NOTHING, "OSError: [Errno 28] No space left"),
-    "a status of its own, and errors that nobody reads": ("CMD 2> >(true)", QUIET + "exit(7)", 7, ALL, ""),
+FULL = {
+    "output": ("stdout", QUIET, 0, ALL, "the result could not be printed: No space left"),
+    "errors": ("stderr", QUIET, 0, ALL, ""),
+    "the script's output": ("stdout", SAYS, 1, NOTHING, "OSError: [Errno 28] No space left on device"),
 }
 
 
-IN_SHORT = ("output on a full disk", "all three closed")
+def _check_end(place: Path, errors: str, status: int, kept: list[str], said: str) -> None:
+    assert names_in(place / "run") == kept
+    assert said in errors
+    assert "Traceback" not in errors or "Errno 28" in said
+    manifest = manifest_of(place / "run")
+    assert (manifest["status"], manifest["exit_status"]) == ("failed" if status else "complete", status)
+
+
+@pytest.mark.parametrize("row", FULL)
+def test_a_stream_on_a_full_disk_changes_no_status(forks: Forks, tmp_path: Path, row: str) -> None:
+    stream, script, status, kept, said = FULL[row]
+    (tmp_path / "train.py").write_text(script)
+    done = forks.run(_words("--", sys.executable, "train.py"), tmp_path, full=[stream])
+    assert done.returncode == status
+    _check_end(tmp_path, done.stderr, status, kept, said)
+
+
+# What the shell does with the streams of a process of its own, the script, and its status.
+
+STREAMS = {
+    "all three closed": ("CMD <&- >&- 2>&-", QUIET, 0),
+    "nobody reads, and a status of its own": ("CMD 2>&1 | true; exit ${PIPESTATUS[0]}", QUIET + "exit(7)", 7),
+}
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in IN_SHORT else pytest.param(row, marks=pytest.mark.slow) for row in STREAMS]
+    "row", [pytest.param(row, marks=pytest.mark.slow) if row.startswith("nobody") else row for row in STREAMS]
 )
 def test_a_stream_that_cannot_be_used_changes_no_status(tmp_path: Path, row: str) -> None:
-    shell, script, status, kept, said = STREAMS[row]
+    shell, script, status = STREAMS[row]
     (tmp_path / "train.py").write_text(script)
     line = shell.replace("CMD", shlex.join(_words("--", sys.executable, "train.py")))
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == status
-    assert names_in(tmp_path / "run") == kept
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr or "Errno 28" in said
-    assert (manifest_of(tmp_path / "run")["status"], manifest_of(tmp_path / "run")["exit_status"]) == (
-        "failed" if status else "complete",
-        status,
-    )
+    _check_end(tmp_path, done.stderr, status, ALL, "")
 
 
 OWN_STREAMS = {

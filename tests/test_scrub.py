@@ -62,7 +62,7 @@ TIME = (
 )
 PLACED = (("kernels", "--by", "range"), ("ranges",))
 MEMORY = (("memory", "--by", "module"), ("summary",), ("whatif", "--edit", "zero-grad:none"))
-ALIKE = ("small.kineto", "nanogpt-roundup4", "nanogpt-split64")
+ALIKE = ("small.kineto", "small.nsys2025", "small.pickle", "nanogpt-roundup4", "nanogpt-split64")
 """Captures that hold no text or table which another one does not."""
 OF_LINES = ("stack", "label", "lines", "line", "code", "missing")
 """Keys under which a command shows lines of a program, which a copy does not hold, or says that it lacks them."""
@@ -120,9 +120,13 @@ def _runs() -> list[Path]:
 def test_the_copy_of_a_capture_gives_the_same_figures(path: Path, tmp_path: Path) -> None:
     """Of some captures all commands are asked, of the others which kernels lie under which range."""
     share(path, tmp_path / path.name)
-    time = TIME if path.name.startswith(("small-train.nsys", "ddp", "tiny")) else PLACED
-    memory = MEMORY[:1] if path.name.startswith("nanogpt-") else MEMORY  # one program under other settings
-    assert assert_same_figures(path, tmp_path / path.name, memory if ".pickle" in path.name else time)
+    if ".pickle" in path.name:
+        commands = MEMORY if path.name.startswith(("small-train", "encoder", "oom")) else MEMORY[:1]
+    elif path.name.startswith("ddp"):
+        commands = (("ranks",), *PLACED)
+    else:
+        commands = TIME if path.name.startswith(("small-train.nsys", "tiny")) else PLACED
+    assert assert_same_figures(path, tmp_path / path.name, commands)
 
 
 @pytest.mark.parametrize("path", _runs(), ids=lambda path: path.name)
