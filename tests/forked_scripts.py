@@ -61,16 +61,19 @@ class Forks:
         """End the process."""
         self._process.communicate()
 
-    def run(self, words: Sequence[str], cwd: Path, *, full: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, words: Sequence[str], cwd: Path, *, reads: Path = Path(os.devnull), offset: int = 0, full: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         """Run ``words`` (``python SCRIPT ARGUMENT…``, or torchrun as a module) in ``cwd`` without profkit.
 
-        The streams ``full`` (``stdout``, ``stderr``) go to a disk that is full; nothing is read of them.
+        Its standard input is the file ``reads``, from an offset; the stream ``full`` (``stdout`` or ``stderr``) goes to
+        a disk that is full, and nothing is read of it.
         """
         files = {name: cwd / f"{name}.txt" for name in ("stdout", "stderr")}
         for path in files.values():
             path.write_text("")
-        outputs = [Path("/dev/full") if name in full else path for name, path in files.items()]
-        status = self._start(words, os.environ, cwd, outputs)
+        outputs = [Path("/dev/full") if name == full else path for name, path in files.items()]
+        status = self._start(words, os.environ, cwd, outputs, reads=str(reads), offset=offset)
         said = (path.read_text(errors="replace") for path in files.values())
         return subprocess.CompletedProcess(list(words), status, *said)
 
@@ -113,10 +116,12 @@ class Forks:
         self.check_profkit(*words, cwd=folder)
         return folder / "run"
 
-    def _start(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path]) -> int:
+    def _start(
+        self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, outputs: Sequence[Path], **more: Any
+    ) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"words": list(words), "environment": dict(environment), "cwd": str(cwd)}
+        job = {"words": list(words), "environment": dict(environment), "cwd": str(cwd), **more}
         self._process.stdin.write(json.dumps({**job, "outputs": [str(path) for path in outputs]}) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
@@ -191,6 +196,10 @@ def _numbers_of_rank(rank: int, count: int) -> dict[str, str]:
 def _fork(job: dict[str, Any], words: list[str], variables: dict[str, str]) -> int:
     child = os.fork()
     if child == 0:
+        if "reads" in job:
+            os.dup2(os.open(job["reads"], os.O_RDONLY), 0)
+        if job.get("offset"):
+            os.lseek(0, job["offset"], os.SEEK_SET)
         _become(words, {**job["environment"], **variables}, job["cwd"], job["outputs"])
     return child
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +18,9 @@ from profkit.run.work import read_ceilings
 from tests.golden import check_text
 from tests.in_process import run_profkit
 from tests.test_run_files import CEILINGS
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,13 @@ def test_the_command_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest
     assert done.stdout == render(build_ceilings_document(ceilings), "table") + "\n"
 
 
-def test_a_machine_without_a_gpu_and_a_directory_that_is_no_run(profkit: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_and_a_directory_that_is_no_run(forks: Forks, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    done = profkit("ceilings", "-o", tmp_path)
+    done = forks.run_profkit("ceilings", "-o", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1
     assert "no profkit run" in done.stderr
     if not torch.cuda.is_available():
-        done = profkit("ceilings")
+        done = forks.run_profkit("ceilings", cwd=tmp_path)
         assert done.returncode == 1
         assert "sees no CUDA GPU; nothing was measured" in done.stderr
 

@@ -61,7 +61,7 @@ def _check_end(place: Path, errors: str, status: int, kept: list[str], said: str
 def test_a_stream_on_a_full_disk_changes_no_status(forks: Forks, tmp_path: Path, row: str) -> None:
     stream, script, status, kept, said = FULL[row]
     (tmp_path / "train.py").write_text(script)
-    done = forks.run(_words("--", sys.executable, "train.py"), tmp_path, full=[stream])
+    done = forks.run(_words("--", sys.executable, "train.py"), tmp_path, full=stream)
     assert done.returncode == status
     _check_end(tmp_path, done.stderr, status, kept, said)
 

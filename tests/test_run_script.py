@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -325,11 +326,11 @@ def test_stop_ends_the_script_after_the_last_step(run: Start) -> None:
     assert "\n4 0x" not in done.stdout
 
 
-@pytest.mark.parametrize("profiler", ["--kineto", pytest.param("--nsys", marks=pytest.mark.nsys)])
-def test_a_script_reads_our_standard_input(place: Path, profiler: str) -> None:
+@pytest.mark.nsys
+def test_under_nsys_a_script_reads_our_standard_input(place: Path) -> None:
     (place / "asks.py").write_text(FROM_INPUT)
     done = subprocess.run(
-        _command(profiler, "--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py"),
+        _command("--nsys", "--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py"),
         input="4\nhello\n",
         capture_output=True,
         text=True,
@@ -341,22 +342,19 @@ def test_a_script_reads_our_standard_input(place: Path, profiler: str) -> None:
     assert done.stdout.startswith("rest: hello\n")
 
 
-@pytest.mark.slow
-def test_each_run_of_a_script_reads_a_file_from_the_same_place(place: Path) -> None:
+def test_a_script_reads_our_standard_input_and_a_file_again_from_the_same_place(place: Path, forks: Forks) -> None:
     (place / "asks.py").write_text(FROM_INPUT)
-    (place / "answers").write_text("skipped\n4\nhello\n")
-    with (place / "answers").open("rb", buffering=0) as answers:
-        answers.seek(len("skipped\n"))
-        done = subprocess.run(
-            _command("--warmup", "9", "--steps", "2", "--", sys.executable, "asks.py"),
-            stdin=answers,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=place,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr
+    pipe, answers = place / "pipe", place / "answers"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["4\nhello\n"])
+    writer.start()
+    words = _command("--warmup", "2", "--steps", "2", "--", sys.executable, "asks.py")
+    assert ended(forks.run(words, place, reads=pipe)).stdout.startswith("rest: hello\n")
+    writer.join()
+    shutil.rmtree(place / "run")
+    answers.write_text("skipped\n4\nhello\n")
+    words = _command("--warmup", "9", "--steps", "2", "--", sys.executable, "asks.py")
+    done = ended(forks.run(words, place, reads=answers, offset=len("skipped\n")))
     assert done.stdout.count("rest: hello\n") == 2
 
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from recipes.nsight.measure import ATTENTION, read_row
 from recipes.nsight.report import report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
+from tests.forked_scripts import Forks
 from tests.in_process import names_in
 
 TINY_NSYS = ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"
@@ -240,8 +242,14 @@ def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
-def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_on_a_cpu_records_each_group_of_contexts_once(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return forks.run(words, tmp_path)
+
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=record, PIPE=None, STDOUT=None))
     first = _run(tmp_path / "out", "--context", "8,16")
     assert [(row["context"], row["passes"], row["status"]) for row in first] == [
         (context, passes, "ok") for context in ("8", "16") for passes in ("train", "forward")
@@ -267,6 +275,7 @@ def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path, monk
 
 
 @pytest.mark.nsys
+@pytest.mark.usefixtures("in_this_process")
 def test_a_run_under_nsys_on_a_cpu_has_times_and_no_kernels(tmp_path: Path) -> None:
     rows = _run(tmp_path / "out", "--context", "8,16", "--profiler", "nsys")
     assert {(row["profiler"], row["status"]) for row in rows} == {("nsys", "ok")}

@@ -143,6 +143,7 @@ RUNS: dict[str, tuple[Any, str, dict[str, str], tuple[str, ...]]] = {
 """Recipes with what they are asked, some cells of the row that fits, and their pictures."""
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_cpu_measures_what_fits_and_refuses_what_does_not(name: str, tmp_path: Path) -> None:
     recipe, asked, cells, pictures = RUNS[name]
