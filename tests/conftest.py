@@ -21,7 +21,7 @@ import pytest
 from profkit import annotation, reading
 from profkit.analysis.causes import advice
 from profkit.cli import main
-from profkit.snapshot import reader
+from profkit.snapshot import reader, unpickler
 from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
@@ -138,6 +138,23 @@ def oddly_named(tmp_path: Path) -> Path:
     for name in ("$x$ \\frac{", "k\x1b[31m<float>\nrm -rf", "注意力", "_private"):
         builder.kernel(10, 5, name=name)
     return builder.write(tmp_path / "odd.sqlite")
+
+
+_REHEARSED = mock.patch.object(unpickler, "_REHEARSED_BYTES", unpickler._REHEARSED_BYTES)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rehearsal() -> Iterator[None]:
+    """Read each snapshot once: the child that reads it first is a fork, which of a process as large as this is slow."""
+    with mock.patch.object(unpickler, "_REHEARSED_BYTES", -1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def rehearsal(no_rehearsal: None) -> Iterator[None]:
+    """Read snapshots as profkit does, for tests of those that are made to harm."""
+    with _REHEARSED:
+        yield
 
 
 ANALYZERS = (

@@ -30,6 +30,8 @@ from tests.fuzz.judge import judge, judge_all
 from tests.fuzz.mutants import CLASSES
 from tests.nsys_builder import NsysBuilder
 
+pytestmark = pytest.mark.usefixtures("rehearsal")
+
 SEEDS = 2
 """Of each class; `.ci/run` reads a thousand others."""
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import sqlite3
 import types
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -170,32 +170,31 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield place
 
 
-def planted(data: Any, place: tuple[Any, ...], text: str) -> Any:
+def planted(data: Any, places: list[tuple[Any, ...]], text: str) -> Any:
     changed = copy.deepcopy(data)
-    inner = changed
-    for key in place[:-1]:
-        if isinstance(inner[key], tuple):
-            inner[key] = list(inner[key])
-        inner = inner[key]
-    inner[place[-1]] = text
+    for place in places:
+        inner = changed
+        for key in place[:-1]:
+            if isinstance(inner[key], tuple):
+                inner[key] = list(inner[key])
+            inner = inner[key]
+        inner[place[-1]] = text
     return changed
 
 
 MOST_ALIKE = 2
-"""A text is planted in this many of the places that are alike."""
+"""A text is planted in this many of the places that are alike, in all of them at once."""
 
 
 def survivors(data: Any, write: Callable[[Path, Any], None], source: Path, kind_of: Callable[..., str]) -> set[str]:
     """Return the kinds of places from which a text comes into the copy."""
     output = source.with_name(f"copy{''.join(source.suffixes)}")
-    tried: Counter[str] = Counter()
-    found = set()
+    places = defaultdict[str, list[tuple[Any, ...]]](list)
     for place in leaves(data):
-        kind = kind_of(data, place)
-        tried[kind] += 1
-        if tried[kind] > MOST_ALIKE:
-            continue
-        write(source, planted(data, place, SHAPES[tried.total() % len(SHAPES)].format("zq0zq")))
+        places[kind_of(data, place)].append(place)
+    found = set()
+    for number, (kind, alike) in enumerate(places.items()):
+        write(source, planted(data, alike[:MOST_ALIKE], SHAPES[number % len(SHAPES)].format("zq0zq")))
         output.unlink(missing_ok=True)
         with suppress(ProfkitError):  # a text where none can stand: then there is no copy
             share(source, output)

@@ -22,6 +22,8 @@ from tests.allocator_reference import ReferenceAllocator
 from tests.child import run_in_child
 from tests.golden import check_text
 
+pytestmark = pytest.mark.usefixtures("rehearsal")
+
 
 def recorded() -> dict[str, Any]:
     allocator = ReferenceAllocator()
