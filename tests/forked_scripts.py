@@ -22,6 +22,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -135,6 +136,7 @@ def _serve() -> None:
     for line in jobs:
         job = json.loads(line)
         _import_compiler_for(job)
+        _end_nothing_of_torchs()
         statuses = _run_job(job)
         status = next((one for one in statuses if one), 0)
         answers.write(f"{status if status >= 0 else 128 - status}\n")
@@ -153,6 +155,16 @@ def _import_compiler_for(job: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("torch._inductor.cudagraph_trees")
+
+
+def _end_nothing_of_torchs() -> None:
+    """Leave what torch does at Python's end, which takes longer than a script of the tests, out of those of its forks.
+
+    What a script registers itself is run there.
+    """
+    atexit.unregister(torch._dynamo.utils.dump_compile_times)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _run_job(job: dict[str, Any]) -> list[int]:

@@ -242,6 +242,7 @@ def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_on_a_cpu_records_each_group_of_contexts_once(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
