@@ -209,18 +209,24 @@ def _fork(job: dict[str, Any], words: list[str], variables: dict[str, str]) -> i
     child = os.fork()
     if child == 0:
         if "reads" in job:
-            os.dup2(os.open(job["reads"], os.O_RDONLY), 0)
+            _open_as(0, job["reads"], os.O_RDONLY)
         if job.get("offset"):
             os.lseek(0, job["offset"], os.SEEK_SET)
         _become(words, {**job["environment"], **variables}, job["cwd"], job["outputs"])
     return child
 
 
+def _open_as(number: int, path: str, how: int) -> None:
+    opened = os.open(path, how)
+    os.dup2(opened, number)
+    os.close(opened)
+
+
 def _become(words: list[str], environment: dict[str, str], cwd: str, outputs: list[str]) -> NoReturn:
     """Be a new process in which Python runs ``words``, from its start to its end."""
     signal.alarm(_PATIENCE_S)
     for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+        _open_as(number, path, os.O_WRONLY | os.O_APPEND)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

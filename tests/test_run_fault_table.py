@@ -95,7 +95,7 @@ OWN_STREAMS = {
     "sys.stdout.buffer.write(b'\\xff\\xfe\\x1b[2J')\nsys.stdout.flush()",
     "lets no file grow": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))",
     "lets files grow to less than a trace": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2)",
-    "opens no more files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))",
+    "opens no more files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (7, 7))",
     "goes elsewhere, where new files are unreadable, with odd numbers of ranks": "import os\nos.chdir('/')\n"
     "os.umask(0o777)\nos.environ.update(RANK='x', LOCAL_RANK='-1', LOCAL_WORLD_SIZE='0')",
     "ends without Python's own end": "import atexit, os\natexit.register(os._exit, 0)",
