@@ -27,8 +27,8 @@ def bus_factor(kind: str, ranks: int) -> float:
 class GroupRow:
     """One kind of collective in the groups of one name; times are sums over all of them.
 
-    ``count`` counts each collective once, not once a rank. ``byte_count`` and the bandwidths (bytes per second) are
-    None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
+    ``count`` counts each collective once, not once a rank. ``byte_count`` and ``bus_bandwidth`` (bytes per second)
+    are None where sizes are unknown, ``wire_ns`` where nobody need wait, so that the last arrival is unknown. Hidden,
     exposed and waiting time are those of the mean rank of all ranks in these groups; ``hidden_ns`` and ``exposed_ns``
     are None where a rank does not say.
 
@@ -45,7 +45,6 @@ class GroupRow:
     count: int
     byte_count: int | None
     wire_ns: int | None
-    algorithm_bandwidth: float | None
     bus_bandwidth: float | None
     hidden_ns: int | None
     exposed_ns: int | None
@@ -127,7 +126,6 @@ def _sum_one(label: str, size: int, kind: str, dtype: str | None, parts: Sequenc
         count=len(sizes),
         byte_count=total_bytes,
         wire_ns=wire_ns,
-        algorithm_bandwidth=rate,
         bus_bandwidth=None if rate is None else rate * bus_factor(kind, size),
         hidden_ns=hidden_ns,
         exposed_ns=None if hidden_ns is None else round(int(lengths.sum()) / ranks) - hidden_ns,

@@ -104,7 +104,6 @@ def _group_table(result: RanksResult) -> Table:
         Column("count", "times", count_over(steps)),
         Column("each_bytes", "size", BYTES),
         Column("each_wire_ns", "at the wire", NS),
-        Column("algorithm_bandwidth", "alg GB/s", GIGABYTES),
         Column("bus_bandwidth", "bus GB/s", GIGABYTES),
         Column("hidden_ns", "hidden", ns_over(steps), wide=True),
         Column("exposed_ns", "not hidden", ns_over(steps), wide=True),
