@@ -283,7 +283,3 @@ def late_rank(result: RanksResult) -> Culprit:
 def said(*words: object) -> str:
     done = CliRunner().invoke(cli, [str(word) for word in words])
     return " ".join((done.stderr + done.stdout).split())
-
-
-def data_of(*words: object) -> Any:
-    return json.loads(CliRunner().invoke(cli, [*map(str, words), "--format", "json"]).stdout)
