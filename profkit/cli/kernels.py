@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
@@ -27,9 +27,6 @@ from profkit.names import STEP, context_range
 from profkit.reading import open_capture, open_trace
 from profkit.report.commands.kernels import SORTS, build_kernels_document
 from profkit.run.directory import Run, choose_run, find_run
-
-if TYPE_CHECKING:
-    pass
 
 _DEFAULT_TOP = 20
 

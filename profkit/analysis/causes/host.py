@@ -45,6 +45,8 @@ _OF_DATASET = 0.25
 """With less of the batch's time in its lines, the dataset is not what takes it."""
 _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
+_TOO_SLOW = 1.1
+"""Workers that take by so much longer than the step will be waited for, however their queue hides it."""
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 
@@ -64,6 +66,24 @@ def _loader(evidence: Evidence) -> Iterator[Cause]:
     if workers is not None:
         cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
         yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
+    elif waited_ns < _LEAST_SHARE * evidence.now_ns:
+        yield from _falling_behind(evidence)
+
+
+def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
+    """Workers make batches more slowly than steps take them; a queue that was full hides it for a while."""
+    facts, lines = evidence.facts, None if evidence.trace is None else evidence.trace.lines
+    if not facts.workers or facts.batch_ns is None or lines is None or lines.batches < facts.workers:
+        return
+    every_ns = round(facts.batch_ns / facts.workers)
+    workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
+    if every_ns > _TOO_SLOW * evidence.now_ns and workers > facts.workers:
+        yield replace(
+            describe_loader(evidence, 0, workers),
+            cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
+            detail=f", and a step takes {evidence.now_ns / 1e6:.3g} only until their queue is empty",
+            answer=replace(evidence.predict(()), now_ns=every_ns),
+        )
 
 
 def are_workers_restarted(evidence: Evidence, waited_ns: int) -> bool:
@@ -98,13 +118,17 @@ def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | No
     return workers if workers > facts.workers else None
 
 
+def name_workers(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"
+
+
 def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: str = "") -> Cause:
     """Return the cause that a loader is too slow, without what so many workers do to the step."""
     facts = evidence.facts
     main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
     lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
     line = _costliest_below_loop(evidence, [line for line in lines if line.file])
-    have = f"with {facts.workers} worker{'s' * (facts.workers > 1)} is too slow" if facts.workers else "has no workers"
+    have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
     return Cause(
         code="loader",
         cause=f"the DataLoader {have}",

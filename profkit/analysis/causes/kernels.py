@@ -52,6 +52,7 @@ _FEW, _MANY, _VERY_MANY = 4, 12, 48
 """Small kernels of one module's call from which on they are a chain that one kernel could replace, and, if they repeat,
 a loop; so many are one whatever they take.
 """
+_HARDLY_ANY = 0.05
 _REPEATS, _REPEATED = 3, 0.5
 """A loop runs the same two kernels one after the other so often, for this share of all its kernels."""
 _CHAIN = (*SMALL, "optimizer", "fill")
@@ -96,10 +97,11 @@ def _is_in_simple_fp32(operation: Operation) -> bool:
 
 
 def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
-    """Products in TF32, none in fp32, of a program that does not use autocast: tensor cores multiply bf16 faster."""
+    """Products in TF32, hardly any in fp32, of a program without autocast: tensor cores multiply bf16 faster."""
     products = [one for one in evidence.kernels if product_dtype(one.name) == "tf32"]
-    has_fp32 = any(map(_is_in_simple_fp32, evidence.kernels))
-    if not products or has_fp32 or evidence.condition("autocast_dtypes"):
+    time_ns = sum(one.duration_ns for one in products)
+    in_fp32_ns = sum(one.duration_ns for one in evidence.kernels if _is_in_simple_fp32(one))
+    if not products or in_fp32_ns > _HARDLY_ANY * time_ns or evidence.condition("autocast_dtypes"):
         return
     yield Cause(
         code="autocast",
@@ -109,7 +111,7 @@ def _tf32_products(evidence: Evidence) -> Iterator[Cause]:
         changes=edits("autocast:bf16"),
         edit="autocast:bf16",
         costs="precision: products and activations keep 7 bits of mantissa",
-        evidence={"product_ns": sum(one.duration_ns for one in products), "products": len(products)},
+        evidence={"product_ns": time_ns, "products": len(products)},
     )
 
 
@@ -400,7 +402,8 @@ def _describe_chain(
 ) -> Cause:
     module, phase = place
     longest = max((run for run in runs if run[0].phase != BACKWARD), key=len)
-    code, what, change = _kind_of_chain(longest)
+    in_turn = 1 if module else sum(run[0].phase != BACKWARD for run in runs)
+    code, what, change = _kind_of_chain(longest, in_turn)
 
     def choose(step: ReplayedStep) -> list[list[int]]:
         runs = evidence.runs(step, lambda one: _is_link(one, skipped))
@@ -437,11 +440,12 @@ def _find_line(evidence: Evidence, phase: str) -> SourceLine | None:
     return None if longest is None else source_line(longest)
 
 
-def _kind_of_chain(run: Run) -> tuple[str, str, str]:
+def _kind_of_chain(run: Run, in_turn: int) -> tuple[str, str, str]:
+    """Return code, sentence and change; ``in_turn`` is how many such chains the same code outside of modules runs."""
     names = " ".join(one.name.lower() for one in run)
     reduces = any(one.category == "reduction" for one in run)
-    if len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
-        if not _repeats(run):
+    if in_turn >= _MANY or len(run) >= _VERY_MANY or (len(run) >= _MANY and _are_short(run)):
+        if in_turn < _MANY and not _repeats(run):
             return "chain", "many small kernels one after another", "torch.compile of this function"
         return (
             "loop",

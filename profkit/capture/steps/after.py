@@ -159,7 +159,7 @@ class CountedStep:
             return
         try:
             write_record(Path(self._order.run) / WORK, counter.content())
-        except OSError as error:
+        except Exception as error:  # a full disk, say, or a line that nobody can name: the program goes on
             self.why_not = describe_error(error)
 
     def drop(self) -> WorkCounter | None:
