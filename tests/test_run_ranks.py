@@ -119,16 +119,6 @@ def test_one_nsys_holds_all_ranks_of_a_script(tmp_path: Path, run: Run) -> None:
         assert [names.count(name) for name in ("step 1", "step 2", "backward")] == [1, 1, 2]
 
 
-@pytest.mark.nsys
-def test_one_nsys_holds_all_ranks_of_a_built_in_model(tmp_path: Path, run: Run) -> None:
-    done = run("--nsys", "--context", "16", "--batch", "1", "--warmup", "1", "--steps", "1", "model.tiny")
-    assert done.returncode == 0, done.stderr
-    opened = read_trace(tmp_path / "run")
-    assert (opened.ranks.evidence, opened.ranks.numbers) == (PROVED, (0, 1))
-    names = [row.name for row in opened.of_rank(1).ranges().ranges]
-    assert {"warmup", "step 0", "forward", "backward", "optimizer"} <= set(names)
-
-
 SCRIPT = training_of_ranks(8, "if distributed.get_rank() == 2: time.sleep(0.05)", before="import time")
 
 
