@@ -157,8 +157,11 @@ def test_all_commands_print_one_time_of_each_module(path: Path) -> None:
     of_kernels = _printed("kernels", path, "--by", "module", *without)["kernels"]
     own = {row["name"]: row["total_ns"] for row in of_kernels if not row["name"].startswith("(")}
     assert own == {name: ns for name, ns in itself.items() if ns}
-    kernels = time_kernels_by_module(opened.attribution, set(whole))
-    assert {name: sum(row.total_ns for row in kernels.get(name, {}).values()) for name in whole} == whole
+    found = time_kernels_by_module(opened.attribution, set(whole))
+    for row in modules:
+        kernels = found.get(row["module"], {}).values()
+        assert [sum(getattr(kernel, part) for kernel in kernels) for part in PASSES] == [row[part] for part in PASSES]
+        assert all(kernel.count > 0 for kernel in kernels)
     compared = _printed("compare", path, path, "--force")
     if compared["time"]["left_out_ns"][0] or compared["modules"] is None:
         return

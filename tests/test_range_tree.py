@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from profkit import read_trace
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.time_account.steps import measured_ranges
-from profkit.analysis.tree.modules import ModuleTree, Place, read_place, time_kernels_by_module, time_modules
+from profkit.analysis.tree.modules import PASSES, ModuleTree, Place, read_place, time_kernels_by_module, time_modules
 from profkit.analysis.tree.range_tree import RangeRow
 from profkit.trace import nesting
 from profkit.trace.columns import Ranges
@@ -27,7 +27,6 @@ from tests.fuzz import worst_exports
 from tests.golden import check_text, check_transcript
 from tests.in_process import run_command
 from tests.nsys_builder import NsysBuilder
-from tests.test_one_figure import TRACES
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
@@ -249,24 +248,6 @@ def test_each_way_of_asking_prints_what_it_did(trace: Path, two_devices: Path, t
 # -- modules -------------------------------------------------------------------------------------------------------
 
 
-PARTS = ("forward_ns", "backward_ns", "recompute_ns", "inference_ns")
-
-
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
-def test_the_kernels_of_every_module_add_up_to_its_times(path: Path) -> None:
-    opened = read_trace(path)
-    if not len(opened.trace.work):
-        pytest.skip("no kernels to place")
-    times = time_modules(opened.attribution)
-    found = time_kernels_by_module(opened.attribution, {one.module for one in times})
-    for one in times:
-        kernels = found.get(one.module, {}).values()
-        assert [sum(getattr(kernel, part) for kernel in kernels) for part in PARTS] == [
-            getattr(one, part) for part in PARTS
-        ]
-        assert all(kernel.count > 0 for kernel in kernels)
-
-
 Span = tuple[str, int, int]
 Named = tuple[int, int, str]
 MODULES: dict[str, tuple[Sequence[Span], Sequence[Named]]] = {
@@ -336,11 +317,11 @@ def test_each_module_has_its_times_and_kernels(tmp_path: Path) -> None:
         measured = {label: len(rows) for label, rows in measured_ranges(opened.attribution).items()}
         said += ["", f"# {title}", f"measured: {measured}"]
         for one in times:
-            parts = {part: getattr(one, part) for part in PARTS if getattr(one, part)}
+            parts = {part: getattr(one, part) for part in PASSES if getattr(one, part)}
             said.append(f"{one.module} ×{one.number} in {one.parent}, around it {one.around}:")
             said.append(f"  {parts}, {one.itself.total_ns} by itself")
             for name, kernel in sorted(found[one.module].items()):
-                parts = {part: getattr(kernel, part) for part in PARTS if getattr(kernel, part)}
+                parts = {part: getattr(kernel, part) for part in PASSES if getattr(kernel, part)}
                 said.append(f"  {name} {kernel.count} times: {parts}")
         words = " ".join(run_command("summary", path).stdout.split())
         said.append(f"summary: {words.partition('MODULE ')[2].partition(' Try ')[0]}")
