@@ -242,7 +242,7 @@ def blocks(module: str, *kernels: tuple[str, int]) -> Program:
     return equal_steps(*parts, wait)
 
 
-def works(*lines: tuple[str, str, int, int]) -> dict[str, Any]:
+def works(*lines: tuple[str, str, int, int], **more: Any) -> dict[str, Any]:
     """Return a counted step: which operators which lines of model.py called, under which path, on how many bytes."""
     counts = {"dtype": "float32", "count": 4, "flops": 0, "function": "forward", "file": "/code/model.py"}
     return {
@@ -258,6 +258,7 @@ def works(*lines: tuple[str, str, int, int]) -> dict[str, Any]:
                 }
                 for path, operator, at, size in lines
             ],
+            **more,
         }
     }
 
@@ -444,6 +445,13 @@ def restarts(start_ns: int, batches: int = 10) -> tuple[Program, dict[str, Any]]
     return program, {**given, "processes": [{"pid": 7, "loading": loading}]}
 
 
+def padded(in_longest: int) -> tuple[Program, dict[str, Any]]:
+    """Return steps of 16 ms of kernels that depend on the samples, and 1 ms of the optimizer's."""
+    phases = [within(phase, launch(NVJET, MS, 8)) for phase in ("forward", "backward")]
+    program = equal_steps(*phases, within("optimizer", launch(NVJET, MS)), wait)
+    return program, works(padding={"positions": 1000, "in_longest": in_longest, "used": in_longest // 2})
+
+
 def with_memory(held: int) -> dict[str, Any]:
     """Return the conditions of a process that held this much of a GPU's memory."""
     return {"conditions": {"reserved_peak_bytes": held, "gpu_memory_bytes": 140 * GIB}}
@@ -542,6 +550,9 @@ NEARLY: list[Case] = [
     ("loader", *waits_in_bursts(MS, FORWARD, workers=1)),
     # Starting workers is a small part of the wait: something else is late.
     ("loader", *restarts(BURST_NS // 3)),
+    # Each takes as long for its batches as four steps.
+    ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 5 * MS), wait)),
+    ("padding", *padded(950)),
     # The CPUs have no room for more workers.
     ("loader", *with_workers(3 * MS, 4, 20 * MS)),
     ("loader", *with_workers(3 * MS, 8, 40 * MS)),
@@ -661,6 +672,8 @@ NAMED: dict[str, Case] = {
     # Four workers that take 20 ms for a batch are too slow for 5 ms; those that take 4 ms are late for another reason.
     "workers that are waited for in bursts": ("loader", *BURSTS),
     "workers that are started anew": ("loader", *restarts(BURST_NS)),
+    "workers that a full queue hides": ("loader", *with_workers(0, 64, 20 * MS, launch(NVJET, 2 * MS), wait)),
+    "samples that are padded": ("padding", *padded(250)),
     "products beside bursts that no worker is slow for": ("tf32", *waits_in_bursts(4 * MS, *IN_FP32)),
     "waits for which the GPU runs out of work": ("waits", equal_steps(within("forward", *WAITS)), {"lines": [MEAN]}),
     "a loop that reads its numbers one by one": ("waits", ONE_BY_ONE, {"lines": [NORMS]}),
@@ -758,6 +771,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "a loader without workers": (loads(5 * MS)[0].lengths[0] - 5 * MS + 250_000, None),
     "workers that are waited for in bursts": (BURSTS[0].lengths[1] + 200_000, 0.01),
     # An epoch's first batch is waited for with workers that stay, too.
+    "workers that a full queue hides": (2 * MS + 14_000, 0.02),
+    "samples that are padded": (5 * MS + 31_000, 0.02),
     "workers that are started anew": (restarts(BURST_NS)[0].lengths[1] + MS // 10, 0.02),
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),

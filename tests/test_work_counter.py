@@ -274,6 +274,22 @@ def test_a_line_has_the_operators_that_it_calls_by_kind_of_range() -> None:
     assert {(line["file"], line["function"].rpartition(".")[2]) for line in found.values()} == {(__file__, "run")}
 
 
+def test_padding_is_what_no_sample_of_a_batch_reaches() -> None:
+    """Seen where a module is called, with masks of any side and type; looking does no work that counts."""
+    counter = WorkCounter()
+    counter.start()
+    for mask in (torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[False, False, False, True, True, True]])):
+        counter.model_called({"attention_mask": mask})
+    for other in (None, torch.ones(2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
+        counter.model_called({"attention_mask": other})
+    counter.model_called({})
+    counter.stop()
+    content = _plain(counter)
+    assert content["padding"] == {"positions": 8 + 6, "in_longest": 4 + 3, "used": 3 + 3}
+    assert {"any", "ne", "sum", "stack"}.isdisjoint(line["operator"] for line in content["lines"])
+    assert _count(lambda: None)["",]["padding"] is None
+
+
 def test_a_range_that_was_open_before_counting_closes_without_harm() -> None:
     counter = WorkCounter()
     with annotate("before"):

@@ -101,12 +101,25 @@ class OperatorLine:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """The positions of a step's samples, by the ``attention_mask`` of each outermost call.
+
+    ``in_longest`` of them lie within the longest sample of their batch; ``used`` are no padding.
+    """
+
+    positions: int
+    in_longest: int
+    used: int
+
+
+@dataclass(frozen=True)
 class RunWork:
     """The content of ``work.json``.
 
     ``dtype`` is the one in which most of the FLOPs are done, None where there are none; ``model_flops`` those that the
     model asks for in a step, forward and backward, whatever is computed again: what MFU counts (Chowdhery et al. 2022,
-    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines``.
+    appendix B). ``missing`` names operators without a formula. Files of before December 2026 have no ``lines`` and
+    no ``padding``, which is None where no call had a mask.
     """
 
     version: int
@@ -116,6 +129,7 @@ class RunWork:
     model_flops: int
     missing: tuple[OperatorName, ...]
     lines: tuple[OperatorLine, ...] = ()
+    padding: Padding | None = None
 
     def find(self, path: tuple[str, ...]) -> RangeWork | None:
         return next((work for work in self.ranges if work.path == path), None)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from profkit.analysis.causes.changes import (
     keep_workers,
     launch_without_waiting,
+    scale_operations,
     shorten_gaps,
     without_calls,
     without_copies,
@@ -21,13 +22,13 @@ from profkit.analysis.causes.changes import (
 from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
 from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.step_replay import LAUNCH
-from profkit.analysis.step_replay.edits import find_pageable_copies
+from profkit.analysis.step_replay.edits import World, find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
 from profkit.analysis.summary import WORTH
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
@@ -47,6 +48,7 @@ _MANY_WORKERS = 64
 """More are not advised where the number of CPUs is unknown."""
 _TOO_SLOW = 1.1
 """Workers that take by so much longer than the step will be waited for, however their queue hides it."""
+_LEAST_PADDING = 0.1
 _SPARE = 2.0
 """By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
 
@@ -151,6 +153,40 @@ def _costliest_below_loop(evidence: Evidence, lines: Sequence[LineTime]) -> Line
     if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
         own = list(lines)
     return max(own, key=lambda line: line.time_ns, default=None)
+
+
+def _padding(evidence: Evidence) -> Iterator[Cause]:
+    """Samples are padded to a length that none of their batch has, and all of it is computed."""
+    cause, phases = describe_padding(evidence), (FORWARD, LOSS, BACKWARD)
+    if cause is not None:
+        chosen = evidence.choose(lambda one: one.phase in phases)
+        left = shares_without_padding(cause)
+        yield replace(
+            cause, changes=[scale_operations("padding", chosen, left, "how fast kernels are on shorter samples")]
+        )
+
+
+def describe_padding(evidence: Evidence) -> Cause | None:
+    """Return the cause that much of what is computed is padding, without what the step is without it; None if not."""
+    run = evidence.capture.run
+    padding = None if run is None or run.work is None else run.work.padding
+    if padding is None or padding.in_longest > (1 - _LEAST_PADDING) * padding.positions:
+        return None
+    share = 1 - padding.in_longest / padding.positions
+    return Cause(
+        code="padding",
+        cause=f"{100 * share:.0f} % of what the model computes is padding",
+        detail=" beyond the longest sample of the batch",
+        change='pad each batch to its longest sample (padding=True or "longest" in the collator)',
+        costs="shapes that change from step to step",
+        evidence={"positions": padding.positions, "in_longest": padding.in_longest, "used": padding.used},
+    )
+
+
+def shares_without_padding(cause: Cause) -> dict[World, float]:
+    """Return what passes take of their time without it: attention less than their share, small kernels more."""
+    left = float(cause.evidence["in_longest"]) / float(cause.evidence["positions"])
+    return {"least": 0.9 * left, "expected": left, "most": left + 0.2 * (1 - left)}
 
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
@@ -407,6 +443,7 @@ HOST = (
     _collections,
     _recompilations,
     _loader,
+    _padding,
     _python_lines,
     _moved_tensors,
     _copies,

@@ -17,8 +17,10 @@ from profkit.analysis.causes.host import (
     are_workers_restarted,
     choose_workers,
     describe_loader,
+    describe_padding,
     describe_restarts,
     group_nearby,
+    shares_without_padding,
 )
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
@@ -201,6 +203,14 @@ def _double_precision(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
     yield _answered(cause, step, {world: (1 - _IN_SINGLE[world]) * passes_ns for world in WORLDS})
 
 
+def _padding(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
+    cause = describe_padding(evidence)
+    if cause is not None:
+        passes_ns = sum(step.phases.get(phase, 0) for phase in (FORWARD, LOSS, BACKWARD))
+        left = shares_without_padding(cause)
+        yield _answered(cause, step, {world: (1 - left[world]) * passes_ns for world in WORLDS})
+
+
 def _needless_checkpoints(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
     """Checkpointed modules are computed again in the backward pass."""
     if not evidence.summary.recomputes:
@@ -223,6 +233,7 @@ def find_causes_on_cpu(evidence: Evidence) -> Iterator[Cause]:
         return
     yield from _loader(evidence, step)
     yield from _double_precision(evidence, step)
+    yield from _padding(evidence, step)
     operators = _Operators(evidence.trace.attribution, evidence.summary.program_steps)
     for row in (_python_lines, _loops, _anomaly, _needless_checkpoints):
         yield from row(evidence, step, operators)

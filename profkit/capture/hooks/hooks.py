@@ -153,6 +153,8 @@ class Hooks(RangeObserver):
         """Whether the clock also notes when a backward pass has nothing left to do but wait for other ranks."""
         self.on_backward: Callable[[], None] | None = None
         """Is called on each thread that begins a backward pass, if anybody asks."""
+        self.on_call: Callable[[dict[str, Any]], None] | None = None
+        """Is called with the keyword arguments of each outermost call of a module, if anybody asks."""
         self._unwatch_graph: Callable[[], None] | None = None
         self.begun = -1
         """The number of the step that runs now, counted from 0; -1 before the first."""
@@ -395,6 +397,8 @@ class Hooks(RangeObserver):
         opened.root = call
         self._begin_phase(FORWARD, self._phase_of_call(is_loss=is_loss, has_grad=torch.is_grad_enabled()))
         self._watcher.call_begins(module, args, name)
+        if self.on_call is not None:
+            self.on_call(kwargs)
         if self.is_recording:
             opened.carrier.call_begins()
             opened.carrier.mark_nodes((args, kwargs), call.around or self._no_call)

@@ -144,7 +144,7 @@ class CountedStep:
             # Where nsys records the whole process it sees this step too: not as one of those that were asked for.
             self._around.enter_context(annotate(WARMUP))
         self._counter = WorkCounter()
-        self._hooks.on_backward = self._counter.backward_begins
+        self._hooks.on_backward, self._hooks.on_call = self._counter.backward_begins, self._counter.model_called
         self._counter.start()
 
     def end(self, *, keeps_ranges: bool = False) -> None:
@@ -166,7 +166,7 @@ class CountedStep:
         """Count no more, and leave nothing: the step is not whole, or this process is a forked copy."""
         counter, self._counter, self.is_on = self._counter, None, False
         if counter is not None:
-            self._hooks.on_backward = None
+            self._hooks.on_backward = self._hooks.on_call = None
             counter.stop()
             self._around.close()
         return counter

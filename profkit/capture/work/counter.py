@@ -53,7 +53,7 @@ from profkit.names import (
     read_launch_range,
 )
 from profkit.run.compiled_code import Launch
-from profkit.run.work import FUSED, OperatorLine, RunWork
+from profkit.run.work import FUSED, OperatorLine, Padding, RunWork
 
 _COMPILED = "compiled code"
 _REPLAY = "replayed CUDA graphs"
@@ -118,6 +118,9 @@ class WorkCounter(OperatorMode, RangeObserver):
         self._buffers: Buffers = {}
         self._missing: set[str] = set()
         self._lines: dict[_OperatorPlace, Counter[str]] = {}
+        self._positions = 0
+        self._padding: list[torch.Tensor] = []
+        self._looks_at_padding = False
         self._model_flops = 0
         self._work: dict[tuple[str, ...], Any] = {}
         self._is_entered = False
@@ -138,6 +141,22 @@ class WorkCounter(OperatorMode, RangeObserver):
         if self._differs is not None and self._is_entered:
             self.failure = f"counting changes the gradient of {self._differs}"
             self._leave()
+
+    def model_called(self, kwargs: dict[str, Any]) -> None:
+        """A module is called: see by its mask of (samples, positions) how much of the batch is padding.
+
+        Nothing waits for the GPU here.
+        """
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
+            return
+        self._looks_at_padding = True
+        try:
+            used = mask.detach() != 0
+            self._padding.append(torch.stack([used.any(0).sum() * len(mask), used.sum()]))
+            self._positions += mask.numel()
+        finally:
+            self._looks_at_padding = False
 
     def stop(self) -> None:
         self._leave()
@@ -167,7 +186,9 @@ class WorkCounter(OperatorMode, RangeObserver):
 
     def content(self) -> RunWork:
         work = summarize_work(self._work, self._model_flops, self._missing)
-        return replace(work, lines=tuple(_describe_lines(self._lines)))
+        used = [sum(counts) for counts in zip(*(one.tolist() for one in self._padding), strict=True)]
+        padding = Padding(self._positions, *used) if used else None
+        return replace(work, lines=tuple(_describe_lines(self._lines)), padding=padding)
 
     def opening(self, name: str) -> None:
         with self._lock:
@@ -248,7 +269,7 @@ class WorkCounter(OperatorMode, RangeObserver):
             self._model_flops += products.flops - products.recomputed_flops
 
     def ended(self, _begun: None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], returned: Any) -> None:
-        if self.failure is not None or _is_capturing():  # what is captured does not run now
+        if self.failure is not None or self._looks_at_padding or _is_capturing():  # what is captured does not run now
             return
         try:
             if has_other_gradient(func, args):
