@@ -242,15 +242,19 @@ def _run(directory: Path, *arguments: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-def test_a_run_on_a_cpu_records_each_group_of_contexts_once(
-    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def in_forks(in_this_process: None, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record by `profkit run` as a fork, whose target is one too unless Nsight Systems starts it."""
+
     def record(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
         return forks.run(words, tmp_path)
 
     monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=record, PIPE=None, STDOUT=None))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
+def test_a_run_on_a_cpu_records_each_group_of_contexts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _run(tmp_path / "out", "--context", "8,16")
     assert [(row["context"], row["passes"], row["status"]) for row in first] == [
         (context, passes, "ok") for context in ("8", "16") for passes in ("train", "forward")
@@ -276,7 +280,7 @@ def test_a_run_on_a_cpu_records_each_group_of_contexts_once(
 
 
 @pytest.mark.nsys
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_forks")
 def test_a_run_under_nsys_on_a_cpu_has_times_and_no_kernels(tmp_path: Path) -> None:
     rows = _run(tmp_path / "out", "--context", "8,16", "--profiler", "nsys")
     assert {(row["profiler"], row["status"]) for row in rows} == {("nsys", "ok")}
