@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,8 +23,10 @@ from recipes.nsight.measure import ATTENTION, read_row
 from recipes.nsight.report import report, share_without_optimizer, show_commands
 from tests.conftest import ROOT, call_main
 from tests.efficiency_runs import make_small_run
-from tests.forked_scripts import Forks
 from tests.in_process import names_in
+
+if TYPE_CHECKING:
+    from tests.forked_scripts import Forks
 
 TINY_NSYS = ROOT / "traces" / "tiny-train-cpu.nsys2023.sqlite"
 MS = 1_000_000
