@@ -109,9 +109,7 @@ def _loader(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
         shared_ns = (rest_ns * min(busy, cpus) + batch_ns * facts.worker_cpus) / cpus
         made_ns = max(shared_ns, batch_ns / facts.batches_at_once(workers, world))
         saved[world] = round(step.now_ns - max(ready_ns, made_ns))
-    if saved["expected"] > step.spread_ns:
-        cause = describe_loader(evidence, waited_ns, workers)
-        yield _answered(cause, step, saved)
+    yield _answered(describe_loader(evidence, waited_ns, workers), step, saved)
 
 
 def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
@@ -136,7 +134,7 @@ def _python_lines(evidence: Evidence, step: CpuStep, operators: _Operators) -> I
             change="do it for all elements at once, less often, or in a DataLoader's worker",
             evidence={"time_ns": time_ns, "lines": ", ".join(str(one.line) for one in lines)},
         )
-        if time_ns > step.spread_ns and error_ns < _LARGEST_ERROR * time_ns:
+        if error_ns < _LARGEST_ERROR * time_ns:
             yield _answered(cause, step, saved, error_ns)
 
 
@@ -164,9 +162,8 @@ def _loops(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator
             change="compute all elements at once; what does not change, once before the loop",
             evidence={"operators": count, "time_ns": time_ns, "backward_ns": backward_ns},
         )
-        if time_ns + backward_ns > step.spread_ns:
-            saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns + backward_ns)
-            yield _answered(cause, step, saved | {"most": time_ns + small_ns}, error_ns)
+        saved: dict[World, float] = dict.fromkeys(WORLDS, time_ns + backward_ns)
+        yield _answered(cause, step, saved | {"most": time_ns + small_ns}, error_ns)
 
 
 def _anomaly(evidence: Evidence, step: CpuStep, operators: _Operators) -> Iterator[Cause]:
@@ -227,9 +224,17 @@ def _needless_checkpoints(evidence: Evidence, step: CpuStep, operators: _Operato
 
 
 def find_causes_on_cpu(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what the rows of this file find, which ask of the same operators; nothing of programs on a GPU."""
+    """Yield what the rows of this file find, if it takes more than the steps' spread; nothing of programs on a GPU."""
     step = evidence.cpu_step
-    if step is None or evidence.trace is None:
+    for cause in () if step is None else _find_causes(evidence, step):
+        expected_ns = None if cause.answer is None else cause.answer.expected_ns
+        if step is not None and expected_ns is not None and step.now_ns - expected_ns > step.spread_ns:
+            yield cause
+
+
+def _find_causes(evidence: Evidence, step: CpuStep) -> Iterator[Cause]:
+    """Yield the causes of all rows, which ask of the same operators."""
+    if evidence.trace is None:
         return
     yield from _loader(evidence, step)
     yield from _double_precision(evidence, step)
