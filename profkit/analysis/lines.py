@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -12,9 +12,9 @@ from typing import Any
 from profkit.analysis import NotebookResult, table_of
 from profkit.analysis.time_account.step_times import samples_by_phase
 from profkit.errors import RunError
-from profkit.names import BACKWARD, DATA, OPTIMIZER, STEP
+from profkit.names import DATA, STEP
 from profkit.run.directory import Run
-from profkit.run.lines import FEWEST_SAMPLES, LineTime, RunLines, calls_backward
+from profkit.run.lines import FEWEST_SAMPLES, LineTime, RunLines, calls_backward, lines_of_trainers
 from profkit.run.manifest import Samples
 
 _PART = 0.1
@@ -162,14 +162,6 @@ def choose_lines(result: LinesResult) -> tuple[LineTime, ...]:
     own = [line for line in main if line.place not in trainers]
     longest = [line for line in own if line.own_ns >= _PART * result.step_ns][:_MOST_NAMED]
     return (*longest, *[line for line in own if line.waits >= 1 and line not in longest][:_MOST_NAMED])
-
-
-def lines_of_trainers(lines: Iterable[LineTime]) -> frozenset[tuple[str | None, int]]:
-    """Return the file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
-    phases: dict[tuple[str | None, int], set[str | None]] = {}
-    for line in lines:
-        phases.setdefault(line.place, set()).add(line.phase)
-    return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
 
 
 def _is_known(line: LineTime) -> bool:

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from profkit.errors import RunError
 from profkit.files import whole_file
+from profkit.names import BACKWARD, OPTIMIZER
 from profkit.run import decode, read_lines
 from profkit.text_kinds import FunctionName, Message, SourceFile, Word
 
@@ -107,6 +108,24 @@ class RunLines:
     steps: LineSteps
     lines: tuple[LineTime, ...]
     callers: tuple[LineTime, ...] = ()
+
+
+class Placed(Protocol):
+    """A line of source in a phase."""
+
+    @property
+    def place(self) -> tuple[str | None, int]: ...
+
+    @property
+    def phase(self) -> str | None: ...
+
+
+def lines_of_trainers(lines: Iterable[Placed]) -> frozenset[tuple[str | None, int]]:
+    """Return the file and number of each line that runs a trainer: all of a step's phases, or several, lie in it."""
+    phases: dict[tuple[str | None, int], set[str | None]] = {}
+    for line in lines:
+        phases.setdefault(line.place, set()).add(line.phase)
+    return frozenset(place for place, own in phases.items() if len(own) > 1 and own & {BACKWARD, OPTIMIZER})
 
 
 def join_at_places(lines: Iterable[LineTime]) -> tuple[LineTime, ...]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from profkit.analysis.intervals import unite
-from profkit.analysis.lines import lines_of_trainers
 from profkit.analysis.step_replay.calibrate import AS_RECORDED
 from profkit.analysis.step_replay.edits import ProgramFacts, World, find_pageable_copies
 from profkit.analysis.step_replay.limits import OUTSIDE, StepLimits
@@ -35,7 +34,7 @@ from profkit.analysis.time_account.steps import find_steps
 from profkit.analysis.tree.modules import places_of_ranges, read_place
 from profkit.names import BACKWARD, FORWARD, STEP, kind_of
 from profkit.run.edits import parse_edits
-from profkit.run.lines import LineTime, join_at_places
+from profkit.run.lines import LineTime, join_at_places, lines_of_trainers
 from profkit.run.manifest import Manifest, find_condition
 from profkit.run.work import OperatorLine
 from profkit.trace.columns import distinct_values

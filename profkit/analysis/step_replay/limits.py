@@ -16,7 +16,7 @@ from profkit.analysis.step_replay.calibrate import Fit, describe_replay
 from profkit.analysis.step_replay.replay import BY_LAUNCH, EARLIER, Proof, Replayed
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
 from profkit.names import DATA
-from profkit.run.lines import LineTime, calls_backward
+from profkit.run.lines import LineTime, calls_backward, lines_of_trainers
 
 OUTSIDE = "outside"
 """The phase of what lies in none."""
@@ -109,6 +109,10 @@ class LineLimit:
     called: str | None
     time_ns: int
 
+    @property
+    def place(self) -> tuple[str | None, int]:
+        return self.file, self.line
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -155,7 +159,10 @@ class StepLimits:
         return [part for part in self.parts if part.limit == limit]
 
     def lines_of(self, limit: Limit) -> list[LineLimit]:
-        mine = [line for line in self.lines if line.limit == limit and not calls_backward(line.called)]
+        """Return the lines, the longest first, without those that call backward or run a trainer: they say nothing."""
+        trainers = lines_of_trainers(self.lines)
+        own = [line for line in self.lines if line.place not in trainers and not calls_backward(line.called)]
+        mine = [line for line in own if line.limit == limit]
         return sorted(mine, key=lambda line: -line.time_ns)
 
     def to_dict(self) -> dict[str, Any]:
