@@ -5,7 +5,6 @@ A palette that the colour-blind can tell apart: Okabe and Ito's, lightened or da
 
 from __future__ import annotations
 
-from profkit.analysis.memory.device import NOT_SELECTED
 from profkit.analysis.step_replay.limits import Limit
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
@@ -63,7 +62,6 @@ MEMORY = {
     "autocast copies": "#B58B5A",
     "workspace": "#56B4E9",
     "unknown": "#8C959F",
-    NOT_SELECTED: "#C4C9CF",
 }
 REST_OF_MEMORY = "#A3ABB5"
 

@@ -30,7 +30,7 @@ from profkit.analysis.efficiency import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
 from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
-from profkit.analysis.memory.device import DeviceMemory, Filter
+from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.step_replay.lanes import StepLanes
@@ -222,9 +222,9 @@ _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 
 
-def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
+def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult) -> None:
     """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG."""
-    bins = bin_history(memory, wanted)
+    bins = bin_history(memory)
     by_events = bins.prefers_events or not bins.has_times
     with draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6
