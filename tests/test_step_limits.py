@@ -179,15 +179,6 @@ def test_without_a_prediction_there_are_no_lanes() -> None:
         assert opened.step_lanes(parse_edits([edit])) is None
 
 
-def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None:
-    path = tmp_path / "lanes.png"
-    assert run_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path).returncode == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    refused = run_command("whatif", SMALL, "--edit", "cudnn-benchmark", "--plot", tmp_path / "none.png")
-    assert refused.returncode == 2
-    assert "its time is not predicted" in refused.stderr
-
-
 # -- the steps of all ranks together ---------------------------------------------------------------------------------
 
 

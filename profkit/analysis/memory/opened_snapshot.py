@@ -208,7 +208,7 @@ class OpenedSnapshot:
             fit: search for the edits that make the program fit.
             device: the device's index; by default the one with the highest peak.
             capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
-            cost: returns the kernel time (ns) of some ranges in a step's forward pass, None if it is not known.
+            cost: for the search, returns the kernel time (ns) of some ranges in a step's forward pass, None if unknown.
 
         Raises:
             UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
