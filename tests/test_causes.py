@@ -497,6 +497,8 @@ WAITS = [launch(NVJET, 60_000, 5), wait, python(60_000)] * 8
 IN_TF32 = within("forward/model/head", launch(TF32, MS, 8))
 MEANWHILE = launch(NVJET, 5 * MS)
 PACKED, COPIED = equal_steps(python(2 * MS), LONG, wait), equal_steps(python(2 * MS), copy(20_000), LONG, wait)
+FETCHED = equal_steps(within("forward", python(MS)), LONG, copy(20_000, 2), python(2 * MS))
+FETCH = line(8 * MS, None, "best.cpu", line=54, waits=1, waiting_ns=8 * MS)
 SMALL_BATCH = small_passes(1, 3_000)
 SMALL_LAYER = within("forward/model/layer", *[launch(NVJET, 50_000), launch(ADD, 40_000)] * 10)
 SMALL_BESIDE_LOSS = equal_steps(SMALL_LAYER, within("backward", launch(SOFTMAX, 300_000)), wait)
@@ -688,6 +690,7 @@ NAMED: dict[str, Case] = {
     # Without the wait Python would pack while the GPU computes: either change saves as much.
     "Python for which a wait is long": ("python", PACKED, {"lines": [PACK, ITEM]}),
     "the same with a copy": ("python", COPIED, {"lines": [PACK, ITEM]}),
+    "the same with what it has copied from the GPU": ("python", FETCHED, {"lines": [PACK, FETCH]}),
     # The copy comes first; without the last wait of the step, Python makes the next batch while the GPU computes.
     "the same, and no line is late": ("waits", COPIED, {"lines": [ITEM]}),
     "an optimizer in a loop": ("optimizer", optimizer_loop(), {"conditions": {"optimizers": [ADAMW]}}),
@@ -777,6 +780,8 @@ WITHOUT: dict[str, tuple[float, float | None]] = {
     "products beside bursts that no worker is slow for": (5 * MS / 7.4 + BURST_NS // 10, None),
     "a loop that reads its numbers one by one": (equal_steps(FORWARD, wait).lengths[0] + 100_000, 0.1),
     "a loop that moves tensors to the host": (equal_steps(FORWARD).lengths[0] + 0.05 * 40 * 50_000, 0.1),
+    # Neither is waited for: only the GPU's 100 kernels are left.
+    "the same with what it has copied from the GPU": (100 * 101_000, 0.02),
     "the same, and no line is late": (COPIED.lengths[0] - 2 * MS, 0.01),
     "a group for each parameter": (MS + 10 * 4_000, 0.1),
     "the same, and nobody counted the groups": (MS + 10 * 4_000, 0.1),

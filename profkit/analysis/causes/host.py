@@ -34,6 +34,7 @@ from profkit.run.lines import LineTime
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
 _RANDOM = ("randn", "rand", "randint", "randperm", "normal")
 _TRAINING = ("backward", "step", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "synchronize", "item", "join")
+_FETCHES = ("cpu", "numpy", "tolist")
 _MAKERS = (".tensor", ".as_tensor", ".from_numpy")
 _LEAST_SHARE = 0.01
 _COVERED = 0.5
@@ -196,15 +197,20 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
     for lines in _group_lines(evidence):
         line = max(lines, key=lambda line: line.own_ns)
         changes = [*edits(*(f"no-host:{one.file}:{one.line}" for one in lines))]
+        fetches = [*_fetches_for(evidence, lines)]
+        changes += edits(*(f"no-wait:{one.file}:{one.line}" for one in fetches))
+        where = (
+            "on the GPU, or less often"
+            if fetches
+            else "in a DataLoader's worker or on the GPU, or once before the loop"
+        )
         if line.method in _FACTORIES:
             changes.append(without_copies(line.method, find_pageable_copies))
         yield Cause(
             code="made-on-cpu" if line.method in _FACTORIES else "python",
             cause=_describe_line(line),
             line=source_line(line),
-            change=f'{line.called}(…, device="cuda")'
-            if line.method in _FACTORIES
-            else "do it in a DataLoader's worker or on the GPU, or once before the loop",
+            change=f'{line.called}(…, device="cuda")' if line.method in _FACTORIES else f"do it {where}",
             changes=changes,
             edit=f"no-host:{line.file}:{line.line}",
             evidence={
@@ -212,6 +218,16 @@ def _python_lines(evidence: Evidence) -> Iterator[Cause]:
                 "lines": ", ".join(str(one.line) for one in lines),
             },
         )
+
+
+def _fetches_for(evidence: Evidence, lines: Sequence[LineTime]) -> Iterator[LineTime]:
+    """Yield the lines just before that copy from the GPU what they compute with: on the GPU they need no copy."""
+    first = min(lines, key=lambda line: line.line)
+    for line in evidence.lines:
+        is_alike = (line.file, line.function, line.phase) == (first.file, first.function, first.phase)
+        is_before = first.line - _NEAR <= line.line < first.line
+        if is_alike and is_before and line.method in _FETCHES and round(line.waits):
+            yield line
 
 
 def _moved_tensors(evidence: Evidence) -> Iterator[Cause]:
