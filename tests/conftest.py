@@ -25,7 +25,6 @@ from profkit.snapshot import reader, unpickler
 from tests.browser import start_browser
 from tests.captures import CAPTURES
 from tests.nsys_builder import NsysBuilder
-from tests.observed_ranges import NvtxEvent
 
 if TYPE_CHECKING:
     from profkit.analysis.causes.advice import AdviceResult
@@ -237,9 +236,9 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[NvtxEvent]:
+def nvtx_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """NVTX replaced by a list of what was pushed and popped."""
-    events: list[NvtxEvent] = []
+    events: list[Any] = []
 
     class Marker:
         def __init__(self, message: str, payload: int | None = None) -> None:

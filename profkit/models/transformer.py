@@ -1,8 +1,7 @@
 """The annotated model: a pre-norm transformer language model, to be read from top to bottom.
 
 Dimensions in shapes and in einsum's letters: b batch, p position, q and k the positions of query and key, h head,
-c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see; its ``flops``
-are worked out in `profkit.models`.
+c channel of a head; m is d_model, h·c. No matrix has a bias. `annotate` names what a profiler will see.
 """
 
 from __future__ import annotations
@@ -14,16 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from profkit.annotation import annotate
-from profkit.models import (
-    Preset,
-    attention_flops,
-    ffn_flops,
-    head_flops,
-    layer_flops,
-    scaled_dot_product_flops,
-    scores_flops,
-    value_product_flops,
-)
+from profkit.models import Preset
 from profkit.names import (
     ATTENTION,
     EMBEDDING,
@@ -45,7 +35,6 @@ class TransformerLM(nn.Module):
 
     def __init__(self, preset: Preset, context: int, checkpoint_layers: int = 0) -> None:
         super().__init__()
-        self.preset = preset
         self.checkpoint_layers = checkpoint_layers
         self.embedding = nn.Embedding(preset.vocab_size, preset.d_model)
         rotate = RotaryEmbedding(preset.head_dim, context)
@@ -69,7 +58,7 @@ class TransformerLM(nn.Module):
                 hidden = self._run(group, hidden, mask)
         return self._logits(hidden)
 
-    @annotate(HEAD, flops=lambda model, hidden: head_flops(hidden, model.preset))
+    @annotate(HEAD)
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden))
 
@@ -84,17 +73,13 @@ class Layer(nn.Module):
 
     def __init__(self, preset: Preset, number: int, rotate: RotaryEmbedding) -> None:
         super().__init__()
-        self.preset = preset
         self.number = number
         self.attention_norm = RMSNorm(preset.d_model)
         self.attention = Attention(preset.d_model, preset.num_heads, rotate)
         self.ffn_norm = RMSNorm(preset.d_model)
         self.ffn = SwiGLU(preset.d_model, preset.d_ff)
 
-    @annotate(
-        lambda layer, *_: layer_range(layer.number),
-        flops=lambda layer, hidden, _mask: layer_flops(hidden, layer.preset),
-    )
+    @annotate(lambda layer, *_: layer_range(layer.number))
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), mask)
         return hidden + self.ffn(self.ffn_norm(hidden))
@@ -123,7 +108,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.rotate = rotate
 
-    @annotate(ATTENTION, flops=lambda _self, hidden, _mask: attention_flops(hidden))
+    @annotate(ATTENTION)
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
             project(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, p, c)
@@ -133,7 +118,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
 
-@annotate(SCALED_DOT_PRODUCT, flops=scaled_dot_product_flops)
+@annotate(SCALED_DOT_PRODUCT)
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``softmax(query keyᵀ / √c) value`` over the keys that ``mask`` ``(q, k)`` admits; ``(b, h, q, c)``."""
     scores = attention_scores(query, key)
@@ -141,7 +126,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask
     return value_product(weights, value)
 
 
-@annotate(SCORES, flops=scores_flops)
+@annotate(SCORES)
 def attention_scores(query: Tensor, key: Tensor) -> Tensor:
     return torch.einsum("bhqc,bhkc->bhqk", query, key) / math.sqrt(query.shape[-1])
 
@@ -154,7 +139,7 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     return powers / powers.sum(dim=-1, keepdim=True)
 
 
-@annotate(VALUE_PRODUCT, flops=value_product_flops)
+@annotate(VALUE_PRODUCT)
 def value_product(weights: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkc->bhqc", weights, value)
 
@@ -185,7 +170,7 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(d_ff, d_model, bias=False)
         self.w3 = nn.Linear(d_model, d_ff, bias=False)
 
-    @annotate(FFN, flops=lambda self, hidden: ffn_flops(hidden, self.w1.out_features))
+    @annotate(FFN)
     def forward(self, hidden: Tensor) -> Tensor:
         gate = self.w1(hidden)
         return self.w2(gate * torch.sigmoid(gate) * self.w3(hidden))
