@@ -54,7 +54,6 @@ STATE = Kind("state", r"complete|cut short|not reached")
 BACKEND = Kind("backend", r"[\w:,+]{0,60}")
 UNCOUNTED = Kind("why no step was counted", r"[A-Za-z ,'-]{1,100}")
 EDIT = Kind("edit", r"(?!checkpoint|no-|drop|kernels)[a-z\d-]{1,20}(:[×a-z\d-]{1,30})?")
-CODE_ID = Kind("compiled code", r"[\d/_.!?-]{1,40}")
 LINE = Kind("source line")
 SOURCE_FILE = Kind("source file")
 FUNCTION = Kind("function", r"[\w.<>…\[\]]{0,200}")
@@ -79,7 +78,6 @@ State = Annotated[str, STATE]
 Backend = Annotated[str, BACKEND]
 EditName = Annotated[str, EDIT]
 Uncounted = Annotated[str, UNCOUNTED]
-CodeId = Annotated[str, CODE_ID]
 Message = Annotated[str, MESSAGE]
 
 _RENAMED = (RANGE, MODULE, LABEL)

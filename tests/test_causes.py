@@ -105,7 +105,7 @@ class Program:
         if lines or loader:
             write_lines(
                 folder / "lines.jsonl",
-                split_lines(LineSteps(MS, steps, **(loader or {})), lines),  # type: ignore[arg-type]
+                split_lines(LineSteps(steps, **(loader or {})), lines),  # type: ignore[arg-type]
             )
         if records:
             append_records(folder / "compiled.jsonl", records)
@@ -407,7 +407,7 @@ def collects(in_steps: int, counted: int) -> tuple[Program, dict[str, Any]]:
 
 def compiles(*, is_again: bool) -> tuple[Program, dict[str, Any]]:
     reason = "name == 'step 1'              # return loss * 2  # loss.py:13 in scale"
-    compiled = Compilation("7-1", 7, "0/3", "forward", "loss.py:12 scale", 2, True, is_again, 2 * MS, reason=reason)
+    compiled = Compilation("7-1", 7, "forward", "loss.py:12 scale", 2, True, is_again, 2 * MS, reason=reason)
     counts = {"in_steps": STEPS, "counted": STEPS, "after_ns": MS // 2}
     return pauses("compiling scale", "compiled_graphs", **counts, records=[compiled])  # type: ignore[arg-type]
 

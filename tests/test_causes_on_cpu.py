@@ -72,7 +72,7 @@ def advise(
     all_conditions = {"cpu_count": 4, "cpu_threads": 1, **(conditions or {})}
     manifest = {"status": "complete", "device": "cpu", "attached": {"steps": steps}, "conditions": all_conditions}
     (folder / "manifest.json").write_text(json.dumps(manifest | facts))
-    write_lines(folder / "lines.jsonl", split_lines(LineSteps(MS, steps, **(loader or {})), lines))
+    write_lines(folder / "lines.jsonl", split_lines(LineSteps(steps, **(loader or {})), lines))
     if dtype is not None:
         work = {"version": 1, "source": "counted", "dtype": dtype, "model_flops": 10, "missing": [], "ranges": []}
         (folder / "work.json").write_text(json.dumps(work))

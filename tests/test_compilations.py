@@ -147,18 +147,17 @@ def test_a_torch_whose_records_changed_ends_the_watch_and_not_the_script(
     assert not (tmp_path / COMPILED).exists()
 
 
-_FORWARD = Compilation("1-1", 1, "0/0", "forward", "model.py:3 forward", 0, False, False, 2_000_000_000)
+_FORWARD = Compilation("1-1", 1, "forward", "model.py:3 forward", 0, False, False, 2_000_000_000)
 _AGAIN = replace(
     _FORWARD,
     id="1-2",
-    compile_id="0/1",
     step=5,
     is_recorded=True,
     is_again=True,
     duration_ns=500_000_000,
     reason="tensor 'x' size mismatch at index 0. expected 8, actual 12",
 )
-_BREAK = GraphBreak("1-3", 1, "0/0", "Tensor.item()", None, None, ("model.py:9 forward",), 0, False)
+_BREAK = GraphBreak("1-3", 1, "Tensor.item()", None, None, ("model.py:9 forward",), 0, False)
 
 
 IN_RECORDED = {"step": 5, "is_recorded": True}

@@ -573,7 +573,7 @@ def test_lines_of_source_tell_a_ranks_own_python_between_phases_from_the_profile
     run = write_kineto_run(tmp_path / "run", timelines)
     for rank, found in enumerate(lines):
         if found is not None:
-            write_lines(run / name_of_rank(LINES, rank), RunLines(LineSteps(MS, ({"step_ns": 60 * MS},)), tuple(found)))
+            write_lines(run / name_of_rank(LINES, rank), RunLines(LineSteps(({"step_ns": 60 * MS},)), tuple(found)))
     verdict = read_ranks(run).verdict
     assert verdict.doubt == (None if is_named else "launches")
     if is_named:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,98 +117,54 @@ def test_operators_that_do_not_correspond_are_not_translated(other: Any) -> None
     assert translate(KNOWN, other) is None
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache, in which profkit has its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path, home: Path) -> None:
+def test_what_is_known_of_a_file_is_found_by_another_process(tmp_path: Path) -> None:
     code = tmp_path / "cache" / "cxyz.py"
-    Sidecars().keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN
-    assert Sidecars().find(tmp_path / "cache" / "other.py", CODE + "more", FIRST) is None
-    shutil.rmtree(home)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN, "it lies next to the code, for all who share that cache"
+    Sidecars().keep(code, KNOWN)
+    assert Sidecars().find(code, FIRST) == KNOWN
+    assert Sidecars().find(tmp_path / "cache" / "other.py", FIRST) is None
     next(tmp_path.rglob("*.json")).write_text("{")
-    assert Sidecars().find(code, CODE, FIRST) is None
+    assert Sidecars().find(code, FIRST) is None
 
 
-def test_the_same_code_in_another_cache_is_known_wherever_its_kernels_lie(tmp_path: Path, home: Path) -> None:
-    Sidecars().keep(tmp_path / "first" / "cabc.py", f"# kernel path: /first/ab/cab.py\n{CODE}", KNOWN)
-    text = f"# kernel path: /second/xy/cxy.py\n{CODE}"
-    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, FIRST) == KNOWN
-    assert not (tmp_path / "second").exists(), "the other cache stays as it is"
-    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text.replace("8", "9"), FIRST) is None
-    other = [(("L['self'].x",), "n.py:7 f")]
-    assert Sidecars().find(tmp_path / "second" / "cxyz.py", text, tuple(other)) is None
-    assert len(list(home.rglob("*.json"))) == 1
+def test_where_nothing_can_be_written_this_process_remembers(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    code, here = tmp_path / "cache" / "cxyz.py", Sidecars()
+    here.keep(code, KNOWN)
+    assert here.find(code, FIRST) == KNOWN
+    assert Sidecars().find(code, FIRST) is None
 
 
-def test_where_one_place_cannot_be_written_the_other_is(tmp_path: Path, home: Path) -> None:
-    home.write_text("no folder")
-    code = tmp_path / "cache" / "cxyz.py"
-    here = Sidecars()
-    here.keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN
-    home.unlink()
-    shutil.rmtree(code.parent)
-    code.parent.write_text("no folder")
-    assert here.find(code, CODE, FIRST) == KNOWN, "in this process"
-    assert Sidecars().find(code, CODE, FIRST) is None
-    Sidecars().keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN
-    home.rename(tmp_path / "moved")
-    home.write_text("no folder")
-    here.keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) is None
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> int:
         with path.open("wb") as file:
             file.write(data[:9])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    Sidecars().keep(tmp_path / "cache" / "cxyz.py", CODE, KNOWN)
+    Sidecars().keep(tmp_path / "cache" / "cxyz.py", KNOWN)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_of_a_user_without_a_home_nothing_is_kept_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as it does where it finds no home
+def test_what_another_version_wrote_is_not_read(tmp_path: Path) -> None:
     code = tmp_path / "cache" / "cxyz.py"
-    Sidecars().keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN
-    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
-
-
-def test_what_another_version_wrote_is_not_read(tmp_path: Path, home: Path) -> None:
-    code = tmp_path / "cache" / "cxyz.py"
-    Sidecars().keep(code, CODE, KNOWN)
-    shutil.rmtree(home)
+    Sidecars().keep(code, KNOWN)
     written = next(code.parent.glob("*.json"))
     written.write_text(json.dumps({**json.loads(written.read_text()), "version": "compiled-1"}))
-    assert Sidecars().find(code, CODE, FIRST) is None
-    Sidecars().keep(code, CODE, KNOWN)
-    assert Sidecars().find(code, CODE, FIRST) == KNOWN
+    assert Sidecars().find(code, FIRST) is None
+    Sidecars().keep(code, KNOWN)
+    assert Sidecars().find(code, FIRST) == KNOWN
 
 
-def test_ranks_that_write_at_once_leave_whole_files(tmp_path: Path, home: Path) -> None:
+def test_ranks_that_write_at_once_leave_whole_files(tmp_path: Path) -> None:
     code, seen = tmp_path / "cache" / "cxyz.py", []
-    writers = [Thread(target=lambda: [Sidecars().keep(code, CODE, KNOWN) for _ in range(20)]) for _ in range(4)]
-    Sidecars().keep(code, CODE, KNOWN)
+    writers = [Thread(target=lambda: [Sidecars().keep(code, KNOWN) for _ in range(20)]) for _ in range(4)]
+    Sidecars().keep(code, KNOWN)
     for one in writers:
         one.start()
     while any(one.is_alive() for one in writers):
-        seen.append(Sidecars().find(code, CODE, FIRST))
+        seen.append(Sidecars().find(code, FIRST))
     assert all(one == KNOWN for one in seen)
-    assert len(list(home.rglob("*"))) == len(list(home.rglob("*.json"))) + 4, "no scratch files"
+    assert [path.suffix for path in code.parent.iterdir()] == [".json"], "no scratch files"
 
 
 def test_launches_pass_a_proxy_and_everything_else_is_what_it_was() -> None:

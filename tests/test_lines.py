@@ -596,15 +596,13 @@ def test_workers_time_without_a_line_of_the_users_is_no_others() -> None:
 def test_a_file_of_lines_is_read_as_it_was_written(tmp_path: Path) -> None:
     line = LineTime("train.py", 30, "main", "torch.randn", "forward", "main", 40, 107_100_000, 900_000, 0.0)
     waiting = LineTime("train.py", 14, "main", "….item", None, "main", 0, 0, 0, 8.0)
-    lines = RunLines(
-        LineSteps(1_000_000, ({"step_ns": 5, "forward_ns": 3},), no_waits="no GPU was used"), (line, waiting)
-    )
+    lines = RunLines(LineSteps(({"step_ns": 5, "forward_ns": 3},), no_waits="no GPU was used"), (line, waiting))
     path = tmp_path / "lines.jsonl"
     write_lines(path, lines)
     assert read_run_lines(path) == lines
 
 
-@pytest.mark.parametrize("content", ["", '{"version": 2, "period_ns": 1, "steps": []}\n', '{"steps": 3}\n{}\n'])
+@pytest.mark.parametrize("content", ["", '{"version": 2, "steps": []}\n', '{"steps": 3}\n{}\n'])
 def test_a_damaged_file_of_lines_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(content)
@@ -629,7 +627,7 @@ def run_with_lines(tmp_path: Path) -> Path:
         LineTime(None, 0, "", None, "backward", "main", 90, 20_000, 1_000, 0.0),
         LineTime("/me/data/train.py", 3, "Data.__getitem__", "f", None, "worker", 30, 300_000, 1_000, 0.0),
     ]
-    write_lines(folder / "lines.jsonl", RunLines(LineSteps(1_000_000, looked, 5, 900_000), tuple(lines)))
+    write_lines(folder / "lines.jsonl", RunLines(LineSteps(looked, 5, 900_000), tuple(lines)))
     return folder
 
 
@@ -638,7 +636,7 @@ def test_the_step_of_lines_is_that_of_the_summary_where_batches_come_in_bursts(t
     steps = [{"step_ns": 2_000_000, "data_ns": 0}] * 9 + [{"step_ns": 82_000_000, "data_ns": 80_000_000}]
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest([]), "clean": {"steps": steps}}))
     loop = LineTime("/me/train.py", 7, "main", "next", "data", "main", 40, 4_000_000, 10_000, 0.0)
-    write_lines(tmp_path / "lines.jsonl", RunLines(LineSteps(1_000_000, (steps[0], *steps[8:])), (loop,)))
+    write_lines(tmp_path / "lines.jsonl", RunLines(LineSteps((steps[0], *steps[8:])), (loop,)))
     result = find_lines(Run(tmp_path))
     times = summarize_step_times(Run(tmp_path).manifest)
     assert times is not None
@@ -653,7 +651,7 @@ def test_steps_that_are_rare_and_long_are_said_with_their_line(run_with_lines: P
     saving = LineTime("/me/train.py", 50, "save", "torch.save", None, "main", 160, 2_800_000, 1_930_000, 0.0)
 
     def find(steps: Sequence[dict[str, int]]) -> RareSteps | None:
-        write_lines(path, RunLines(LineSteps(1_000_000, tuple(steps)), (every_step, saving)))
+        write_lines(path, RunLines(LineSteps(tuple(steps)), (every_step, saving)))
         return summarize_capture(open_capture(run_with_lines)).rare_steps
 
     twice = ([usual] * 18 + [long] + [usual]) * 2

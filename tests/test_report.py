@@ -124,10 +124,8 @@ def test_what_torch_compile_did_in_recorded_steps_stands_with_its_line_and_reaso
     append_records(
         folder / "compiled.jsonl",
         [
-            Compilation(
-                "1", 7, "0/1", "forward", "model.py:3 forward", 1, True, True, 2_000_000, reason="size mismatch"
-            ),
-            GraphBreak("2", 7, "0/0", "Tensor.item()", None, "Do not call it.", ("model.py:9 forward",), 0, False),
+            Compilation("1", 7, "forward", "model.py:3 forward", 1, True, True, 2_000_000, reason="size mismatch"),
+            GraphBreak("2", 7, "Tensor.item()", None, "Do not call it.", ("model.py:9 forward",), 0, False),
         ],
     )
     text = " ".join(re.sub(r"<[^>]*>", " ", render_report(open_capture(folder))).split())

@@ -21,7 +21,6 @@ from profkit.reading import open_trace
 from profkit.sharing import share
 from profkit.text_kinds import (
     ANY_FILE,
-    CODE_ID,
     GPU,
     LEFT_OUT,
     LINE,
@@ -182,7 +181,6 @@ def test_the_copy_of_a_copy_is_the_same(tmp_path: Path, keep_frames: bool) -> No
         (GPU, "GPU-4bce2eeb/x", LEFT_OUT),
         (THREAD, "pt_autograd_0", "pt_autograd_0"),
         (THREAD, "ada's worker", LEFT_OUT),
-        (CODE_ID, "1/0", "1/0"),
         (UNCOUNTED, "compiled code needs --flops", "compiled code needs --flops"),
         (UNCOUNTED, "counting mm failed (OSError: /home/ada)", LEFT_OUT),
         (MESSAGE, "", ""),

@@ -438,7 +438,7 @@ def test_each_capture_and_way_of_asking_prints_what_it_did(tmp_path: Path) -> No
     (named[-1] / "work.json").write_text(json.dumps({**work, "dtype": "tf32"}))
     looked = ({"step_ns": 1_000_000},) * 3
     with_lines = _run_of(tmp_path / "with-lines", clean={"steps": list(looked)}, argv=["python", "train.py"])
-    write_lines(with_lines / "lines.jsonl", RunLines(LineSteps(1_000_000, looked), ()))
+    write_lines(with_lines / "lines.jsonl", RunLines(LineSteps(looked), ()))
     nothing = _run_of(tmp_path / "failed-early", **runs["failed"])
     (nothing / "trace.sqlite").unlink()
     (tmp_path / "memory").mkdir()

@@ -172,7 +172,6 @@ class CompilationRecorder:
         return Compilation(
             id=self._next_id(),
             pid=os.getpid(),
-            compile_id=compile_id,
             what=what,
             line=line,
             step=self._step[0],
@@ -191,7 +190,6 @@ class CompilationRecorder:
             self._breaks_seen = 0
         new = list(reasons[self._breaks_seen :])
         self._breaks_seen += len(new)
-        compile_id = _text(CompileContext.current_compile_id()) if new else None
         places: dict[tuple[str, tuple[str, ...]], GraphBreak] = {}
         for break_ in new:
             lines = tuple(program_line(at.filename, at.lineno, at.name) for at in reversed(break_.user_stack))
@@ -202,7 +200,6 @@ class CompilationRecorder:
                 places[reason, lines] = GraphBreak(
                     id=self._next_id(),
                     pid=os.getpid(),
-                    compile_id=compile_id,
                     reason=reason,
                     explanation=_part(text, _EXPLANATION),
                     hint=_part(text, _HINT),

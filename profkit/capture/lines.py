@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data._utils import fetch, worker
 
-from profkit.capture.line_samples import PERIOD_NS, Key, Stack, StackSampler, Waits, describe
+from profkit.capture.line_samples import Key, Stack, StackSampler, Waits, describe
 from profkit.files import write_whole
 from profkit.run.lines import Line, LineSteps, LineTime, RunLines, Thread, split_lines
 from profkit.run.recording import lines_flag
@@ -86,7 +86,6 @@ class LineRecorder:
         rows += of_workers.lines
         rows.sort(key=lambda row: (-row.time_ns, -row.waits))
         steps = LineSteps(
-            PERIOD_NS,
             tuple(self._steps),
             of_workers.batches,
             of_workers.batch_ns,

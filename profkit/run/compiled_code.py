@@ -5,8 +5,7 @@ launch in that code: one JSON object a line, written whole or not at all; a last
 
     {"kind": "graph", "id": "3f9a1c22e0", "code": "cxyz…", "torch": "2.11.0", "name": "Model.forward model.py:20",
      "is_backward": false, "launches": [{"line": 123, "kernel": "triton_poi_fused_gelu_3", "is_extern": false,
-     "modules": ["transformer.h.0.mlp.gelu"], "lines": ["model.py:87 forward"], "operators": ["aten.gelu"],
-     "buffers": [118]}]}
+     "modules": ["transformer.h.0.mlp.gelu"], "lines": ["model.py:87 forward"], "operators": ["aten.gelu"]}]}
 
 In a trace each launch of compiled code lies in a range that `profkit.names.launch_range` names: it leads back to the
 graph and the line here, and it names the modules by itself, so that a trace can be read without this file.
@@ -33,7 +32,6 @@ from typing import Any, Literal
 
 from profkit.run import decode, read_lines
 from profkit.text_kinds import (
-    CodeId,
     KernelName,
     Message,
     ModuleName,
@@ -59,7 +57,6 @@ class Launch:
     ``line`` is that of the generated file. ``modules`` are those that the launch computes for, in the program's order:
     dotted names as ``named_modules`` of the compiled module gives them, ``""`` for that module itself; none where
     Inductor made the launch for no module (copies, layouts). ``lines`` are the program's, as ``file:line function``.
-    ``buffers`` are the lines of the generated file that allocate what this launch writes.
     """
 
     line: int
@@ -68,7 +65,6 @@ class Launch:
     modules: tuple[ModuleName, ...] = ()
     lines: tuple[SourceLine, ...] = ()
     operators: tuple[OperatorName, ...] = ()
-    buffers: tuple[int, ...] = ()
     flops: int | None = None
     """Of its matrix products, attention and convolutions; None where they are not known."""
     dtype: Word | None = None
@@ -167,8 +163,7 @@ class CapturedGraph:
 class Compilation:
     """One time that torch.compile worked for a function: ``what`` it made code of, and how long that took.
 
-    ``id`` is unique within a run. ``compile_id`` is Dynamo's: ``1/0`` is the first code for function 1, ``1/1`` what
-    it compiled for the same function again. ``line`` is the program's, as ``file:line function``, None of a backward
+    ``id`` is unique within a run. ``line`` is the program's, as ``file:line function``, None of a backward
     pass. ``step`` is the number in the range of the step in which it happened, None before the first;
     ``is_recorded`` says whether the trace shows that step. ``reason`` is why the function was compiled again, as far as
     torch says; ``failure`` why no code was made of it, and ``failed_line`` where; ``cudagraphs_skipped`` why its code
@@ -177,7 +172,6 @@ class Compilation:
 
     id: Word
     pid: int
-    compile_id: CodeId | None
     what: Literal["forward", "backward", "at run time"]
     line: SourceLine | None
     step: int | None
@@ -200,7 +194,6 @@ class GraphBreak:
 
     id: Word
     pid: int
-    compile_id: CodeId | None
     reason: Message
     explanation: Message | None
     hint: Message | None

@@ -52,7 +52,6 @@ class LineSteps:
     are not known, None if they are.
     """
 
-    period_ns: int
     steps: tuple[dict[Word, int], ...]
     batches: int = 0
     batch_ns: int = 0

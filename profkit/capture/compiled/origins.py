@@ -4,17 +4,15 @@ Inductor reports every launch that it writes to a function for its own debugging
 what it did before, and no setting of Inductor's is changed, so that the code and the keys of its caches stay as they
 are. What it does not report is taken where it writes the call of a library.
 
-What is known of a generated file lies next to it, and in profkit's own cache under the code's content: a cache that was
-filled without profkit has its modules as soon as the same code was compiled with profkit anywhere. One generated file
-may serve graphs of several modules: those of another graph than the first are found by the operators' places, which
-stand in the same order in both.
+What is known of a generated file lies next to it, for all who share that cache. One generated file may serve graphs of
+several modules: those of another graph than the first are found by the operators' places, which stand in the same order
+in both.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +28,7 @@ from profkit.capture.compilations import program_line
 from profkit.capture.node_work import called, work_of_launches
 from profkit.capture.patches import Function, call_first, outside_dynamo, patch
 from profkit.capture.work import Products
-from profkit.files import user_cache, whole_file
+from profkit.files import whole_file
 from profkit.names import OPTIMIZER
 from profkit.run import decode
 from profkit.run.compiled_code import KNOWN_CODE, says_origins
@@ -344,38 +342,26 @@ class Sidecars:
     def __init__(self) -> None:
         self._here: dict[Path, list[Known]] = {}
 
-    def keep(self, code: Path, text: str, known: Known) -> None:
-        """Keep what is known of the file ``code`` with ``text``; where nothing can be written, for this process."""
+    def keep(self, code: Path, known: Known) -> None:
+        """Keep what is known of the file ``code``; where nothing can be written, for this process."""
         self._here.setdefault(code, []).insert(0, known)
         content = json.dumps({"version": KNOWN_CODE, **asdict(known)}).encode()
-        for place in _places(code, text):
-            with suppress(OSError):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(_sidecar(place, known.operators)) as partial:
-                    partial.write_bytes(content)
+        with suppress(OSError):
+            code.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(_sidecar(code, known.operators)) as partial:
+                partial.write_bytes(content)
 
-    def find(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Known | None:
-        translated = (translate(known, operators) for known in self._all(code, text, operators))
+    def find(self, code: Path, operators: tuple[Operator, ...]) -> Known | None:
+        translated = (translate(known, operators) for known in self._all(code, operators))
         return next((known for known in translated if known is not None), None)
 
-    def _all(self, code: Path, text: str, operators: tuple[Operator, ...]) -> Iterator[Known]:
+    def _all(self, code: Path, operators: tuple[Operator, ...]) -> Iterator[Known]:
         yield from sorted(self._here.get(code, ()), key=lambda known: known.operators != operators)
-        for place in _places(code, text):
-            with suppress(OSError):
-                for path in (_sidecar(place, operators), *sorted(place.parent.glob(f"{place.name}.profkit-*.json"))):
-                    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                        content = json.loads(path.read_text())
-                        if content["version"] == KNOWN_CODE:
-                            yield decode(Known, content)
-
-
-_KERNELS_PLACE = re.compile(r"^# kernel path: .*\n", re.MULTILINE)
-"""A comment with which Inductor names the file of a kernel: of equal code, it alone differs from cache to cache."""
-
-
-def _places(code: Path, text: str) -> tuple[Path, Path]:
-    content = sha256(_KERNELS_PLACE.sub("", text).encode()).hexdigest()
-    return code.with_suffix(""), user_cache(KNOWN_CODE, "known", content[:2], content[:32])
+        for path in (_sidecar(code, operators), *sorted(code.parent.glob(f"{code.stem}.profkit-*.json"))):
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                content = json.loads(path.read_text())
+                if content["version"] == KNOWN_CODE:
+                    yield decode(Known, content)
 
 
 def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
@@ -413,6 +399,6 @@ def translate(known: Known, operators: tuple[Operator, ...]) -> Known | None:
     )
 
 
-def _sidecar(place: Path, operators: tuple[Operator, ...]) -> Path:
+def _sidecar(code: Path, operators: tuple[Operator, ...]) -> Path:
     which = sha256(json.dumps(operators).encode()).hexdigest()[:10]
-    return place.with_name(f"{place.name}.profkit-{which}.json")
+    return code.with_name(f"{code.stem}.profkit-{which}.json")

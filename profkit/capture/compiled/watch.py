@@ -108,10 +108,10 @@ class CompiledCode:
         operators = () if traced is None else traced.operators
         taken, text = self._generation.take(), path.read_text()
         if taken is None:
-            known = self._sidecars.find(path, text, operators)
+            known = self._sidecars.find(path, operators)
         else:
             known = Known(*taken, operators)
-            self._sidecars.keep(path, text, known)
+            self._sidecars.keep(path, known)
         file = read_generated_file(text)
         self._graphs += 1
         self._unknown += known is None and bool(file.sites)
