@@ -25,6 +25,7 @@ from profkit.analysis.summary import MemoryUse, StepPart, StepTree, Summary, Wor
 from profkit.analysis.tree.modules import ModuleTime
 from profkit.analysis.trials import Trial
 from profkit.reading import open_capture
+from profkit.report.commands.answer import describe_answer, describe_effects
 from profkit.run.compiled_code import Compilation, append_records
 from profkit.run.directory import Run
 from profkit.run.edits import parse_edits
@@ -1106,6 +1107,31 @@ def test_a_cause_in_kernels_has_the_line_that_calls_its_operators(
     (found,) = by_code(blocks("attn", *WRITTEN_OUT).write(tmp_path, **works(*lines))).values()
     assert (found.code, found.module) == ("attention", "h.*.attn")
     assert found.line == (None if line is None else SourceLine("/code/model.py", line, "forward"))
+
+
+def test_what_runs_in_rare_steps_alone_is_a_cause_of_the_mean_step(tmp_path: Path) -> None:
+    program = equal_steps(FORWARD, wait)
+    program.write(tmp_path, [line(MS)])
+    usual = program.lengths[0]
+    steps = [{"step_ns": usual + (at % 10 == 5) * 40 * MS} for at in range(40)]
+    saving = replace(line(4 * MS, called="torch.save", line=50), error_ns=4 * MS // 2, samples=160)
+    write_lines(tmp_path / "lines.jsonl", split_lines(LineSteps(tuple(steps)), [saving]))
+    opened = open_capture(tmp_path)
+    result = find_advice(opened, summarize_capture(opened))
+    (found,) = result.tries
+    assert (found.code, found.line, found.short_cause) == (
+        "python",
+        SourceLine("/code/train.py", 50, "main"),
+        "one step in 10 takes 40 ms longer",
+    )
+    mean_ns = usual + 4 * MS
+    assert found.other_step_ns == pytest.approx(mean_ns, rel=0.01)
+    assert found.effect_ns == pytest.approx(4 * MS, rel=0.02)
+    (before,) = [text for text in describe_effects(found) if "→" in text]
+    assert before.startswith(f"{mean_ns / MS:.3f}"[:4])
+    answer = describe_answer(summarize_capture(opened), result)
+    assert answer.startswith(f"A step takes {usual / MS:.3f} ms, and ")
+    assert "on average: one step in 10 takes 40 ms longer (train.py:50 main). Without that: about" in answer
 
 
 def test_a_capture_that_failed_or_that_cannot_be_replayed_gets_a_reason_and_no_try() -> None:

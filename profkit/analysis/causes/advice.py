@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from profkit.analysis.causes.evidence import COMPARE, Cause, Evidence, Interval, SourceLine
+from profkit.analysis.causes.data import DATA_ROWS
+from profkit.analysis.causes.evidence import COMPARE, OTHER_STEP, Cause, Evidence, Interval, SourceLine
 from profkit.analysis.causes.host import HOST, NOTES
 from profkit.analysis.causes.kernels import KERNELS
 from profkit.analysis.causes.launches import LAUNCHES, RANKS
@@ -59,7 +60,7 @@ _OPERATORS: dict[str, Callable[[OperatorLine], float]] = {
 
 Row = Callable[[Evidence], Iterator[Cause]]
 
-ROWS: tuple[Row, ...] = (*HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, find_causes_on_cpu)
+ROWS: tuple[Row, ...] = (*DATA_ROWS, *HOST, *LAUNCHES, *KERNELS, *MEMORY, *RANKS, find_causes_on_cpu)
 """The table: each row yields the causes of one kind for which a capture holds evidence."""
 
 
@@ -89,6 +90,12 @@ class Advice:
     proof: str
     measured: Trial | None = None
     detail: str = ""
+
+    @property
+    def other_step_ns(self) -> float | None:
+        """The step that it makes shorter, where that is not the typical one; None if it is."""
+        step_ns = self.evidence.get(OTHER_STEP)
+        return step_ns if isinstance(step_ns, int | float) else None
 
     @property
     def short_cause(self) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from statistics import median
@@ -56,6 +56,8 @@ _OFTEN = 0.5
 WORTH_COMPILING = 0.04
 """For a smaller share of the step nobody waits for a compiler, and keeps the model compilable."""
 COMPARE = "profkit compare RUN NEW"
+OTHER_STEP = "step_ns"
+"""In a cause's evidence: the step with it where that is not the typical one, as on average or after a while."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,15 @@ class Evidence:
 
     def share_saved_on_fast_host(self, changes: Sequence[StepChange]) -> float:
         return self._ask_once(share_saved_on_fast_host, changes)
+
+    def typical_instead_of(self, step_ns: int) -> TimeAnswer | None:
+        """Return what without a cause is the typical step, with it ``step_ns``; None where no step is known."""
+        if self.replay is None:
+            nothing: dict[World, float] = {"least": 0.0, "expected": 0.0, "most": 0.0}
+            answer = None if self.cpu_step is None else self.cpu_step.without("", nothing)
+        else:
+            answer = self.predict(())
+        return None if answer is None else replace(answer, now_ns=step_ns)
 
     def _ask_once(
         self,

@@ -1,34 +1,30 @@
-"""Rows of causes: data, Python on the host, copies that hold it, and modes of torch that slow it down.
+"""Rows of causes: Python on the host, and modes of torch that slow it down.
 
 `NOTES` are facts that slow a step down, of which no recording says by how much. They are no Tries.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from profkit.analysis.causes.changes import (
-    keep_workers,
     launch_without_waiting,
-    scale_operations,
     shorten_gaps,
     without_calls,
     without_copies,
 )
-from profkit.analysis.causes.evidence import Cause, Evidence, edits, find_line, name_times, source_line
+from profkit.analysis.causes.data import note_crowded_cpus, note_restarting_workers
+from profkit.analysis.causes.evidence import OTHER_STEP, Cause, Evidence, edits, find_line, name_times, source_line
 from profkit.analysis.causes.memory import unread_graphs
 from profkit.analysis.step_replay import LAUNCH
-from profkit.analysis.step_replay.edits import World, find_pageable_copies
+from profkit.analysis.step_replay.edits import find_pageable_copies
 from profkit.analysis.step_replay.kernel_edits import is_convolution
 from profkit.analysis.step_replay.limits import OUTSIDE, Limit
 from profkit.analysis.step_replay.steps import ReplayedStep
-from profkit.analysis.summary import WORTH
 from profkit.analysis.time_account.gpu_time import LONGEST_PAUSE_NS
-from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, FORWARD, LOSS, OPTIMIZER
+from profkit.names import BACKWARD, COLLECTING, COMPILING, DATA, OPTIMIZER
 from profkit.run.lines import LineTime
 
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "empty")
@@ -42,152 +38,7 @@ _COVERED = 0.5
 _NEAR = 8
 """Lines of a function that stand this close together do one thing."""
 _MOSTLY = 0.5
-"""A pause that is compiling by this share is all of it, and a wait for data that is starting workers is for these."""
-_OF_DATASET = 0.25
-"""With less of the batch's time in its lines, the dataset is not what takes it."""
-_MANY_WORKERS = 64
-"""More are not advised where the number of CPUs is unknown."""
-_TOO_SLOW = 1.1
-"""Workers that take by so much longer than the step will be waited for, however their queue hides it."""
-_LEAST_PADDING = 0.1
-_SPARE = 2.0
-"""By how much workers that keep up are faster than the step: batches come unevenly, so that at 1.5 it waits."""
-
-
-def _loader(evidence: Evidence) -> Iterator[Cause]:
-    """The program waits for its DataLoader: without workers, or with too few for what a batch takes."""
-    step, facts = evidence.step, evidence.facts
-    if step is None:
-        return
-    waited_ns = sum(phases.get(DATA, 0) for phases in step.gap_phases) + step.columns.late_ns
-    if are_workers_restarted(evidence, waited_ns):
-        yield replace(describe_restarts(evidence), detail=", and the GPU waits for the first", changes=[keep_workers()])
-        return
-    # What is left of the recorded step without its waits is less: the GPU's work hides some of them.
-    pace_ns = evidence.expect_after(edits(f"workers:{facts.room or _MANY_WORKERS}")) or evidence.now_ns
-    workers = choose_workers(evidence, waited_ns, pace_ns)
-    if workers is not None:
-        cause = describe_loader(evidence, waited_ns, workers, ", pin_memory=True")
-        yield replace(cause, detail=", and the GPU waits for it", changes=edits(f"workers:{workers}"))
-    elif waited_ns < _LEAST_SHARE * evidence.now_ns:
-        yield from _falling_behind(evidence)
-
-
-def _falling_behind(evidence: Evidence) -> Iterator[Cause]:
-    """Workers make batches more slowly than steps take them; a queue that was full hides it for a while."""
-    facts, lines = evidence.facts, None if evidence.trace is None else evidence.trace.lines
-    if not facts.workers or facts.batch_ns is None or lines is None or lines.batches < facts.workers:
-        return
-    every_ns = round(facts.batch_ns / facts.workers)
-    workers = min(math.ceil(_SPARE * facts.batch_ns / max(evidence.now_ns, 1)), facts.room or _MANY_WORKERS)
-    if every_ns > _TOO_SLOW * evidence.now_ns and workers > facts.workers:
-        yield replace(
-            describe_loader(evidence, 0, workers),
-            cause=f"{name_workers(facts.workers)} of the DataLoader make a batch every {every_ns / 1e6:.3g} ms",
-            detail=f", and a step takes {evidence.now_ns / 1e6:.3g} only until their queue is empty",
-            answer=replace(evidence.predict(()), now_ns=every_ns),
-        )
-
-
-def are_workers_restarted(evidence: Evidence, waited_ns: int) -> bool:
-    """Return whether most of a wait for data is for workers that are started anew for each epoch."""
-    restart_ns = evidence.facts.restart_ns
-    return waited_ns > 0 and restart_ns > max(_MOSTLY * waited_ns, _LEAST_SHARE * evidence.now_ns)
-
-
-def describe_restarts(evidence: Evidence) -> Cause:
-    """Return the cause that workers are started anew, without what keeping them does to the step."""
-    facts = evidence.facts
-    lines = [line for line in evidence.lines if line.file and line.thread == "main" and line.phase == DATA]
-    line = max(lines, key=lambda line: line.time_ns, default=None)
-    return Cause(
-        code="loader",
-        cause=f"the DataLoader starts its workers anew for every {facts.epoch_batches} batches",
-        line=None if line is None else source_line(line),
-        change="DataLoader(…, persistent_workers=True)",
-        costs="host memory during evaluation",
-        evidence={"restart_ns": facts.restart_ns, "epoch_batches": facts.epoch_batches, "workers": facts.workers},
-    )
-
-
-def choose_workers(evidence: Evidence, waited_ns: int, pace_ns: int) -> int | None:
-    """Return with how many workers a loader keeps up with a pace; None if more would not help, or nobody knows."""
-    facts = evidence.facts
-    batch_ns, room = facts.batch_in_worker(waited_ns, "expected"), facts.room or _MANY_WORKERS
-    has_unknown_workers = not facts.workers and any(line.thread == "worker" for line in evidence.lines)
-    if waited_ns < _LEAST_SHARE * evidence.now_ns or batch_ns is None or has_unknown_workers:
-        return None
-    workers = min(max(2, math.ceil(_SPARE * batch_ns / max(pace_ns, 1)), facts.workers + 1), room)
-    return workers if workers > facts.workers else None
-
-
-def name_workers(count: int) -> str:
-    return f"{count} worker{'s' * (count > 1)}"
-
-
-def describe_loader(evidence: Evidence, waited_ns: int, workers: int, pinned: str = "") -> Cause:
-    """Return the cause that a loader is too slow, without what so many workers do to the step."""
-    facts = evidence.facts
-    main = [line for line in evidence.lines if line.thread == "main" and line.phase == DATA]
-    lines = [line for line in evidence.lines if line.thread == "worker"] if facts.workers else main
-    line = _costliest_below_loop(evidence, [line for line in lines if line.file])
-    have = f"with {name_workers(facts.workers)} is too slow" if facts.workers else "has no workers"
-    return Cause(
-        code="loader",
-        cause=f"the DataLoader {have}",
-        line=None if line is None else source_line(line),
-        change=f"DataLoader(…, num_workers={workers}{pinned}, persistent_workers=True)",
-        edit=f"workers:{workers}",
-        costs="CPU cores and host memory",
-        evidence={
-            "waited_ns": waited_ns,
-            "workers": facts.workers,
-            "batch_ns": facts.batch_in_worker(waited_ns, "expected") or 0,
-        },
-    )
-
-
-def _costliest_below_loop(evidence: Evidence, lines: Sequence[LineTime]) -> LineTime | None:
-    """Return the costliest line of the dataset; the loop that asks for the batch only if nearly all lies in itself."""
-    calling = {line.place for line in evidence.facts.callers}
-    own = [line for line in lines if line.called != "next" and line.place not in calling]
-    if sum(line.time_ns for line in own) < _OF_DATASET * sum(line.time_ns for line in lines):
-        own = list(lines)
-    return max(own, key=lambda line: line.time_ns, default=None)
-
-
-def _padding(evidence: Evidence) -> Iterator[Cause]:
-    """Samples are padded to a length that none of their batch has, and all of it is computed."""
-    cause, phases = describe_padding(evidence), (FORWARD, LOSS, BACKWARD)
-    if cause is not None:
-        chosen = evidence.choose(lambda one: one.phase in phases)
-        left = shares_without_padding(cause)
-        yield replace(
-            cause, changes=[scale_operations("padding", chosen, left, "how fast kernels are on shorter samples")]
-        )
-
-
-def describe_padding(evidence: Evidence) -> Cause | None:
-    """Return the cause that much of what is computed is padding, without what the step is without it; None if not."""
-    run = evidence.capture.run
-    padding = None if run is None or run.work is None else run.work.padding
-    if padding is None or padding.in_longest > (1 - _LEAST_PADDING) * padding.positions:
-        return None
-    share = 1 - padding.in_longest / padding.positions
-    return Cause(
-        code="padding",
-        cause=f"{100 * share:.0f} % of what the model computes is padding",
-        detail=" beyond the longest sample of the batch",
-        change='pad each batch to its longest sample (padding=True or "longest" in the collator)',
-        costs="shapes that change from step to step",
-        evidence={"positions": padding.positions, "in_longest": padding.in_longest, "used": padding.used},
-    )
-
-
-def shares_without_padding(cause: Cause) -> dict[World, float]:
-    """Return what passes take of their time without it: attention less than their share, small kernels more."""
-    left = float(cause.evidence["in_longest"]) / float(cause.evidence["positions"])
-    return {"least": 0.9 * left, "expected": left, "most": left + 0.2 * (1 - left)}
+"""A pause that is compiling by this share is all of it."""
 
 
 def _python_lines(evidence: Evidence) -> Iterator[Cause]:
@@ -323,32 +174,22 @@ def group_nearby(lines: Iterable[LineTime]) -> Iterator[Sequence[LineTime]]:
         yield from (ordered[start:end] for start, end in pairwise([*starts, len(ordered)]))
 
 
-def _copies(evidence: Evidence) -> Iterator[Cause]:
-    """Copies of a loader's batches that are not pinned: the host waits in the call until they have run.
-
-    Without workers the program itself would have to pin each batch, which takes as long.
-    """
-    step = evidence.step
-    if step is None or not evidence.facts.workers:
+def _rare_steps(evidence: Evidence) -> Iterator[Cause]:
+    """A line runs in rare steps alone, which take far longer: a checkpoint, an evaluation, figures for a log."""
+    rare = evidence.summary.rare_steps
+    if rare is None or rare.line is None or not evidence.now_ns:
         return
-    columns = step.columns
-    calls = evidence.pageable_copies
-    held_ns = sum(columns.call_end_ns[call] - columns.call_start_ns[call] for call in calls)
-    if held_ns < _LEAST_SHARE * evidence.now_ns:
-        return
-    moves = [line for line in evidence.lines if line.file and line.is_move and line.thread == "main"]
-    line = max(moves, key=lambda line: (line.time_ns, line.waits), default=None)
-    no_wait = [f"no-wait:{line.file}:{line.line}"] if line is not None and round(line.waits) else []
+    every = rare.every or rare.of / rare.count
+    mean_ns = evidence.now_ns + round(rare.longer_ns / every)
+    which = f"one step in {rare.every} takes" if rare.every else f"{rare.count} of {rare.of} steps take"
     yield Cause(
-        code="pageable-copy",
-        cause="data is copied from memory that is not pinned",
-        detail=f", {name_times(len(calls))}, while the host waits",
-        line=None if line is None else source_line(line),
-        change="DataLoader(…, pin_memory=True) and .to(…, non_blocking=True)",
-        changes=edits("pin-memory", *no_wait),
-        edit="pin-memory",
-        costs="pinned host memory",
-        evidence={"copies": len(calls), "held_ns": held_ns},
+        code="python",
+        cause=f"{which} {rare.longer_ns / 1e6:.3g} ms longer",
+        detail=f", for {rare.line.called or rare.line.function}",
+        line=source_line(rare.line),
+        change="do it less often, or beside training",
+        answer=evidence.typical_instead_of(mean_ns),
+        evidence={"longer_ns": rare.longer_ns, "every": every, OTHER_STEP: mean_ns},
     )
 
 
@@ -458,18 +299,13 @@ def _blocking_launches(evidence: Evidence) -> Iterator[Cause]:
 HOST = (
     _collections,
     _recompilations,
-    _loader,
-    _padding,
     _python_lines,
     _moved_tensors,
-    _copies,
+    _rare_steps,
     _anomaly,
     _blocking_launches,
     _allocations,
 )
-
-_SEVERAL = 1.5
-"""A worker that keeps so many CPUs busy computes with several threads."""
 
 
 def _deterministic(evidence: Evidence) -> Iterator[str]:
@@ -493,34 +329,10 @@ def _names_of_convolutions(step: ReplayedStep) -> tuple[str, ...]:
     return tuple(name for name in names if is_convolution(name))
 
 
-def _restarting_workers(evidence: Evidence) -> Iterator[str]:
-    """Workers start anew in steps that are none of those timed: the step does not show it."""
-    facts, step = evidence.facts, evidence.step
-    is_shown = step is not None and step.columns.late_ns > 0
-    if facts.restart_ns > WORTH * (evidence.now_ns or math.inf) and not is_shown:
-        yield (
-            f"the DataLoader starts its {facts.workers} workers anew for every {facts.epoch_batches} batches, which "
-            f"takes {facts.restart_ns / 1e6:.3g} ms of each step's time on average: persistent_workers=True"
-        )
-
-
-def _crowded_cpus(evidence: Evidence) -> Iterator[str]:
-    """There are more threads that compute than CPUs: the program's, or those of workers of data loaders."""
-    workers, cpus, busy = evidence.facts.workers, evidence.condition("cpu_count"), evidence.busy_cpus_of_worker
-    threads = evidence.condition("cpu_threads")
-    if evidence.cpu_step is not None and isinstance(cpus, int) and isinstance(threads, int) and threads > cpus:
-        yield f"torch computes with {threads} threads on {cpus} CPUs: torch.set_num_threads({cpus})"
-    if busy is not None and isinstance(cpus, int) and busy > _SEVERAL and busy * workers > cpus:
-        yield (
-            f"each of {workers} loader workers keeps {busy:.1f} of {cpus} CPUs busy while it makes a batch: "
-            "set OMP_NUM_THREADS=1, or torch.set_num_threads(1) in worker_init_fn"
-        )
-
-
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _deterministic,
     _convolutions,
-    _restarting_workers,
-    _crowded_cpus,
+    note_restarting_workers,
+    note_crowded_cpus,
     unread_graphs,
 )

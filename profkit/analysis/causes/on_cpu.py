@@ -12,16 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
-from profkit.analysis.causes.host import (
+from profkit.analysis.causes.data import (
     are_workers_restarted,
     choose_workers,
     describe_loader,
     describe_padding,
     describe_restarts,
-    group_nearby,
     shares_without_padding,
 )
+from profkit.analysis.causes.evidence import Cause, CpuStep, Evidence, source_line
+from profkit.analysis.causes.host import group_nearby
 from profkit.analysis.placing.attribution import Attribution
 from profkit.analysis.step_replay.edits import FETCH_NS, WORLDS, World
 from profkit.analysis.time_account.steps import mark_work_of_steps

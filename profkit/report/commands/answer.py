@@ -57,6 +57,8 @@ _LARGE_OUTSIDE = 0.05
 """What lies outside of all phases, such as a loss, is named from this share of the step."""
 _DECISIVE = 0.3
 """A change that saves this share of the step is the answer; what sets the pace need not be said beside it."""
+_OTHER_STEPS = {"loader": "once the queue of its workers is empty", "python": "on average"}
+"""Code of a cause that the typical step does not show → which step has it."""
 _UNTRUSTED = "No answer: the capture failed its self-check, and none of its figures can be trusted."
 
 
@@ -85,6 +87,9 @@ def describe_answer(summary: Summary, advice: AdviceResult) -> str:
     best = next(iter(advice.tries), None)
     if late:
         return f"{step}: {late[:1].lower()}{late[1:]}."
+    if best is not None and best.other_step_ns is not None:
+        other = f"{format_ns(best.other_step_ns)} {_OTHER_STEPS[best.code]}: {_describe_cause(best)}"
+        return f"{step}, and {other}. Without that: {describe_after(best)}."
     if best is not None and best.effect_ns >= _DECISIVE * summary.step_ns and best.code not in CHANGES_TRAINING:
         lost = f"{format_ns(best.effect_ns)} of it is lost: {_describe_cause(best)}"
         return f"{step}; {lost}. Without that: {describe_after(best)}."
@@ -164,7 +169,8 @@ def join_parts(*parts: str) -> str:
 def describe_effects(advice: Advice) -> Iterator[str]:
     """Yield what a change does: the step after it, what was measured of it, the memory that it saves."""
     if advice.after_ns is not None:
-        yield f"→ {describe_interval(advice.after_ns)}{_samples_of([advice])}"
+        before = "" if advice.other_step_ns is None else f"{format_ns(advice.other_step_ns)} "
+        yield f"{before}→ {describe_interval(advice.after_ns)}{_samples_of([advice])}"
     if advice.measured is not None:
         yield describe_trial(advice.measured)
     if advice.saves_bytes is not None:
