@@ -1,5 +1,5 @@
-"""Pictures in PNG files, fit for a report: kernels as bars, memory over time, and the ranges on a roofline: FLOP/s
-against FLOPs per least byte, under the peaks of their GPU.
+"""Pictures in PNG files, fit for a report: memory over time, and the ranges on a roofline: FLOP/s against FLOPs per
+least byte, under the peaks of their GPU.
 
 Names stand in them as they are, and a file is written whole or not at all.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -23,27 +21,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
 from profkit.analysis.efficiency import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
-from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
 from profkit.analysis.memory.device import DeviceMemory
 from profkit.analysis.memory.opened_snapshot import MemoryResult
-from profkit.analysis.opened import OpenedTrace
 from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
-from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
-from profkit.report.commands.kernels import count_line, sort_rows, subject
+from profkit.report import colours, make_visible, shorten
 from profkit.report.commands.steps import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
+from profkit.report.units import format_bytes, format_ns, four_digits
 from profkit.run.directory import find_run
-from profkit.trace.columns import distinct_values
 
 _DPI = 150
 
@@ -67,123 +60,6 @@ def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, 
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=_DPI, metadata={"Software": "profkit"})
     write_whole(path, picture.getvalue())
-
-
-MOST_BARS = 60
-"""More would be a picture that nobody reads, and that no page holds."""
-
-_LABEL_WIDTH = 58
-_TITLE_WIDTH = 110
-_BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
-_TRIES = 2
-
-
-def plot_kernels(
-    opened: OpenedTrace, result: KernelsResult, path: Path, *, top: int, sort: str = "total", totals: bool = False
-) -> None:
-    """Write the first ``top`` lines of the table (`MOST_BARS` at most), and all others as one bar, to a PNG file.
-
-    Bars are averages per step where the steps are known, or sums with ``totals``.
-    """
-    steps = None if totals else result.steps
-    bars = _list_bars(result, min(top, MOST_BARS), sort)
-    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
-        texts = _draw_bars(axes, bars, result.total_ns, steps)
-        what = "self time" if result.measure == "cpu-operator" else "kernel time"
-        axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
-        failed = [UNTRUSTED] if opened.self_check.failed else []
-        text, colour = "\n".join([*failed, *_kernels_title(opened, result, steps)]), "#B00020" if failed else "black"
-        figure.suptitle(text, fontsize=10, x=0.01, ha="left", color=colour)
-        if result.by in ("kernel", "category"):
-            _add_legend(figure, bars)
-        _make_room(figure, axes, texts)
-
-
-@dataclass(frozen=True)
-class _Bar:
-    """A line of the table; what is left of all others has no category."""
-
-    label: str
-    category: str | None
-    time_ns: int
-
-    @property
-    def colour(self) -> str:
-        rest, other = colours.REST_OF_KERNELS, colours.KERNELS["gemm"]
-        return rest if self.category is None else colours.KERNELS.get(self.category, other)
-
-
-def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
-    ordered = sort_rows(result.kernels, sort)
-    rows, rest = ordered[:top], ordered[top:]
-    labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
-    bars = [_Bar(label, row.category, row.total_ns) for label, row in zip(labels, rows, strict=True)]
-    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest))] if rest else bars
-
-
-def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
-    places, unit = range(len(bars)), 1e6 * (steps or 1)
-    lengths, colours = [bar.time_ns / unit for bar in bars], [bar.colour for bar in bars]
-    axes.barh(places, lengths, color=colours, height=_BAR_HEIGHT)
-    axes.set_yticks(places, [bar.label for bar in bars], fontsize=8, fontfamily="monospace")
-    axes.invert_yaxis()
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    return [
-        axes.annotate(
-            _figures(bar, whole_ns, steps),
-            (bar.time_ns / unit, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-        for place, bar in enumerate(bars)
-    ]
-
-
-def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
-    each = ns_over(steps).show
-    share = format_share(bar.time_ns / whole_ns if whole_ns else 0.0)
-    return f"{share}  {each(bar.time_ns)}"
-
-
-def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
-    """Widen the axis until every text to the right of a bar lies within the axes."""
-    axes.set_xlim(left=0)
-    for _ in range(_TRIES):  # other ticks may change the width of the axes a little
-        figure.draw_without_rendering()
-        whole = axes.get_window_extent()
-        needs = [(text.xy[0], text.get_window_extent().x1 - axes.transData.transform(text.xy)[0]) for text in texts]
-        right = max((x * whole.width / (whole.width - beside) for x, beside in needs if x), default=0.0)
-        if right:
-            axes.set_xlim(right=1.01 * right)
-
-
-def _label(result: KernelsResult, row: KernelRow) -> str:
-    simple = result.by == "kernel" and result.measure == "gpu-kernel"
-    return make_visible(simplify_name(row.name) if simple else row.name)
-
-
-def _kernels_title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> list[str]:
-    name = opened.run.path.name if opened.run is not None else Path(result.trace).name
-    counted = f"{subject(result)}: {count_line(result, steps)}, {ns_over(steps).show(result.total_ns)}"
-    work, known = opened.trace.work, opened.trace.gpus
-    used = [known[device] for device in distinct_values(work.device).tolist() if 0 <= device < len(known)]
-    gpus = " and ".join(f"{count} × {gpu}" for gpu, count in Counter(used).items())
-    return [shorten(make_visible(text), _TITLE_WIDTH) for text in (" · ".join(filter(None, (name, gpus))), counted)]
-
-
-def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
-    categories = {bar.category for bar in bars}
-    present = [category for category in colours.KERNELS if category in categories]
-    if len(present) < 2:
-        return
-    handles = [Patch(color=colours.KERNELS[category], label=category) for category in present]
-    columns = min(len(handles), 7)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 _GIB = 2**30

@@ -76,7 +76,6 @@ class HistoryFacts:
     complete: bool
     events: int
     reason: str | None
-    start_reserved_bytes: int
     start_us: int | None
     end_us: int | None
     zero_us: int
@@ -335,7 +334,6 @@ def _describe_history(history: History) -> HistoryFacts:
         complete=history.is_complete,
         events=len(events),
         reason=reason,
-        start_reserved_bytes=replay.start_reserved_bytes,
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
         zero_us=history.device.zero_us,
