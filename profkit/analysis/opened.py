@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.analysis.step_replay.edits import ProgramFacts
-    from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
@@ -287,14 +286,6 @@ class OpenedTrace:
         except RunError:
             return None
         return host_factor([rank.steps for rank in light], recorded) if light else None
-
-    def step_lanes(self, edits: Sequence[Edit]) -> tuple[StepLanes, StepLanes] | None:
-        """Return the lanes of a step, to be drawn, as it is and as it is expected after some edits; None if unknown."""
-        from profkit.analysis.step_replay.predict import CHANGES, change_of, lanes_before_and_after
-
-        if any(edit.spec.name not in CHANGES for edit in edits):
-            return None
-        return lanes_before_and_after(self.step_replay, [change_of(edit) for edit in edits], self.program_facts)
 
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
