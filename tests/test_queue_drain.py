@@ -125,6 +125,10 @@ def test_the_queue_of_a_loader_in_use_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert loading.epoch.batches == 8, "a shorter loader, as for evaluation"
     list(batches)
     assert loading.look() == Queue(), "all batches are given out"
+    before_ns = loading._ended_ns
+    assert before_ns > 0, "its workers' end belongs to the next epoch's beginning"
+    list(DataLoader(Numbers(), batch_size=None, num_workers=1))
+    assert loading.epoch.start_ns > before_ns
     assert count_batches(DataLoader(Numbers(), num_workers=1, persistent_workers=True)) == 0
 
 

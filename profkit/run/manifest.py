@@ -214,7 +214,8 @@ class Loading:
     ``first_step`` is the number of the first that does.
 
     A loader of ``epoch_batches`` batches starts its workers anew for each epoch; the program last waited
-    ``epoch_start_ns`` for that and for the first batch. Both are 0 where workers stay, or batches cannot be counted.
+    ``epoch_start_ns`` for the former ones' end, for these, and for the first batch. Both are 0 where workers stay, or
+    batches cannot be counted.
     """
 
     workers: int = 0

@@ -42,7 +42,10 @@ class Queue:
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch of so many batches, for which a loader started its workers: it took ``start_ns`` to the first batch."""
+    """An epoch of so many batches, for which a loader started its workers.
+
+    ``start_ns`` is what the program waited for the last one's workers to end, for these, and for the first batch.
+    """
 
     batches: int = 0
     start_ns: int = 0
@@ -60,6 +63,7 @@ class DataLoading:
         self._ends = ends
         self._iterators: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._starting: WeakKeyDictionary[Any, Epoch] = WeakKeyDictionary()
+        self._ended_ns = 0
         self.epoch = Epoch()
         self._taken = 0
         self._taken_per_step: list[int] = []
@@ -99,12 +103,16 @@ class DataLoading:
             self._begins()
             try:
                 result = method(loader)
+            except StopIteration:  # workers that do not stay end here
+                self._ended_ns = perf_counter_ns() - began_ns
+                raise
             finally:
                 self._ends()
             waited_ns = perf_counter_ns() - began_ns
             with suppress(TypeError):  # a kind of iterator that nothing may refer to weakly
                 if not is_batch:
-                    self._starting[result] = Epoch(count_batches(loader), waited_ns)
+                    self._starting[result] = Epoch(count_batches(loader), self._ended_ns + waited_ns)
+                    self._ended_ns = 0
                 elif getattr(loader, "_num_workers", 0) > 0:
                     self._taken += 1
                     self._iterators[loader] = None
