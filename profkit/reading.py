@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import stat
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -88,13 +88,16 @@ def _open_trace(path: Path, run: Run | None, *, rank: int | None = None, thread_
     return opened if rank is None else opened.of_rank(rank)
 
 
-def open_snapshot(path: str | Path, *, rank: int | None = None) -> OpenedSnapshot:
+def open_snapshot(
+    path: str | Path, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
     """Open a memory snapshot (``.pickle``, ``.pickle.gz``) or a run directory, and replay its history.
 
     Nothing in the file is executed: it may hold data only.
 
     Args:
         path: the snapshot; in a run directory, what the run recorded next to it is read too.
+        phases: phase name → glob on the names of ``record_function`` annotations.
         rank: of a distributed run, this rank's; by default the one with the highest peak.
 
     Raises:
@@ -103,10 +106,12 @@ def open_snapshot(path: str | Path, *, rank: int | None = None) -> OpenedSnapsho
         UsageError: the run has no snapshot of this rank, or ``path`` is no run.
     """
     path = choose_run(Path(path), rank)
-    return _open_snapshot(path, Run(path) if path.is_dir() else None, rank=rank)
+    return _open_snapshot(path, Run(path) if path.is_dir() else None, phases=phases, rank=rank)
 
 
-def _open_snapshot(path: Path, run: Run | None, *, rank: int | None = None) -> OpenedSnapshot:
+def _open_snapshot(
+    path: Path, run: Run | None, *, phases: Mapping[str, str] | None = None, rank: int | None = None
+) -> OpenedSnapshot:
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.run.owners import read_owners
     from profkit.snapshot.reader import read_snapshot
@@ -121,7 +126,7 @@ def _open_snapshot(path: Path, run: Run | None, *, rank: int | None = None) -> O
         raise UsageError(f"rank {rank}: {path} is one snapshot; name the run's directory")
     elif path.is_file() and _is_trace(path):
         raise SnapshotError(f"{path}: this is a trace: profkit kernels {path}")
-    return OpenedSnapshot(read_snapshot(path), recorded, compiled)
+    return OpenedSnapshot(read_snapshot(path), recorded, phases, compiled)
 
 
 def open_capture(

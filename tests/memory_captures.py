@@ -163,8 +163,8 @@ class Training:
         return self.opened_run().memory(**how).composition
 
 
-def opened(data: dict[str, Any]) -> OpenedSnapshot:
-    return OpenedSnapshot(build_snapshot(Path("made.pickle"), data))
+def opened(data: dict[str, Any], phases: dict[str, str] | None = None) -> OpenedSnapshot:
+    return OpenedSnapshot(build_snapshot(Path("made.pickle"), data), phases=phases)
 
 
 def on_two_devices(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

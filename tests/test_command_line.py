@@ -130,7 +130,7 @@ def test_a_result_never_replaces_what_is_read(profkit: Run, trace: Path, tmp_pat
         for name in ("s.png", "symlink", "hardlink", f"./../{tmp_path.name}/s.png")
         for command in ("kernels", "ranges", "memory")
     ]
-    asked += [("efficiency", capture, "--plot", capture), ("memory", other, "--timeline", other)]
+    asked += [("kernels", capture, "--plot", capture), ("memory", other, "--timeline", other)]
     for words in (*asked, ("compare", capture, other, "-o", other)):
         done = profkit(*words)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -151,7 +151,7 @@ def test_a_result_never_replaces_a_file_of_the_run(profkit: Run, trace: Path, tm
 
 
 def test_two_results_do_not_go_to_one_file(profkit: Run, trace: Path, tmp_path: Path) -> None:
-    done = profkit("efficiency", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
+    done = profkit("kernels", trace, "-o", tmp_path / "a.png", "--plot", tmp_path / "a.png")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
 
 

@@ -26,16 +26,22 @@ def test_categories_and_stacks_of_real_snapshots_sum_to_what_is_allocated(name: 
     result = snapshot.memory()
     assert result.composition.allocated_bytes == result.totals.allocated_peak_bytes
     assert_books_close(result)
+    assert_books_close(snapshot.memory(stack="probe", min_bytes=MIB))
     for phase in result.phases:
         at = snapshot.memory(at=f"phase:{phase.name}").composition
         assert (at.allocated_bytes, at.phase) == (phase.peak_bytes, phase.name)
 
 
-def test_of_nested_phases_the_outermost_counts() -> None:
+def test_of_nested_phases_the_outermost_counts_and_those_that_the_user_names_take_precedence() -> None:
     training = Training(steps=0)
     with training.within("opt"):
         training.step(0, False)
     assert [(phase.name, phase.instances) for phase in training.memory().phases] == [("optimizer", 1)]
+    training = Training()
+    with training.within("epoch 1"):
+        training.malloc(700, "keep")
+    result = opened(training.snapshot(), phases={"tail": "epoch *"}).memory(at="phase:tail")
+    assert [phase.name for phase in result.phases] == ["forward", "backward", "optimizer", "tail"]
 
 
 def test_a_moment_is_a_phase_or_a_time_and_anything_else_is_refused() -> None:
@@ -170,12 +176,12 @@ def test_an_impossible_sequence_is_counted_and_its_peak_is_not_exact() -> None:
     assert_books_close(result)
 
 
-def test_a_snapshot_without_settings_is_exact_but_not_with_segments_of_others() -> None:
+def test_a_snapshot_without_settings_says_so_and_with_segments_of_others_is_not_exact() -> None:
     data = Training().snapshot()
     del data["allocator_settings"], data["external_annotations"]
     result = opened(data).memory()
     assert result.totals.allocated_peak_bytes == Training().allocator.peaks()[0]
-    assert result.totals.exact
+    assert "no-settings" in {warning.code for warning in result.warnings}
     allocator = recording(divisions=4)
     allocator.free(allocator.malloc(33 * MIB))
     data = allocator.snapshot()

@@ -50,7 +50,9 @@ STYLES = ("table", "markdown", "latex", "csv")
 CALLS = (
     "run",
     *(f"leaking --leaks --format {style}" for style in STYLES),
-    "leaking --at phase:forward --top 1",
+    "leaking --at phase:forward --stack adam.py --min-size 1MiB --top 1",
+    "leaking --stack adam.py --format json",
+    "leaking --phase tail=step?*",
     "leaking --by module",
     *(f"failing --format {style}" for style in (*STYLES, "json")),
     "failing --at oom --capacity 400MiB",
@@ -59,7 +61,9 @@ CALLS = (
     *(f"layers --by {by} --format {style}" for by in BY for style in ("table", "csv")),
     *(f"layers --top 2 --format {style}" for style in STYLES),
     "layers --by module --top 3",
-    *(f"run --{wrong}" for wrong in ("at noon", "device 3", "capacity much")),
+    "layers --by module --stack h.1.attn",
+    *(f"run --{wrong}" for wrong in ("at noon", "device 3", "phase forward", "stack no-such-line", "min-size 1TiB")),
+    "run --min-size much",
     "none",
 )
 
@@ -106,7 +110,7 @@ def test_a_picture_can_show_any_name(tmp_path: Path) -> None:
             frame["filename"] = "_$f"
     path = tmp_path / "$s$ \\frac{.pickle"
     path.write_bytes(pickle.dumps(data))
-    result = run(path, "--timeline", tmp_path / "t.png")
+    result = run(path, "--timeline", tmp_path / "t.png", "--phase", "_$p=*")
     assert (result.exit_code, result.exception) == (0, None)
 
 

@@ -171,6 +171,8 @@ def test_equal_allocations_of_like_modules_share_a_line() -> None:
     at = Layers().at_peak()
     assert {("h.*.mlp", 3), ("h.*.attn.weight", 3)} <= {(row.owner, row.count) for row in at.largest_groups}
     assert "wte.weight, head.weight (tied)" in {row.owner for row in at.largest}
+    one = {row.owner for row in Layers().at_peak(stack="h.1.attn.weight").largest_groups}
+    assert one == {"h.1.attn.weight"}
 
 
 def test_a_storage_stands_where_its_tensors_meet_if_their_bytes_are_not_known_or_overlap() -> None:
@@ -356,9 +358,11 @@ def test_ranges_of_one_thread_prove_no_module_of_the_backward_pass() -> None:
 def test_modules_and_phases_of_real_snapshots_sum_to_what_is_allocated(name: str) -> None:
     opened = read_snapshot(capture(name))
     memory, at = opened.device(), opened.memory().composition
-    assert sum(row.bytes for row in at.by_module if len(row.path) == 1) == at.allocated_bytes
-    assert sum(row.own_bytes for row in at.by_module) == at.allocated_bytes
-    assert sum(row.bytes for row in at.by_phase) == at.allocated_bytes
+    for options in ({}, {"min_bytes": MIB}):
+        found = opened.memory(**options).composition
+        assert sum(row.bytes for row in found.by_module if len(row.path) == 1) == found.allocated_bytes
+        assert sum(row.own_bytes for row in found.by_module) == found.allocated_bytes
+        assert sum(row.bytes for row in found.by_phase) == found.allocated_bytes
     by_phase: Counter[str] = Counter()
     for row in range(len(memory.history.replay)):
         birth, freed = int(memory.history.replay.birth[row]), int(memory.history.replay.freed[row])

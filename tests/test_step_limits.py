@@ -1,4 +1,4 @@
-"""What limits a step, as commands print it; the steps of all ranks run together."""
+"""What limits a step, as commands print it; its lanes before and after edits; the steps of all ranks run together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from profkit import read_trace
 from profkit.analysis.step_replay.calibrate import AS_RECORDED, SLOWEST, find_phases
 from profkit.analysis.step_replay.edits import CannotPredictError
+from profkit.analysis.step_replay.lanes import CELLS
 from profkit.analysis.step_replay.limits import Cause, Limit, LimitPart, StepLimits, place_lines
 from profkit.analysis.step_replay.ranks_together import (
     RankStep,
@@ -27,6 +28,7 @@ from profkit.analysis.step_replay.steps import NOT_FITTED, ReplayedStep, StepRep
 from profkit.report.colours import LIMITS
 from profkit.report.commands.answer import NAMES
 from profkit.report.commands.steps import describe_limits, describe_line, limit_words, name_limits
+from profkit.run.edits import parse_edits
 from profkit.run.lines import LineTime
 from tests.efficiency_runs import SMALL
 from tests.in_process import run_command
@@ -143,9 +145,47 @@ def test_one_wait_stands_in_the_singular(waits: float, said: str) -> None:
     assert describe_line(line(7, 600, waits=waits)).endswith(said)
 
 
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_lie_within_their_step_in_order_and_show_an_edit() -> None:
+    opened = read_trace(SMALL)
+    lanes = opened.step_lanes(parse_edits(["cpu:×2"]))
+    assert lanes is not None
+    before, after = lanes
+    assert before.step_ns == round(opened.account.recorded_step_ns() or 0)
+    assert 0.4 * before.step_ns < after.step_ns < 0.7 * before.step_ns
+    for step in lanes:
+        assert list(step.lanes) == ["host", "GPU"]
+        for spans in step.lanes.values():
+            assert 0 < len(spans) <= CELLS
+            assert all(earlier.end_ns <= later.start_ns for earlier, later in pairwise(spans))
+            assert 0 <= spans[0].start_ns < spans[-1].end_ns <= step.step_ns
+            assert {span.kind for span in spans} <= {*Limit}
+        host = sum(span.end_ns - span.start_ns for span in step.lanes["host"])
+        assert host > 0.9 * step.step_ns
+    # The GPU does as much after as before, in half the time.
+    assert [len(step.lanes["GPU"]) > 5 for step in lanes] == [True, True]
+
+
 def test_every_limit_has_a_colour_and_a_name() -> None:
     assert set(LIMITS) == {*Limit}
     assert {*Limit} <= NAMES.keys()
+
+
+def test_without_a_prediction_there_are_no_lanes() -> None:
+    opened = read_trace(SMALL)
+    for edit in ("cudnn-benchmark", "gradients:bf16", "no-wait:train.py:7"):
+        assert opened.step_lanes(parse_edits([edit])) is None
+
+
+def test_what_if_draws_them_where_no_memory_is_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "lanes.png"
+    assert run_command("whatif", SMALL, "--edit", "cpu:×2", "--plot", path).returncode == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    refused = run_command("whatif", SMALL, "--edit", "cudnn-benchmark", "--plot", tmp_path / "none.png")
+    assert refused.returncode == 2
+    assert "its time is not predicted" in refused.stderr
 
 
 # -- the steps of all ranks together ---------------------------------------------------------------------------------

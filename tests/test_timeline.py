@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from profkit import read_snapshot
 from profkit.analysis.memory.bins import OTHER_STACKS, Bins, bin_history
+from profkit.analysis.memory.device import NOT_SELECTED, Filter
 from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
 from profkit.analysis.opened import OpenedCapture
 from profkit.cli.memory import memory
@@ -63,6 +64,13 @@ def test_the_categories_at_a_sample_equal_those_of_the_account_and_small_stacks_
     account = {row.category: row.bytes for row in source.memory().composition.by_category}
     assert {name: size for name, size in sampled.items() if size} == account
     assert (len(bins.by_stack), bins.by_stack[-1].name) == (13, OTHER_STACKS)
+
+
+def test_a_filter_adds_up_the_other_allocations_in_one_series() -> None:
+    bins = bin_history(Training().opened().device(), Filter(stack="adam.py"))
+    assert [one.name for one in bins.by_category] == ["optimizer state", NOT_SELECTED]
+    assert_books_close(bins)
+    assert {shape.category for shape in bins.shapes} == {"optimizer state"}
 
 
 def test_an_allocation_has_its_category_size_lifetime_and_stack() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from profkit.analysis.lines import LinesResult
     from profkit.analysis.memory.opened_snapshot import OpenedSnapshot
     from profkit.analysis.step_replay.edits import ProgramFacts
+    from profkit.analysis.step_replay.lanes import StepLanes
     from profkit.analysis.step_replay.limits import StepLimits
     from profkit.analysis.step_replay.predict import Prediction, TimeAnswer
     from profkit.analysis.step_replay.steps import StepReplay
@@ -287,6 +288,14 @@ class OpenedTrace:
             return None
         return host_factor([rank.steps for rank in light], recorded) if light else None
 
+    def step_lanes(self, edits: Sequence[Edit]) -> tuple[StepLanes, StepLanes] | None:
+        """Return the lanes of a step, to be drawn, as it is and as it is expected after some edits; None if unknown."""
+        from profkit.analysis.step_replay.predict import CHANGES, change_of, lanes_before_and_after
+
+        if any(edit.spec.name not in CHANGES for edit in edits):
+            return None
+        return lanes_before_and_after(self.step_replay, [change_of(edit) for edit in edits], self.program_facts)
+
     def ranges(self, *, numbered: bool = True) -> RangesResult:
         """Return the tree of ranges; ``numbered=False`` puts ``step 0`` and ``step 1`` under ``step *``."""
         from profkit.analysis.tree.range_tree import summarize_ranges
@@ -329,7 +338,7 @@ class OpenedCapture:
             SnapshotError: no history of memory was recorded.
         """
         from profkit.analysis.step_replay.predict import Prediction
-        from profkit.analysis.whatif.apply import MODELLED
+        from profkit.analysis.whatif.apply import MODELLED, cost_of_ranges
         from profkit.run.edits import parse_edits
 
         parsed = parse_edits(edits)
@@ -350,6 +359,7 @@ class OpenedCapture:
                 edits=[edit.text for edit in changing],
                 device=device,
                 capacity_bytes=capacity_bytes,
+                cost=None if self.trace is None else cost_of_ranges(self.trace.ranges()),
             )
         except UsageError as error:
             if time is None or time.refusal is not None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from profkit.analysis.step_replay.predict import Prediction
-from profkit.analysis.trials import summarize_trials
+from profkit.analysis.trials import latest_trials, summarize_trials
 from profkit.analysis.whatif.apply import Cost, cost_of_ranges
-from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options
+from profkit.cli.options import POSITIVE, SIZE, capture_argument, peak_options, plot_option
 from profkit.cli.outputs import Output, output_options, quote_path, refuse_overwriting, say, shown_after_a_second
 from profkit.cli.run import run as run_command
 from profkit.cli.run_options import RunCommand
@@ -23,7 +23,7 @@ from profkit.launch.manifest import REDACTED, begin_manifest, utc_now
 from profkit.launch.passes import Pass, Target, command_name, target_kind
 from profkit.launch.trials import TrialOptions, TrialRunner
 from profkit.reading import is_time_alone, open_capture, open_snapshot, open_trace
-from profkit.report.commands.trials import build_trials_document
+from profkit.report.commands.trials import build_held_document, build_trials_document
 from profkit.report.commands.whatif import build_prediction_document
 from profkit.report.document import Document
 from profkit.run.directory import MANIFEST, TRIALS, Run, find_newest_run, make_run_directory
@@ -65,6 +65,7 @@ from profkit.run.recording import Order
     type=SIZE,
     help="Memory that PyTorch may reserve, such as 24GiB (default: that of the recorded GPU).",
 )
+@plot_option("Draw the step's lanes now and after.")
 @peak_options
 @output_options
 def whatif(
@@ -73,6 +74,7 @@ def whatif(
     edits: tuple[str, ...],
     fit: int | None,
     capacity: int | None,
+    plot: Path | None,
     device: int | None,
     rank: int | None,
     output: Output,
@@ -85,7 +87,7 @@ def whatif(
     """
     if fit is not None and (edits or allocators or capacity is not None):
         raise UsageError("--fit searches by itself: leave out --edit, --allocator and --capacity")
-    refuse_overwriting([capture], [output.path])
+    refuse_overwriting([capture], [output.path, plot])
     with shown_after_a_second(f"reading {capture.name}"):
         opened = open_capture(capture, rank=rank) if edits else None
         if opened is None and is_time_alone(capture):
@@ -107,6 +109,14 @@ def whatif(
                 cost=_cost_of(capture) if fit else None,
             )
             predicted = Prediction(None, memory)
+    if plot is not None:
+        trace = None if opened is None else opened.trace
+        lanes = None if trace is None else trace.step_lanes(parse_edits(edits))
+        if lanes is None:
+            raise UsageError("--plot draws a step's lanes, and its time is not predicted")
+        from profkit.report.plots import plot_lanes  # loads Matplotlib
+
+        plot_lanes(*lanes, edits, plot)
     output.print(build_prediction_document(predicted))
 
 
@@ -164,7 +174,7 @@ class TryCommand(RunCommand):
 @click.option(
     "--report",
     is_flag=True,
-    help="Try nothing: show what a run's last trials measured.",
+    help="Try nothing: show what a run's last trials measured; of several runs, how often predictions held.",
 )
 @output_options
 def try_(
@@ -201,7 +211,7 @@ def try_(
     options = TrialOptions(processes, step_on, combines=not alone, may_write=anyway)
     status, run, trials = _measure(run, argv, options, variants, directory)
     if any(process.reason is None for process in trials.processes):
-        document = build_trials_document(str(run), trials.plan, summarize_trials(trials))
+        document = build_trials_document(str(run), trials.plan, summarize_trials(trials), with_source=True)
         output.print(document)
     else:
         say("; ".join(dict.fromkeys(process.reason or "" for process in trials.processes)) or "nothing was measured")
@@ -332,9 +342,9 @@ def _write_manifest(run: Path, argv: tuple[str, ...]) -> None:
 
 
 def _report(runs: Sequence[Path]) -> Document:
-    if len(runs) != 1:
-        raise UsageError("--report takes one run")
-    calls = Run(runs[0]).trials
-    if not calls:
-        raise UsageError(f"{runs[0]}: holds no trials; `profkit try RUN` makes some")
-    return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]))
+    if len(runs) == 1 and (calls := Run(runs[0]).trials):
+        return build_trials_document(str(runs[0]), calls[-1].plan, summarize_trials(calls[-1]), with_source=True)
+    trials = [(run.name, trial) for run in runs for trial in latest_trials(Run(run).trials).values()]
+    if not trials:
+        raise UsageError("these runs hold no trials; `profkit try RUN` makes some")
+    return build_held_document(trials)

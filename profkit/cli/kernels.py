@@ -48,6 +48,7 @@ _DEFAULT_TOP = 20
 @click.option("--sort", type=click.Choice(SORTS), default="total", show_default=True, help="The order of the lines.")
 @click.option("--top", type=POSITIVE, metavar="N", help=f"Show at most N lines (default {_DEFAULT_TOP}).")
 @click.option("--explain", is_flag=True, help="Show the rule behind each category, and what compiled kernels compute.")
+@plot_option("Draw the table as a bar chart.")
 @trace_options
 @output_options
 def kernels(
@@ -60,6 +61,7 @@ def kernels(
     explain: bool,
     thread_only: bool,
     totals: bool,
+    plot: Path | None,
     strict: bool,
     output: Output,
     **part: Any,
@@ -75,7 +77,7 @@ def kernels(
     """
     if explain and by != "kernel":
         raise UsageError(f"--explain: rules are for kernels, not --by {by}")
-    refuse_overwriting([trace], [output.path])
+    refuse_overwriting([trace], [output.path, plot])
     with shown_after_a_second(f"reading {trace.name}"):
         opened = open_trace(trace, rank=rank, thread_only=thread_only)
         result = opened.kernels(name, by=by, explain=explain, **part)
@@ -99,6 +101,11 @@ def kernels(
         from profkit.report.commands.steps import clean_times_parts
 
         document = replace(document, parts=[*document.parts, *clean_times_parts(opened.run.manifest)])
+    if plot is not None:
+        from profkit.report.plots import plot_kernels
+
+        with shown_after_a_second(f"drawing {plot.name}"):
+            plot_kernels(opened, result, plot, top=top or _DEFAULT_TOP, sort=sort, totals=totals)
     if output.style == "csv" and not part["per_instance"] and top is not None and top < len(result.kernels):
         write_warnings([f"--top {top}: the CSV holds {top} of {len(result.kernels):,} lines"])
     output.print(document)
@@ -156,7 +163,7 @@ def ranges(
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of matrix products, if the run does not record it.")
 @click.option("--ceilings", type=FILE, metavar="FILE", help="Peaks measured by profkit ceilings.")
 @click.option("--by", type=click.Choice(["range", "line"]), default="range", help="What to show (default: range).")
-@plot_option
+@plot_option("Draw the ranges on a roofline.")
 @trace_options
 @output_options
 def efficiency(

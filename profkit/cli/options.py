@@ -33,15 +33,15 @@ rank_option = click.option(
 )
 
 
+def plot_option(text: str) -> Callable[[Command], Command]:
+    """Add ``--plot``, the name of a picture, which must end in ``.png``."""
+    return click.option("--plot", type=FILE, metavar="FILE.png", callback=_require_png, help=text)
+
+
 def _require_png(_context: click.Context, _parameter: click.Parameter, plot: Path | None) -> Path | None:
     if plot is not None and plot.suffix.lower() != ".png":
         raise UsageError(f"--plot {plot}: the picture is a PNG file; end its name in .png")
     return plot
-
-
-plot_option = click.option(
-    "--plot", type=FILE, metavar="FILE.png", callback=_require_png, help="Draw the ranges on a roofline."
-)
 
 
 def range_option(text: str) -> Callable[[Command], Command]:

@@ -1,18 +1,37 @@
-"""The colours of all pictures and pages: one a part of a step, a category of memory, or a phase, the same everywhere.
+"""The colours of all pictures and pages: one a category of kernels or of memory, one a phase, the same everywhere.
 
 A palette that the colour-blind can tell apart: Okabe and Ito's, lightened or darkened for the rarer categories.
 """
 
 from __future__ import annotations
 
+from profkit.analysis.memory.device import NOT_SELECTED
 from profkit.analysis.step_replay.limits import Limit
 from profkit.names import BACKWARD, FORWARD, LOSS, OPTIMIZER
 
-STEP = {
-    "matmul": "#0072B2",
+KERNELS = {
+    "gemm": "#0072B2",
     "attention": "#56B4E9",
-    "other": "#E69F00",
+    "softmax": "#009E73",
+    "normalization": "#66C2A5",
+    "elementwise": "#E69F00",
+    "reduction": "#F0C75E",
+    "copy/cast": "#999999",
+    "embedding/index": "#B58B5A",
+    "optimizer": "#D55E00",
+    "loss": "#A6341B",
     "communication": "#CC79A7",
+    "random": "#7E6BAD",
+    "graph": "#333333",
+    "other": "#CCCCCC",
+}
+REST_OF_KERNELS = "#EEEEEE"
+
+STEP = {
+    "matmul": KERNELS["gemm"],
+    "attention": KERNELS["attention"],
+    "other": KERNELS["elementwise"],
+    "communication": KERNELS["communication"],
     "copies": "#66A61E",
     "data": "#7A5195",
     "launching": "#8C959F",
@@ -44,6 +63,7 @@ MEMORY = {
     "autocast copies": "#B58B5A",
     "workspace": "#56B4E9",
     "unknown": "#8C959F",
+    NOT_SELECTED: "#C4C9CF",
 }
 REST_OF_MEMORY = "#A3ABB5"
 

@@ -1,5 +1,5 @@
-"""Pictures in PNG files, fit for a report: memory over time, and the ranges on a roofline: FLOP/s against FLOPs per
-least byte, under the peaks of their GPU.
+"""Pictures in PNG files, fit for a report: kernels as bars, a step's lanes before and after, memory over time, and the
+ranges on a roofline: FLOP/s against FLOPs per least byte, under the peaks of their GPU.
 
 Names stand in them as they are, and a file is written whole or not at all.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,22 +23,30 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
 from profkit.analysis.efficiency import Peaks
 from profkit.analysis.efficiency.summary import EfficiencyResult, EfficiencyRow
+from profkit.analysis.kernels.summary import KernelRow, KernelsResult
 from profkit.analysis.memory.bins import Bins, bin_history
-from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
+from profkit.analysis.opened import OpenedTrace
+from profkit.analysis.step_replay.lanes import StepLanes
+from profkit.analysis.step_replay.limits import Limit
 from profkit.analysis.tree import split_path
 from profkit.errors import TraceError
 from profkit.files import write_whole
 from profkit.names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, phase_of
-from profkit.report import colours, make_visible, shorten
+from profkit.report import colours, make_visible, shorten, shorten_apart, simplify_name
+from profkit.report.commands.answer import NAMES
+from profkit.report.commands.kernels import count_line, sort_rows, subject
 from profkit.report.commands.steps import LIMITS
 from profkit.report.document import UNTRUSTED
-from profkit.report.units import format_bytes, format_ns, four_digits
+from profkit.report.units import format_bytes, format_ns, format_share, four_digits, ns_over
 from profkit.run.directory import find_run
+from profkit.trace.columns import distinct_values
 
 _DPI = 150
 
@@ -62,14 +72,159 @@ def draw_png(path: Path, width: float, height: float) -> Iterator[tuple[Figure, 
     write_whole(path, picture.getvalue())
 
 
+MOST_BARS = 60
+"""More would be a picture that nobody reads, and that no page holds."""
+
+_LABEL_WIDTH = 58
+_TITLE_WIDTH = 110
+_BAR_INCHES, _BAR_HEIGHT = 0.3, 0.74
+_TRIES = 2
+
+
+def plot_kernels(
+    opened: OpenedTrace, result: KernelsResult, path: Path, *, top: int, sort: str = "total", totals: bool = False
+) -> None:
+    """Write the first ``top`` lines of the table (`MOST_BARS` at most), and all others as one bar, to a PNG file.
+
+    Bars are averages per step where the steps are known, or sums with ``totals``. What a collective waited for other
+    ranks is the hatched part of its bar.
+    """
+    steps = None if totals else result.steps
+    bars = _list_bars(result, min(top, MOST_BARS), sort)
+    with draw_png(path, 9.5, 1.7 + _BAR_INCHES * max(len(bars), 3)) as (figure, axes):
+        texts = _draw_bars(axes, bars, result.total_ns, steps)
+        what = "self time" if result.measure == "cpu-operator" else "kernel time"
+        axes.set_xlabel(f"{what}, ms" + ("" if steps is None else " per step"))
+        failed = [UNTRUSTED] if opened.self_check.failed else []
+        text, colour = "\n".join([*failed, *_kernels_title(opened, result, steps)]), "#B00020" if failed else "black"
+        figure.suptitle(text, fontsize=10, x=0.01, ha="left", color=colour)
+        if result.by in ("kernel", "category"):
+            _add_legend(figure, bars)
+        _make_room(figure, axes, texts)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A line of the table; what is left of all others has no category."""
+
+    label: str
+    category: str | None
+    time_ns: int
+
+    @property
+    def colour(self) -> str:
+        rest, other = colours.REST_OF_KERNELS, colours.KERNELS["gemm"]
+        return rest if self.category is None else colours.KERNELS.get(self.category, other)
+
+
+def _list_bars(result: KernelsResult, top: int, sort: str) -> list[_Bar]:
+    ordered = sort_rows(result.kernels, sort)
+    rows, rest = ordered[:top], ordered[top:]
+    labels = shorten_apart([_label(result, row) for row in rows], _LABEL_WIDTH)
+    bars = [_Bar(label, row.category, row.total_ns) for label, row in zip(labels, rows, strict=True)]
+    return [*bars, _Bar(f"({len(rest)} more)", None, sum(row.total_ns for row in rest))] if rest else bars
+
+
+def _draw_bars(axes: Axes, bars: list[_Bar], whole_ns: int, steps: int | None) -> list[Annotation]:
+    places, unit = range(len(bars)), 1e6 * (steps or 1)
+    lengths, colours = [bar.time_ns / unit for bar in bars], [bar.colour for bar in bars]
+    axes.barh(places, lengths, color=colours, height=_BAR_HEIGHT)
+    axes.set_yticks(places, [bar.label for bar in bars], fontsize=8, fontfamily="monospace")
+    axes.invert_yaxis()
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return [
+        axes.annotate(
+            _figures(bar, whole_ns, steps),
+            (bar.time_ns / unit, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        for place, bar in enumerate(bars)
+    ]
+
+
+def _figures(bar: _Bar, whole_ns: int, steps: int | None) -> str:
+    each = ns_over(steps).show
+    share = format_share(bar.time_ns / whole_ns if whole_ns else 0.0)
+    return f"{share}  {each(bar.time_ns)}"
+
+
+def _make_room(figure: Figure, axes: Axes, texts: list[Annotation]) -> None:
+    """Widen the axis until every text to the right of a bar lies within the axes."""
+    axes.set_xlim(left=0)
+    for _ in range(_TRIES):  # other ticks may change the width of the axes a little
+        figure.draw_without_rendering()
+        whole = axes.get_window_extent()
+        needs = [(text.xy[0], text.get_window_extent().x1 - axes.transData.transform(text.xy)[0]) for text in texts]
+        right = max((x * whole.width / (whole.width - beside) for x, beside in needs if x), default=0.0)
+        if right:
+            axes.set_xlim(right=1.01 * right)
+
+
+def _label(result: KernelsResult, row: KernelRow) -> str:
+    simple = result.by == "kernel" and result.measure == "gpu-kernel"
+    return make_visible(simplify_name(row.name) if simple else row.name)
+
+
+def _kernels_title(opened: OpenedTrace, result: KernelsResult, steps: int | None) -> list[str]:
+    name = opened.run.path.name if opened.run is not None else Path(result.trace).name
+    counted = f"{subject(result)}: {count_line(result, steps)}, {ns_over(steps).show(result.total_ns)}"
+    work, known = opened.trace.work, opened.trace.gpus
+    used = [known[device] for device in distinct_values(work.device).tolist() if 0 <= device < len(known)]
+    gpus = " and ".join(f"{count} × {gpu}" for gpu, count in Counter(used).items())
+    return [shorten(make_visible(text), _TITLE_WIDTH) for text in (" · ".join(filter(None, (name, gpus))), counted)]
+
+
+def _add_legend(figure: Figure, bars: list[_Bar]) -> None:
+    categories = {bar.category for bar in bars}
+    present = [category for category in colours.KERNELS if category in categories]
+    if len(present) < 2:
+        return
+    handles = [Patch(color=colours.KERNELS[category], label=category) for category in present]
+    columns = min(len(handles), 7)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+
+
+def plot_lanes(before: StepLanes, after: StepLanes, edits: tuple[str, ...], path: Path) -> None:
+    """Write the lanes of both steps, on one scale, to a PNG file."""
+    rows = [
+        (f"{name}, {lane}", spans)
+        for name, step in (("now", before), ("after", after))
+        for lane, spans in step.lanes.items()
+    ]
+    with draw_png(path, 9.0, 1.2 + 0.4 * len(rows)) as (_, axes):
+        for number, (_, spans) in enumerate(rows):
+            axes.broken_barh(
+                [(span.start_ns / 1e6, (span.end_ns - span.start_ns) / 1e6) for span in spans],
+                (number - 0.4, 0.8),
+                facecolors=[colours.STEP[colours.LIMITS[span.kind]] for span in spans],
+            )
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(before.step_ns, after.step_ns) / 1e6)
+        axes.set_xlabel("ms")
+        axes.set_title(
+            f"A step: {format_ns(before.step_ns)} now, {format_ns(after.step_ns)} with {', '.join(edits)}",
+            fontsize="medium",
+        )
+        kinds = dict.fromkeys(span.kind for _, spans in rows for span in spans)
+        patches = [Patch(color=colours.STEP[colours.LIMITS[kind]], label=NAMES[Limit(kind)]) for kind in kinds]
+        axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+
+
 _GIB = 2**30
 _PHASES_SHOWN = 6
 _INK = "#1b1f24"
 
 
-def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult) -> None:
+def plot_timeline(path: Path, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> None:
     """Draw the stacked allocations, the peak, the phases and the reserved memory of one device into a PNG."""
-    bins = bin_history(memory)
+    bins = bin_history(memory, wanted)
     by_events = bins.prefers_events or not bins.has_times
     with draw_png(path, 10, 5.6) as (figure, axes):
         x = bins.moments if by_events else bins.times_us / 1e6

@@ -445,8 +445,8 @@ _TIME = [
 ]  # fmt: skip
 _MEMORY = [
     "memory FILE --capacity 80GiB",
-    "memory FILE", "memory FILE --by module --format csv", "memory FILE --by stack",
-    "memory FILE --leaks --format json", "compare FILE FILE",
+    "memory FILE", "memory FILE --by module --format csv", "memory FILE --by stack", "memory FILE --min-size 1KiB",
+    "memory FILE --stack f --format json", "memory FILE --leaks --format json", "compare FILE FILE",
     "memory FILE --at 1s", "memory FILE --format latex", "memory FILE --format markdown",
 ]  # fmt: skip
 _MORE = ["summary FILE --format json", "scrub FILE -o OUT", "report FILE -o OUT"]

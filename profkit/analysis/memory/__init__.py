@@ -1,7 +1,7 @@
 """What the program and its run said of allocations: phases and steps, and whose tensors they hold.
 
-``record_function`` ranges with the name of a phase are phases: profkit's own names, common short forms, and torch's
-``Optimizer.step#…``. They do not overlap: of nested ones the outermost counts.
+``record_function`` ranges with the name of a phase are phases: profkit's own names, common short forms, torch's
+``Optimizer.step#…``, and the globs that the user gives. They do not overlap: of nested ones the outermost counts.
 
 The owners' file (`profkit.run.owners`) names storages by address and time: an entry names an allocation that began at
 its address, has its requested size, and was alive at its time, give or take `_CLOCK_SLACK_US`. Several tensors may lie
@@ -13,7 +13,7 @@ profkit's hooks set ``profkit:PHASE:MODULE``; any other text is the owner's name
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -101,10 +101,11 @@ class Timeline:
         return spans[at] if at >= 0 and time <= spans[at].end_us else None
 
 
-def find_timeline(device: Device, steps: Iterable[Phase] = ()) -> Timeline:
+def find_timeline(device: Device, named: Mapping[str, str] | None = None, steps: Iterable[Phase] = ()) -> Timeline:
     """Return the phases and steps of a device's history.
 
-    If the run recorded no ``steps``, annotations give them, else the ends of the optimizer's steps.
+    ``named`` is phase name → glob on the names of annotations, and takes precedence. If the run recorded no ``steps``,
+    annotations give them, else the ends of the optimizer's steps.
     """
     events = device.events
     times = np.maximum.accumulate(events.time_us) if len(events) else events.time_us
@@ -112,7 +113,7 @@ def find_timeline(device: Device, steps: Iterable[Phase] = ()) -> Timeline:
         return Timeline(times, (), ())
     end = int(times[-1])
     annotations = device.annotations
-    phases = _outermost(_phases(annotations, end))
+    phases = _outermost(_phases(annotations, named or {}, end))
     named_steps = (
         _span(annotation, annotation.name, end)
         for annotation in annotations
@@ -128,9 +129,11 @@ def find_timeline(device: Device, steps: Iterable[Phase] = ()) -> Timeline:
     return Timeline(times, phases, tuple(known_steps), again)
 
 
-def _phases(annotations: Iterable[Annotation], end: int) -> Iterable[Phase]:
+def _phases(annotations: Iterable[Annotation], named: Mapping[str, str], end: int) -> Iterable[Phase]:
     for annotation in annotations:
-        name = OPTIMIZER if annotation.name.startswith(_OPTIMIZER_STEP) else _NAMES.get(annotation.name.lower())
+        name = next((name for name, glob in named.items() if fnmatchcase(annotation.name, glob)), None)
+        if name is None:
+            name = OPTIMIZER if annotation.name.startswith(_OPTIMIZER_STEP) else _NAMES.get(annotation.name.lower())
         if name is not None:
             yield _span(annotation, name, end)
 

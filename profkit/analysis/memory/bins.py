@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
 from profkit.analysis.memory.categories import CATEGORIES
-from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.device import NOT_SELECTED, DeviceMemory, Filter
 from profkit.analysis.memory.places import NO_MODULE_KNOWN, OUTSIDE_MODULES, common_start
 from profkit.names import kind_of
 from profkit.snapshot.columns import Ints
@@ -88,14 +89,14 @@ class Bins:
     """Whether nothing happens most of the time: then the number of the event makes a better axis than time."""
 
 
-def bin_history(memory: DeviceMemory, bin_count: int = BIN_COUNT) -> Bins:
+def bin_history(memory: DeviceMemory, wanted: Filter | None = None, bin_count: int = BIN_COUNT) -> Bins:
     curves, replay = memory.history.curves, memory.history.replay
     allocated = curves.allocated
     edges = np.unique(np.linspace(0, len(allocated), min(bin_count, len(allocated)) + 1).astype(np.int64))
     moments = _highest(allocated, edges)
     known = memory.timeline.times_us
     times = known[np.maximum(moments - 1, 0)] - memory.device.zero_us if len(known) else moments
-    grouping = _Grouping(memory, moments)
+    grouping = _Grouping(memory, moments, wanted or Filter())
     peak = int(np.argmax(allocated[moments]))
     return Bins(
         moments=moments,
@@ -114,7 +115,7 @@ def bin_history(memory: DeviceMemory, bin_count: int = BIN_COUNT) -> Bins:
 
 
 class _Grouping:
-    def __init__(self, memory: DeviceMemory, moments: Ints) -> None:
+    def __init__(self, memory: DeviceMemory, moments: Ints, wanted: Filter) -> None:
         replay = memory.history.replay
         self._memory = memory
         self._first = np.searchsorted(moments, replay.birth + 1, "left")
@@ -122,12 +123,13 @@ class _Grouping:
         self._count = len(moments)
         self._rows: list[int] = np.flatnonzero(self._first < self._end).tolist()
         self._sizes = memory.history.replay.size_bytes
-        self._claims = {row: memory.classifier.claim_of(row) for row in self._rows}
+        wanted_rows = compress(self._rows, memory.selects(self._rows, wanted))
+        self._claims = {row: memory.classifier.claim_of(row) for row in wanted_rows}
 
     def by_category(self) -> tuple[Series, ...]:
         """Return the series of the categories that occur, in the order of `CATEGORIES`."""
-        groups = [self._claims[row].category for row in self._rows]
-        return self._sum(groups, [name for name in CATEGORIES if name in set(groups)])
+        groups = [self._claims[row].category if row in self._claims else NOT_SELECTED for row in self._rows]
+        return self._sum(groups, [name for name in (*CATEGORIES, NOT_SELECTED) if name in set(groups)])
 
     def by_stack(self) -> tuple[Series, ...]:
         """Stacks that begin with the same user lines count as one: a loop may be called from two places. Such a series
@@ -137,8 +139,8 @@ class _Grouping:
         stacks = defaultdict[str, set[tuple[str, ...]]](set)
         for row in self._rows:
             facts = self._memory.stacks.facts_of(row)
-            groups.append(facts.label)
-            stacks[facts.label].add(facts.user_first)
+            groups.append(facts.label if row in self._claims else NOT_SELECTED)
+            stacks[groups[-1]].add(facts.user_first if row in self._claims else ())
         return tuple(
             replace(series, stack=common_start(stacks[series.name]), stack_count=len(stacks[series.name]))
             if series.name in stacks
@@ -147,8 +149,8 @@ class _Grouping:
         )
 
     def by_module(self) -> tuple[Series, ...]:
-        groups = list(map(self._module_of, self._rows))
-        is_known = set(groups) - {NO_MODULE_KNOWN, OUTSIDE_MODULES}
+        groups = [self._module_of(row) if row in self._claims else NOT_SELECTED for row in self._rows]
+        is_known = set(groups) - {NO_MODULE_KNOWN, OUTSIDE_MODULES, NOT_SELECTED}
         return self._largest(groups, OTHER_MODULES) if is_known else ()
 
     def _module_of(self, row: int) -> str:
@@ -171,7 +173,7 @@ class _Grouping:
 
     def shapes(self) -> tuple[Shape, ...]:
         """Return the largest allocations, of equal ones the longest-lived, in the order of their birth."""
-        chosen = np.array(self._rows, dtype=np.int64)
+        chosen = np.array(list(self._claims), dtype=np.int64)
         life = self._end[chosen] - self._first[chosen]
         order = np.lexsort((-life, -self._sizes[chosen]))[:SHAPE_COUNT]
         return tuple(self._shape(row) for row in np.sort(chosen[order]).tolist())

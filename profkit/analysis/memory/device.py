@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -28,8 +29,20 @@ from profkit.analysis.memory.places import (
 )
 from profkit.analysis.memory.stacks import StackFacts, format_frame, sum_by_stack
 from profkit.names import kind_of
+from profkit.snapshot.columns import INACTIVE
+
+NOT_SELECTED = "(not selected)"
 
 LARGEST_COUNT = 10
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which allocations are shown; the others are added up as one line, so that the sums stay whole."""
+
+    stack: str | None = None
+    """Text that must occur in a frame of the stack (``file:line function``) or in the owner's name."""
+    min_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,10 @@ class DeviceMemory(ReplayedDevice):
         replay = self.history.replay
         return np.flatnonzero((replay.birth < moment) & (replay.freed >= moment)).tolist()
 
+    def selects(self, rows: list[int], wanted: Filter) -> list[bool]:
+        sizes, text = self.history.replay.size_bytes, wanted.stack
+        return [int(sizes[row]) >= wanted.min_bytes and (text is None or self._mentions(row, text)) for row in rows]
+
     def phase_peaks(self) -> tuple[PhasePeak, ...]:
         moments: dict[str, list[int]] = {}
         allocated = self.history.curves.allocated
@@ -109,6 +126,10 @@ class DeviceMemory(ReplayedDevice):
             PhasePeak(name, len(moments[name]), int(allocated[peak]), self.history.time_us(peak) or 0, peak)
             for name, peak in peaks.items()
         )
+
+    def _mentions(self, row: int, text: str) -> bool:
+        owner = self.owner_of(row) or ""
+        return text in owner or any(text in frame for frame in self.stacks.facts_of(row).user_first)
 
 
 @dataclass(frozen=True)
@@ -170,24 +191,38 @@ class Composition:
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """Reserved memory that is not allocated, at one moment."""
+    """Reserved memory that is not allocated, at one moment; the ``end_`` figures describe the dump."""
 
     reserved_bytes: int
     allocated_bytes: int
+    pending_bytes: int
+    """Freed by the program, still used by another stream."""
     free_bytes: int
-    """Neither allocated nor still used by another stream."""
     free_share: float
     """Of the reserved bytes."""
     padding_bytes: int
     """Allocated beyond what was requested: rounding, and rests too small to split off. Shown as lost to rounding."""
+    end_free_bytes: int
+    end_free_blocks: int
+    end_largest_free_bytes: int
 
 
-def compose(memory: DeviceMemory, what: str, moment: int) -> Composition:
+def compose(memory: DeviceMemory, what: str, moment: int, wanted: Filter | None = None) -> Composition:
     """Return what was allocated at a moment on the curves; ``what`` is the moment as the user named it."""
     curves, replay = memory.history.curves, memory.history.replay
-    rows, total = memory.live_rows(moment), int(curves.allocated[moment])
+    live = memory.live_rows(moment)
+    rows = list(compress(live, memory.selects(live, wanted or Filter())))
+    total = int(curves.allocated[moment])
+    rest_bytes, rest_count = total - int(replay.size_bytes[rows].sum()), len(live) - len(rows)
+    rest_share = _share(rest_bytes, total)
     pieces = [piece_of(memory, row, moment) for row in rows]
-    by_category = _by_category(pieces, total)
+    by_category, by_stack = _by_category(pieces, total), _by_stack(memory, moment, rows, total)
+    by_module, by_phase = sum_by_module(pieces, total, memory.places.modules), sum_by_phase(pieces, total)
+    if rest_count:
+        by_category.append(CategoryRow(NOT_SELECTED, rest_bytes, rest_share, rest_count, {}))
+        by_stack.append(StackRow(rest_bytes, rest_share, rest_count, (), NOT_SELECTED))
+        other = PartRow(NOT_SELECTED, (NOT_SELECTED,), rest_bytes, rest_share, rest_count, rest_bytes, {}, {})
+        by_module, by_phase = (*by_module, other), (*by_phase, other)
     ordered = sorted(rows, key=lambda row: (-int(replay.size_bytes[row]), row))
     return Composition(
         what=what,
@@ -195,12 +230,12 @@ def compose(memory: DeviceMemory, what: str, moment: int) -> Composition:
         time_us=memory.history.time_us(moment),
         phase=memory.timeline.phase_at(moment - 1),
         allocated_bytes=total,
-        requested_bytes=int(replay.requested_bytes[rows].sum()),
+        requested_bytes=int(replay.requested_bytes[live].sum()),
         reserved_bytes=int(curves.reserved[moment]),
         by_category=tuple(by_category),
-        by_stack=tuple(_by_stack(memory, moment, rows, total)),
-        by_module=sum_by_module(pieces, total, memory.places.modules),
-        by_phase=sum_by_phase(pieces, total),
+        by_stack=tuple(by_stack),
+        by_module=by_module,
+        by_phase=by_phase,
         largest=tuple(_large_row(memory, moment, row) for row in ordered[:LARGEST_COUNT]),
         largest_groups=_largest_groups(memory, moment, ordered),
         evidence={kind: sum(row.evidence.get(kind, 0) for row in by_category) for kind in EVIDENCE},
@@ -284,17 +319,22 @@ def _share(part: int, whole: int) -> float:
 
 def measure_fragmentation(history: History, moment: int) -> Fragmentation:
     """Return what was reserved and not allocated at a moment on the curves."""
-    replay, curves = history.replay, history.curves
+    replay, curves, blocks = history.replay, history.curves, history.device.blocks
     is_live = (replay.birth < moment) & (replay.freed >= moment)
     is_pending = (replay.freed < moment) & (replay.completed >= moment)
     allocated, reserved = int(curves.allocated[moment]), int(curves.reserved[moment])
     pending = int(replay.size_bytes[is_pending].sum())
     # Less than nothing only where the replay contradicts itself, which `History.contradictions` says.
     free = max(reserved - allocated - pending, 0)
+    end_free_bytes = blocks.size_bytes[blocks.state == INACTIVE]
     return Fragmentation(
         reserved_bytes=reserved,
         allocated_bytes=allocated,
+        pending_bytes=pending,
         free_bytes=free,
         free_share=free / reserved if reserved else 0.0,
         padding_bytes=max(allocated - int(replay.requested_bytes[is_live].sum()), 0),
+        end_free_bytes=int(end_free_bytes.sum()),
+        end_free_blocks=len(end_free_bytes),
+        end_largest_free_bytes=int(end_free_bytes.max(initial=0)),
     )

@@ -9,7 +9,7 @@ which of its inputs that is follows from their order, in which both codes name t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -37,6 +37,8 @@ class Held:
 
     modules: tuple[str, ...]
     source: str | None
+    buffers: tuple[str, ...]
+    """The names of the buffers in the generated file of which one holds it."""
     is_decided: bool
     is_first: bool
     """Whether it is what the memory was allocated for."""
@@ -155,6 +157,7 @@ class GeneratedMemory:
         return Held(
             modules=tuple(dict.fromkeys(name for some in modules for name in some)),
             source=next(iter(sources)) if len(sources) == 1 else None,
+            buffers=tuple(dict.fromkeys(tenant.holder.name for tenant in tenants)),
             is_decided=len(modules) == 1,
             is_first=all(tenant.is_first for tenant in tenants),
             is_freed_in_call=all(memory.freed is not None for _, memory in allocations),
@@ -307,17 +310,19 @@ class ReplayedDevice:
         device: Device,
         settings: Settings,
         recorded: Owners | None = None,
+        named: Mapping[str, str] | None = None,
         *,
         compiled: Iterable[CompiledGraph] = (),
         is_only_device: bool = True,
     ) -> None:
+        """Replay a device; ``named`` is phase name → glob on the names of annotations."""
         self.device = device
         self.is_only_device = is_only_device
         self._compiled = compiled
         self.recorded = recorded
         self.history: History = replay_history(device, settings)
         steps = [Phase(step.name, step.start_us, step.end_us) for step in recorded.steps] if recorded else []
-        self.timeline: Timeline = find_timeline(device, steps)
+        self.timeline: Timeline = find_timeline(device, named, steps)
 
     @cached_property
     def stacks(self) -> StackBook:

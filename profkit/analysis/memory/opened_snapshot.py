@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from profkit.analysis.memory.device import (
     CategoryRow,
     Composition,
     DeviceMemory,
+    Filter,
     Fragmentation,
     PhasePeak,
     compose,
@@ -76,6 +77,7 @@ class HistoryFacts:
     complete: bool
     events: int
     reason: str | None
+    start_reserved_bytes: int
     start_us: int | None
     end_us: int | None
     zero_us: int
@@ -114,6 +116,7 @@ class MemoryResult(NotebookResult):
 
     def to_dict(self) -> dict[str, Any]:
         at = self.composition
+        left_out = at.allocated_bytes - sum(at.evidence.values())
         return {
             "snapshot": self.snapshot,
             **self.totals.to_dict(),
@@ -132,6 +135,7 @@ class MemoryResult(NotebookResult):
                 ],
                 "largest": [_without(asdict(row), "label", "count") for row in at.largest],
                 "largest_groups": [_without(asdict(row), "label") for row in at.largest_groups],
+                "evidence": at.evidence | ({"not_selected": left_out} if left_out else {}),
             },
             "phases": [asdict(phase) for phase in self.phases],
             "fragmentation": asdict(self.fragmentation),
@@ -154,6 +158,7 @@ class OpenedSnapshot:
         self,
         snapshot: Snapshot,
         recorded: Owners | None = None,
+        phases: Mapping[str, str] | None = None,
         compiled: Sequence[CompiledGraph] = (),
     ) -> None:
         self.snapshot = snapshot
@@ -162,6 +167,7 @@ class OpenedSnapshot:
                 device,
                 snapshot.settings,
                 recorded,
+                phases,
                 compiled=compiled,
                 is_only_device=len(snapshot.devices) == 1,
             )
@@ -207,7 +213,7 @@ class OpenedSnapshot:
             fit: search for the edits that make the program fit.
             device: the device's index; by default the one with the highest peak.
             capacity_bytes: what PyTorch may reserve; by default the memory of the GPU that the run recorded.
-            cost: for the search, returns the kernel time (ns) of some ranges in a step's forward pass, None if unknown.
+            cost: returns the kernel time (ns) of some ranges in a step's forward pass, None if it is not known.
 
         Raises:
             UsageError: an unknown device, a setting that torch would refuse, or an edit that cannot be modelled.
@@ -230,6 +236,8 @@ class OpenedSnapshot:
         *,
         at: str = PEAK,
         device: int | None = None,
+        stack: str | None = None,
+        min_bytes: int = 0,
         capacity_bytes: int | None = None,
     ) -> MemoryResult:
         """Return how much was allocated, when it peaked, and what a moment was made of; ``profkit memory`` prints it.
@@ -238,15 +246,21 @@ class OpenedSnapshot:
             at: ``peak``; ``oom`` for the last allocation that failed; ``phase:NAME`` for the peak within a phase; or a
                 time: ``1.5s`` or ``300ms`` after the first event on any device, or microseconds since the epoch.
             device: the device's index; by default the one with the highest peak.
+            stack: show only allocations with this text in their stack or owner.
+            min_bytes: show only allocations of at least this size.
             capacity_bytes: the device's memory, for the verdict on an out-of-memory error; by default what the run
                 recorded.
 
         Raises:
-            UsageError: an unknown device, phase or form of time.
+            UsageError: an unknown device, phase or form of time, or a filter that leaves nothing.
         """
         memory = self.device(device)
         moment = find_moment(memory, at)
-        composition = compose(memory, at, moment)
+        composition = compose(memory, at, moment, Filter(stack, min_bytes))
+        if composition.allocated_bytes and not composition.largest:
+            words = [] if stack is None else [f"has {stack!r} in its stack or its tensor's name"]
+            words += [f"is of {min_bytes:,} B or more"] if min_bytes else []
+            raise UsageError(f"no allocation at this moment ({at}) {' and '.join(words)}")
         leaks = check_leaks(memory)
         check = check_with_allocator(memory.recorded, memory.history, memory.matched_owners[1])
         capacity_bytes = capacity_bytes or find_capacity(memory.recorded, memory.device.index)
@@ -261,7 +275,7 @@ class OpenedSnapshot:
             leaks=leaks,
             allocator_check=check,
             others=tuple(_sum_up(other.history) for other in self.devices.values() if other is not memory),
-            warnings=tuple(_find_warnings(memory, composition, leaks, check)),
+            warnings=tuple(_find_warnings(self.snapshot, memory, composition, leaks, check)),
         )
 
 
@@ -334,6 +348,7 @@ def _describe_history(history: History) -> HistoryFacts:
         complete=history.is_complete,
         events=len(events),
         reason=reason,
+        start_reserved_bytes=replay.start_reserved_bytes,
         start_us=history.time_us(1) if len(events) else None,
         end_us=history.time_us(len(events)) if len(events) else None,
         zero_us=history.device.zero_us,
@@ -341,7 +356,11 @@ def _describe_history(history: History) -> HistoryFacts:
 
 
 def _find_warnings(
-    memory: DeviceMemory, composition: Composition, leaks: LeakCheck, check: AllocatorCheck | None
+    snapshot: Snapshot,
+    memory: DeviceMemory,
+    composition: Composition,
+    leaks: LeakCheck,
+    check: AllocatorCheck | None,
 ) -> Iterator[Finding]:
     """Yield what a reader must know about one device's account, the gravest first."""
     yield from _doubt_history(memory.history)
@@ -358,6 +377,10 @@ def _find_warnings(
             f"{check.unmatched_entries:,} tensor{'s' * (check.unmatched_entries != 1)} could not be matched to an"
             " allocation (CUDA graphs cause this); sizes are not affected",
         )
+    for action, count in snapshot.unknown_actions.items():
+        yield Finding("unknown-action", f"{count:,} events of the unknown kind {action!r} were ignored")
+    if not snapshot.settings.is_recorded:
+        yield Finding("no-settings", "the file records no allocator settings: defaults are assumed")
     unknown = composition.evidence["none"]
     # A run with a ledger has recorded what can be known: nothing is left to do about the rest.
     if memory.recorded is None and unknown > _MANY_UNKNOWN * composition.allocated_bytes:

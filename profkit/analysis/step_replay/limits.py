@@ -76,7 +76,7 @@ class Limit(StrEnum):
     ALLOCATING = "allocating"
 
 
-_OF_OPERATION = {"communication": Limit.COMMUNICATING, "copy": Limit.COPYING, "fill": Limit.COPYING}
+OF_OPERATION = {"communication": Limit.COMMUNICATING, "copy": Limit.COPYING, "fill": Limit.COPYING}
 _LARGEST_MISFIT = 0.15
 """A replayed step that is longer or shorter by a larger share than this does not stand for the measured one."""
 _HOST = (Limit.PYTHON, Limit.PREPARING, Limit.WAITING)
@@ -214,7 +214,7 @@ def classify_piece(piece: Piece, step: StepColumns, cause: str, phase: str) -> L
         case Cause.LATENCY:
             return Limit.PREPARING
         case _:
-            return _OF_OPERATION.get(cause, Limit.COMPUTING)
+            return OF_OPERATION.get(cause, Limit.COMPUTING)
 
 
 def place_lines(pieces: Sequence[LimitPart], lines: Sequence[LineTime]) -> tuple[tuple[LineLimit, ...], int]:

@@ -43,6 +43,7 @@ from profkit.analysis.step_replay.kernel_edits import (
     use_channels_last,
     use_tf32,
 )
+from profkit.analysis.step_replay.lanes import StepLanes, lay_out_lanes
 from profkit.analysis.step_replay.limits import sum_parts
 from profkit.analysis.step_replay.replay import Proof
 from profkit.analysis.step_replay.steps import ReplayedStep, StepReplay
@@ -247,6 +248,19 @@ def share_saved_on_fast_host(replay: StepReplay, changes: Sequence[StepChange], 
         return 0.0
     before_ns, changed = replay.fast_ns, _change(replay, step, columns, changes, facts)
     return (before_ns - replay.run(changed).step_ns) / max(before_ns, 1)
+
+
+def lanes_before_and_after(
+    replay: StepReplay, changes: Sequence[StepChange], facts: ProgramFacts
+) -> tuple[StepLanes, StepLanes] | None:
+    """Return the typical step's lanes as it is and as it is expected after some changes; None without a prediction."""
+    step, after_ns = replay.typical, expect_after(replay, changes, facts)
+    if step is None or after_ns is None or replay.now_ns is None:
+        return None
+    columns = step.at_speed(step.fit.middle)
+    before, after = (columns, replay.now_ns), (_change(replay, step, columns, changes, facts), after_ns)
+    now, then = (lay_out_lanes(step, form, replay.run(form), time_ns) for form, time_ns in (before, after))
+    return now, then
 
 
 def _refuse(replay: StepReplay, names: Sequence[str], refusal: str | None) -> TimeAnswer:

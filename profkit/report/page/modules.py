@@ -22,7 +22,7 @@ from markupsafe import Markup
 from profkit.analysis.efficiency.summary import EfficiencyRow
 from profkit.analysis.kernels import categorize
 from profkit.analysis.memory.bins import Bins, Series, Shape, bin_history
-from profkit.analysis.memory.device import Composition, DeviceMemory, piece_of
+from profkit.analysis.memory.device import Composition, DeviceMemory, Filter, piece_of
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.memory.places import PartRow, Piece, sum_by_module
 from profkit.analysis.time_account.steps import find_warmup
@@ -161,9 +161,9 @@ _SHAPE_NUMBERS = ("bytes", "requested_bytes", "first", "end", "born_us", "freed_
 _SHAPE_TEXTS = ("category", "owner", "module", "label")
 
 
-def build_memory(memory: DeviceMemory, result: MemoryResult) -> dict[str, Any]:
-    """Return what the section shows of a device and its account."""
-    bins = bin_history(memory)
+def build_memory(memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None) -> dict[str, Any]:
+    """Return what the section shows of a device and its account; allocations that are not ``wanted`` are one in it."""
+    bins = bin_history(memory, wanted)
     document = build_memory_document(result, by="category", leaks=True)
     head, *others = [part for part in document.parts if isinstance(part, Lines)]
     by_module = _table_by(result, "module")

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from profkit.analysis.memory.device import DeviceMemory
+from profkit.analysis.memory.device import DeviceMemory, Filter
 from profkit.analysis.memory.opened_snapshot import MemoryResult
 from profkit.analysis.opened import OpenedCapture
 from profkit.analysis.self_check import SelfCheck
@@ -50,13 +50,16 @@ _REVISION = 12
 _ASSETS = files("profkit.report.page") / "assets"
 
 
-def render_memory_page(capture: OpenedCapture, memory: DeviceMemory, result: MemoryResult) -> str:
+def render_memory_page(
+    capture: OpenedCapture, memory: DeviceMemory, result: MemoryResult, wanted: Filter | None = None
+) -> str:
     """Return the page with the section of memory alone, for one device and its account, at any moment.
 
-    ``capture`` is the snapshot and the run that it lies in, for the head; its trace is not shown.
+    ``capture`` is the snapshot and the run that it lies in, for the head; its trace is not shown. Allocations that are
+    not ``wanted`` are one in the chart.
     """
     command = f"profkit memory {without_folders(str(capture.path))}{_rank_words(capture, result)}"
-    content = build_memory(memory, result)
+    content = build_memory(memory, result, wanted)
     section = Section("memory", _MEMORY, command, content, findings=result.warnings)
     alone = OpenedCapture(capture.path, capture.run, None, None)
     title = f"{capture.path.resolve().name}, device {result.totals.device}: memory over time"

@@ -48,6 +48,7 @@ from profkit.report.commands.summary import build_summary_document
 from profkit.report.document import Labelled
 from profkit.report.page import Interned, Results, pack, without_folders
 from profkit.report.units import format_bytes, format_count, format_ns, format_share
+from profkit.run.edits import parse_edits
 from profkit.run.manifest import Manifest
 from profkit.trace.columns import Calls, Copies, Ints, Ranges, Work, distinct_values, rows_by_value
 
@@ -302,6 +303,7 @@ def build_answer(run: Results) -> dict[str, Any]:
         "parts": [] if summary.tree is None else list(_parts(summary.tree)),
         "together": describe_together(summary, advice),
         "tries": [_view_try(proposal, run.name) for proposal in advice.tries],
+        "lanes": list(_lanes(run)),
         "nothing": "" if advice.tries else make_visible(advice.nothing or ""),
     }
 
@@ -335,6 +337,31 @@ def _parts(tree: StepTree) -> Iterator[dict[str, Any]]:
             "line": "" if part.line is None else make_visible(name_line(part.line)),
         }
         at += part.time_ns
+
+
+def _lanes(run: Results) -> Iterator[dict[str, Any]]:
+    """There are none where the first Try is no edit, or nothing is expected."""
+    edit = next((proposal.edit for proposal in run.advice.tries), None)
+    trace = run.capture.trace
+    both = None if trace is None or edit is None else trace.step_lanes(parse_edits([edit]))
+    if both is None:
+        return
+    before, after = both
+    whole = max(before.step_ns, after.step_ns, 1)
+    for label, step in (("now", before), ("after the first Try", after)):
+        for name, spans in step.lanes.items():
+            yield {
+                "label": f"{label}: {name}",
+                "words": f"{format_ns(step.step_ns)} a step",
+                "spans": [
+                    {
+                        "left": round(100 * span.start_ns / whole, 2),
+                        "width": round(100 * (span.end_ns - span.start_ns) / whole, 2),
+                        "colour": LIMITS[span.kind],
+                    }
+                    for span in spans
+                ],
+            }
 
 
 def _view_try(advice: Advice, run: str) -> dict[str, Any]:
